@@ -1,0 +1,88 @@
+"""The command tree on one page, and the one place where an error becomes a message and an exit code."""
+
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+
+from csdctl import __version__
+from csdctl.cli.commands import demo, deploy, discover, emulate, prepare, report, train, tune
+from csdctl.cli.streams import Streams
+from csdctl.errors import CsdctlError, ExitCode
+
+app = typer.Typer(
+    name="csdctl",
+    help="Train neural networks where the data lies: computational storage devices and their host, in step.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"csdctl {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Nothing of its own: the commands do the work."""
+
+
+FLEET, DATA, TRAINING, EMULATED = "The fleet", "Data and code", "Training", "A fleet without hardware"
+
+app.command(rich_help_panel=FLEET)(discover.discover)
+app.command(rich_help_panel=DATA)(prepare.prepare)
+app.command(rich_help_panel=DATA)(deploy.deploy)
+app.command(rich_help_panel=TRAINING)(tune.tune)
+app.command(rich_help_panel=TRAINING)(train.train)
+app.command(rich_help_panel=TRAINING)(report.report)
+app.add_typer(emulate.app, name="emulate", rich_help_panel=EMULATED)
+app.command(rich_help_panel=EMULATED)(demo.demo)
+
+
+def main() -> None:
+    """Run csdctl; every error of ours ends here."""
+    streams = Streams()
+    try:
+        code = app(standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else ExitCode.DONE)
+    except CsdctlError as error:
+        _show(streams, error)
+        sys.exit(error.exit_code)
+    except typer.Exit as ending:
+        sys.exit(ending.exit_code)
+    except (KeyboardInterrupt, typer.Abort):
+        streams.errors.print("interrupted", style="bold red")
+        sys.exit(ExitCode.INTERRUPTED)
+    except BrokenPipeError:
+        sys.exit(ExitCode.FAILED)
+    except Exception as error:
+        if _is_usage(error):
+            error.show()  # type: ignore[attr-defined]
+            sys.exit(ExitCode.BAD_INPUT)
+        streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red", markup=False)
+        streams.errors.print("  → this is a defect of csdctl; run again with -vv and report what it prints")
+        if "-vv" in sys.argv:
+            traceback.print_exc()
+        sys.exit(ExitCode.FAILED)
+
+
+def _is_usage(error: Exception) -> bool:
+    """Whether typer's own parser refused the command line."""
+    return hasattr(error, "show") and hasattr(error, "exit_code")
+
+
+def _show(streams: Streams, error: CsdctlError) -> None:
+    where = f"{error.node}: " if error.node else ""
+    streams.errors.print("error:", style="bold red", end=" ")
+    streams.errors.print(f"{where}{error.message}", markup=False)
+    if error.remedy:
+        streams.errors.print(f"  → {error.remedy}", markup=False)
+    if "-vv" in sys.argv:
+        traceback.print_exception(error)

@@ -1,0 +1,1 @@
+"""A file per command: parse, call one workflow, show."""

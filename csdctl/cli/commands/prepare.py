@@ -1,0 +1,56 @@
+"""`csdctl prepare`."""
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DEFAULT_JOB,
+    ExcludeOption,
+    FleetOption,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+)
+from csdctl.cli.streams import Streams
+
+
+def prepare(
+    job: JobArgument = DEFAULT_JOB,
+    fleet: FleetOption = DEFAULT_FLEET,
+    sample: Annotated[
+        str, typer.Option("--sample", help="First fill the job's data paths with a sample: fashion-mnist.")
+    ] = "",
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Put data into the form that is read fast, where it lies, and the model into the form that travels."""
+    from csdctl.job.model import load_job
+    from csdctl.workflows.place_sample import place_sample
+    from csdctl.workflows.prepare import prepare_job
+    from csdctl.workflows.workspace import open_workspace
+
+    streams = Streams(is_json=json)
+    loaded = load_job(job)
+    with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
+        if sample:
+            place_sample(sample, loaded, space.fleet, space.sessions, space.project, streams.say)
+        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+    private = sum(info.num_samples for info in prepared.private.values())
+    streams.say(
+        f"ready: {prepared.public.num_samples:,} public samples on the host, "
+        f"{private:,} private ones on {len(prepared.private)} nodes, "
+        f"model with {prepared.model.info.num_parameters:,} parameters"
+    )
+    streams.result(
+        {
+            "schema": "csdctl.prepare/1",
+            "public": asdict(prepared.public),
+            "validation": asdict(prepared.validation) if prepared.validation else None,
+            "private": {name: {"num_samples": info.num_samples} for name, info in prepared.private.items()},
+            "model": asdict(prepared.model.info),
+        }
+    )

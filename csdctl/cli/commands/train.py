@@ -1,0 +1,74 @@
+"""`csdctl train`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DEFAULT_JOB,
+    ExcludeOption,
+    FleetOption,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+)
+from csdctl.cli.streams import Streams
+
+
+def train(
+    job: JobArgument = DEFAULT_JOB,
+    fleet: FleetOption = DEFAULT_FLEET,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="The plan to follow; default: the one `tune` wrote for the job.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, typer.Option("--batch-size", min=1, help="No plan: this batch size on every rank.")
+    ] = None,
+    max_steps: Annotated[
+        int | None, typer.Option("--max-steps", min=1, help="End after this many steps, for measuring.")
+    ] = None,
+    start_deadline: Annotated[
+        float, typer.Option("--start-deadline", help="Seconds until every rank must be ready.")
+    ] = 300.0,
+    silence_deadline: Annotated[
+        float, typer.Option("--silence-deadline", help="Seconds without a word after which a run is ended.")
+    ] = 300.0,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train on the host and all nodes in step, each with its own batch size."""
+    from csdctl.cli.training import TrainingScreen
+    from csdctl.job.model import load_job
+    from csdctl.launch.mpi_job import Deadlines
+    from csdctl.tuning.plan import load_plan
+    from csdctl.workflows.prepare import prepare_job
+    from csdctl.workflows.train import TrainOptions, train
+    from csdctl.workflows.tune import equal_plan
+    from csdctl.workflows.workspace import open_workspace
+
+    streams = Streams(is_json=json)
+    loaded = load_job(job)
+    options = TrainOptions(Deadlines(start_deadline, silence_deadline), max_steps)
+    with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
+        names = [node.name for node in space.fleet.nodes]
+        if batch_size:
+            chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)
+        else:
+            chosen = load_plan(plan or space.project.plan(loaded.name))
+        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
+            summary = train(
+                loaded,
+                space.fleet,
+                space.facts,
+                chosen,
+                prepared,
+                space.sessions,
+                space.project,
+                options,
+                screen.watcher(),
+            )
+        screen.finish(summary)

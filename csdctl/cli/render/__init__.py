@@ -1,0 +1,1 @@
+"""Results to tables, live views and JSON."""

@@ -1,0 +1,46 @@
+"""Numbers as people read them; one way for each kind."""
+
+
+def show_rate(images_per_s: float | None) -> str:
+    """Images a second."""
+    if images_per_s is None:
+        return "–"
+    return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.1f}"
+
+
+def show_share(share: float | None) -> str:
+    """A share 0…1 as a percentage."""
+    return "–" if share is None else f"{share:.0%}"
+
+
+def show_seconds(seconds: float | None) -> str:
+    """A duration."""
+    if seconds is None:
+        return "–"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def show_bytes(size: float | None) -> str:
+    """A size in bytes, binary units."""
+    if size is None:
+        return "–"
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def show_loss(loss: float | None) -> str:
+    """A loss."""
+    return "–" if loss is None else f"{loss:.4f}"
+
+
+def show_accuracy(accuracy: float | None) -> str:
+    """An accuracy 0…1."""
+    return "–" if accuracy is None else f"{accuracy:.4f}"

@@ -1,0 +1,70 @@
+"""The report of a run, as a table and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
+from csdctl.reporting.summary import RunSummary
+
+
+def render_report(console: Console, summary: RunSummary) -> None:
+    """Per rank, then the whole."""
+    title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
+    table = Table(title=title, title_justify="left", title_style="bold")
+    table.add_column("rank", justify="right")
+    table.add_column("node")
+    for column in ("batch size", "private", "public", "images/s", "alone", "waiting"):
+        table.add_column(column, justify="right")
+    for rank in summary.ranks:
+        table.add_row(
+            str(rank.rank),
+            rank.node,
+            str(rank.batch_size),
+            f"{rank.num_private:,}",
+            f"{rank.num_public:,}",
+            show_rate(rank.images_per_s),
+            show_rate(rank.alone_images_per_s),
+            show_share(rank.waiting),
+        )
+    console.print(table)
+    whole = Table.grid(padding=(0, 2))
+    for name, value in _whole(summary):
+        whole.add_row(name, value)
+    console.print(whole)
+    for failure in summary.failures:
+        console.print(f"failed: {failure}", style="red", markup=False)
+
+
+def _whole(summary: RunSummary) -> list[tuple[str, str]]:
+    rows = [
+        ("images/s", f"{show_rate(summary.images_per_s)} in step, {_alone(summary)}"),
+        ("efficiency", f"{show_share(summary.efficiency)} of the ranks running alone"),
+        ("accuracy", f"{show_accuracy(summary.validation_accuracy)} validation, {show_accuracy(summary.accuracy)} training"),
+        ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
+        (
+            "trained",
+            f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
+            f"{summary.samples:,} samples in {show_seconds(summary.training_s)}",
+        ),
+        ("weights", "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared"),
+    ]
+    if summary.efficiency is None:
+        rows[1] = ("efficiency", f"not known: no rank was measured alone (method {summary.method})")
+    return rows
+
+
+def _alone(summary: RunSummary) -> str:
+    if summary.alone_images_per_s is None:
+        return "not measured alone"
+    return f"{show_rate(summary.alone_images_per_s)} the ranks alone"
+
+
+def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
+    """The report as one JSON document."""
+    document = {"schema": "csdctl.report/1", "path": run_path, **asdict(summary)}
+    for shown, rank in zip(document["ranks"], summary.ranks, strict=True):
+        shown["waiting"] = rank.waiting
+    return document

@@ -1,0 +1,40 @@
+"""Where output goes: results to stdout, everything for people to stderr when stdout is JSON."""
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+
+
+@dataclass
+class Streams:
+    """Streams, terminal and directory of one invocation; a test passes its own."""
+
+    stdout: TextIO = field(default_factory=lambda: sys.stdout)
+    stderr: TextIO = field(default_factory=lambda: sys.stderr)
+    directory: Path = field(default_factory=Path.cwd)
+    is_json: bool = False
+
+    def __post_init__(self) -> None:
+        self.errors = Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
+        self.people = self.errors if self.is_json else Console(file=self.stdout, highlight=False)
+
+    def say(self, line: str) -> None:
+        """One line for people."""
+        self.people.print(line, markup=False, soft_wrap=True)
+
+    def result(self, document: object) -> None:
+        """One JSON document on standard output; nothing without --json."""
+        if self.is_json:
+            json.dump(document, self.stdout, indent=2)
+            self.stdout.write("\n")
+            self.stdout.flush()
+
+    def result_line(self, document: object) -> None:
+        """One JSON line on standard output; nothing without --json."""
+        if self.is_json:
+            self.stdout.write(json.dumps(document) + "\n")
+            self.stdout.flush()

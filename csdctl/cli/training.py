@@ -1,0 +1,62 @@
+"""What a terminal, or a reader of JSON lines, sees of a training."""
+
+from contextlib import ExitStack
+from dataclasses import asdict
+from types import TracebackType
+
+from csdctl.cli.render.live import TrainingView
+from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.report import render_report, report_document
+from csdctl.cli.streams import Streams
+from csdctl.reporting.summary import RunSummary
+from csdctl.runs.directory import RunDirectory
+from csdctl.shipping.store import Delivery
+from csdctl.worker.contract import Event, RunSpec
+from csdctl.workflows.train import Watcher
+
+
+class TrainingScreen:
+    """Shows one training; the live view opens when the ranks start."""
+
+    def __init__(self, streams: Streams, *, emulated: bool) -> None:
+        self._streams = streams
+        self._emulated = emulated
+        self._stack = ExitStack()
+        self._view: TrainingView | None = None
+        self._run: RunDirectory | None = None
+
+    def __enter__(self) -> "TrainingScreen":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def watcher(self) -> Watcher:
+        """The callbacks that `train` calls."""
+        return Watcher(self._started, self._delivered, self._event)
+
+    def finish(self, summary: RunSummary) -> None:
+        """The report, and where the run lies."""
+        self._stack.close()
+        assert self._run is not None
+        path = str(self._run.path)
+        render_report(self._streams.people, summary)
+        self._streams.say(f"run directory: {path}")
+        self._streams.result_line(report_document(summary, path))
+
+    def _started(self, run: RunDirectory, spec: RunSpec) -> None:
+        self._run = run
+        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
+        self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {spec.steps_per_epoch} steps an epoch")
+        self._view = self._stack.enter_context(TrainingView(self._streams.people, spec, emulated=self._emulated))
+
+    def _delivered(self, node: str, delivery: Delivery) -> None:
+        if delivery.num_sent:
+            self._streams.say(f"{node}: {delivery.num_sent} files sent ({show_bytes(delivery.bytes_sent)})")
+
+    def _event(self, event: Event) -> None:
+        self._streams.result_line({"event": type(event).__name__, **asdict(event)})
+        if self._view:
+            self._view.show(event)

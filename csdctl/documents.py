@@ -1,0 +1,171 @@
+"""Files that people write and csdctl reads, and files that csdctl writes.
+
+`load_document` turns YAML into a pydantic model; what is wrong with it becomes one InputError with
+the line and, for an unknown key, the nearest known one. `save_text` and `save_json` write aside,
+sync and rename, so that a reader never sees half a file and a crash leaves the old one.
+"""
+
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from csdctl.errors import InputError
+
+
+class Document(BaseModel):
+    """Base of every file that a person writes: unknown keys are errors, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+DocumentT = TypeVar("DocumentT", bound=BaseModel)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's booleans: `on`, `off`, `yes` and `no` are words, so that `on: host` is what it looks like."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+
+
+def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
+    """Read the YAML file `path` as `model`; raises InputError with file, line and remedy."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", remedy=f"write {path} or name another file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    return parse_document(text, model, name=str(path))
+
+
+def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
+    """Read YAML `text` as `model`; `name` is what error messages call it."""
+    try:
+        tree = yaml.compose(text, Loader=_Loader)
+        content = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise InputError(f"{name}{line}: not valid YAML: {problem}") from None
+    if not isinstance(content, dict):
+        raise InputError(
+            f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "
+            f"found {'nothing' if content is None else type(content).__name__}"
+        )
+    try:
+        return model.model_validate(content)
+    except ValidationError as error:
+        problems = [_describe(problem, tree, model) for problem in error.errors()]
+    raise InputError("\n".join(f"{name}{problem}" for problem in problems), remedy=f"mend {name}")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write `text` to `path` aside, sync it, and rename it into place."""
+    save_bytes(path, text.encode())
+
+
+def save_bytes(path: Path, content: bytes) -> None:
+    """Write `content` to `path` aside, sync it, and rename it into place."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    except BaseException:
+        Path(aside).unlink(missing_ok=True)
+        raise
+
+
+def save_json(path: Path, content: object) -> None:
+    """Write `content` as indented JSON, whole or not at all."""
+    save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
+
+
+def load_json(path: Path) -> Any:
+    """Read a JSON file that csdctl wrote; raises InputError when it is missing or cut short."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}", remedy=f"remove {path} and make it again") from None
+
+
+def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel]) -> str:
+    location: tuple[str | int, ...] = problem["loc"]
+    line = _line_of(tree, location)
+    key = ".".join(str(part) for part in location)
+    where = f":{line}: " if line else ": "
+    if problem["type"] == "extra_forbidden":
+        nearest = difflib.get_close_matches(str(location[-1]), _known_keys(model, location[:-1]), n=1)
+        hint = f", did you mean `{nearest[0]}`?" if nearest else ""
+        return f"{where}unknown key `{key}`{hint}"
+    if problem["type"] == "missing":
+        return f"{where}key `{key}` is missing"
+    received = problem["input"]
+    shown = f" (received {received!r})" if isinstance(received, str | int | float | bool) else ""
+    return f"{where}`{key}`: {problem['msg']}{shown}"
+
+
+def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | None:
+    """The line, from 1, of the deepest part of `location` that the file has."""
+    line = None
+    for part in location:
+        if isinstance(node, yaml.MappingNode):
+            for key, value in node.value:
+                if key.value == str(part):
+                    line, node = key.start_mark.line + 1, value
+                    break
+            else:
+                break
+        elif isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+        else:
+            break
+    return line
+
+
+def _known_keys(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
+    """The keys allowed at `location`, following nested models, lists and options."""
+    current: Any = model
+    for part in location:
+        if isinstance(part, int):
+            continue
+        field = current.model_fields.get(part) if _is_model(current) else None
+        if field is None:
+            return []
+        current = _inner_model(field.annotation)
+    return list(current.model_fields) if _is_model(current) else []
+
+
+def _is_model(candidate: Any) -> bool:
+    return isinstance(candidate, type) and issubclass(candidate, BaseModel)
+
+
+def _inner_model(annotation: Any) -> Any:
+    """The pydantic model inside `X | None`, `list[X]`, `dict[str, X]`, …"""
+    if _is_model(annotation):
+        return annotation
+    for argument in getattr(annotation, "__args__", ()):
+        inner = _inner_model(argument)
+        if inner is not None:
+            return inner
+    return None

@@ -1,0 +1,143 @@
+"""Taking an emulated fleet away, whatever is left of it.
+
+What belongs to the fleet is found three ways: the servers in its state, their descendants, and, when
+the state is lost or a server was killed, the mark in the environment and the control groups' names.
+"""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.emulation.cgroups import list_cgroups, list_members, remove_cgroup
+from csdctl.emulation.fleet_file import is_unchanged, remove_fleet_file
+from csdctl.emulation.known_hosts import remove_host_keys
+from csdctl.emulation.limits import cgroup_prefix
+from csdctl.emulation.processes import (
+    is_running,
+    list_ancestors,
+    list_carriers,
+    list_descendants,
+    send_signal,
+    start_time,
+)
+from csdctl.emulation.state import FleetPaths, FleetState, load_state
+from csdctl.errors import CsdctlError
+
+GRACE_S = 5.0
+DEADLINE_S = 10.0
+
+
+@dataclass(frozen=True)
+class StoppedFleet:
+    """What was ended; `kept_fleet_path` is a fleet.yaml that a person changed and that stays."""
+
+    num_processes: int = 0
+    num_cgroups: int = 0
+    kept_fleet_path: Path | None = None
+
+
+def remove_fleet(paths: FleetPaths) -> StoppedFleet:
+    """End every process of the fleet and remove its control groups and files."""
+    state = load_state(paths)
+    ended = _end_processes(paths, state)
+    cgroups = list_cgroups(cgroup_prefix(paths.fleet_id))
+    for cgroup in cgroups:
+        remove_cgroup(cgroup)
+    keys = [node.public_host_key.read_text() for node in paths.nodes() if node.public_host_key.exists()]
+    remove_host_keys(paths.known_hosts, keys, paths.fleet_id)
+    kept = [path for path in _fleet_files(paths, state) if not remove_fleet_file(path, paths.fleet_id)]
+    _remove_directory(paths)
+    return StoppedFleet(len(ended), len(cgroups), kept[0] if kept else None)
+
+
+def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
+    """The fleet.yaml of the state; where the state is lost, the places it usually has."""
+    if state is not None:
+        return [state.fleet_path]
+    usual = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
+    return [path for path in usual if is_unchanged(path, paths.fleet_id)]
+
+
+def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
+    """End the servers gently, then what is left; returns the pids of all that ran."""
+    servers = [(node.pid, node.start_time) for node in state.nodes] if state else []
+    alive = [pid for pid, started in servers if is_running(pid, started)]
+    mine = set(list_ancestors(os.getpid()))
+
+    def remaining() -> set[int]:
+        found = {
+            pid for server in alive if is_running(server, dict(servers)[server]) for pid in _family(server)
+        }
+        found |= set(list_carriers(paths.fleet_id))
+        for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
+            found |= set(list_members(cgroup))
+        return {pid for pid in found - mine if start_time(pid) is not None}
+
+    ended = remaining()
+    send_signal(alive, signal.SIGTERM)
+    _wait_until(lambda: not any(is_running(pid, started) for pid, started in servers), GRACE_S)
+
+    def is_empty() -> bool:
+        pids = remaining()
+        ended.update(pids)
+        send_signal(pids, signal.SIGKILL)
+        return not pids
+
+    if not _wait_until(is_empty, DEADLINE_S):
+        raise CsdctlError(
+            f"processes of the emulated fleet do not end: {sorted(remaining())}",
+            remedy="look at them with `ps`, then `csdctl emulate down` again",
+        )
+    return ended
+
+
+def _family(pid: int) -> list[int]:
+    return [pid, *list_descendants(pid)]
+
+
+def _wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _remove_directory(paths: FleetPaths) -> None:
+    _remove_short_tmp(paths)
+    if paths.is_ours:
+        # The mark goes last: a removal that is cut short can be taken up again.
+        for entry in paths.directory.iterdir():
+            if entry not in (paths.mark, paths.state):
+                _remove_tree(entry)
+        paths.state.unlink(missing_ok=True)
+        paths.mark.unlink(missing_ok=True)
+    if paths.directory.exists():
+        paths.directory.rmdir()
+
+
+def _remove_short_tmp(paths: FleetPaths) -> None:
+    """Remove the short TMPDIRs where the link says, and where they usually are if the link is lost."""
+    linked = [paths.short_tmp.readlink()] if paths.short_tmp.is_symlink() else []
+    for path in {*linked, paths.usual_short_tmp}:
+        if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
+            _remove_tree(path)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a file or a tree, also one whose directories were made read-only."""
+
+    def retry(function: Callable[..., object], name: str, _: object) -> None:
+        os.chmod(os.path.dirname(name), 0o700)
+        os.chmod(name, 0o700)
+        shutil.rmtree(name) if os.path.isdir(name) else function(name)
+
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, onerror=retry)
+    else:
+        path.unlink(missing_ok=True)

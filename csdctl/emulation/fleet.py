@@ -1,0 +1,264 @@
+"""Starting, looking at and ending an emulated fleet; what other rooms call.
+
+Everything of a fleet lies in its directory, but for its lines in known_hosts, its fleet.yaml, its
+control groups and, where the directory's path is long, a short directory for the TMPDIRs.
+"""
+
+import contextlib
+import fcntl
+import importlib
+import os
+import pwd
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import csdctl
+from csdctl.documents import load_json, save_text
+from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
+from csdctl.emulation.fleet_file import check_may_write, save_fleet_file
+from csdctl.emulation.known_hosts import add_host_keys
+from csdctl.emulation.limits import open_cpu_limit
+from csdctl.emulation.processes import FLEET_VARIABLE, anonymous_bytes, is_running, list_descendants
+from csdctl.emulation.spec import CPU_MECHANISMS, EmulatedSpec, check_spec
+from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.errors import CsdctlError, DeadlineError, InputError
+
+__all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
+
+LONGEST_NODE_PATH = 40
+"""Open MPI makes unix sockets some 60 characters below TMPDIR, and 108 is the most they may have."""
+
+
+@dataclass(frozen=True)
+class NodeStatus:
+    """One node as it is now; `cpu_limit` in cores."""
+
+    name: str
+    port: int
+    pid: int
+    is_running: bool
+    num_processes: int
+    cpu_limit: float
+    memory_limit_bytes: int
+    memory_bytes: int
+    cpu_mechanism: str
+
+
+def start_fleet(
+    directory: Path,
+    spec: EmulatedSpec,
+    *,
+    fleet_path: Path | None = None,
+    python: str = sys.executable,
+    cpu_mechanism: str = "auto",
+) -> Path:
+    """Start the servers, detached, and return the path of the fleet.yaml that describes them.
+
+    A fleet that is up with the same spec is left as it is; one that crashed is cleaned away first.
+    `python` is the nodes' interpreter as fleet.yaml names it. Raises InputError when another fleet
+    is up there, when the fleet.yaml is somebody else's, or when asyncssh is not installed.
+    """
+    _check_request(spec, cpu_mechanism)
+    paths = FleetPaths(directory)
+    with _locked(paths):
+        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
+            raise InputError(
+                f"{paths.directory} holds other files; an emulated fleet needs a directory of its own"
+            )
+        state = load_state(paths)
+        if state is not None and _is_alive(state):
+            _check_same(paths, state, spec, fleet_path, cpu_mechanism)
+            if not state.fleet_path.exists():
+                save_fleet_file(paths, state, python)
+            return state.fleet_path
+        chosen = (fleet_path or paths.default_fleet).absolute()
+        check_may_write(chosen, paths.fleet_id)
+        remove_fleet(paths)
+        if cpu_mechanism == "cgroup":
+            open_cpu_limit(cpu_mechanism, paths.fleet_id, "trial", spec.cpu).close()
+        try:
+            return _start(paths, FleetState(paths.fleet_id, spec, cpu_mechanism, chosen, _user()), python)
+        except BaseException:
+            remove_fleet(paths)
+            raise
+
+
+def is_up(directory: Path) -> bool:
+    """Whether an emulated fleet is there with every server alive."""
+    state = load_state(FleetPaths(directory))
+    return state is not None and _is_alive(state)
+
+
+def fleet_status(directory: Path) -> list[NodeStatus]:
+    """Every node as it is now; raises InputError when no emulated fleet is there."""
+    state = load_state(FleetPaths(directory))
+    if state is None or not state.nodes:
+        raise InputError(
+            f"no emulated fleet in {directory}", remedy="start one: `csdctl emulate up --nodes 4`"
+        )
+    return [_status(state, node) for node in state.nodes]
+
+
+def stop_fleet(directory: Path) -> StoppedFleet:
+    """End the fleet and everything it left, also after a crash; nothing there is nothing to do."""
+    paths = FleetPaths(directory)
+    if not paths.directory.parent.exists():  # removed by hand; its processes may still be there
+        return remove_fleet(paths)
+    with _locked(paths):
+        if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
+            raise InputError(f"{paths.directory} is not an emulated fleet's; it is left as it is")
+        return remove_fleet(paths)
+
+
+def _check_request(spec: EmulatedSpec, cpu_mechanism: str) -> None:
+    check_spec(spec)
+    if cpu_mechanism not in CPU_MECHANISMS:
+        raise InputError(f"received {cpu_mechanism!r} as CPU mechanism, expected {', '.join(CPU_MECHANISMS)}")
+    try:
+        importlib.import_module("asyncssh")
+    except ImportError:
+        raise InputError(
+            "the emulator needs asyncssh, which is not installed", remedy="pip install 'csdctl[emulator]'"
+        ) from None
+
+
+def _check_same(
+    paths: FleetPaths, state: FleetState, spec: EmulatedSpec, fleet_path: Path | None, cpu_mechanism: str
+) -> None:
+    same_path = fleet_path is None or fleet_path.absolute() == state.fleet_path
+    if state.spec != spec or state.cpu_mechanism != cpu_mechanism or not same_path:
+        raise InputError(
+            f"another emulated fleet is up in {paths.directory}: {state.spec.num_nodes} nodes with "
+            f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
+            remedy="end it first: `csdctl emulate down`",
+        )
+
+
+def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
+    paths.directory.mkdir(mode=0o700, exist_ok=True)
+    save_text(paths.mark, state.fleet_id + "\n")
+    _make_nodes(paths, state)
+    save_state(paths, state)
+    pids = _launch(paths)
+    deadline = time.monotonic() + 30 + 2 * state.spec.num_nodes
+    nodes = tuple(_wait_for(paths, name, pids[name], deadline) for name in state.node_names)
+    state = replace(state, nodes=nodes)
+    keys = {node.port: paths.node(node.name).public_host_key.read_text() for node in nodes}
+    add_host_keys(paths.known_hosts, keys, state.fleet_id)
+    save_fleet_file(paths, state, python)
+    save_state(paths, state)
+    return state.fleet_path
+
+
+def _make_nodes(paths: FleetPaths, state: FleetState) -> None:
+    import asyncssh  # heavy, and optional
+
+    def make_key(path: Path) -> None:
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        path.touch(mode=0o600)
+        path.write_bytes(key.export_private_key())
+        path.with_name(f"{path.name}.pub").write_bytes(key.export_public_key())
+
+    make_key(paths.key)
+    short = _make_short_tmp(paths)
+    for name in state.node_names:
+        node = paths.node(name)
+        node.private.mkdir(parents=True)
+        make_key(node.host_key)
+        if short is None:
+            node.tmp.mkdir()
+        else:
+            (short / name).mkdir()
+            node.tmp.symlink_to(short / name)
+
+
+def _make_short_tmp(paths: FleetPaths) -> Path | None:
+    if len(str(paths.node("csd0").tmp)) <= LONGEST_NODE_PATH:
+        return None
+    paths.short_tmp.symlink_to(paths.usual_short_tmp)
+    paths.usual_short_tmp.mkdir(mode=0o700)  # fails when it is there: nobody can prepare it for us
+    return paths.usual_short_tmp
+
+
+def _launch(paths: FleetPaths) -> dict[str, int]:
+    """Start the servers; returns the pid of each."""
+    command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
+    environment = {
+        "PATH": os.defpath,
+        "LANG": "C.UTF-8",
+        # The servers find this csdctl also where it is not installed.
+        "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
+        FLEET_VARIABLE: paths.fleet_id,
+    }
+    ended = subprocess.run(
+        command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
+    if ended.returncode != 0:
+        raise CsdctlError(
+            f"the emulated fleet did not start: {ended.stderr.decode(errors='replace').strip()}"
+        )
+    return {name: int(pid) for name, pid in (line.split() for line in ended.stdout.decode().splitlines())}
+
+
+def _wait_for(paths: FleetPaths, name: str, pid: int, deadline: float) -> NodeState:
+    """Wait until a server listens and greets."""
+    node = paths.node(name)
+    while not node.ready.exists():
+        if not Path(f"/proc/{pid}").exists() or time.monotonic() > deadline:
+            lines = node.log.read_text(errors="replace").splitlines() if node.log.exists() else []
+            raise CsdctlError(
+                f"its server did not start: {lines[-1] if lines else 'it left no message'}", node=name
+            )
+        time.sleep(0.02)
+    state = NodeState(**load_json(node.ready))
+    with socket.create_connection(("127.0.0.1", state.port), timeout=10) as connection:
+        connection.settimeout(10)
+        if not connection.recv(4).startswith(b"SSH-"):
+            raise DeadlineError("its server accepts connections but does not greet", node=name)
+    return state
+
+
+def _is_alive(state: FleetState) -> bool:
+    return bool(state.nodes) and all(is_running(node.pid, node.start_time) for node in state.nodes)
+
+
+def _status(state: FleetState, node: NodeState) -> NodeStatus:
+    running = is_running(node.pid, node.start_time)
+    pids = list_descendants(node.pid) if running else []
+    return NodeStatus(
+        node.name,
+        node.port,
+        node.pid,
+        running,
+        len(pids),
+        state.spec.cpu,
+        state.spec.memory_bytes,
+        sum(map(anonymous_bytes, pids)),
+        node.cpu_mechanism,
+    )
+
+
+def _user() -> str:
+    try:
+        name = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return "csd"
+    return name if re.fullmatch(r"[A-Za-z_][A-Za-z0-9._-]{0,31}", name) else "csd"
+
+
+@contextlib.contextmanager
+def _locked(paths: FleetPaths) -> Iterator[None]:
+    """One `up` or `down` at a time: a lock on the directory above, which leaves no file."""
+    paths.directory.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(paths.directory.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

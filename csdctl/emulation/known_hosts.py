@@ -1,0 +1,46 @@
+"""The nodes' host keys in `.csdctl/known_hosts`, plain, one line per node.
+
+A line ends in a comment that names the fleet, so that `down` takes away its own lines and no other.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from csdctl.documents import save_text
+
+
+def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
+    """Write the host key (`ssh-ed25519 AAAA…`) of every port; an older key of the same port goes."""
+    ports = {f"[127.0.0.1]:{port}" for port in keys}
+    kept = [line for line in _load_lines(path) if not ports & set(_first_word(line).split(","))]
+    added = [
+        f"[127.0.0.1]:{port} {' '.join(key.split()[:2])} {_comment(fleet_id)}" for port, key in keys.items()
+    ]
+    save_text(path, "".join(f"{line}\n" for line in (*kept, *added)))
+
+
+def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
+    """Take away the lines of a fleet, known by their comment or, where that was lost, by the key."""
+    lines = _load_lines(path)
+    bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
+    kept = [
+        line for line in lines if not line.endswith(_comment(fleet_id)) and not bodies & set(line.split())
+    ]
+    if kept == lines:
+        return
+    if kept:
+        save_text(path, "".join(f"{line}\n" for line in kept))
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _comment(fleet_id: str) -> str:
+    return f"csdctl-emulated-{fleet_id}"
+
+
+def _first_word(line: str) -> str:
+    return line.split(maxsplit=1)[0] if line.split() else ""
+
+
+def _load_lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []

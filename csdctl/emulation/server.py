@@ -1,0 +1,178 @@
+"""One node: an SSH server on 127.0.0.1 with a home, a TMPDIR and limits of its own.
+
+Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server
+for each node (so that what they all import is in memory once), prints `name pid` for each, and ends.
+A node's server adopts what daemonizes itself (child subreaper), so everything that was started
+over SSH stays below it, and its limits hold for all of that.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+import asyncssh
+
+from csdctl.documents import save_json
+from csdctl.emulation.commands import Commands
+from csdctl.emulation.limits import open_cpu_limit
+from csdctl.emulation.memory import watch_memory
+from csdctl.emulation.processes import (
+    FLEET_VARIABLE,
+    NODE_VARIABLE,
+    list_children,
+    list_descendants,
+    send_signal,
+    start_time,
+)
+from csdctl.emulation.state import FleetPaths, FleetState, NodePaths, NodeState, load_state
+from csdctl.errors import CsdctlError
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+REAP_INTERVAL_S = 0.25
+
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_NAME = 15
+
+log = logging.getLogger(__name__)
+
+
+class _Gate(asyncssh.SSHServer):
+    """Lets in one user with one key, and nothing but sessions."""
+
+    def __init__(self, user: str, key: asyncssh.SSHKey) -> None:
+        self._user = user
+        self._key = key
+
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        return username == self._user and key.public_data == self._key.public_data
+
+
+def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
+    """All that a node's processes get as environment; nothing of the user's own leaks in."""
+    return {
+        "HOME": str(paths.home),
+        "TMPDIR": str(paths.tmp.resolve()),  # its short name, where it has one
+        "PATH": PATH,
+        "USER": state.user,
+        "LOGNAME": state.user,
+        "SHELL": "/bin/sh",
+        "LANG": "C.UTF-8",
+        FLEET_VARIABLE: state.fleet_id,
+        NODE_VARIABLE: name,
+        "CSDCTL_CPU_LIMIT": f"{state.spec.cpu:g}",
+        "CSDCTL_MEMORY_LIMIT": str(state.spec.memory_bytes),
+    }
+
+
+async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int = 0) -> None:
+    """Serve one node until SIGTERM; `port` 0 takes a free one."""
+    node = paths.node(name)
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    limit = open_cpu_limit(state.cpu_mechanism, state.fleet_id, name, state.spec.cpu)
+    try:
+        commands = Commands(limit, build_environment(state, name, node), node.home)
+        key = asyncssh.read_public_key(f"{paths.key}.pub")
+        acceptor = await asyncssh.listen(
+            "127.0.0.1",
+            port,
+            server_factory=functools.partial(_Gate, state.user, key),
+            server_host_keys=[str(node.host_key)],
+            process_factory=commands.run,
+            sftp_factory=True,
+            password_auth=False,
+            kbdint_auth=False,
+            allow_pty=False,
+            agent_forwarding=False,
+            line_editor=False,
+            encoding=None,
+        )
+        watching = [
+            asyncio.create_task(watch_memory(state.spec.memory_bytes)),
+            asyncio.create_task(_reap_adopted(commands)),
+        ]
+        started = start_time(os.getpid()) or 0
+        ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
+        save_json(node.ready, vars(ready))
+        log.info("%s listens on port %d, CPU share by %s", name, ready.port, limit.mechanism)
+        await stopping.wait()
+        acceptor.close()
+        for task in watching:
+            task.cancel()
+    finally:
+        _end_descendants()
+        limit.close()
+
+
+async def _reap_adopted(commands: Commands) -> None:
+    """Take the exit code of processes that daemonized themselves and ended; nobody else will."""
+    while True:
+        await asyncio.sleep(REAP_INTERVAL_S)
+        for pid in list_children(os.getpid()):
+            if pid not in commands.pids:
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+
+
+def _end_descendants() -> None:
+    while pids := list_descendants(os.getpid()):
+        send_signal(pids, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(-1, 0)
+
+
+def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
+    """In the forked child: leave the launcher behind, and serve."""
+    node = paths.node(name)
+    os.setsid()
+    os.chdir(node.home)  # relative SFTP paths start here
+    with open(node.log, "ab") as file, open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", stream=sys.stderr)
+    logging.getLogger("asyncssh").setLevel(logging.WARNING)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+    asyncio.run(serve_node(paths, state, name))
+
+
+def main(directory: str) -> int:
+    """Fork a server for every node of the fleet in `directory`; returns the launcher's exit code."""
+    paths = FleetPaths(Path(directory))
+    state = load_state(paths)
+    if state is None:
+        print(f"{paths.state} cannot be read", file=sys.stderr)
+        return 1
+    for name in state.node_names:
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                _become_node(paths, state, name)
+                code = 0
+            except CsdctlError as error:
+                log.error("%s", error.message)
+            except Exception:
+                log.exception("%s ends", name)
+            finally:
+                logging.shutdown()
+                os._exit(code)
+        print(name, pid)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,77 @@
+"""What `discover` learns of a machine; kept beside fleet.yaml, never in it."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from csdctl.documents import load_json, save_json
+from csdctl.fleet.model import Fleet
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One machine as it was found. None: it could not be told.
+
+    `cpu_limit` and `memory_limit_bytes` are what a container, a cgroup or the environment
+    (CSDCTL_CPU_LIMIT, CSDCTL_MEMORY_LIMIT) leaves of the machine.
+    """
+
+    name: str
+    architecture: str | None = None
+    cpu_model: str | None = None
+    cpu_features: tuple[str, ...] = ()
+    num_cores: int | None = None
+    cpu_limit: float | None = None
+    memory_bytes: int | None = None
+    memory_limit_bytes: int | None = None
+    memory_available_bytes: int | None = None
+    disk_free_bytes: int | None = None
+    python_version: str | None = None
+    tensorflow_version: str | None = None
+    mpi_version: str | None = None
+    mpi4py_version: str | None = None
+    glibc_version: str | None = None
+    prefix: str | None = None
+    """sys.prefix of the node's Python: where `bin/prted` lies."""
+    home: str | None = None
+    clock_offset_s: float | None = None
+    round_trip_s: float | None = None
+    notes: tuple[str, ...] = ()
+    """What a person should look at, and what could not be told and why."""
+    problem: str | None = None
+    """Why nothing is known: the error that reaching it ended with."""
+
+    @property
+    def num_threads(self) -> int:
+        """Threads a rank should use: the cores, less when only a share of them is allowed."""
+        cores = self.num_cores or 1
+        return max(1, min(cores, int(self.cpu_limit))) if self.cpu_limit else cores
+
+    @property
+    def usable_memory_bytes(self) -> int | None:
+        """The memory a rank may fill: the smallest of what is available and what is allowed."""
+        known = [size for size in (self.memory_available_bytes, self.memory_limit_bytes) if size]
+        return min(known) if known else None
+
+
+def facts_path(fleet: Fleet) -> Path:
+    """Where the facts of `fleet` lie: fleet.yaml → fleet.facts.json."""
+    return fleet.path.with_suffix(".facts.json")
+
+
+def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
+    """Write `facts`, by machine name, beside the fleet file."""
+    path = facts_path(fleet)
+    save_json(path, {"schema": SCHEMA, "machines": {name: asdict(one) for name, one in facts.items()}})
+    return path
+
+
+def load_facts(fleet: Fleet) -> dict[str, Facts]:
+    """Read what `discover` wrote; raises InputError when it has not run yet."""
+    content: dict[str, Any] = load_json(facts_path(fleet))
+    return {
+        name: Facts(**{**values, **{key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}})
+        for name, values in content["machines"].items()
+    }

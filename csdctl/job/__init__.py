@@ -1,0 +1,1 @@
+"""The job: model reference, data sets and who may read them, recipe; job.yaml."""

@@ -1,0 +1,65 @@
+"""Whether model, data and loss of a job fit together: said before anything is sent or started."""
+
+from collections.abc import Mapping
+
+from csdctl.errors import InputError
+from csdctl.worker.contract import DatasetInfo, ModelInfo, Recipe
+
+INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
+
+
+def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
+    """Raise InputError for a model that cannot take the samples or whose output does not match the labels.
+
+    `datasets` maps 'public', 'validation' or a node's name (its private data) to what was prepared.
+    """
+    for name, data in datasets.items():
+        if data is None:
+            continue
+        which = f"{name} data" if name in ("public", "validation") else f"private data of {name}"
+        _check_input(model, data, which)
+        _check_output(recipe, model, data, which)
+    if recipe.loss in INTEGER_LABEL_LOSSES and recipe.from_logits == model.has_softmax_output:
+        ends = "ends in a softmax" if model.has_softmax_output else "does not end in a softmax"
+        raise InputError(
+            f"model {model.name} {ends}, but recipe.from_logits is {str(recipe.from_logits).lower()}",
+            remedy=f"set recipe.from_logits: {str(not recipe.from_logits).lower()}, or change the model's last layer",
+        )
+
+
+def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
+    fits = len(model.input_shape) == len(data.sample_shape) and all(
+        wanted in (0, found) for wanted, found in zip(model.input_shape, data.sample_shape, strict=True)
+    )
+    if not fits:
+        raise InputError(
+            f"model {model.name} takes samples of shape {_shape(model.input_shape)}, "
+            f"the {which} has {_shape(data.sample_shape)}",
+            remedy="change the model's input or the data",
+        )
+
+
+def _check_output(recipe: Recipe, model: ModelInfo, data: DatasetInfo, which: str) -> None:
+    if recipe.loss in INTEGER_LABEL_LOSSES:
+        if data.label_shape or data.max_label < 0:
+            raise InputError(
+                f"loss {recipe.loss} needs one integer label a sample, "
+                f"the {which} has labels of shape {_shape(data.label_shape)}",
+                remedy="use recipe.loss: categorical_crossentropy for one-hot labels",
+            )
+        if len(model.output_shape) != 1 or model.output_shape[0] <= data.max_label:
+            raise InputError(
+                f"model {model.name} has {_shape(model.output_shape)} outputs, "
+                f"the {which} has labels up to {data.max_label}",
+                remedy=f"give the model at least {data.max_label + 1} outputs",
+            )
+    elif tuple(model.output_shape) != tuple(data.label_shape or (1,)):
+        raise InputError(
+            f"model {model.name} has outputs of shape {_shape(model.output_shape)}, "
+            f"the {which} has labels of shape {_shape(data.label_shape)}",
+            remedy="change the model's last layer, the labels or recipe.loss",
+        )
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "×".join(str(size) if size else "any" for size in shape) or "1"

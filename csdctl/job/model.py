@@ -1,0 +1,160 @@
+"""The job as frozen values, and job.yaml as pydantic reads it."""
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from csdctl.documents import Document, load_document
+from csdctl.errors import InputError
+from csdctl.worker.contract import Recipe
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to train: model, data, recipe. Paths on the host are absolute, private ones as written."""
+
+    path: Path
+    model: str
+    model_args: dict[str, Any]
+    public_path: Path
+    validation_path: Path | None
+    private_path: str | None
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        """The job file's name without its ending."""
+        return self.path.stem
+
+    @property
+    def model_file(self) -> Path | None:
+        """The user's own file behind `model`, None for a model of keras.applications."""
+        if self.model.startswith("keras.applications:"):
+            return None
+        return Path(self.model if self.model.endswith(".keras") else self.model.rpartition(":")[0])
+
+    def fingerprint(self) -> str:
+        """Changes with whatever a plan depends on: model (its file's content too), data paths, recipe."""
+        digest = hashlib.sha256(
+            repr(
+                (self.model, sorted(self.model_args.items()), self.public_path, self.private_path, self.recipe)
+            ).encode()
+        )
+        if self.model_file:
+            digest.update(self.model_file.read_bytes())
+        return digest.hexdigest()[:16]
+
+
+class PublicData(Document):
+    """Data that any rank may read."""
+
+    path: Path
+    on: Literal["host"] = "host"
+
+
+class PrivateData(Document):
+    """Data that only its own node may read: a path on each node."""
+
+    path: Annotated[str, Field(min_length=1)]
+
+
+class ValidationData(Document):
+    """Data that rank 0 evaluates on after each epoch."""
+
+    path: Path
+    on: Literal["host"] = "host"
+
+
+class DataEntry(Document):
+    """The data sets of a job. `input_range`: what uint8 pixels 0…255 become; null leaves them."""
+
+    public: PublicData
+    private: PrivateData | None = None
+    validation: ValidationData | None = None
+    input_range: tuple[float, float] | None = (0.0, 1.0)
+
+
+class RecipeEntry(Document):
+    """How to train."""
+
+    epochs: Annotated[int, Field(ge=1)]
+    learning_rate: Annotated[float, Field(gt=0)]
+    reference_batch: Annotated[int, Field(ge=1)] = 256
+    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
+    optimizer: str = "sgd"
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
+    optimizer_args: dict[str, float | bool] = {}
+    loss: str = "sparse_categorical_crossentropy"
+    from_logits: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+
+    @field_validator("learning_rate", "warmup_epochs")
+    @classmethod
+    def _finite(cls, value: float) -> float:
+        if not math.isfinite(value):
+            raise ValueError("must be a finite number")
+        return value
+
+
+class JobFile(Document):
+    """job.yaml."""
+
+    model: Annotated[str, Field(min_length=1)]
+    model_args: dict[str, Any] = {}
+    data: DataEntry
+    recipe: RecipeEntry
+
+
+def load_job(path: Path) -> Job:
+    """Read job.yaml; paths in it are relative to it. Raises InputError."""
+    file = load_document(path, JobFile)
+    directory = path.parent
+
+    def on_host(written: Path) -> Path:
+        return (directory / written.expanduser()).resolve()
+
+    recipe = file.recipe
+    arguments = dict(recipe.optimizer_args)
+    if recipe.momentum is not None:
+        arguments["momentum"] = recipe.momentum
+    job = Job(
+        path=path,
+        model=_model_reference(file.model, directory, path),
+        model_args=file.model_args,
+        public_path=on_host(file.data.public.path),
+        validation_path=on_host(file.data.validation.path) if file.data.validation else None,
+        private_path=file.data.private.path if file.data.private else None,
+        recipe=Recipe(
+            epochs=recipe.epochs,
+            optimizer=recipe.optimizer,
+            optimizer_args=arguments,
+            learning_rate=recipe.learning_rate,
+            reference_batch=recipe.reference_batch,
+            warmup_epochs=recipe.warmup_epochs,
+            loss=recipe.loss,
+            from_logits=recipe.from_logits,
+            input_range=file.data.input_range,
+            seed=recipe.seed,
+        ),
+    )
+    return job
+
+
+def _model_reference(written: str, directory: Path, job_path: Path) -> str:
+    """`written` with its file made absolute; raises InputError when it is of no known form or missing."""
+    if written.startswith("keras.applications:"):
+        return written
+    file, separator, function = (written, "", "") if written.endswith(".keras") else written.rpartition(":")
+    if not written.endswith(".keras") and not file.endswith(".py"):
+        raise InputError(
+            f"{job_path}: model {written!r} is of no known form",
+            remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
+        )
+    path = (directory / Path(file).expanduser()).resolve()
+    if not path.is_file():
+        raise InputError(f"{job_path}: model file {path} does not exist", remedy="mend `model` in the job file")
+    return f"{path}{separator}{function}"

@@ -1,0 +1,1 @@
+"""Starting the ranks: the mpirun command line (pure), and the running job."""

@@ -1,0 +1,179 @@
+"""The running job: starts mpirun, reads what the ranks print, watches, ends.
+
+Success is judged by completion records, never by mpirun's exit code: it exits 0 when a node is lost.
+"""
+
+import os
+import queue
+import re
+import signal
+import subprocess
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from csdctl.launch.mpi_command import ALLOW_ROOT
+from csdctl.worker.contract import ContractError, Event, Failed, Finished, Ready, event_from_line
+
+_TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
+_NOISE = (b"All log messages before absl", b"oneDNN custom operations are on", b"rebuild TensorFlow with")
+END_GRACE_S = 5.0
+MAX_LINE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Deadlines:
+    """How long the job may be silent, in seconds: until all ranks are ready, and from then on."""
+
+    start_s: float = 300.0
+    silence_s: float = 300.0
+
+
+@dataclass
+class JobOutcome:
+    """How the job ended."""
+
+    exit_code: int | None = None
+    finished: dict[int, Finished] = field(default_factory=dict)
+    failed: dict[int, Failed] = field(default_factory=dict)
+    ready: set[int] = field(default_factory=set)
+    overdue: str = ""
+    """Which deadline ended it: '', 'start' or 'silence'."""
+    last_words: list[str] = field(default_factory=list)
+    """The last lines that mpirun and its ssh said themselves."""
+
+
+class MpiJob:
+    """One mpirun, from start to end. The caller calls `run` once; `end` may come from anywhere."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        num_ranks: int,
+        logs: Callable[[int | None], Path],
+        directory: Path,
+        environment: Mapping[str, str],
+    ) -> None:
+        """`logs(rank)` names a rank's log file, `logs(None)` mpirun's; all are in `directory`'s run."""
+        self._command = list(command)
+        self._num_ranks = num_ranks
+        self._logs = logs
+        self._directory = directory
+        self._environment = {**environment, **ALLOW_ROOT}
+        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._words: deque[str] = deque(maxlen=20)
+        self._files: dict[int | None, IO[bytes]] = {}
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
+        """Start mpirun, pass on every event, and return when all is over; nothing runs afterwards here."""
+        outcome = JobOutcome()
+        self._process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self._directory,
+            env=self._environment,
+            start_new_session=True,
+        )
+        readers = [
+            threading.Thread(target=self._read, args=(stream,), daemon=True)
+            for stream in (self._process.stdout, self._process.stderr)
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            self._watch(outcome, on_event, deadlines, readers)
+        finally:
+            self.end()
+            for reader in readers:
+                reader.join(timeout=2)
+            for file in self._files.values():
+                file.close()
+        outcome.exit_code = self._process.returncode
+        outcome.last_words = list(self._words)
+        return outcome
+
+    def _watch(
+        self,
+        outcome: JobOutcome,
+        on_event: Callable[[Event], None],
+        deadlines: Deadlines,
+        readers: Sequence[threading.Thread],
+    ) -> None:
+        heard = time.monotonic()
+        while any(reader.is_alive() for reader in readers) or not self._events.empty():
+            try:
+                event = self._events.get(timeout=0.2)
+            except queue.Empty:
+                event = None
+            if event is not None:
+                heard = time.monotonic()
+                self._note(outcome, event)
+                on_event(event)
+            is_started = len(outcome.ready) == self._num_ranks
+            allowed_s = deadlines.silence_s if is_started else deadlines.start_s
+            if time.monotonic() - heard > allowed_s:
+                outcome.overdue = "silence" if is_started else "start"
+                return
+
+    @staticmethod
+    def _note(outcome: JobOutcome, event: Event) -> None:
+        if isinstance(event, Ready):
+            outcome.ready.add(event.rank)
+        elif isinstance(event, Finished):
+            outcome.finished[event.rank] = event
+        elif isinstance(event, Failed):
+            outcome.failed.setdefault(event.rank, event)
+
+    def _read(self, stream: IO[bytes] | None) -> None:
+        assert stream is not None
+        while line := stream.readline(MAX_LINE_BYTES):
+            tagged = _TAGGED.match(line)
+            rank = int(tagged[1]) if tagged else None
+            text = tagged[3] if tagged else line
+            if tagged and tagged[2] == b"stdout":
+                try:
+                    event = event_from_line(text.decode(errors="replace").rstrip("\r\n"))
+                except ContractError:
+                    event = None
+                if event is not None:
+                    self._events.put(event)
+                    continue
+            if text.strip() and not any(noise in text for noise in _NOISE):
+                self._log(rank, text)
+
+    def _log(self, rank: int | None, text: bytes) -> None:
+        with self._lock:
+            if rank is None:
+                self._words.append(text.decode(errors="replace").strip())
+            if rank not in self._files:
+                self._files[rank] = self._logs(rank).open("ab")
+            self._files[rank].write(text)
+            self._files[rank].flush()
+
+    def end(self) -> None:
+        """End mpirun and what it started, gently, then by force. One interrupt only makes it ask again."""
+        process = self._process
+        if process is None:
+            return
+        if process.poll() is None:
+            for _ in range(2):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.1)
+            try:
+                process.wait(timeout=END_GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        # ssh clients and local ranks share mpirun's session when they have not left it.
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass

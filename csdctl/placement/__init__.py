@@ -1,0 +1,1 @@
+"""Pure: which rank reads which samples, and who may read them."""

@@ -1,0 +1,105 @@
+"""Memory, disk, and what control groups and the environment leave of a machine."""
+
+import math
+import re
+
+from csdctl.probes.probe import FactValues, Probe
+
+_UNLIMITED_BYTES = 1 << 60
+"""cgroup v1 writes "no limit" as a number near 2⁶³."""
+
+# Every group above the own one may limit it too. Where a container hides its place in the tree, the
+# path is not there, and walking up ends at the root, which is the container's own group.
+_LIMITS_SCRIPT = """\
+echo "cpu_environment $CSDCTL_CPU_LIMIT"
+echo "memory_environment $CSDCTL_MEMORY_LIMIT"
+sed -n 's/^Cpus_allowed_list:/cpus_allowed/p' /proc/self/status
+walk() {
+  place=$2
+  while :; do
+    for file in cpu.max memory.max cpu.cfs_quota_us cpu.cfs_period_us memory.limit_in_bytes; do
+      [ -r "$1$place/$file" ] && echo "$file $(cat "$1$place/$file")"
+    done
+    [ -n "$place" ] || break
+    place=${place%/*}
+  done
+}
+while IFS=: read -r number controllers place; do
+  [ "$place" != / ] || place=
+  case ",$controllers," in
+    ,,)
+      root=/sys/fs/cgroup
+      [ ! -d $root/unified ] || root=$root/unified
+      walk "$root" "$place" ;;
+    *,cpu,* | *,memory,*) walk "/sys/fs/cgroup/$controllers" "$place" ;;
+  esac
+done </proc/self/cgroup"""
+
+
+def parse_meminfo(output: str) -> FactValues:
+    """/proc/meminfo; kernels before 3.14 have no MemAvailable."""
+    sizes = {
+        name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
+    }
+    if "MemTotal" not in sizes:
+        raise ValueError("/proc/meminfo has no MemTotal")
+    available = sizes.get("MemAvailable", sizes.get("MemFree", 0) + sizes.get("Cached", 0))
+    return {"memory_bytes": sizes["MemTotal"], "memory_available_bytes": available}
+
+
+def parse_disk_free(output: str) -> FactValues:
+    """What `df -Pk` prints of one directory."""
+    found = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
+    if not found:
+        raise ValueError(f"`df -Pk` printed {output.strip()[-80:]!r}")
+    return {"disk_free_bytes": int(found[1]) * 1024}
+
+
+def parse_limits(output: str) -> FactValues:
+    """The tightest limits among control groups, CPU affinity and the environment."""
+    cpus: list[float] = []
+    sizes: list[float] = []
+    quota_us = 0
+    for line in output.splitlines():
+        key, *values = line.split()
+        match key, values:
+            case "cpu_environment", [limit]:
+                cpus.append(_positive(limit, "CSDCTL_CPU_LIMIT"))
+            case "memory_environment", [limit]:
+                sizes.append(_positive(limit, "CSDCTL_MEMORY_LIMIT"))
+            case "cpus_allowed", [ranges]:
+                cpus.append(_num_in_ranges(ranges))
+            case "cpu.max", [quota, period] if quota != "max":
+                cpus.append(int(quota) / int(period))
+            case "cpu.cfs_quota_us", [quota]:
+                quota_us = int(quota)
+            case "cpu.cfs_period_us", [period] if quota_us > 0:
+                cpus.append(quota_us / int(period))
+            case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
+                sizes.append(int(limit))
+    memory_bytes = min((size for size in sizes if size < _UNLIMITED_BYTES), default=None)
+    return {
+        "cpu_limit": float(min(cpus)) if cpus else None,
+        "memory_limit_bytes": None if memory_bytes is None else int(memory_bytes),
+    }
+
+
+def _positive(text: str, name: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise ValueError(f"{name} is {text!r} there, expected a positive number")
+    return value
+
+
+def _num_in_ranges(ranges: str) -> int:
+    """How many numbers `0-3,8` names."""
+    ends = [part.split("-") for part in ranges.split(",")]
+    return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
+
+
+MEMORY = Probe("memory", "cat /proc/meminfo", parse_meminfo)
+DISK = Probe("disk", "df -Pk .", parse_disk_free)
+LIMITS = Probe("limits", _LIMITS_SCRIPT, parse_limits)

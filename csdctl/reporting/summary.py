@@ -1,0 +1,124 @@
+"""What a run came to, from its events and its plan."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from csdctl.worker.contract import EpochEnd, Event, Failed, Finished
+
+
+@dataclass(frozen=True)
+class RankSummary:
+    """One rank over the whole run."""
+
+    rank: int
+    node: str
+    batch_size: int
+    num_private: int
+    num_public: int
+    images_per_s: float
+    alone_images_per_s: float | None
+    """What tuning measured for this rank without synchronization."""
+    compute_s: float
+    wait_s: float
+
+    @property
+    def waiting(self) -> float:
+        """Waiting time as a share of compute and waiting time, 0…1."""
+        busy = self.compute_s + self.wait_s
+        return self.wait_s / busy if busy else 0.0
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The whole run."""
+
+    run_id: str
+    state: str
+    """'done' with a completion record from every rank, else 'failed'."""
+    emulated: bool
+    method: str
+    num_ranks: int
+    global_batch: int
+    epochs: int
+    steps: int
+    samples: int
+    training_s: float
+    images_per_s: float
+    predicted_images_per_s: float | None
+    alone_images_per_s: float | None
+    efficiency: float | None
+    """images_per_s over the sum of what the ranks reach alone, 0…1."""
+    loss: float | None
+    accuracy: float | None
+    validation_loss: float | None
+    validation_accuracy: float | None
+    identical_weights: bool
+    failures: tuple[str, ...]
+    ranks: tuple[RankSummary, ...]
+
+
+def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
+    """Add up a run; `manifest` is the run's manifest.json."""
+    kept = list(events)
+    plan = manifest["plan"]
+    epochs = [event for event in kept if isinstance(event, EpochEnd)]
+    of_host = [event for event in epochs if event.rank == 0]
+    finished = {event.rank for event in kept if isinstance(event, Finished)}
+    training_s = sum(event.wall_s for event in of_host)
+    samples = sum(event.global_samples for event in of_host)
+    ranks = tuple(
+        _rank(number, rank, manifest["placement"][number], [event for event in epochs if event.rank == number])
+        for number, rank in enumerate(plan["ranks"])
+    )
+    speed = samples / training_s if training_s else 0.0
+    alone = [rank.alone_images_per_s for rank in ranks]
+    all_alone = sum(one for one in alone if one) if all(alone) else None
+    last = of_host[-1] if of_host else None
+    return RunSummary(
+        run_id=run_id,
+        state="done" if len(finished) == len(ranks) else "failed",
+        emulated=bool(plan.get("emulated")),
+        method=plan["method"],
+        num_ranks=len(ranks),
+        global_batch=sum(rank.batch_size for rank in ranks),
+        epochs=len(of_host),
+        steps=sum(event.steps for event in of_host),
+        samples=samples,
+        training_s=training_s,
+        images_per_s=speed,
+        predicted_images_per_s=manifest.get("predicted_images_per_s"),
+        alone_images_per_s=all_alone,
+        efficiency=speed / all_alone if all_alone and speed else None,
+        loss=last.loss if last else None,
+        accuracy=last.accuracy if last else None,
+        validation_loss=last.validation_loss if last else None,
+        validation_accuracy=last.validation_accuracy if last else None,
+        identical_weights=_identical(epochs, len(ranks)),
+        failures=tuple(f"{event.node}: {event.message}" for event in kept if isinstance(event, Failed)),
+        ranks=ranks,
+    )
+
+
+def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: list[EpochEnd]) -> RankSummary:
+    wall_s = sum(event.wall_s for event in epochs)
+    samples = sum(event.samples for event in epochs)
+    return RankSummary(
+        rank=number,
+        node=rank["node"],
+        batch_size=rank["batch_size"],
+        num_private=placed["num_private"],
+        num_public=placed["num_public"],
+        images_per_s=samples / wall_s if wall_s else 0.0,
+        alone_images_per_s=rank.get("images_per_s"),
+        compute_s=sum(event.compute_s for event in epochs),
+        wait_s=sum(event.wait_s for event in epochs),
+    )
+
+
+def _identical(epochs: list[EpochEnd], num_ranks: int) -> bool:
+    """Whether at every epoch's end every rank reported the same weights."""
+    hashes: dict[int, list[str]] = {}
+    for event in epochs:
+        hashes.setdefault(event.epoch, []).append(event.weights_hash)
+    return bool(hashes) and all(len(one) == num_ranks and len(set(one)) == 1 for one in hashes.values())

@@ -1,0 +1,1 @@
+"""The run directory, the event log, locks, and plans on disk."""

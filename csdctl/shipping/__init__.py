@@ -1,0 +1,1 @@
+"""Packs the worker and the job, hashes, uploads, verifies."""

@@ -1,0 +1,51 @@
+"""Calling the worker's commands on a machine: argument lists, and its answers back as values."""
+
+import json
+from collections.abc import Sequence
+from typing import TypeVar
+
+from csdctl.errors import CsdctlError, ExitCode, InputError, RemoteCommandError
+from csdctl.transport.session import Completed, Session
+from csdctl.worker.contract import WORKER_ERROR_PREFIX, ContractError, from_json
+
+AnswerT = TypeVar("AnswerT")
+
+
+def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
+    """The argument list that runs the worker's command `arguments[0]`."""
+    return [python, "-u", worker_path, *arguments]
+
+
+def run_worker(
+    session: Session,
+    python: str,
+    worker_path: str,
+    arguments: Sequence[str],
+    answer: type[AnswerT],
+    *,
+    doing: str,
+    deadline_s: float,
+) -> AnswerT:
+    """Run one of the worker's commands and read its answer; raises what the worker said went wrong."""
+    done = session.run(build_worker_command(python, worker_path, arguments), deadline_s=deadline_s)
+    if done.exit_code != 0:
+        raise worker_error(done, session.name, doing)
+    lines = done.output.strip().splitlines()
+    try:
+        return from_json(answer, lines[-1] if lines else "")
+    except ContractError as error:
+        raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=session.name) from None
+
+
+def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
+    """The error that a worker's command ended with, as one of csdctl's."""
+    for line in reversed(done.stderr.decode(errors="replace").splitlines()):
+        if line.startswith(WORKER_ERROR_PREFIX):
+            said = json.loads(line[len(WORKER_ERROR_PREFIX) :])
+            kind = InputError if said["exit_code"] == ExitCode.BAD_INPUT else RemoteCommandError
+            return kind(said["message"], remedy=said["remedy"], node=node)
+    try:
+        done.check(node, doing=doing)
+    except CsdctlError as error:
+        return error
+    return RemoteCommandError(f"{doing} gave no answer", node=node)

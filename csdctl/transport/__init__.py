@@ -1,0 +1,1 @@
+"""SSH: sessions, host keys, many nodes at once; and a fake that is part of the product."""

@@ -1,0 +1,149 @@
+"""The host keys we know: a fast, plain reading of OpenSSH's known_hosts files.
+
+Plain names are found in a dictionary; only hashed names and patterns are tried one by one. Certificate
+authorities (`@cert-authority`) are not supported and count as nothing.
+"""
+
+import base64
+import binascii
+import fnmatch
+import hashlib
+import hmac
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from csdctl.errors import HostKeyError
+
+SSH_PORT = 22
+
+
+@dataclass(frozen=True)
+class HostKey:
+    """One key that a known_hosts file has, and where."""
+
+    type: str
+    blob: bytes
+    path: Path
+    line: int
+    is_revoked: bool = False
+
+
+@dataclass
+class KnownHosts:
+    """All keys of some known_hosts files, in their order."""
+
+    paths: tuple[Path, ...] = ()
+    _by_name: dict[str, list[HostKey]] = field(default_factory=dict)
+    _by_pattern: list[tuple[tuple[str, ...], HostKey]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, paths: Iterable[Path]) -> "KnownHosts":
+        """Read `paths`; files that do not exist or cannot be read hold nothing."""
+        known = cls(tuple(paths))
+        for path in known.paths:
+            try:
+                text = path.read_text(encoding="utf-8", errors="replace")
+            except OSError:
+                continue
+            for number, line in enumerate(text.splitlines(), start=1):
+                known._add_line(line, path, number)
+        return known
+
+    def lookup(self, address: str, port: int) -> tuple[HostKey, ...]:
+        """Every key known for `address` at `port`."""
+        name = build_host_name(address, port)
+        by_pattern = (key for patterns, key in self._by_pattern if _matches(patterns, name))
+        return (*self._by_name.get(name, ()), *by_pattern)
+
+    def check(self, node: str, address: str, port: int, key_type: str, blob: bytes) -> None:
+        """Raise HostKeyError unless the key shown by `address` at `port` is one we know."""
+        shown = f"{key_type} {fingerprint(blob)}"
+        keys = self.lookup(address, port)
+        same = [key for key in keys if key.blob == blob]
+        for key in same:
+            if key.is_revoked:
+                raise HostKeyError(f"shows host key {shown}, revoked in {key.path}:{key.line}", node=node)
+        if same:
+            return
+        others = [key for key in keys if not key.is_revoked]
+        if not others:
+            raise HostKeyError(
+                f"host key of {address} port {port} is unknown: {shown}",
+                node=node,
+                remedy="compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` on the node, then run: "
+                + self._acceptance(address, port),
+            )
+        other = next((key for key in others if key.type == key_type), others[0])
+        raise HostKeyError(
+            f"host key of {address} port {port} has changed: it shows {shown}, "
+            f"but {other.path}:{other.line} has {other.type} {fingerprint(other.blob)}",
+            node=node,
+            remedy="someone may be in between; only if the machine was set up anew, "
+            f"remove line {other.line} of {other.path} and accept the new key",
+        )
+
+    def _acceptance(self, address: str, port: int) -> str:
+        """The command that makes the key at `address` known."""
+        path = self.paths[0] if self.paths else Path.home() / ".ssh" / "known_hosts"
+        scan = f"ssh-keyscan -p {port} {address} >> {shlex.quote(str(path))}"
+        return scan if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && {scan}"
+
+    def _add_line(self, line: str, path: Path, number: int) -> None:
+        fields = line.split()
+        marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
+        if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
+            return
+        try:
+            blob = base64.b64decode(fields[2], validate=True)
+        except (binascii.Error, ValueError):
+            return
+        key = HostKey(fields[1], blob, path, number, is_revoked=bool(marker))
+        names = tuple(fields[0].lower().split(",")) if not fields[0].startswith("|") else (fields[0],)
+        if any(name[0:1] in ("|", "!") or "*" in name or "?" in name for name in names):
+            self._by_pattern.append((names, key))
+            return
+        for name in names:
+            self._by_name.setdefault(name, []).append(key)
+
+
+def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
+    """csdctl's own known_hosts in each of `directories`, then the user's."""
+    own = [directory.absolute() / ".csdctl" / "known_hosts" for directory in directories]
+    return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
+
+
+def build_host_name(address: str, port: int) -> str:
+    """What known_hosts calls `address` at `port`."""
+    return address.lower() if port == SSH_PORT else f"[{address.lower()}]:{port}"
+
+
+def fingerprint(blob: bytes) -> str:
+    """The SHA256 fingerprint of a public key, as ssh shows it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
+
+
+def _matches(patterns: Sequence[str], name: str) -> bool:
+    """Whether one of `patterns` fits `name` and no negated one does."""
+    wanted = False
+    for pattern in patterns:
+        if pattern.startswith("!") and _fits(pattern[1:], name):
+            return False
+        wanted = wanted or _fits(pattern, name)
+    return wanted
+
+
+def _fits(pattern: str, name: str) -> bool:
+    if pattern.startswith("|1|"):
+        return _hash_fits(pattern, name)
+    # In known_hosts, brackets are part of the name, not a character class.
+    return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
+
+
+def _hash_fits(pattern: str, name: str) -> bool:
+    try:
+        salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
+    except ValueError:
+        return False
+    return hmac.compare_digest(hmac.digest(salt, name.encode(), "sha1"), digest)

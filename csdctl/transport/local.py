@@ -1,0 +1,149 @@
+"""The host itself as a session: the same contract as SSH, by subprocess."""
+
+import contextlib
+import os
+import secrets
+import select
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from csdctl.errors import InputError, RemoteCommandError
+from csdctl.transport.process import Deadline, LineConversation, Running
+from csdctl.transport.session import Completed
+from csdctl.transport.shell_wrapper import WrappedCommand, build_wrapped_command
+
+_READ_BYTES = 1 << 16
+
+
+class LocalSession:
+    """Implements `session.Session` on this machine; commands start in `directory`."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name = name
+        self._directory = directory
+        self._running: set[Running] = set()
+
+    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+        """Run `command` to its end; raises DeadlineError and ends its process group."""
+        running = self._start(build_wrapped_command(command, deadline_s=deadline_s))
+        try:
+            return running.run_to_end(stdin, Deadline(deadline_s))
+        finally:
+            self._running.discard(running)
+
+    def converse(self, command: Sequence[str]) -> LineConversation:
+        """Start `command` and talk to it by lines."""
+        running = self._start(build_wrapped_command(command, deadline_s=None))
+        return LineConversation(running, lambda: self._running.discard(running))
+
+    def upload(self, source: Path, destination: str) -> int:
+        """Copy the file `source` to `destination`, aside and renamed; returns its size in bytes."""
+        target = self._directory / destination
+        aside = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, aside)
+            num_bytes = aside.stat().st_size
+            os.replace(aside, target)
+        except (OSError, shutil.Error) as error:
+            raise RemoteCommandError(f"writing {destination} failed: {error}", node=self.name) from error
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
+        return num_bytes
+
+    def close(self) -> None:
+        """End what still runs."""
+        for running in list(self._running):
+            running.kill()
+
+    def _start(self, wrapped: WrappedCommand) -> Running:
+        try:
+            running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
+        except OSError as error:
+            raise InputError(f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name) from error
+        self._running.add(running)
+        return running
+
+
+class PipedProcess:
+    """A child process with three pipes; implements `process.Process`."""
+
+    def __init__(self, argv: Sequence[str], directory: Path) -> None:
+        self._popen = subprocess.Popen(
+            argv,
+            cwd=directory,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,
+        )
+        assert self._popen.stdin
+        assert self._popen.stdout
+        assert self._popen.stderr
+        self._stdin, self._stdout, self._stderr = self._popen.stdin, self._popen.stdout, self._popen.stderr
+        os.set_blocking(self._stdin.fileno(), False)
+        self._is_released = False
+
+    def read_stdout(self, timeout_s: float) -> bytes:
+        """The next bytes, b'' at the end; raises TimeoutError."""
+        _wait_for(self._stdout.fileno(), select.POLLIN, timeout_s)
+        return os.read(self._stdout.fileno(), _READ_BYTES)
+
+    def read_stderr(self) -> bytes:
+        """The next bytes, b'' at the end or once released."""
+        while not self._is_released:
+            with contextlib.suppress(TimeoutError):
+                _wait_for(self._stderr.fileno(), select.POLLIN, 0.5)
+                if chunk := os.read(self._stderr.fileno(), _READ_BYTES):
+                    return chunk
+                break
+        self._stderr.close()
+        return b""
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None:
+        """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
+        deadline, rest = Deadline(timeout_s), memoryview(data)
+        while rest:
+            _wait_for(self._stdin.fileno(), select.POLLOUT, deadline.left_s)
+            with contextlib.suppress(BlockingIOError):
+                rest = rest[os.write(self._stdin.fileno(), rest) :]
+
+    def close_stdin(self) -> None:
+        """Tell the command that no more input comes."""
+        self._stdin.close()
+
+    def exit_code(self, timeout_s: float) -> int:
+        """Wait for the end; a signal N counts as 128 + N, as a shell has it."""
+        try:
+            code = self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError from None
+        return 128 - code if code < 0 else code
+
+    def kill_group(self, group: int) -> bool:
+        """End the process group and reap its leader."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(5.0)
+        return self._popen.returncode is not None
+
+    def release(self) -> None:
+        """Close the pipes; standard error is closed by the thread that reads it."""
+        self._is_released = True
+        for pipe in (self._stdin, self._stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+def _wait_for(descriptor: int, event: int, timeout_s: float) -> None:
+    """Wait until `descriptor` is ready or at its end; raises TimeoutError."""
+    poll = select.poll()  # unlike select(), it takes descriptors above 1023
+    poll.register(descriptor, event)
+    if not poll.poll(timeout_s * 1000):
+        raise TimeoutError

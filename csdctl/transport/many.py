@@ -1,0 +1,164 @@
+"""Many machines at once: a bounded pool that keeps every outcome, and all sessions of a fleet.
+
+One machine that fails never stops the others, and never hides what they did.
+"""
+
+import contextlib
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from csdctl.errors import CsdctlError, InputError, NodeError
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.transport.known_hosts import KnownHosts, known_hosts_paths
+from csdctl.transport.local import LocalSession
+from csdctl.transport.session import Session
+
+ItemT = TypeVar("ItemT")
+ResultT = TypeVar("ResultT")
+
+MAX_WORKERS = 64
+"""Threads at once. They wait for machines, so far more than cores; the servers are the limit."""
+
+_SPARE_FILES = 64
+
+
+@dataclass(frozen=True)
+class Outcome(Generic[ResultT]):
+    """What became of one machine: a value, or the error it ended with."""
+
+    name: str
+    value: ResultT | None = None
+    error: CsdctlError | None = None
+
+    def get(self) -> ResultT:
+        """The value; raises the error when there is one."""
+        if self.error is not None:
+            raise self.error
+        return self.value  # type: ignore[return-value]
+
+
+@dataclass
+class Sessions:
+    """The open sessions of a fleet, by name (`host` is the host itself), and why others failed."""
+
+    reachable: dict[str, Session] = field(default_factory=dict)
+    failed: dict[str, CsdctlError] = field(default_factory=dict)
+
+    @property
+    def nodes(self) -> dict[str, Session]:
+        """The sessions without the host's."""
+        return {name: session for name, session in self.reachable.items() if name != HOST_NAME}
+
+
+def run_on_all(
+    items: Mapping[str, ItemT],
+    function: Callable[[ItemT], ResultT],
+    *,
+    max_workers: int = MAX_WORKERS,
+    on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
+) -> dict[str, Outcome[ResultT]]:
+    """Call `function` for each of `items` at once; outcomes are in the order of `items`.
+
+    `on_done` is called in this thread as each one finishes. Errors that are not ours become NodeError, with
+    the original as its cause. Ctrl-C drops what has not begun and does not wait for the rest.
+    """
+    if not items:
+        return {}
+    executor = ThreadPoolExecutor(min(max_workers, len(items)), thread_name_prefix="csdctl")
+    outcomes: dict[str, Outcome[ResultT]] = {}
+    try:
+        futures: dict[Future[Outcome[ResultT]], str] = {
+            executor.submit(_call, name, item, function): name for name, item in items.items()
+        }
+        for future in as_completed(futures):
+            outcome = outcomes[futures[future]] = future.result()
+            on_done(outcome)
+    except BaseException:
+        executor.shutdown(wait=False, cancel_futures=True)
+        raise
+    executor.shutdown()
+    return {name: outcomes[name] for name in items}
+
+
+@contextlib.contextmanager
+def open_sessions(
+    fleet: Fleet,
+    *,
+    directory: Path,
+    known_hosts: Sequence[Path] | None = None,
+    connect_deadline_s: float = 10.0,
+    max_workers: int = MAX_WORKERS,
+    on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
+) -> Iterator[Sessions]:
+    """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
+
+    `known_hosts` None means csdctl's own file in `directory` and beside the fleet file, then the user's.
+    Raises InputError when the system allows too few open files.
+    """
+    from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
+
+    _allow_open_files(len(fleet.nodes) + _SPARE_FILES)
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
+
+    def open_one(node: Node) -> Session:
+        return connect(node, known, connect_deadline_s=connect_deadline_s)
+
+    nodes = {node.name: node for node in fleet.nodes}
+    sessions = Sessions(reachable={HOST_NAME: LocalSession(HOST_NAME, directory)})
+    opened: list[Session] = []
+
+    def remember(outcome: Outcome[Session]) -> None:
+        if outcome.value is not None:
+            opened.append(outcome.value)
+        on_done(outcome)
+
+    try:
+        for name, outcome in run_on_all(nodes, open_one, max_workers=max_workers, on_done=remember).items():
+            if outcome.error:
+                sessions.failed[name] = outcome.error
+            else:
+                sessions.reachable[name] = outcome.get()
+        yield sessions
+    finally:
+        to_close = {
+            str(number): session for number, session in enumerate([*opened, sessions.reachable[HOST_NAME]])
+        }
+        run_on_all(to_close, lambda session: session.close(), max_workers=max_workers)
+
+
+def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
+    """The known_hosts files for `fleet`, in order; mpirun's ssh must get the same ones.
+
+    An emulated fleet's file lies inside a .csdctl, whose known_hosts then counts too.
+    """
+    place = fleet.path.absolute().parent
+    around = [parent.parent for parent in (place, *place.parents) if parent.name == ".csdctl"]
+    return known_hosts_paths(directory, place, *around)
+
+
+def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:
+    try:
+        return Outcome(name, value=function(item))
+    except CsdctlError as error:
+        return Outcome(name, error=error)
+    except Exception as cause:
+        unexpected = NodeError(f"unexpected {type(cause).__name__}: {cause}", node=name)
+        unexpected.__cause__ = cause
+        return Outcome(name, error=unexpected)
+
+
+def _allow_open_files(num_needed: int) -> None:
+    """Raise this process's soft limit of open files as far as needed and allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= num_needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < num_needed:
+        raise InputError(
+            f"{num_needed} open files are needed and the system allows {hard}",
+            remedy=f"run `ulimit -n {num_needed}` first, or take fewer nodes at a time with --limit",
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (num_needed, hard))

@@ -1,0 +1,263 @@
+"""Running a command to its end and talking to one, the same for every transport.
+
+A transport gives a `Process`: pipes, an exit code and a way to end a process group. Everything that must
+hold on all of them is here: both output streams are drained at once and bounded, every wait has a
+deadline, and whatever ends early takes its process group with it.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import BinaryIO, Protocol
+
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
+from csdctl.transport.shell_wrapper import MarkedOutput, WrappedCommand
+
+SLICE_BYTES = 256 * 1024
+"""The most written at once: paramiko's `sendall` is quadratic in the size of its argument."""
+
+LEFTOVER_OUTPUT_S = 1.0
+"""How long to wait for more output after the command itself has ended."""
+
+_POLL_S = 0.25
+
+
+class Process(Protocol):
+    """A started command, as a transport sees it."""
+
+    def read_stdout(self, timeout_s: float) -> bytes:
+        """The next bytes, b'' at the end; raises TimeoutError."""
+
+    def read_stderr(self) -> bytes:
+        """The next bytes, b'' at the end or once released; may wait for as long as the process lives."""
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None:
+        """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
+
+    def close_stdin(self) -> None:
+        """Tell the command that no more input comes."""
+
+    def exit_code(self, timeout_s: float) -> int:
+        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
+
+    def kill_group(self, group: int) -> bool:
+        """End process group `group` on the machine; says whether that worked."""
+
+    def release(self) -> None:
+        """Close the pipes; does not end the command."""
+
+
+class Deadline:
+    """A point in time, asked for as the seconds left until it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left, never negative."""
+        return max(0.0, self._end - time.monotonic())
+
+    @property
+    def has_passed(self) -> bool:
+        """Whether nothing is left."""
+        return self.left_s <= 0.0
+
+
+class Running:
+    """A command under the wrapper while it runs: its process and both outputs."""
+
+    def __init__(self, name: str, wrapped: WrappedCommand, process: Process) -> None:
+        self.name = name
+        self.command = wrapped.command
+        self.process = process
+        self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
+        self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
+        self._started_s = time.monotonic()
+        self._stderr_thread = _start_thread(self._drain_stderr)
+
+    def run_to_end(self, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
+        """Feed `stdin`, drain both outputs and return how it ended; ends the command on any exception."""
+        writer = _start_thread(lambda: self._feed_stdin(stdin, deadline))
+        try:
+            while chunk := self._read_or_end(deadline):
+                self.stdout.feed(chunk)
+            return self.completed(self.process.exit_code(deadline.left_s))
+        except TimeoutError:
+            ending = (
+                "it was ended" if self.kill() else "it could not be ended and may run for some seconds more"
+            )
+            raise self.deadline_error(deadline, ending) from None
+        except BaseException:
+            self.kill()
+            raise
+        finally:
+            writer.join(LEFTOVER_OUTPUT_S)
+            self.process.release()
+
+    def completed(self, exit_code: int) -> Completed:
+        """The result, once the exit code is known; raises RemoteCommandError when it never began."""
+        self._stderr_thread.join(LEFTOVER_OUTPUT_S)
+        if not self.stdout.has_started:
+            raise self._never_started(exit_code)
+        duration_s = time.monotonic() - self._started_s
+        return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
+
+    def kill(self) -> bool:
+        """End the command's process group on the machine, if its id is known; says whether that worked."""
+        return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
+
+    def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
+        """What to raise when `deadline` passed while the command ran; `ending` says what became of it."""
+        if not self.stdout.has_started:
+            ending = "the login shell did not get as far as starting it"
+        return DeadlineError(
+            f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}",
+            node=self.name,
+            remedy=f"look at what {self.name} is busy with",
+        )
+
+    def _read_or_end(self, deadline: Deadline) -> bytes:
+        """The next output; b'' at its end, or when only a process that got away holds it open."""
+        ended: Deadline | None = None
+        while True:
+            try:
+                return self.process.read_stdout(min(_POLL_S, deadline.left_s))
+            except TimeoutError:
+                if deadline.has_passed:
+                    raise
+            if ended is None and self.has_exited():
+                ended = Deadline(LEFTOVER_OUTPUT_S)
+            if ended and ended.has_passed:
+                return b""
+
+    def has_exited(self) -> bool:
+        """Whether the command has ended; raises UnreachableError when the connection was lost."""
+        try:
+            self.process.exit_code(0.0)
+        except TimeoutError:
+            return False
+        return True
+
+    def _feed_stdin(self, stdin: bytes | BinaryIO, deadline: Deadline) -> None:
+        try:
+            for piece in _slices(stdin):
+                self.process.write_stdin(piece, deadline.left_s)
+            self.process.close_stdin()
+        except (OSError, ValueError, CsdctlError):
+            pass  # the command ended, or was ended, without reading it all: its exit code tells
+
+    def _drain_stderr(self) -> None:
+        while chunk := self.process.read_stderr():
+            self.stderr.feed(chunk)
+
+    def _never_started(self, exit_code: int) -> RemoteCommandError:
+        said = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()
+        last_line = said.splitlines()[-1] if said else "nothing"
+        return RemoteCommandError(
+            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started, "
+            f"saying: {last_line}",
+            node=self.name,
+            remedy="check the user's login shell and its start-up files there",
+        )
+
+
+class LineConversation:
+    """A running command that is spoken to by lines; implements `session.Conversation`."""
+
+    SEND_DEADLINE_S = 30.0
+
+    def __init__(self, running: Running, on_close: Callable[[], None] = lambda: None) -> None:
+        self._running = running
+        self._on_close = on_close
+        self._partial = bytearray()
+        self._lines: deque[bytearray] = deque()
+        self._is_at_end = False
+        self._is_closed = False
+
+    def send_line(self, line: str) -> None:
+        """Write one line; raises EOFError when the command no longer reads."""
+        try:
+            self._running.process.write_stdin(line.encode() + b"\n", self.SEND_DEADLINE_S)
+        except TimeoutError:
+            raise DeadlineError(
+                f"`{self._running.command[0]}` did not read a line within {self.SEND_DEADLINE_S:g} s",
+                node=self._running.name,
+            ) from None
+        except OSError as error:
+            raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended") from error
+
+    def read_line(self, *, deadline_s: float) -> str:
+        """The next line; raises DeadlineError, EOFError, or RemoteCommandError for an endless line."""
+        deadline = Deadline(deadline_s)
+        while not self._lines and not self._is_at_end:
+            self._read_more(deadline)
+        if self._lines:
+            return self._lines.popleft().decode(errors="replace")
+        raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended")
+
+    def wait(self, *, deadline_s: float) -> Completed:
+        """Close its input and wait for the end; unread lines are dropped. Raises DeadlineError."""
+        deadline = Deadline(deadline_s)
+        self._running.process.close_stdin()
+        try:
+            while not self._is_at_end:
+                self._read_more(deadline)
+                self._lines.clear()
+            exit_code = self._running.process.exit_code(deadline.left_s)
+        except TimeoutError:
+            raise self._running.deadline_error(deadline, "it still runs") from None
+        completed = self._running.completed(exit_code)
+        return Completed(completed.command, exit_code, b"", completed.stderr, completed.duration_s)
+
+    def close(self) -> None:
+        """End the command, and whatever it started in its process group, if it still runs."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            if not self._running.has_exited():
+                self._running.kill()
+        except CsdctlError:
+            pass  # the connection is gone; nothing more can be done from here
+        finally:
+            self._running.process.release()
+            self._on_close()
+
+    def _read_more(self, deadline: Deadline) -> None:
+        try:
+            chunk = self._running.process.read_stdout(deadline.left_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"`{self._running.command[0]}` did not answer within {deadline.seconds:g} s",
+                node=self._running.name,
+            ) from None
+        self._is_at_end = not chunk
+        *lines, rest = (self._partial + self._running.stdout.feed(chunk)).split(b"\n")
+        if self._is_at_end and rest:
+            lines, rest = [*lines, rest], bytearray()
+        self._lines += lines
+        self._partial = rest
+        if len(rest) > MAX_OUTPUT_BYTES:
+            raise RemoteCommandError(
+                f"`{self._running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
+                node=self._running.name,
+            )
+
+
+def _slices(stdin: bytes | BinaryIO) -> Iterator[bytes]:
+    if isinstance(stdin, bytes):
+        for start in range(0, len(stdin), SLICE_BYTES):
+            yield stdin[start : start + SLICE_BYTES]
+    else:
+        while piece := stdin.read(SLICE_BYTES):
+            yield piece
+
+
+def _start_thread(target: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    return thread

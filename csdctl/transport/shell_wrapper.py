@@ -1,0 +1,139 @@
+"""The small POSIX shell script that every command runs under, on nodes and on the host; pure.
+
+It gives the command a process group of its own, tells the group's id, ends the group when the
+command ends, and ends it by itself a little after the deadline, so that nothing stays behind even
+when the connection, or csdctl, is gone by then. It needs a POSIX `sh` and nothing else: `setsid` is used
+only where the SSH server did not already make the shell a group leader.
+
+Login shells may print at start-up. A random token on both streams says where the command's own
+output begins; what came before is dropped.
+"""
+
+import math
+import re
+import secrets
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csdctl.errors import InputError
+
+MAX_COMMAND_LINE_BYTES = 120_000
+"""Linux refuses a single argument above 128 KiB, and `sh -c` gets all of it as one argument."""
+
+WATCHDOG_GRACE_S = 5
+"""How long after csdctl's own deadline the node ends the command by itself."""
+
+# In a group of its own already (OpenSSH sees to that)? /proc/PID/stat: pid (name) state ppid pgrp …
+_OUTER = """\
+csdctl_inner=$1; shift
+read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
+csdctl_stat=${csdctl_stat#* }; csdctl_stat=${csdctl_stat#* }; csdctl_group=${csdctl_stat%% *}
+if [ "$csdctl_group" = "$$" ]; then eval "$csdctl_inner"
+elif command -v setsid >/dev/null 2>&1
+then exec setsid sh -c "csdctl_group=\\$\\$; $csdctl_inner" csdctl "$@"
+else csdctl_group=0; eval "$csdctl_inner"
+fi"""
+
+# `(exec "$@")` runs the program of that name, never a shell builtin. TERM is ignored only after the command
+# has ended, as an ignored signal would be inherited.
+_INNER = """\
+csdctl_token=$1 csdctl_seconds=$2; shift 2
+printf '%s\\n' "$csdctl_token"
+printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
+if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
+(exec </dev/null >/dev/null 2>&1; sleep "$csdctl_seconds"; kill -KILL "-$$") &
+fi
+(exec "$@")
+csdctl_code=$?
+if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
+exit $csdctl_code"""
+
+
+@dataclass(frozen=True)
+class WrappedCommand:
+    """A command under the wrapper: its argument list, and the token its output begins with."""
+
+    command: tuple[str, ...]
+    argv: tuple[str, ...]
+    token: str
+
+    @property
+    def command_line(self) -> str:
+        """The argument list as one string for a remote login shell; raises InputError when too long."""
+        line = "exec " + shlex.join(self.argv)
+        if len(line.encode(errors="surrogateescape")) > MAX_COMMAND_LINE_BYTES:
+            raise InputError(
+                f"`{self.command[0]}` with its arguments is longer than {MAX_COMMAND_LINE_BYTES} bytes",
+                remedy="send the long part as standard input",
+            )
+        return line
+
+
+def build_wrapped_command(command: Sequence[str], *, deadline_s: float | None) -> WrappedCommand:
+    """`command` under the wrapper; `deadline_s` None lets it run until it is ended.
+
+    Raises InputError for an empty command and for arguments that no command can have.
+    """
+    if not command or not command[0] or command[0].startswith("-"):
+        raise InputError(f"not a command: {list(command)!r}")
+    for argument in command:
+        if "\0" in argument:
+            raise InputError(f"an argument of `{command[0]}` holds a NUL: {argument!r}")
+    token = f"csdctl-{secrets.token_hex(8)}"
+    seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
+    argv = ("sh", "-c", _OUTER, "csdctl", _INNER, token, str(seconds), *command)
+    return WrappedCommand(tuple(command), argv, token)
+
+
+def build_kill_command_line(group: int) -> str:
+    """What ends process group `group` at once, as one string for a remote login shell."""
+    if group <= 1:
+        raise ValueError(f"not a process group of ours: {group}")
+    return shlex.join(["sh", "-c", f"kill -KILL -{group}"])
+
+
+class MarkedOutput:
+    """What a command wrote on one stream after the wrapper's token, bounded.
+
+    Keeps the beginning, or with `keep_end` the end. `group` is the process group the token told, 0 if none.
+    """
+
+    MAX_PREAMBLE_BYTES = 1 << 16
+
+    def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
+        self._pattern = re.compile(re.escape(token.encode()) + rb"(?: (\d+))?\r?\n")
+        self._max_bytes = max_bytes
+        self._keep_end = keep_end
+        self._kept = bytearray()
+        self.preamble = bytearray()
+        self.has_started = False
+        self.group = 0
+
+    def feed(self, data: bytes) -> bytes:
+        """Take the next bytes of the stream; returns those of the command itself."""
+        if not self.has_started:
+            self.preamble += data
+            match = self._pattern.search(self.preamble)
+            if not match:
+                del self.preamble[: -self.MAX_PREAMBLE_BYTES]
+                return b""
+            self.has_started = True
+            self.group = int(match[1] or 0)
+            data = bytes(self.preamble[match.end() :])
+            del self.preamble[match.start() :]
+        self._keep(data)
+        return data
+
+    @property
+    def kept(self) -> bytes:
+        """The bytes that were kept."""
+        return bytes(self._kept[-self._max_bytes :] if self._keep_end else self._kept)
+
+    def _keep(self, data: bytes) -> None:
+        if self._keep_end:
+            self._kept += data
+            if len(self._kept) > 2 * self._max_bytes:
+                del self._kept[: -self._max_bytes]
+        else:
+            self._kept += data[: self._max_bytes - len(self._kept)]

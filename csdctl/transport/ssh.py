@@ -1,0 +1,273 @@
+"""A node as a session: commands and files over one SSH connection.
+
+Commands run under `shell_wrapper`; `process` holds what is common to all transports. Uploads go through
+`cat` on the node and not through SFTP: one round trip instead of six, servers without SFTP (dropbear)
+work, and a full disk is called so, where SFTP only says "Failure".
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import paramiko
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError, UnreachableError
+from csdctl.fleet.model import Node
+from csdctl.transport.known_hosts import KnownHosts, fingerprint
+from csdctl.transport.process import Deadline, LineConversation, Running
+from csdctl.transport.session import Completed
+from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
+from csdctl.transport.ssh_connect import open_transport
+
+MAX_CHANNELS = 8
+"""Commands at once on one connection: sshd allows 10 (MaxSessions), and one is kept for ending commands."""
+
+KILL_DEADLINE_S = 5.0
+MIN_UPLOAD_BYTES_PER_S = 256 * 1024
+
+_READ_BYTES = 1 << 16
+_GOING_DOWN_S = 0.5
+_MAX_QUEUE_S = 10.0
+
+# The size ($3) is compared because a lost connection looks like an end of input.
+_UPLOAD = """\
+target=$1 part=$2
+fail() { [ -z "$1" ] || echo "$1" >&2; rm -f -- "$part"; exit 1; }
+case $target in */*) mkdir -p -- "${target%/*}/" || exit ;; esac
+cat >"$part" || fail
+[ "$(wc -c <"$part")" -eq "$3" ] || fail "received $(wc -c <"$part") of $3 bytes"
+[ ! -d "$target" ] || fail "$target is a directory"
+mv -f -- "$part" "$target" || fail"""
+
+
+def connect(
+    node: Node, known_hosts: KnownHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
+) -> "SshSession":
+    """Open a session to `node`; `known_hosts` are the files, or what was read from them.
+
+    Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
+    """
+    known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
+    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s)))
+
+
+class SshSession:
+    """Implements `session.Session` over one SSH connection."""
+
+    def __init__(self, node: Node, transport: paramiko.Transport) -> None:
+        self.name = node.name
+        self.host_key_fingerprint = fingerprint(transport.get_remote_server_key().asbytes())
+        self._transport = transport
+        self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
+        self._running: set[Running] = set()
+
+    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+        """Run `command` on the node to its end; raises DeadlineError or UnreachableError."""
+        return self._run(build_wrapped_command(command, deadline_s=deadline_s), stdin, Deadline(deadline_s))
+
+    def converse(self, command: Sequence[str]) -> LineConversation:
+        """Start `command` on the node and talk to it by lines."""
+        running = self._start(
+            build_wrapped_command(command, deadline_s=None), Deadline(LineConversation.SEND_DEADLINE_S)
+        )
+        return LineConversation(running, lambda: self._forget(running))
+
+    def upload(self, source: Path, destination: str) -> int:
+        """Send the file `source` to `destination`, aside and renamed; returns the bytes sent.
+
+        Raises InputError for a source that cannot be read or changes meanwhile, RemoteCommandError with the
+        node's own words (disk full, read-only) when it cannot be written. No part remains.
+        """
+        aside = f"{destination}.part-{secrets.token_hex(4)}"
+        # Without a directory, a leading `-` would be an option, and `cat >` and `mv` must name the same file.
+        target, part = (name if "/" in name else f"./{name}" for name in (destination, aside))
+        try:
+            with source.open("rb") as file:
+                num_bytes = os.fstat(file.fileno()).st_size
+                deadline_s = 60.0 + num_bytes / MIN_UPLOAD_BYTES_PER_S
+                command = ["sh", "-c", _UPLOAD, "csdctl", target, part, str(num_bytes)]
+                wrapped = build_wrapped_command(command, deadline_s=deadline_s)
+                try:
+                    completed = self._run(wrapped, file, Deadline(deadline_s))
+                except CsdctlError:
+                    self._remove_quietly(part)
+                    raise
+        except OSError as error:
+            raise InputError(f"{source} cannot be read: {error.strerror or error}", node=self.name) from error
+        completed.check(
+            self.name, doing=f"writing {destination}", remedy="check the disk there: `df -h`, `mount`"
+        )
+        return num_bytes
+
+    def close(self) -> None:
+        """End what still runs on the node and close the connection."""
+        for running in list(self._running):
+            with contextlib.suppress(CsdctlError):
+                running.kill()
+        self._transport.close()
+
+    def _run(self, wrapped: WrappedCommand, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
+        running = self._start(wrapped, deadline)
+        try:
+            return running.run_to_end(stdin, deadline)
+        finally:
+            self._forget(running)
+
+    def _start(self, wrapped: WrappedCommand, deadline: Deadline) -> Running:
+        command_line = wrapped.command_line
+        if not self._free_channels.acquire(timeout=deadline.left_s):
+            raise DeadlineError(
+                f"`{wrapped.command[0]}` did not get its turn within {deadline.seconds:g} s: "
+                f"{MAX_CHANNELS} commands run there already",
+                node=self.name,
+            )
+        try:
+            channel = _open_channel(self.name, self._transport, command_line, deadline)
+        except BaseException:
+            self._free_channels.release()
+            raise
+        running = Running(self.name, wrapped, ChannelProcess(self.name, channel))
+        self._running.add(running)
+        return running
+
+    def _forget(self, running: Running) -> None:
+        self._running.discard(running)
+        self._free_channels.release()
+
+    def _remove_quietly(self, path: str) -> None:
+        with contextlib.suppress(CsdctlError):
+            self.run(["rm", "-f", "--", path], deadline_s=KILL_DEADLINE_S)
+
+
+class ChannelProcess:
+    """A command at the other end of an SSH channel; implements `process.Process`."""
+
+    def __init__(self, name: str, channel: paramiko.Channel) -> None:
+        self._name = name
+        self._channel = channel
+
+    def read_stdout(self, timeout_s: float) -> bytes:
+        """The next bytes, b'' at the end; raises TimeoutError."""
+        # The timeout belongs to the channel, so only this reader sets it; the others ask again.
+        self._channel.settimeout(max(0.01, timeout_s))
+        with contextlib.suppress(paramiko.SSHException, EOFError):
+            return self._channel.recv(_READ_BYTES)
+        return b""  # the connection is gone; `exit_code` says so
+
+    def read_stderr(self) -> bytes:
+        """The next bytes, b'' at the end or once released."""
+        while True:
+            try:
+                return self._channel.recv_stderr(_READ_BYTES)
+            except TimeoutError:
+                continue
+            except (paramiko.SSHException, EOFError, OSError):
+                return b""
+
+    def write_stdin(self, data: bytes, timeout_s: float) -> None:
+        """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
+        deadline, rest = Deadline(timeout_s), data
+        while rest:
+            try:
+                num_sent = self._channel.send(rest)
+            except TimeoutError:
+                if deadline.has_passed:
+                    raise
+                continue
+            if num_sent == 0:
+                raise BrokenPipeError("the channel is closed")
+            rest = rest[num_sent:]
+
+    def close_stdin(self) -> None:
+        """Tell the command that no more input comes."""
+        with contextlib.suppress(OSError, EOFError):
+            self._channel.shutdown_write()
+
+    def exit_code(self, timeout_s: float) -> int:
+        """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
+        if not self._channel.status_event.wait(timeout_s):
+            raise TimeoutError
+        code = self._channel.exit_status
+        if code >= 0:
+            return code
+        # Without a code, a signal ended the command, or the connection is going down: then its thread ends.
+        transport = self._channel.get_transport()
+        transport.join(_GOING_DOWN_S)
+        if transport.is_active():
+            return 255
+        raise UnreachableError(
+            "the connection was lost while a command ran",
+            node=self._name,
+            remedy="check that the machine is on and the network in between; it may have restarted",
+        )
+
+    def kill_group(self, group: int) -> bool:
+        """End process group `group` on the node, over a channel of its own."""
+        deadline = Deadline(KILL_DEADLINE_S)
+        try:
+            channel = _open_channel(
+                self._name, self._channel.get_transport(), build_kill_command_line(group), deadline
+            )
+        except CsdctlError:
+            return False
+        try:
+            return channel.status_event.wait(deadline.left_s)
+        finally:
+            channel.close()
+
+    def release(self) -> None:
+        """Close the channel."""
+        self._channel.close()
+
+
+def _open_channel(
+    name: str, transport: paramiko.Transport, command_line: str, deadline: Deadline
+) -> paramiko.Channel:
+    """A channel on which `command_line` was started; waits while the server has too many open."""
+    queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
+    pause_s = 0.05
+    while True:
+        try:
+            channel = transport.open_session(timeout=max(0.1, deadline.left_s))
+            break
+        except (paramiko.SSHException, EOFError, OSError) as error:
+            if not transport.is_active() or queue_deadline.left_s < pause_s:
+                raise _channel_error(name, transport, "opens no more channels", error, deadline) from None
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+    # paramiko waits without end for the reply to an exec request: closing the channel ends that wait.
+    alarm = threading.Timer(max(0.1, deadline.left_s), channel.close)
+    alarm.daemon = True
+    alarm.start()
+    try:
+        channel.exec_command(command_line.encode(errors="surrogateescape"))
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        raise _channel_error(name, transport, "starts no commands", error, deadline) from None
+    finally:
+        alarm.cancel()
+    return channel
+
+
+def _channel_error(
+    name: str, transport: paramiko.Transport, what: str, error: Exception, deadline: Deadline
+) -> CsdctlError:
+    if not transport.is_active():
+        return UnreachableError(
+            "the connection was lost",
+            node=name,
+            remedy="check that the machine is on and the network in between",
+        )
+    if deadline.left_s < 0.1:
+        return DeadlineError(
+            f"the SSH server did not start a command within {deadline.seconds:g} s", node=name
+        )
+    return RemoteCommandError(
+        f"the SSH server {what} ({error})",
+        node=name,
+        remedy="check MaxSessions and ForceCommand in its sshd_config",
+    )

@@ -1,0 +1,63 @@
+"""The plan: what tuning decided, as a file that a person can read and edit."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import Field
+
+from csdctl.documents import Document, load_document, save_text
+from csdctl.errors import InputError
+
+HEADER = """\
+# Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
+# the shards are computed from them (equation 1) when training starts.
+"""
+
+
+class RankPlan(Document):
+    """One rank: what it will do, and what was measured for it."""
+
+    node: str
+    batch_size: Annotated[int, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1)]
+    step_time_s: Annotated[float, Field(gt=0)] | None = None
+    images_per_s: Annotated[float, Field(gt=0)] | None = None
+    peak_memory_bytes: int | None = None
+
+
+class Plan(Document):
+    """The batch sizes of all ranks, rank 0 first, and what they were computed from."""
+
+    schema_version: Literal[1] = 1
+    job: str
+    job_fingerprint: str
+    method: str
+    emulated: bool = False
+    method_arguments: dict[str, float | list[int]] = {}
+    num_probes: int = 0
+    measuring_s: float = 0.0
+    ranks: Annotated[list[RankPlan], Field(min_length=1)]
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one step."""
+        return sum(rank.batch_size for rank in self.ranks)
+
+    @property
+    def predicted_images_per_s(self) -> float | None:
+        """Samples a second when every step takes as long as the slowest rank's, without communication."""
+        times = [rank.step_time_s for rank in self.ranks if rank.step_time_s]
+        return self.global_batch / max(times) if len(times) == len(self.ranks) else None
+
+
+def save_plan(path: Path, plan: Plan) -> None:
+    """Write the plan as YAML, whole or not at all."""
+    save_text(path, HEADER + yaml.safe_dump(plan.model_dump(exclude_none=True), sort_keys=False))
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan; raises InputError when it is missing or damaged."""
+    if not path.exists():
+        raise InputError(f"there is no plan at {path}", remedy="run `csdctl tune` first, or train with --batch-size")
+    return load_document(path, Plan)

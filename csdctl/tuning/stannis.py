@@ -1,0 +1,153 @@
+"""Algorithm 1 of the STANNIS paper, as we read it (docs/explanation/algorithm-1.md).
+
+The slowest engine takes the batch size at which it is fastest; every other engine's batch grows until
+its step takes as long, plus a margin for the slow-down that synchronization brings.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+Measure = Callable[[Mapping[str, int]], Mapping[str, float | None]]
+"""Step time in seconds of each engine at its batch size, all working at once; None: it did not fit."""
+
+DEFAULT_BATCH_SIZES = (4, 8, 16, 32, 64)
+DEFAULT_STEP_DIVISOR = 2.0
+DEFAULT_MARGIN_SCALE = 5.0
+MAX_ROUNDS = 50
+
+
+class TuningError(ValueError):
+    """The measurements allow no plan."""
+
+
+@dataclass(frozen=True)
+class TunedBatch:
+    """What Algorithm 1 gives one engine."""
+
+    batch_size: int
+    step_time_s: float
+
+    @property
+    def images_per_s(self) -> float:
+        """Samples a second at this batch size."""
+        return self.batch_size / self.step_time_s
+
+
+def tune_stannis(
+    engines: Sequence[str],
+    measure: Measure,
+    *,
+    batch_sizes: Sequence[int] = DEFAULT_BATCH_SIZES,
+    step_divisor: float = DEFAULT_STEP_DIVISOR,
+    margin_scale: float = DEFAULT_MARGIN_SCALE,
+) -> dict[str, TunedBatch]:
+    """Batch sizes by Algorithm 1.
+
+    `batch_sizes` is the paper's list BS, `step_divisor` its C (no unit; larger is more fine-grained) and
+    `margin_scale` its E (5 allows 20% more than the slowest engine's time). An engine that does not fit
+    in memory at a size is not tried at larger ones. Raises TuningError when an engine fits at no size.
+    """
+    _check(engines, batch_sizes, step_divisor, margin_scale)
+    lists = _measure_list(engines, measure, sorted(set(batch_sizes)))
+    best = {engine: max(done, key=lambda one: one.images_per_s) for engine, done in lists.items()}
+    slowest = min(engines, key=lambda engine: best[engine].images_per_s)
+    anchor = best[slowest]
+    tuned = {engine: one for engine in engines if (one := _similar(lists[engine], anchor, margin_scale))}
+    tuned[slowest] = anchor
+    growing = {
+        engine: _Growth(_start(lists[engine], anchor), anchor.step_time_s, margin_scale, step_divisor)
+        for engine in engines
+        if engine not in tuned
+    }
+    for _ in range(MAX_ROUNDS):
+        waiting = {engine: growth for engine, growth in growing.items() if growth.next_size is not None}
+        if not waiting:
+            break
+        sizes = {engine: one.batch_size for engine, one in tuned.items()}
+        sizes |= {engine: growth.next_size or growth.done.batch_size for engine, growth in growing.items()}
+        times = measure(sizes)
+        for engine, growth in waiting.items():
+            growth.learn(times[engine])
+    tuned |= {engine: growth.done for engine, growth in growing.items()}
+    return {engine: tuned[engine] for engine in engines}
+
+
+class _Growth:
+    """The while loop of Algorithm 1 for one engine, a measurement at a time."""
+
+    def __init__(self, start: TunedBatch, anchor_time_s: float, margin_scale: float, step_divisor: float) -> None:
+        self._anchor_time_s = anchor_time_s
+        self._margin_s = anchor_time_s / margin_scale
+        self._final_time_s = anchor_time_s + self._margin_s
+        self._step_divisor = step_divisor
+        self._too_large: int | None = None
+        self.done = start
+        self.next_size = self._larger()
+
+    def learn(self, time_s: float | None) -> None:
+        """Take the step time at `next_size` (None: it did not fit) and choose the next size, or end."""
+        assert self.next_size is not None
+        if time_s is None:
+            self._too_large = self.next_size
+        else:
+            self.done = TunedBatch(self.next_size, time_s)
+        self.next_size = self._larger()
+
+    def _larger(self) -> int | None:
+        """BS += BS × (final time − time) / C, times in units of the slowest engine's time.
+
+        The difference counts as the margin at least: it would otherwise vanish before the loop ends.
+        """
+        if self.done.step_time_s >= self._final_time_s:
+            return None
+        missing = max(self._final_time_s - self.done.step_time_s, self._margin_s) / self._anchor_time_s
+        larger = self.done.batch_size + max(1, round(self.done.batch_size * missing / self._step_divisor))
+        if self._too_large is not None:
+            larger = min(larger, (self.done.batch_size + self._too_large) // 2)
+        return larger if larger > self.done.batch_size else None
+
+
+def _check(engines: Sequence[str], batch_sizes: Sequence[int], step_divisor: float, margin_scale: float) -> None:
+    if not engines:
+        raise TuningError("there is no engine to tune")
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise TuningError(f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}")
+    for name, value in (("C", step_divisor), ("E", margin_scale)):
+        if not (math.isfinite(value) and value > 0):
+            raise TuningError(f"{name} must be a positive number, received {value}")
+
+
+def _measure_list(
+    engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
+) -> dict[str, list[TunedBatch]]:
+    """The benchmark of every engine over the list; sizes that do not fit are left out."""
+    done: dict[str, list[TunedBatch]] = {engine: [] for engine in engines}
+    fitting = set(engines)
+    for batch_size in batch_sizes:
+        times = measure({engine: batch_size for engine in engines if engine in fitting})
+        for engine, time_s in times.items():
+            if time_s is None:
+                fitting.discard(engine)
+            else:
+                done[engine].append(TunedBatch(batch_size, time_s))
+        if not fitting:
+            break
+    for engine in engines:
+        if not done[engine]:
+            raise TuningError(f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory")
+    return done
+
+
+def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float) -> TunedBatch | None:
+    """The engine's measurement at the anchor's batch size, when its time is similar already."""
+    for one in done:
+        if one.batch_size == anchor.batch_size and one.step_time_s >= anchor.step_time_s * (1 - 1 / margin_scale):
+            return one
+    return None
+
+
+def _start(done: Sequence[TunedBatch], anchor: TunedBatch) -> TunedBatch:
+    """The largest size of the list that takes no longer than the anchor; the smallest when all do."""
+    within = [one for one in done if one.step_time_s <= anchor.step_time_s]
+    return within[-1] if within else done[0]

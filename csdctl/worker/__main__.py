@@ -1,0 +1,111 @@
+"""The worker's commands: build, prepare, probe, rank. Run by csdctl, not by hand.
+
+What fails is printed as a `Failed` event (rank) or as a line of JSON on standard error (the others);
+the exit code is the error's.
+"""
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+from csdctl.worker.contract import WORKER_ERROR_PREFIX, ContractError, Failed, ProbeSpec, RunSpec, from_json, to_json
+from csdctl.worker.events import WorkerError, emit
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="csdctl.worker")
+    commands = parser.add_subparsers(dest="command", required=True)
+    build = commands.add_parser("build")
+    build.add_argument("--reference", required=True)
+    build.add_argument("--arguments", default="{}")
+    build.add_argument("--seed", type=int, default=0)
+    build.add_argument("--output", type=Path, required=True)
+    prepare = commands.add_parser("prepare")
+    prepare.add_argument("--source", required=True)
+    prepare.add_argument("--store", required=True)
+    probe = commands.add_parser("probe")
+    probe.add_argument("--spec", required=True)
+    rank = commands.add_parser("rank")
+    rank.add_argument("--spec", type=Path, required=True)
+    rank.add_argument("--marker", default="")
+    options = parser.parse_args(arguments)
+    return {"build": _build, "prepare": _prepare, "probe": _probe, "rank": _rank}[options.command](options)
+
+
+def _build(options: argparse.Namespace) -> int:
+    from csdctl.worker.backend import load_backend
+    from csdctl.worker.model import build
+
+    _, keras = load_backend(threads=1)
+    info = build(options.reference, json.loads(options.arguments), options.seed, options.output, keras)
+    print(to_json(info))
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from csdctl.worker.prepare import prepare
+
+    print(to_json(prepare(options.source, options.store)))
+    return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    from csdctl.worker.backend import load_backend
+    from csdctl.worker.probe import serve_probes
+
+    spec = from_json(ProbeSpec, options.spec)
+    serve_probes(spec, *load_backend(spec.threads))
+    return 0
+
+
+def _rank(options: argparse.Namespace) -> int:
+    from csdctl.worker.collective import MpiRanks
+    from csdctl.worker.train_rank import RankTraining
+
+    ranks = MpiRanks()
+    node = "?"
+    try:
+        spec = from_json(RunSpec, options.spec.read_text())
+        me = spec.ranks[ranks.rank]
+        node = me.node
+        from csdctl.worker.backend import load_backend
+
+        RankTraining(spec, ranks, *load_backend(me.threads)).run()
+    except BaseException as error:
+        known = isinstance(error, WorkerError)
+        if not known:
+            traceback.print_exc()
+        message = error.message if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        remedy = error.remedy if isinstance(error, WorkerError) else "see this rank's log"
+        code = error.exit_code if isinstance(error, WorkerError) else 1
+        emit(Failed(ranks.rank, node, message, remedy, code))
+        sys.stderr.flush()
+        ranks.abort(code)
+    return 0
+
+
+def _report(error: WorkerError) -> int:
+    content = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
+    print(WORKER_ERROR_PREFIX + json.dumps(content), file=sys.stderr)
+    return error.exit_code
+
+
+def run() -> None:
+    """Run the command of sys.argv and leave with its exit code."""
+    try:
+        code = main(sys.argv[1:])
+    except WorkerError as error:
+        code = _report(error)
+    except ContractError as error:
+        code = _report(WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version"))
+    except BrokenPipeError:
+        os._exit(1)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    run()

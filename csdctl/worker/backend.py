@@ -1,0 +1,23 @@
+"""TensorFlow, loaded once, quietly, with the threads a rank may use."""
+
+import os
+from typing import Any
+
+
+def load_backend(threads: int) -> tuple[Any, Any]:
+    """Import TensorFlow and Keras; returns both modules.
+
+    Must come before any other import of either in the process. `threads` is the intra-op pool; one
+    inter-op thread, because a rank runs one graph.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(threads)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    import keras
+
+    return tf, keras

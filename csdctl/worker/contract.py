@@ -1,0 +1,307 @@
+"""What csdctl and its worker say to each other: plain frozen dataclasses, as JSON, with a schema version.
+
+The controller writes a `RunSpec` and the worker reads it; the worker prints `Event`s and the controller
+reads them. Both sides carry this file, so that a mismatch of versions is noticed and named.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+SCHEMA = 1
+"""Raised by one whenever a field changes its meaning; each side refuses another one's."""
+
+EVENT_PREFIX = "@csdctl "
+"""An event is a line on the worker's standard output that starts with this."""
+
+WORKER_ERROR_PREFIX = "@csdctl-error "
+"""The other commands end with one line on standard error that starts with this: message, remedy, exit code."""
+
+
+class ContractError(ValueError):
+    """What the other side sent does not fit this version of the contract."""
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """A prepared data set, as `prepare` describes it: no file name and no sample in it.
+
+    `path` is where its images.npy and labels.npy lie, absolute or relative to the session's home.
+    """
+
+    path: str
+    num_samples: int
+    sample_shape: tuple[int, ...]
+    dtype: str
+    label_shape: tuple[int, ...]
+    max_label: int
+    """The largest integer label, -1 when labels are not integers."""
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A model as `build` found it: what must fit the data, and its size."""
+
+    name: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    num_parameters: int
+    num_trainable: int
+    has_softmax_output: bool
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Rows of one prepared data set that a rank reads; `images` and `labels` are .npy files.
+
+    All rows when `stop` is None; else rows[start:stop] of the permutation of `permutation_seed`, the
+    same on every machine.
+    """
+
+    images: str
+    labels: str
+    start: int = 0
+    stop: int | None = None
+    permutation_seed: int = 0
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """One training process."""
+
+    rank: int
+    node: str
+    batch_size: int
+    threads: int
+    parts: tuple[ShardPart, ...]
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate."""
+
+    epochs: int = 1
+    optimizer: str = "sgd"
+    optimizer_args: dict[str, float | bool] = field(default_factory=dict)
+    learning_rate: float = 0.01
+    reference_batch: int = 256
+    warmup_epochs: float = 0.0
+    loss: str = "sparse_categorical_crossentropy"
+    from_logits: bool = False
+    input_range: tuple[float, float] | None = (0.0, 1.0)
+    """What uint8 0…255 becomes; None leaves the values as they are."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """Everything the ranks of one run need; the same file for all of them."""
+
+    run_id: str
+    architecture: str
+    """Path of the model's architecture JSON, relative to the session's home."""
+    weights: str
+    """Path of the model's initial weights (.npz), relative to the session's home."""
+    recipe: Recipe
+    steps_per_epoch: int
+    ranks: tuple[RankSpec, ...]
+    validation: ShardPart | None
+    output_directory: str
+    """Where rank 0 writes checkpoints and model.keras."""
+    progress_interval_s: float = 0.5
+    max_steps: int | None = None
+    """End after this many steps of the whole run: for measuring."""
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class ProbeSpec:
+    """What a probe session measures with: the model and how it is trained."""
+
+    architecture: str
+    weights: str
+    recipe: Recipe
+    threads: int
+    max_label: int
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Measure one batch size: at least `min_steps` steps and `min_duration_s` seconds of them."""
+
+    batch_size: int
+    min_steps: int = 3
+    min_duration_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """The measured step: median seconds for forward, backward and apply of one batch."""
+
+    batch_size: int
+    step_time_s: float
+    num_steps: int
+    peak_memory_bytes: int
+
+    @property
+    def images_per_s(self) -> float:
+        """Samples a second at this batch size."""
+        return self.batch_size / self.step_time_s
+
+
+@dataclass(frozen=True)
+class Event:
+    """Base of all events; `rank` and `node` say who speaks."""
+
+    rank: int
+    node: str
+
+
+@dataclass(frozen=True)
+class Ready(Event):
+    """The rank has its model and data and enters the first step."""
+
+    num_samples: int
+    setup_s: float
+
+
+@dataclass(frozen=True)
+class Progress(Event):
+    """Sums since the last Progress of this rank; loss and accuracy of all ranks, from rank 0 only."""
+
+    epoch: int
+    step: int
+    steps: int
+    samples: int
+    compute_s: float
+    wait_s: float
+    wall_s: float
+    global_samples: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+
+
+@dataclass(frozen=True)
+class EpochEnd(Event):
+    """One epoch is done on this rank; rank 0 adds what holds for all."""
+
+    epoch: int
+    steps: int
+    samples: int
+    compute_s: float
+    wait_s: float
+    wall_s: float
+    weights_hash: str
+    global_samples: int = 0
+    loss: float | None = None
+    accuracy: float | None = None
+    validation_loss: float | None = None
+    validation_accuracy: float | None = None
+    learning_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Checkpointed(Event):
+    """A checkpoint is on disk, whole."""
+
+    epoch: int
+    path: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Finished(Event):
+    """The completion record: this rank has done all its steps. No run is done without all of them."""
+
+    epochs: int
+    steps: int
+    weights_hash: str
+    peak_memory_bytes: int
+    model_path: str | None = None
+
+
+@dataclass(frozen=True)
+class Failed(Event):
+    """The rank gives up; `message` and `remedy` are for people."""
+
+    message: str
+    remedy: str = ""
+    exit_code: int = 1
+
+
+EVENTS: dict[str, type[Event]] = {
+    kind.__name__: kind for kind in (Ready, Progress, EpochEnd, Checkpointed, Finished, Failed)
+}
+
+ContractT = TypeVar("ContractT")
+
+
+def to_json(value: Any) -> str:
+    """Any dataclass of this module as one line of JSON."""
+    return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
+
+
+def from_json(kind: type[ContractT], text: str) -> ContractT:
+    """Read what `to_json` wrote; raises ContractError when it does not fit `kind`."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ContractError(f"expected a {kind.__name__} as JSON, received {text[:80]!r}: {error}") from None
+    if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
+        raise ContractError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
+    result: ContractT = from_dict(kind, content)
+    return result
+
+
+def event_to_line(event: Event) -> str:
+    """An event as the line the worker prints."""
+    content = {"event": type(event).__name__, **dataclasses.asdict(event)}
+    return EVENT_PREFIX + json.dumps(content, separators=(",", ":"), allow_nan=True)
+
+
+def event_from_line(line: str) -> Event | None:
+    """The event in `line`, or None when the line is not one; raises ContractError when it is damaged."""
+    if not line.startswith(EVENT_PREFIX):
+        return None
+    try:
+        content = json.loads(line[len(EVENT_PREFIX) :])
+        kind = EVENTS[content.pop("event")]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ContractError(f"not an event: {line[:120]!r} ({error})") from None
+    event: Event = from_dict(kind, content)
+    return event
+
+
+def from_dict(kind: Any, content: Any) -> Any:
+    """Build a dataclass from parsed JSON, following its annotations; raises ContractError."""
+    if not isinstance(content, dict):
+        raise ContractError(f"expected a {kind.__name__}, received {content!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = set(content) - set(hints)
+    if unknown:
+        raise ContractError(f"{kind.__name__}: unknown {', '.join(sorted(unknown))}")
+    try:
+        return kind(**{name: _value(hints[name], value) for name, value in content.items()})
+    except TypeError as error:
+        raise ContractError(f"{kind.__name__}: {error}") from None
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return _value(inner[0], value) if len(inner) == 1 else value
+    if origin is tuple:
+        return tuple(_value(arguments[0], one) for one in value)
+    return value

@@ -1,0 +1,21 @@
+"""Printing events: one line each on standard output, flushed, so that nothing is lost when we die."""
+
+import sys
+
+from csdctl.worker.contract import Event, event_to_line
+
+
+class WorkerError(Exception):
+    """The worker cannot go on; the message and the remedy are for people."""
+
+    def __init__(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.message = message
+        self.remedy = remedy
+        self.exit_code = exit_code
+
+
+def emit(event: Event) -> None:
+    """Print `event` in one write: lines of two threads never mix."""
+    sys.stdout.write(event_to_line(event) + "\n")
+    sys.stdout.flush()

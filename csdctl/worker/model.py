@@ -1,0 +1,148 @@
+"""Models: found on the host, carried as architecture JSON and weights, loaded on every rank.
+
+A user's own file or code is opened on the host only (`build`). What travels is the architecture as JSON
+and the weights as .npz, read with `allow_pickle=False`.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.contract import ModelInfo
+from csdctl.worker.events import WorkerError
+
+
+def build(reference: str, arguments: dict[str, Any], seed: int, output: Path, keras: Any) -> ModelInfo:
+    """Find the model `reference`, write architecture.json and weights.npz into `output`.
+
+    `reference` is `keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`. Raises WorkerError with
+    exit code 2 when it cannot be found, built, or carried.
+    """
+    keras.utils.set_random_seed(seed)
+    model = _find(reference, arguments, keras)
+    if not isinstance(model, keras.Model):
+        raise WorkerError(f"{reference} gave a {type(model).__name__}, expected a Keras model", exit_code=2)
+    if not model.built or len(model.inputs or ()) != 1 or len(model.outputs) != 1:
+        raise WorkerError(
+            f"{reference}: expected a built model with one input and one output",
+            remedy="give the model a keras.Input of fixed shape",
+            exit_code=2,
+        )
+    if not model.trainable_variables:
+        raise WorkerError(f"{reference}: the model has no trainable variable", exit_code=2)
+    try:
+        architecture = model.to_json()
+        keras.models.model_from_json(architecture)
+    except Exception as error:
+        raise WorkerError(
+            f"{reference}: cannot be carried as architecture JSON: {_first_line(error)}",
+            remedy="use layers that Keras itself provides",
+            exit_code=2,
+        ) from None
+    (output / "architecture.json").write_text(architecture)
+    save_weights(output / "weights.npz", model.get_weights())
+    return ModelInfo(
+        name=reference,
+        input_shape=tuple(size or 0 for size in model.input_shape[1:]),
+        output_shape=tuple(size or 0 for size in model.output_shape[1:]),
+        num_parameters=model.count_params(),
+        num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
+        has_softmax_output=_ends_in_softmax(model),
+    )
+
+
+def load(architecture: Path, weights: Path, keras: Any) -> Any:
+    """The Keras model that `build` carried; raises WorkerError when a file is missing or damaged."""
+    try:
+        model = keras.models.model_from_json(architecture.read_text())
+        model.set_weights(load_weights(weights))
+    except OSError as error:
+        raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
+    return model
+
+
+def save_weights(path: Path, weights: list[Any]) -> None:
+    """Write arrays, in order, as an uncompressed .npz: aside, synced, renamed."""
+    arrays: dict[str, Any] = {f"w{number:05d}": np.asarray(array) for number, array in enumerate(weights)}
+    aside = path.with_name(f".part-{path.name}")
+    with aside.open("wb") as file:
+        np.savez(file, **arrays)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def load_weights(path: Path) -> list[Any]:
+    """Read what `save_weights` wrote, in order."""
+    with np.load(path, allow_pickle=False) as archive:
+        return [archive[name] for name in sorted(archive.files)]
+
+
+def hash_weights(model: Any) -> str:
+    """SHA-256, in hex, of all variables that make the model: trainable ones and statistics."""
+    digest = hashlib.sha256()
+    for variable in model.weights:
+        digest.update(np.ascontiguousarray(np.asarray(variable.value)).tobytes())
+    return digest.hexdigest()
+
+
+def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
+    if reference.startswith("keras.applications:"):
+        name = reference.partition(":")[2]
+        function = getattr(keras.applications, name, None)
+        if not callable(function):
+            raise WorkerError(f"keras.applications has no model {name!r}", exit_code=2)
+        return _call(reference, function, arguments)
+    if reference.endswith(".keras"):
+        try:
+            return keras.models.load_model(reference, compile=False, safe_mode=True)
+        except Exception as error:
+            raise WorkerError(
+                f"{reference} is not a model that can be loaded safely: {_first_line(error)}", exit_code=2
+            ) from None
+    path, _, name = reference.rpartition(":")
+    function = getattr(_import(Path(path)), name, None)
+    if not callable(function):
+        raise WorkerError(f"{path} has no function {name!r}", exit_code=2)
+    return _call(reference, function, arguments)
+
+
+def _import(path: Path) -> Any:
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    if specification is None or specification.loader is None:
+        raise WorkerError(f"{path} cannot be imported", exit_code=2)
+    module = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(path.parent.resolve()))
+    try:
+        specification.loader.exec_module(module)
+    except Exception as error:
+        raise WorkerError(f"{path} fails when it is run: {type(error).__name__}: {error}", exit_code=2) from None
+    return module
+
+
+def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except Exception as error:
+        raise WorkerError(
+            f"{reference}({json.dumps(arguments)}) fails: {type(error).__name__}: {_first_line(error)}",
+            remedy="mend model_args in job.yaml",
+            exit_code=2,
+        ) from None
+
+
+def _ends_in_softmax(model: Any) -> bool:
+    last = model.layers[-1]
+    activation = getattr(last, "activation", None)
+    return getattr(activation, "__name__", "") == "softmax" or type(last).__name__ == "Softmax"
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

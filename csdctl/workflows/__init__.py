@@ -1,0 +1,1 @@
+"""The use cases; they take what they need as arguments."""

@@ -1,0 +1,67 @@
+"""The demo's own files: a job, its model, and where they lie."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.documents import save_text
+from csdctl.errors import InputError
+
+JOB = """\
+# What to train; every key is in docs/reference/files.md.
+model: fashion_cnn.py:build
+data:
+  public: {path: data/public, on: host}
+  private: {path: ~/private}        # on each node; never leaves it
+  validation: {path: data/validation, on: host}
+recipe:
+  epochs: 3
+  optimizer: sgd
+  momentum: 0.9
+  learning_rate: 0.02
+  reference_batch: 128
+  warmup_epochs: 1
+  loss: sparse_categorical_crossentropy
+  seed: 7
+"""
+
+MODEL = '''\
+"""A small convolutional network for 28×28 grey pictures in 10 classes."""
+
+import keras
+from keras import layers
+
+
+def build() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.Input((28, 28, 1)),
+            layers.Conv2D(32, 3, activation="relu"),
+            layers.MaxPool2D(2),
+            layers.Conv2D(64, 3, activation="relu"),
+            layers.MaxPool2D(2),
+            layers.Flatten(),
+            layers.Dense(64, activation="relu"),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+'''
+
+
+@dataclass(frozen=True)
+class DemoFiles:
+    """Where the demo's files lie."""
+
+    directory: Path
+    job: Path
+    model: Path
+
+
+def write_demo_files(directory: Path) -> DemoFiles:
+    """Write job.yaml and fashion_cnn.py into `directory`; files that are there already stay as they are."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"{directory} is not a directory", remedy="name another with --directory")
+    files = DemoFiles(directory, directory / "job.yaml", directory / "fashion_cnn.py")
+    for path, content in ((files.job, JOB), (files.model, MODEL)):
+        if not path.exists():
+            save_text(path, content)
+    return files

@@ -1,0 +1,126 @@
+"""`deploy`: worker, model and public shards to the machines that need them, only what is missing.
+
+Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
+files; the host reads its own part where it lies.
+"""
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from csdctl.errors import CsdctlError, PartialError
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.placement.equation1 import Placed, RankLoad, place_shards
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import Delivery, StoredFile, deliver, hash_file
+from csdctl.transport.many import run_on_all
+from csdctl.transport.session import Session
+from csdctl.tuning.plan import Plan
+from csdctl.worker.contract import DatasetInfo, RankSpec, ShardPart
+from csdctl.workflows.prepare import Prepared
+
+OnDelivery = Callable[[str, Delivery], None]
+
+
+def place(plan: Plan, prepared: Prepared) -> list[Placed]:
+    """Equation 1 over the plan's batch sizes and the data as it is now."""
+    loads = [
+        RankLoad(rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0)
+        for rank in plan.ranks
+    ]
+    return place_shards(loads, prepared.public.num_samples)
+
+
+def deploy_files(
+    files: Mapping[str, Sequence[StoredFile]], sessions: Mapping[str, Session], on_delivery: OnDelivery
+) -> dict[str, Delivery]:
+    """Bring to each machine the files it needs, all machines at once; raises PartialError naming those that failed."""
+
+    def bring(session: Session) -> Delivery:
+        delivery = deliver(session, files[session.name])
+        on_delivery(session.name, delivery)
+        return delivery
+
+    outcomes = run_on_all({name: sessions[name] for name in files if name != HOST_NAME}, bring)
+    failures: list[CsdctlError] = [outcome.error for outcome in outcomes.values() if outcome.error]
+    if failures:
+        raise PartialError("deploying failed:\n" + "\n".join(f"  {error}" for error in failures))
+    return {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+
+
+def common_files(prepared: Prepared) -> list[StoredFile]:
+    """What every machine that trains or measures needs."""
+    return [prepared.worker, prepared.model.architecture, prepared.model.weights]
+
+
+def cut_shards(
+    placed: Sequence[Placed], public: DatasetInfo, seed: int, project: ProjectDirectory
+) -> dict[str, tuple[StoredFile, StoredFile]]:
+    """Images and labels of each node's public part, cut from the host's data.
+
+    A node that has private data needs no empty file to know the shape of a sample.
+    """
+    return {
+        shard.name: _cut(shard, public, seed, project)
+        for shard in placed
+        if shard.name != HOST_NAME and (shard.num_public or not shard.num_private)
+    }
+
+
+def rank_specs(
+    plan: Plan,
+    placed: Sequence[Placed],
+    prepared: Prepared,
+    cut: Mapping[str, tuple[StoredFile, StoredFile]],
+    seed: int,
+) -> tuple[RankSpec, ...]:
+    """What every rank will read, in order of rank."""
+    specs = []
+    for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
+        parts = []
+        if rank.node in prepared.private:
+            parts.append(whole(prepared.private[rank.node]))
+        if rank.node == HOST_NAME:
+            images, labels = _arrays(prepared.public)
+            parts.append(ShardPart(images, labels, shard.public_start, shard.public_stop, seed))
+        elif rank.node in cut:
+            images, labels = (file.path for file in cut[rank.node])
+            parts.append(ShardPart(images, labels))
+        specs.append(RankSpec(number, rank.node, rank.batch_size, rank.threads, tuple(parts), shard.num_samples))
+    return tuple(specs)
+
+
+def whole(data: DatasetInfo) -> ShardPart:
+    """All rows of a prepared data set."""
+    return ShardPart(*_arrays(data))
+
+
+def _arrays(data: DatasetInfo) -> tuple[str, str]:
+    return f"{data.path}/images.npy", f"{data.path}/labels.npy"
+
+
+def _cut(shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory) -> tuple[StoredFile, StoredFile]:
+    import numpy as np
+
+    name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
+    targets = [project.shards / f"{name}.{kind}.npy" for kind in ("images", "labels")]
+    if not all(target.exists() for target in targets):
+        project.shards.mkdir(parents=True, exist_ok=True)
+        # The same rows as ShardPart.start … stop would mean on the host: worker.data.rows_of.
+        permutation = np.random.default_rng(seed).permutation(public.num_samples)
+        rows = np.sort(permutation[shard.public_start : shard.public_stop])
+        for source, target in zip(_arrays(public), targets, strict=True):
+            array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
+            with tempfile.NamedTemporaryFile(dir=project.shards, suffix=".npy", delete=False) as aside:
+                np.save(aside, array[rows])
+            Path(aside.name).replace(target)
+    images, labels = (StoredFile(hash_file(target), ".npy", target) for target in targets)
+    return images, labels
+
+
+def nodes_in(plan: Plan, fleet: Fleet) -> list[str]:
+    """The names of the plan's ranks that are nodes; raises InputError for one the fleet does not have."""
+    names = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
+    for name in names:
+        fleet.node(name)
+    return names

@@ -1,0 +1,49 @@
+"""Use cases of `csdctl emulate`: bring an emulated fleet up, look at it, take it down."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.emulation.fleet import NodeStatus, StoppedFleet, fleet_status, is_up, start_fleet, stop_fleet
+from csdctl.emulation.spec import EmulatedSpec, parse_size
+
+STATE_DIRECTORY = Path(".csdctl", "emulated")
+"""Below the project directory."""
+
+
+@dataclass(frozen=True)
+class EmulatedFleet:
+    """An emulated fleet that is up; `was_up` says that nothing had to be started."""
+
+    fleet_path: Path
+    nodes: tuple[NodeStatus, ...]
+    was_up: bool = False
+
+
+def bring_fleet_up(
+    project: Path,
+    *,
+    num_nodes: int,
+    cpu: float,
+    memory: str,
+    fleet_path: Path,
+    cpu_mechanism: str = "auto",
+) -> EmulatedFleet:
+    """Start `num_nodes` nodes with `cpu` cores and `memory` (as in 2G) each, or find them running.
+
+    Raises InputError for values this machine cannot serve, and when another emulated fleet is up.
+    """
+    directory = project / STATE_DIRECTORY
+    spec = EmulatedSpec(num_nodes, cpu, parse_size(memory))
+    was_up = is_up(directory)
+    written = start_fleet(directory, spec, fleet_path=fleet_path, cpu_mechanism=cpu_mechanism)
+    return EmulatedFleet(written, tuple(fleet_status(directory)), was_up)
+
+
+def look_at_fleet(project: Path) -> tuple[NodeStatus, ...]:
+    """Every node of the project's emulated fleet as it is now; raises InputError when there is none."""
+    return tuple(fleet_status(project / STATE_DIRECTORY))
+
+
+def take_fleet_down(project: Path) -> StoppedFleet:
+    """End the project's emulated fleet and remove its files, also after a crash."""
+    return stop_fleet(project / STATE_DIRECTORY)

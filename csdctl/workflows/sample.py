@@ -1,0 +1,248 @@
+"""Fashion-MNIST as sample data: 60,000 + 10,000 real pictures, found on this machine or fetched.
+
+`fetch_fashion_mnist` asks one source after the other, those that need no network first, and keeps a copy
+of what it found in the cache. Debian's package is unpacked into a temporary directory: no root is
+needed and nothing is installed. Nothing here imports TensorFlow; Keras' own download runs in a process
+of its own.
+"""
+
+import gzip
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csdctl.documents import save_bytes
+from csdctl.errors import CsdctlError, InputError
+
+Say = Callable[[str], None]
+
+DEBIAN_PACKAGE = "dataset-fashion-mnist"
+DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
+APT_DEADLINE_S = 300.0
+KERAS_DEADLINE_S = 600.0
+
+_FILES = {
+    "train-images-idx3-ubyte.gz": (60_000, 28, 28),
+    "train-labels-idx1-ubyte.gz": (60_000,),
+    "t10k-images-idx3-ubyte.gz": (10_000, 28, 28),
+    "t10k-labels-idx1-ubyte.gz": (10_000,),
+}
+
+
+@dataclass(frozen=True)
+class FashionMnist:
+    """Images uint8, shape (n, 28, 28, 1); labels int64 from 0 to 9, shape (n,)."""
+
+    train_images: NDArray[np.uint8]
+    train_labels: NDArray[np.int64]
+    test_images: NDArray[np.uint8]
+    test_labels: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Images (n, …) and their labels (n,)."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+
+@dataclass(frozen=True)
+class SampleSplit:
+    """Who has what: `private` has one entry for each node."""
+
+    public: Samples
+    private: tuple[Samples, ...]
+    validation: Samples
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place that may have the four files; `find` returns their directory or raises CsdctlError.
+
+    `find` is given a scratch directory, which is removed once the files have been read.
+    """
+
+    name: str
+    find: Callable[[Path, Say], Path]
+
+
+def fetch_fashion_mnist(cache: Path, *, say: Say, sources: Sequence[Source] | None = None) -> FashionMnist:
+    """Fashion-MNIST from `cache` or the first source that has it whole; kept in `cache` then.
+
+    `say` is told what takes time or goes wrong. Raises CsdctlError, naming all that was tried.
+    """
+    cached = Source("the cache", lambda _scratch, _say: _existing(cache))
+    tried = []
+    for source in (cached, *(default_sources() if sources is None else sources)):
+        with tempfile.TemporaryDirectory(prefix="csdctl-sample-") as scratch:
+            try:
+                directory = source.find(Path(scratch), say)
+                dataset = load_fashion_mnist(directory)
+            except CsdctlError as error:
+                tried.append(f"{source.name}: {error.message}")
+                if isinstance(error, InputError):
+                    say(f"{error.message}; looking elsewhere")
+                continue
+            if source is not cached:
+                _keep(directory, cache, say)
+            return dataset
+    raise CsdctlError(
+        "Fashion-MNIST could not be found or fetched. Tried\n" + "\n".join(f"  - {line}" for line in tried),
+        remedy=f"install Debian's package {DEBIAN_PACKAGE}, or put {', '.join(_FILES)} into {cache}",
+    )
+
+
+def default_sources() -> list[Source]:
+    """Where Fashion-MNIST may be, apart from the cache; those that need no network first."""
+    return [
+        Source(f"Debian's {DEBIAN_PACKAGE}", lambda _scratch, _say: _existing(DEBIAN_DIRECTORY)),
+        Source("Keras' cache", lambda _scratch, _say: _existing(_keras_directory())),
+        Source("apt-get download", download_with_apt),
+        Source("Keras' download", _download_with_keras),
+    ]
+
+
+def load_fashion_mnist(directory: Path) -> FashionMnist:
+    """Read the four files in `directory`; raises InputError when one is damaged or not what it should be."""
+    images, labels, test_images, test_labels = (
+        read_idx(directory / name, shape) for name, shape in _FILES.items()
+    )
+    return FashionMnist(
+        images[..., np.newaxis],
+        labels.astype(np.int64),
+        test_images[..., np.newaxis],
+        test_labels.astype(np.int64),
+    )
+
+
+def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """The bytes of a gzipped IDX file, which must have `shape`; raises InputError.
+
+    IDX: magic 00 00 08 <number of dimensions>, the sizes as big-endian 32-bit numbers, the bytes.
+    """
+    try:
+        content = gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    header = bytes([0, 0, 8, len(shape)])
+    if content[:4] != header:
+        raise InputError(
+            f"{path} is not an IDX file of bytes: starts {content[:4].hex()}, expected {header.hex()}"
+        )
+    start = 4 + 4 * len(shape)
+    found = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, start, 4))
+    if found != shape:
+        raise InputError(f"{path} holds {found}, expected {shape}")
+    size = int(np.prod(shape))
+    if len(content) - start != size:
+        raise InputError(f"{path} holds {len(content) - start} bytes of data, expected {size}")
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def download_with_apt(scratch: Path, say: Say) -> Path:
+    """Debian's package, unpacked below `scratch`; raises CsdctlError."""
+    for command in ("apt-get", "dpkg"):
+        if not shutil.which(command):
+            raise CsdctlError(f"there is no {command} here")
+    say(f"fetching Fashion-MNIST: apt-get download {DEBIAN_PACKAGE} (31 MB, nothing is installed)")
+    download = ["apt-get", "download", "--quiet", DEBIAN_PACKAGE]
+    try:
+        _run(download, scratch, APT_DEADLINE_S)
+    except CsdctlError as error:
+        if os.geteuid() != 0:
+            raise CsdctlError(f"{error.message} (`sudo apt-get update` may help)") from None
+        say("apt does not find it: apt-get update")
+        _run(["apt-get", "update", "--quiet"], scratch, APT_DEADLINE_S)
+        _run(download, scratch, APT_DEADLINE_S)
+    for package in scratch.glob("*.deb"):
+        _run(["dpkg", "-x", package.name, "."], scratch, APT_DEADLINE_S)
+    return _existing(scratch / DEBIAN_DIRECTORY.relative_to("/"))
+
+
+def split_sample(
+    dataset: FashionMnist, *, num_nodes: int, private_fraction: float = 1 / 7, seed: int
+) -> SampleSplit:
+    """Shuffle the training samples and divide them into public ones and, evenly, each node's private ones.
+
+    1/7 private is the paper's division: 12,000 of 84,000 pictures. The test samples are the validation
+    data. Raises InputError.
+    """
+    if num_nodes < 1:
+        raise InputError(f"received {num_nodes} nodes, expected at least 1")
+    if not 0 <= private_fraction < 1:
+        raise InputError(f"received a private fraction of {private_fraction}, expected 0 up to below 1")
+    order = np.random.default_rng(seed).permutation(len(dataset.train_labels))
+    num_private = round(private_fraction * len(order))
+
+    def samples(rows: NDArray[np.int64]) -> Samples:
+        return Samples(dataset.train_images[rows], dataset.train_labels[rows])
+
+    return SampleSplit(
+        public=samples(order[num_private:]),
+        private=tuple(samples(rows) for rows in np.array_split(order[:num_private], num_nodes)),
+        validation=Samples(dataset.test_images, dataset.test_labels),
+    )
+
+
+def _existing(directory: Path) -> Path:
+    missing = [name for name in _FILES if not (directory / name).is_file()]
+    if missing:
+        raise CsdctlError(f"{directory} lacks {missing[0] if directory.is_dir() else 'all files'}")
+    return directory
+
+
+def _keep(directory: Path, cache: Path, say: Say) -> None:
+    try:
+        for name in _FILES:
+            save_bytes(cache / name, (directory / name).read_bytes())
+    except OSError as error:
+        say(f"no copy is kept: {error}")
+
+
+def _keras_directory() -> Path:
+    home = os.environ.get("KERAS_HOME")
+    return (Path(home) if home else Path.home() / ".keras") / "datasets" / "fashion-mnist"
+
+
+def _download_with_keras(scratch: Path, say: Say) -> Path:
+    say("fetching Fashion-MNIST: Keras' own download")
+    code = "import keras; keras.datasets.fashion_mnist.load_data()"
+    _run([sys.executable, "-c", code], scratch, KERAS_DEADLINE_S)
+    return _existing(_keras_directory())
+
+
+def _run(command: Sequence[str], directory: Path, deadline_s: float) -> None:
+    """Run `command` in `directory`; raises CsdctlError with the last line of what it said."""
+    try:
+        done = subprocess.run(
+            command,
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=deadline_s,
+            check=False,
+            env={**os.environ, "LC_ALL": "C", "TF_CPP_MIN_LOG_LEVEL": "3"},
+        )
+    except subprocess.TimeoutExpired:
+        raise CsdctlError(f"{command[0]} took longer than {deadline_s:.0f} s") from None
+    except OSError as error:
+        raise CsdctlError(f"{command[0]} cannot be run: {error}") from None
+    if done.returncode != 0:
+        lines = done.stdout.decode(errors="replace").strip().splitlines()
+        raise CsdctlError(
+            f"{command[0]} ended with {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
+        )

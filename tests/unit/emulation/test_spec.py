@@ -1,0 +1,41 @@
+import os
+
+import pytest
+
+from csdctl.emulation.spec import EmulatedSpec, check_spec, parse_size
+from csdctl.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [("2G", 2 << 30), ("512M", 512 << 20), ("1.5GiB", 3 << 29), ("64 mb", 64 << 20), ("4096", 4096)],
+)
+def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "G", "3Q", "-1G", "2G3", "nan"])
+def test_a_size_that_cannot_be_read_is_an_input_error(text: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        EmulatedSpec(0),
+        EmulatedSpec(65),
+        EmulatedSpec(1, cpu=0),
+        EmulatedSpec(1, cpu=-0.5),
+        EmulatedSpec(1, cpu=float("nan")),
+        EmulatedSpec(1, cpu=(os.cpu_count() or 1) + 1),
+        EmulatedSpec(1, memory_bytes=1),
+    ],
+)
+def test_a_fleet_that_cannot_be_emulated_is_an_input_error(spec: EmulatedSpec) -> None:
+    with pytest.raises(InputError, match=r"received .* expected"):
+        check_spec(spec)
+
+
+def test_the_largest_fleet_is_accepted() -> None:
+    check_spec(EmulatedSpec(64, cpu=os.cpu_count() or 1))

@@ -1,0 +1,195 @@
+"""Sessions for the transport's tests: the host itself, and a small real SSH server in a thread.
+
+The server is asyncssh's, on a real socket, with a home directory of its own.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from csdctl.fleet.model import Node
+from csdctl.transport.local import LocalSession
+from csdctl.transport.ssh import SshSession, connect
+
+USER = "tester"
+
+
+@dataclass
+class SshServer:
+    """Where the server listens and what it does; its fields may be changed while it runs."""
+
+    directory: Path
+    port: int = 0
+    shell_prefix: str = ""
+    """Shell text run before every command, as a login shell's start-up file is."""
+    is_group_leader: bool = True
+    num_drops: int = 0
+    """How many connections to drop right after they were accepted."""
+    refuse_exec: bool = False
+    num_open: int = 0
+    peak_open: int = 0
+    connections: list[asyncssh.SSHServerConnection] = field(default_factory=list)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def home(self) -> Path:
+        return self.directory / "home"
+
+    @property
+    def key(self) -> Path:
+        return self.directory / "id_user"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "known_hosts"
+
+    @property
+    def public_key(self) -> str:
+        return (self.directory / "host_key.pub").read_text()
+
+    def node(self, **changes: Any) -> Node:
+        values = {"name": "csd0", "address": "127.0.0.1", "port": self.port, "user": USER, "key": self.key}
+        return Node(**{**values, **changes})
+
+    def trust(self, public_key: str) -> None:
+        self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
+
+    def drop_connections(self) -> None:
+        """Cut every connection, as a pulled cable whose other end answers with a reset."""
+        for connection in self.connections:
+            self.loop.call_soon_threadsafe(connection.abort)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[SshServer]:
+    with _running_server(tmp_path / "server") as running:
+        yield running
+
+
+@pytest.fixture
+def ssh(server: SshServer) -> Iterator[SshSession]:
+    """An open session to the server."""
+    session = connect(server.node(), [server.known_hosts])
+    yield session
+    session.close()
+
+
+@pytest.fixture(params=["local", "ssh"])
+def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
+    """A session of each transport, and the directory that its commands start in."""
+    if request.param == "ssh":
+        yield request.getfixturevalue("ssh"), request.getfixturevalue("server").home
+    else:
+        session = LocalSession("host", tmp_path)
+        yield session, tmp_path
+        session.close()
+
+
+@contextlib.contextmanager
+def _running_server(directory: Path) -> Iterator[SshServer]:
+    """Start a server whose keys and home lie in `directory`."""
+    server = SshServer(directory)
+    server.home.mkdir(parents=True)
+    for path in (server.key, directory / "host_key"):
+        key = asyncssh.generate_private_key("ssh-ed25519")
+        path.touch(mode=0o600)
+        key.write_private_key(path)
+        key.write_public_key(f"{path}.pub")
+    started = threading.Event()
+    thread = threading.Thread(target=lambda: server.loop.run_until_complete(_serve(server, started)))
+    thread.start()
+    assert started.wait(20)
+    server.trust(server.public_key)
+    try:
+        yield server
+    finally:
+        server.loop.call_soon_threadsafe(server.stopping.set)
+        thread.join(20)
+
+
+async def _serve(server: SshServer, started: threading.Event) -> None:
+    listener = await asyncssh.listen(
+        sock=_listening_socket(server),
+        server_factory=lambda: _Gate(server),
+        server_host_keys=[str(server.directory / "host_key")],
+        authorized_client_keys=f"{server.key}.pub",
+        process_factory=lambda process: _run(server, process),
+        encoding=None,
+        line_editor=False,
+    )
+    started.set()
+    await server.stopping.wait()
+    listener.close()
+    for connection in server.connections:
+        connection.abort()
+    await asyncio.sleep(0.05)
+
+
+def _listening_socket(server: SshServer) -> socket.socket:
+    listening = socket.create_server(("127.0.0.1", 0), backlog=64)
+    server.port = listening.getsockname()[1]
+    return listening
+
+
+class _Gate(asyncssh.SSHServer):
+    def __init__(self, server: SshServer) -> None:
+        self._server = server
+
+    def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
+        if self._server.num_drops > 0:
+            self._server.num_drops -= 1
+            connection.abort()
+            return
+        self._server.connections.append(connection)
+
+
+async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> None:
+    if server.refuse_exec:
+        process.stderr.write(b"This account is currently not available.\n")
+        process.exit(1)
+        return
+    server.num_open += 1
+    server.peak_open = max(server.peak_open, server.num_open)
+    try:
+        child = await asyncio.create_subprocess_exec(
+            "/bin/sh",
+            "-c",
+            f"{server.shell_prefix}\n{process.command}",
+            cwd=server.home,
+            env={"HOME": str(server.home), "PATH": os.environ["PATH"]},
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=server.is_group_leader,
+        )
+        # asyncssh can redirect by itself, but loses its way when a command ends while input still comes.
+        feeding = asyncio.create_task(_pump(process.stdin, child.stdin))
+        await asyncio.gather(_pump(child.stdout, process.stdout), _pump(child.stderr, process.stderr))
+        code = await child.wait()
+        feeding.cancel()
+        if code < 0:
+            process.exit_with_signal(signal.Signals(-code).name[3:])
+        else:
+            process.exit(code)
+    finally:
+        server.num_open -= 1
+
+
+async def _pump(source: Any, sink: Any) -> None:
+    with contextlib.suppress(OSError, asyncssh.Error):
+        while data := await source.read(1 << 16):
+            sink.write(data)
+            await sink.drain()
+    if isinstance(sink, asyncio.StreamWriter):
+        sink.close()

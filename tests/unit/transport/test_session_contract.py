@@ -1,0 +1,320 @@
+"""What every real session keeps: the same tests over the host and over SSH."""
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
+from csdctl.transport.session import MAX_OUTPUT_BYTES
+
+Machine = tuple[Any, Path]
+
+NASTY_NAMES = [
+    "plain",
+    "with space",
+    "semi;colon",
+    "$(touch pwned)",
+    "`touch pwned`",
+    "new\nline",
+    "-rf",
+    "--help",
+    "quote'quote\"quote",
+    "*",
+    "back\\slash",
+    "ü€",
+    "~",
+    "$HOME",
+]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_until_gone(pid: int, within_s: float = 20.0) -> bool:
+    end = time.monotonic() + within_s
+    while is_alive(pid) and time.monotonic() < end:
+        time.sleep(0.02)
+    return not is_alive(pid)
+
+
+def wait_for_pid(path: Path, within_s: float = 20.0) -> int:
+    end = time.monotonic() + within_s
+    while time.monotonic() < end:
+        if path.exists() and path.read_text().endswith("\n"):
+            return int(path.read_text())
+        time.sleep(0.02)
+    raise AssertionError(f"{path} was never written")
+
+
+def test_command_tells_exit_code_and_both_outputs(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
+    assert (completed.exit_code, completed.stdout, completed.stderr) == (3, b"out\n", b"err\n")
+    assert completed.command == ("sh", "-c", "echo out; echo err >&2; exit 3")
+
+
+def test_command_starts_in_the_home_of_the_session(machine: Machine) -> None:
+    session, home = machine
+    assert session.run(["pwd"]).output == f"{home}\n"
+
+
+@pytest.mark.parametrize("argument", [*NASTY_NAMES, ""])
+def test_arguments_arrive_as_they_were_given(machine: Machine, argument: str) -> None:
+    session, home = machine
+    completed = session.run(["printf", "%s|", "first", argument, "last"])
+    assert completed.stdout == f"first|{argument}|last|".encode()
+    assert not (home / "pwned").exists()
+
+
+def test_programs_are_run_and_not_shell_builtins(machine: Machine) -> None:
+    session, _ = machine
+    assert session.run(["echo", "a\\tb"]).stdout == b"a\\tb\n"
+    assert session.run(["cd", "/"]).exit_code == 127
+
+
+def test_missing_program_ends_with_127_and_says_so(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["no-such-program"])
+    assert completed.exit_code == 127
+    assert "no-such-program" in completed.last_error_line
+
+
+def test_killed_command_counts_as_137(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["sh", "-c", "kill -KILL $$"])
+    assert completed.exit_code == 137
+    with pytest.raises(RemoteCommandError, match="out of memory"):
+        completed.check(session.name, doing="a test")
+
+
+def test_input_reaches_the_command_and_ends(machine: Machine) -> None:
+    session, _ = machine
+    content = os.urandom(700_000)
+    assert session.run(["cat"], stdin=content).stdout == content
+    assert session.run(["cat"]).stdout == b""
+
+
+def test_input_larger_than_all_buffers_is_echoed_without_deadlock(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["cat"], stdin=b"x" * 8_000_000)
+    assert completed.stdout == b"x" * MAX_OUTPUT_BYTES
+
+
+def test_command_that_does_not_read_its_input_ends(machine: Machine) -> None:
+    session, _ = machine
+    assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=30).exit_code == 4
+
+
+def test_large_output_with_nuls_stays_bounded(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["head", "-c", "50000000", "/dev/zero"])
+    assert completed.exit_code == 0
+    assert completed.stdout == bytes(MAX_OUTPUT_BYTES)
+
+
+def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine) -> None:
+    session, _ = machine
+    script = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); echo line $i; done"
+    completed = session.run(["sh", "-c", f"({script}) >&2; {script}"])
+    assert completed.stdout.startswith(b"line 1\n")
+    assert completed.stderr.endswith(b"line 300000\n")
+    assert len(completed.stdout) == len(completed.stderr) == MAX_OUTPUT_BYTES
+
+
+def test_full_error_pipe_does_not_block_output(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["sh", "-c", "head -c 6000000 /dev/zero >&2; echo done"], deadline_s=60)
+    assert completed.stdout == b"done\n"
+
+
+def test_broken_utf8_is_kept_and_shown_replaced(machine: Machine) -> None:
+    session, _ = machine
+    completed = session.run(["printf", r"\377\376caf\303"])
+    assert completed.stdout == b"\xff\xfecaf\xc3"
+    assert completed.output == "��caf�"
+
+
+def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine: Machine) -> None:
+    session, home = machine
+    script = "echo $$ >parent; sleep 1000 & echo $! >child; wait"
+    with pytest.raises(DeadlineError, match="did not finish within 1 s") as caught:
+        session.run(["sh", "-c", script], deadline_s=1)
+    assert caught.value.node == session.name
+    assert wait_until_gone(wait_for_pid(home / "parent"))
+    assert wait_until_gone(wait_for_pid(home / "child"))
+    assert session.run(["true"]).exit_code == 0
+
+
+def test_command_that_ignores_signals_is_ended_too(machine: Machine) -> None:
+    session, home = machine
+    with pytest.raises(DeadlineError):
+        session.run(
+            ["sh", "-c", "trap '' TERM INT HUP; echo $$ >pid; while :; do sleep 0.1; done"], deadline_s=1
+        )
+    assert wait_until_gone(wait_for_pid(home / "pid"))
+
+
+def test_endless_output_is_ended_at_the_deadline(machine: Machine) -> None:
+    session, _ = machine
+    with pytest.raises(DeadlineError):
+        session.run(["yes"], deadline_s=1)
+
+
+def test_processes_left_in_the_background_end_with_the_command(machine: Machine) -> None:
+    session, home = machine
+    assert session.run(["sh", "-c", "sleep 1000 & echo $! >pid"], deadline_s=30).exit_code == 0
+    assert wait_until_gone(wait_for_pid(home / "pid"))
+
+
+def test_closing_the_session_ends_what_still_runs(machine: Machine) -> None:
+    session, home = machine
+    outcome: list[object] = []
+
+    def run() -> None:
+        try:
+            outcome.append(session.run(["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=900))
+        except CsdctlError as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    pid = wait_for_pid(home / "pid")
+    session.close()
+    assert wait_until_gone(pid)
+    thread.join(30)
+    assert outcome
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("command", [[], [""], ["-x"], ["echo", "a\0b"]])
+def test_impossible_commands_are_refused(machine: Machine, command: list[str]) -> None:
+    session, _ = machine
+    with pytest.raises(InputError):
+        session.run(command)
+
+
+def test_conversation_goes_line_by_line(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["sh", "-c", 'while read -r line; do echo "got $line"; done; echo bye'])
+    for line in ("one", "two words", "$(x)"):
+        talk.send_line(line)
+        assert talk.read_line(deadline_s=30) == f"got {line}"
+    completed = talk.wait(deadline_s=30)
+    assert (completed.exit_code, completed.stdout) == (0, b"")
+    talk.close()
+
+
+def test_conversation_has_deadlines_and_goes_on_after_one(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["cat"])
+    with pytest.raises(DeadlineError, match="did not answer"):
+        talk.read_line(deadline_s=0.2)
+    talk.send_line("late")
+    assert talk.read_line(deadline_s=30) == "late"
+    talk.close()
+
+
+def test_conversation_tells_when_the_command_has_ended(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["sh", "-c", "printf unfinished; echo why >&2; exit 5"])
+    assert talk.read_line(deadline_s=30) == "unfinished"
+    with pytest.raises(EOFError):
+        talk.read_line(deadline_s=30)
+    completed = talk.wait(deadline_s=30)
+    assert (completed.exit_code, completed.last_error_line) == (5, "why")
+    with pytest.raises(EOFError):
+        for _ in range(100):
+            talk.send_line("x")
+            time.sleep(0.02)
+    talk.close()
+
+
+def test_conversation_survives_a_talkative_error_stream(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["sh", "-c", "read -r line; head -c 6000000 /dev/zero >&2; echo done"])
+    talk.send_line("go")
+    assert talk.read_line(deadline_s=60) == "done"
+    talk.close()
+
+
+def test_endless_line_is_an_error_and_not_endless_memory(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["cat", "/dev/zero"])
+    with pytest.raises(RemoteCommandError, match="a line of more than"):
+        talk.read_line(deadline_s=60)
+    talk.close()
+
+
+def test_closing_a_conversation_ends_the_process_group(machine: Machine) -> None:
+    session, home = machine
+    talk = session.converse(["sh", "-c", "sleep 1000 & echo $! >child; echo $$; wait"])
+    parent = int(talk.read_line(deadline_s=30))
+    child = wait_for_pid(home / "child")
+    talk.close()
+    talk.close()
+    assert wait_until_gone(parent)
+    assert wait_until_gone(child)
+
+
+@pytest.mark.parametrize("name", NASTY_NAMES)
+def test_upload_takes_any_name(machine: Machine, tmp_path: Path, name: str) -> None:
+    session, home = machine
+    source = tmp_path / "source"
+    source.write_bytes(b"content\0\xff")
+    assert session.upload(source, name) == 9
+    assert session.upload(source, f"{name}/../deep/{name}" if name == "plain" else f"deep/{name}") == 9
+    assert (home / name).read_bytes() == (home / "deep" / name).read_bytes() == b"content\0\xff"
+    assert not list(home.rglob("*.part-*"))
+    assert not (home / "pwned").exists()
+
+
+def test_upload_of_many_megabytes_is_whole(machine: Machine, tmp_path: Path) -> None:
+    session, home = machine
+    content = os.urandom(5_000_000)
+    (tmp_path / "big").write_bytes(content)
+    assert session.upload(tmp_path / "big", "a/b/c") == len(content)
+    assert (home / "a/b/c").read_bytes() == content
+
+
+def test_upload_of_an_empty_file_makes_an_empty_file(machine: Machine, tmp_path: Path) -> None:
+    session, home = machine
+    (tmp_path / "empty").touch()
+    assert session.upload(tmp_path / "empty", "there") == 0
+    assert (home / "there").read_bytes() == b""
+
+
+def test_failed_upload_names_the_cause_and_leaves_the_old_file(machine: Machine, tmp_path: Path) -> None:
+    session, home = machine
+    (tmp_path / "source").write_bytes(b"new")
+    (home / "taken").mkdir()
+    (home / "taken" / "old").write_bytes(b"old")
+    with pytest.raises(RemoteCommandError, match="writing taken failed"):
+        session.upload(tmp_path / "source", "taken")
+    with pytest.raises(RemoteCommandError, match="taken/old/x"):
+        session.upload(tmp_path / "source", "taken/old/x")
+    assert (home / "taken" / "old").read_bytes() == b"old"
+    assert not list(home.rglob("*.part-*"))
+
+
+def test_full_disk_is_called_so_and_no_part_remains(machine: Machine, tmp_path: Path) -> None:
+    session, home = machine
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full here")
+    completed = session.run(["sh", "-c", "echo x >/dev/full"])
+    assert "No space left" in completed.last_error_line
+
+
+def test_missing_source_is_the_callers_mistake(machine: Machine, tmp_path: Path) -> None:
+    session, _ = machine
+    with pytest.raises(CsdctlError, match="no-such-source"):
+        session.upload(tmp_path / "no-such-source", "there")

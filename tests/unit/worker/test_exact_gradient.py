@@ -1,0 +1,103 @@
+"""N ranks with unequal batches give the gradient of one process on the union (docs/explanation/exact-gradients.md)."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.launch.mpi_command import ALLOW_ROOT
+
+PROGRAM = Path(__file__).parent / "ranks_program.py"
+NUM_SAMPLES = 23
+NUM_RANKS = 3
+WAYS = {"unequal": [12, 7, 4], "a rank with 0 samples": [20, 3, 0], "rank 0 with 0 samples": [0, 22, 1]}
+TOLERANCE = 1e-6
+BUILD = """
+import sys, keras
+from pathlib import Path
+from keras import layers, regularizers
+from csdctl.worker.model import save_weights
+keras.utils.set_random_seed(3)
+kind = sys.argv[2]
+inner = [layers.Conv2D(8, 3, kernel_regularizer=regularizers.L2(0.01))]
+if kind != "without batch norm":
+    inner += [layers.BatchNormalization(trainable=kind != "batch norm frozen")]
+inner += [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax")]
+model = keras.Sequential([keras.Input((9, 9, 3)), *inner])
+directory = Path(sys.argv[1])
+(directory / "architecture.json").write_text(model.to_json())
+save_weights(directory / "weights.npz", model.get_weights())
+"""
+
+
+def run_ranks(directory: Path, kind: str) -> Path:
+    """Every way of WAYS, by real ranks in one mpirun."""
+    subprocess.run([sys.executable, "-c", BUILD, str(directory), kind], check=True, capture_output=True)
+    generator = np.random.default_rng(11)
+    np.save(directory / "images.npy", generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8))
+    # Uneven classes: with even ones the samples' gradients of an untrained model cancel almost wholly, and
+    # what a relative difference then shows is the rounding inside TensorFlow's kernels, not the ranks.
+    labels = generator.choice(5, NUM_SAMPLES, p=[0.6, 0.1, 0.1, 0.1, 0.1])
+    np.save(directory / "labels.npy", labels.astype(np.int32))
+    mpirun = Path(sys.prefix) / "bin" / "mpirun"
+    options = "--bind-to none --map-by :OVERSUBSCRIBE --mca pml ob1 --mca btl tcp,self --mca coll ^han".split()
+    program = [sys.executable, str(PROGRAM), str(directory), json.dumps(list(WAYS.values()))]
+    done = subprocess.run(
+        [str(mpirun), *options, "-np", str(NUM_RANKS), *program],
+        env={**os.environ, **ALLOW_ROOT},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory
+
+
+@pytest.fixture(scope="module", params=["without batch norm", "batch norm frozen"])
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_ranks(tmp_path_factory.mktemp("ranks"), request.param)
+
+
+def mean_gradient(vector: np.ndarray) -> np.ndarray:
+    return vector[:-3] / vector[-1]
+
+
+def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ranks_with_unequal_batches_give_the_gradient_of_one_process(results: Path, way: str) -> None:
+    alone = np.load(results / "alone.npy")
+    total = np.load(results / f"way-{list(WAYS).index(way)}-rank-0.npz")["total"]
+    difference = relative_difference(mean_gradient(total), mean_gradient(alone))
+    print(f"relative difference of the gradient: {difference:.1e}")
+    assert difference <= TOLERANCE
+    assert relative_difference(total[-3:], alone[-3:]) <= TOLERANCE
+    assert total[-1] == NUM_SAMPLES
+
+
+def test_a_mean_of_means_is_told_from_the_exact_gradient(results: Path) -> None:
+    """The measure used above would notice the plain mean that others take."""
+    locals_ = [np.load(results / f"way-0-rank-{rank}.npz")["local"] for rank in range(NUM_RANKS)]
+    mean_of_means = np.mean([mean_gradient(vector) for vector in locals_], axis=0)
+    assert relative_difference(mean_of_means, mean_gradient(np.load(results / "alone.npy"))) > 1000 * TOLERANCE
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_all_ranks_hold_the_same_bits_after_a_step(results: Path, way: str) -> None:
+    number = list(WAYS).index(way)
+    weights = [list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)]
+    for other in weights[1:]:
+        assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
+
+
+def test_moving_statistics_that_differ_become_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
+    run_ranks(tmp_path, "batch norm trained")
+    weights = [list(np.load(tmp_path / f"way-0-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)]
+    for other in weights[1:]:
+        assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
