@@ -30,14 +30,16 @@ DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans: `on`, `off`, `yes` and `no` are words, so that `on: host` is what it looks like."""
+    """YAML 1.2's booleans: `on`, `off`, `yes` and `no` are words, so that `on: host` means that."""
 
 
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:bool"]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+)
 
 
 def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
@@ -105,7 +107,9 @@ def load_json(path: Path) -> Any:
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}", remedy=f"remove {path} and make it again") from None
+        raise InputError(
+            f"{path} cannot be read: {error}", remedy=f"remove {path} and make it again"
+        ) from None
 
 
 def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel]) -> str:

@@ -66,7 +66,9 @@ def main() -> None:
         if _is_usage(error):
             error.show()  # type: ignore[attr-defined]
             sys.exit(ExitCode.BAD_INPUT)
-        streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red", markup=False)
+        streams.errors.print(
+            f"csdctl failed: {type(error).__name__}: {error}", style="bold red", markup=False
+        )
         streams.errors.print("  → this is a defect of csdctl; run again with -vv and report what it prints")
         if "-vv" in sys.argv:
             traceback.print_exc()

@@ -50,7 +50,9 @@ class TrainingScreen:
         self._run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {spec.steps_per_epoch} steps an epoch")
-        self._view = self._stack.enter_context(TrainingView(self._streams.people, spec, emulated=self._emulated))
+        self._view = self._stack.enter_context(
+            TrainingView(self._streams.people, spec, emulated=self._emulated)
+        )
 
     def _delivered(self, node: str, delivery: Delivery) -> None:
         if delivery.num_sent:

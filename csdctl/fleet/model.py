@@ -120,13 +120,17 @@ def load_fleet(path: Path) -> Fleet:
     file = load_document(path, FleetFile)
     nodes = tuple(_node(entry, file.defaults, path.parent) for entry in file.nodes)
     if not nodes:
-        raise InputError(f"{path}: the fleet is empty", remedy="add nodes, or let `csdctl discover --cidr` find them")
+        raise InputError(
+            f"{path}: the fleet is empty", remedy="add nodes, or let `csdctl discover --cidr` find them"
+        )
     names = [node.name for node in nodes]
     for name in names:
         if name == HOST_NAME or name.lower() == "localhost":
             raise InputError(f"{path}: a node may not be called {name!r}; that is the host")
         if names.count(name) > 1:
-            raise InputError(f"{path}: two nodes are called {name!r}", remedy="give each node a name of its own")
+            raise InputError(
+                f"{path}: two nodes are called {name!r}", remedy="give each node a name of its own"
+            )
     return Fleet(nodes, Host(file.host.threads), file.network, file.emulated, path)
 
 

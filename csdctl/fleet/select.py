@@ -38,9 +38,9 @@ def _matching(fleet: Fleet, pattern: str, option: str) -> list[Node]:
         if node.group == pattern or any(fnmatch.fnmatchcase(node.name, name) for name in names)
     ]
     if not found:
+        known = [node.name for node in fleet.nodes[:8]] + ["…"] * (len(fleet.nodes) > 8)
         raise InputError(
-            f"{option} {pattern!r} matches no node of {fleet.path}",
-            remedy=f"nodes: {', '.join(node.name for node in fleet.nodes[:8])}{', …' if len(fleet.nodes) > 8 else ''}",
+            f"{option} {pattern!r} matches no node of {fleet.path}", remedy=f"nodes: {', '.join(known)}"
         )
     return found
 
@@ -55,4 +55,6 @@ def _expand(pattern: str) -> list[str]:
         raise InputError(f"range {found[0]} in {pattern!r} is not usable", remedy="write it as [first-last]")
     width = len(found[1]) if found[1].startswith("0") else 0
     middle = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    return [name for part in middle for name in _expand(pattern[: found.start()] + part + pattern[found.end() :])]
+    return [
+        name for part in middle for name in _expand(pattern[: found.start()] + part + pattern[found.end() :])
+    ]

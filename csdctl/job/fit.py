@@ -19,11 +19,18 @@ def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetIn
         which = f"{name} data" if name in ("public", "validation") else f"private data of {name}"
         _check_input(model, data, which)
         _check_output(recipe, model, data, which)
-    if recipe.loss in INTEGER_LABEL_LOSSES and recipe.from_logits == model.has_softmax_output:
-        ends = "ends in a softmax" if model.has_softmax_output else "does not end in a softmax"
+    if recipe.loss in INTEGER_LABEL_LOSSES:
+        _check_logits(recipe, model)
+
+
+def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
+    """An output whose last activation is known must be what the loss is told to expect."""
+    wrong = "softmax" if recipe.from_logits else "linear"
+    if model.output_activation == wrong:
+        told, other = str(recipe.from_logits).lower(), str(not recipe.from_logits).lower()
         raise InputError(
-            f"model {model.name} {ends}, but recipe.from_logits is {str(recipe.from_logits).lower()}",
-            remedy=f"set recipe.from_logits: {str(not recipe.from_logits).lower()}, or change the model's last layer",
+            f"model {model.name} ends in a {wrong} layer, but recipe.from_logits is {told}",
+            remedy=f"set recipe.from_logits: {other}, or change the model's last layer",
         )
 
 

@@ -41,7 +41,13 @@ class Job:
         """Changes with whatever a plan depends on: model (its file's content too), data paths, recipe."""
         digest = hashlib.sha256(
             repr(
-                (self.model, sorted(self.model_args.items()), self.public_path, self.private_path, self.recipe)
+                (
+                    self.model,
+                    sorted(self.model_args.items()),
+                    self.public_path,
+                    self.private_path,
+                    self.recipe,
+                )
             ).encode()
         )
         if self.model_file:
@@ -156,5 +162,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
         )
     path = (directory / Path(file).expanduser()).resolve()
     if not path.is_file():
-        raise InputError(f"{job_path}: model file {path} does not exist", remedy="mend `model` in the job file")
+        raise InputError(
+            f"{job_path}: model file {path} does not exist", remedy="mend `model` in the job file"
+        )
     return f"{path}{separator}{function}"

@@ -16,6 +16,9 @@ ALLOW_ROOT = {
 }
 """mpirun refuses root unless told; a node's only user is often root."""
 
+EAGER_LIMIT_BYTES = 4 << 20
+"""Above it a message needs three trips and both sides awake; a rank that sleeps makes each trip wait."""
+
 COMMON_OPTIONS = (
     "--map-by node",
     "--bind-to none",
@@ -23,6 +26,8 @@ COMMON_OPTIONS = (
     "--mca pml ob1",
     "--mca btl tcp,self",
     "--mca coll ^han",
+    f"--mca btl_tcp_eager_limit {EAGER_LIMIT_BYTES}",
+    f"--mca btl_tcp_max_send_size {EAGER_LIMIT_BYTES}",
     "--prtemca plm_ssh_no_tree_spawn 1",
     "--prtemca oob_tcp_keepalive_time 3",
     "--prtemca oob_tcp_keepalive_intvl 1",

@@ -3,6 +3,7 @@
 Success is judged by completion records, never by mpirun's exit code: it exits 0 when a node is lost.
 """
 
+import contextlib
 import os
 import queue
 import re
@@ -173,7 +174,5 @@ class MpiJob:
                 process.kill()
                 process.wait()
         # ssh clients and local ranks share mpirun's session when they have not left it.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass

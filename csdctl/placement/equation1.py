@@ -78,7 +78,7 @@ def steps_per_epoch(placed: Sequence[Placed]) -> int:
 
 def _public_shares(ranks: Sequence[RankLoad], num_public: int) -> list[int]:
     """Public samples of each rank: shard ∝ batch size among the ranks that are not full of private ones."""
-    open_ranks = [k for k in range(len(ranks))]
+    open_ranks = list(range(len(ranks)))
     while True:
         total = num_public + sum(ranks[k].num_private for k in open_ranks)
         weight = sum(ranks[k].batch_size for k in open_ranks)

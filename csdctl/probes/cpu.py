@@ -1,5 +1,7 @@
 """Architecture, CPU model, features and cores."""
 
+import re
+
 from csdctl.probes.probe import FactValues, Probe
 
 # From the "MIDR_EL1, Main ID Register" tables of Arm's technical reference manuals; NVIDIA's from Linux.
@@ -32,10 +34,10 @@ _ARM_PARTS = {
 
 def parse_architecture(output: str) -> FactValues:
     """What `uname -m` prints."""
-    words = output.split()
-    if len(words) != 1:
-        raise ValueError(f"`uname -m` printed {output.strip()!r}")
-    return {"architecture": words[0]}
+    architecture = output.strip()
+    if not re.fullmatch(r"\w+", architecture):
+        raise ValueError(f"`uname -m` printed {architecture[:80]!r}")
+    return {"architecture": architecture}
 
 
 def parse_cpuinfo(output: str) -> FactValues:

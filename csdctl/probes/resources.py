@@ -57,6 +57,8 @@ def parse_disk_free(output: str) -> FactValues:
 
 def parse_limits(output: str) -> FactValues:
     """The tightest limits among control groups, CPU affinity and the environment."""
+    if not output.strip():
+        raise ValueError("nothing was printed")
     cpus: list[float] = []
     sizes: list[float] = []
     quota_us = 0

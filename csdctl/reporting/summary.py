@@ -68,7 +68,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     training_s = sum(event.wall_s for event in of_host)
     samples = sum(event.global_samples for event in of_host)
     ranks = tuple(
-        _rank(number, rank, manifest["placement"][number], [event for event in epochs if event.rank == number])
+        _rank(
+            number, rank, manifest["placement"][number], [event for event in epochs if event.rank == number]
+        )
         for number, rank in enumerate(plan["ranks"])
     )
     speed = samples / training_s if training_s else 0.0

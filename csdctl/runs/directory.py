@@ -67,7 +67,9 @@ class ProjectDirectory:
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
         """The run `run_id`, or the latest; raises InputError when there is none."""
-        known = sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
+        known = (
+            sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
+        )
         if run_id is None and known:
             return RunDirectory(self.runs / known[-1])
         if run_id in known:
@@ -132,7 +134,9 @@ class RunDirectory:
         try:
             lines = self.events.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
-            raise InputError(f"run {self.run_id} has no events", remedy="the run ended before it began") from None
+            raise InputError(
+                f"run {self.run_id} has no events", remedy="the run ended before it began"
+            ) from None
         for line in lines:
             try:
                 content = json.loads(line)

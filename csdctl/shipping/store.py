@@ -74,8 +74,12 @@ def find_missing(session: Session, files: Sequence[StoredFile]) -> list[StoredFi
     if not files:
         return []
     script = 'for f; do [ -f "$f" ] && sha256sum -- "$f"; done; true'
-    done = session.run(["sh", "-c", script, "sh", *(file.path for file in files)], deadline_s=CHECK_DEADLINE_S)
-    done.check(session.name, doing="looking at what is deployed", remedy="the machine needs sha256sum (coreutils)")
+    done = session.run(
+        ["sh", "-c", script, "sh", *(file.path for file in files)], deadline_s=CHECK_DEADLINE_S
+    )
+    done.check(
+        session.name, doing="looking at what is deployed", remedy="the machine needs sha256sum (coreutils)"
+    )
     present = {tuple(reversed(line.split(maxsplit=1))) for line in done.output.splitlines()}
     return [file for file in files if (file.path, file.sha256) not in present]
 

@@ -34,6 +34,7 @@ class FakeSession:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.host_key_fingerprint = ""
         self.commands: list[tuple[str, ...]] = []
         self.stdins: list[bytes] = []
         self.files: dict[str, bytes] = {}

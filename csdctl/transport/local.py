@@ -107,6 +107,8 @@ class PipedProcess:
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
+        if self._stdin.closed:
+            raise BrokenPipeError("its input was closed")
         deadline, rest = Deadline(timeout_s), memoryview(data)
         while rest:
             _wait_for(self._stdin.fileno(), select.POLLOUT, deadline.left_s)

@@ -85,6 +85,8 @@ class Running:
         try:
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
+                if deadline.has_passed:  # a command that never stops writing never lets a read time out
+                    raise TimeoutError
             return self.completed(self.process.exit_code(deadline.left_s))
         except TimeoutError:
             ending = (
@@ -207,6 +209,8 @@ class LineConversation:
             while not self._is_at_end:
                 self._read_more(deadline)
                 self._lines.clear()
+                if deadline.has_passed and not self._is_at_end:
+                    raise TimeoutError
             exit_code = self._running.process.exit_code(deadline.left_s)
         except TimeoutError:
             raise self._running.deadline_error(deadline, "it still runs") from None

@@ -21,7 +21,7 @@ from csdctl.errors import InputError
 MAX_COMMAND_LINE_BYTES = 120_000
 """Linux refuses a single argument above 128 KiB, and `sh -c` gets all of it as one argument."""
 
-WATCHDOG_GRACE_S = 5
+WATCHDOG_GRACE_S = 2
 """How long after csdctl's own deadline the node ends the command by itself."""
 
 # In a group of its own already (OpenSSH sees to that)? /proc/PID/stat: pid (name) state ppid pgrp …

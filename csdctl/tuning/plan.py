@@ -59,5 +59,7 @@ def save_plan(path: Path, plan: Plan) -> None:
 def load_plan(path: Path) -> Plan:
     """Read a plan; raises InputError when it is missing or damaged."""
     if not path.exists():
-        raise InputError(f"there is no plan at {path}", remedy="run `csdctl tune` first, or train with --batch-size")
+        raise InputError(
+            f"there is no plan at {path}", remedy="run `csdctl tune` first, or train with --batch-size"
+        )
     return load_document(path, Plan)

@@ -11,7 +11,15 @@ import sys
 import traceback
 from pathlib import Path
 
-from csdctl.worker.contract import WORKER_ERROR_PREFIX, ContractError, Failed, ProbeSpec, RunSpec, from_json, to_json
+from csdctl.worker.contract import (
+    WORKER_ERROR_PREFIX,
+    ContractError,
+    Failed,
+    ProbeSpec,
+    RunSpec,
+    from_json,
+    to_json,
+)
 from csdctl.worker.events import WorkerError, emit
 
 
@@ -101,7 +109,9 @@ def run() -> None:
     except WorkerError as error:
         code = _report(error)
     except ContractError as error:
-        code = _report(WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version"))
+        code = _report(
+            WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
+        )
     except BrokenPipeError:
         os._exit(1)
     sys.exit(code)

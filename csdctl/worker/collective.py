@@ -1,7 +1,7 @@
 """Collectives in which a waiting rank sleeps.
 
-MPI's blocking calls poll without pause and burn the core that a slow node needs. These start the
-non-blocking call and test it with a sleep that grows from 0.1 to 2 ms (docs/decisions/0003).
+MPI's blocking calls poll without pause and burn the core that a slow node needs. Here only non-blocking
+ones are used, tested with a sleep in between that grows from 0.1 to 2 ms (docs/decisions/0003).
 """
 
 import time
@@ -13,6 +13,10 @@ from csdctl.worker.data import Array
 
 FIRST_SLEEP_S = 0.0001
 LONGEST_SLEEP_S = 0.002
+PIECE_SIZE = 1 << 18
+"""Elements of a vector that travel as one message: 1 MiB of float32, below mpirun's eager limit."""
+
+_UP, _DOWN = 1, 2
 
 
 class Ranks(Protocol):
@@ -44,7 +48,11 @@ class Alone:
 
 
 class MpiRanks:
-    """The ranks of MPI.COMM_WORLD."""
+    """The ranks of MPI.COMM_WORLD, in a star around rank 0, as PCIe is around the host.
+
+    A sum is gathered, added in order of rank and sent back by rank 0: the same bits on every rank and in
+    every run. In pieces, so that a piece travels while the next is added (docs/decisions/0006).
+    """
 
     def __init__(self) -> None:
         import mpi4py
@@ -57,30 +65,57 @@ class MpiRanks:
         self.rank: int = self._world.rank
         self.size: int = self._world.size
         self._total = np.zeros(0, np.float32)
+        self._received: list[Array] = []
 
     def sum(self, vector: Array) -> Array:
-        """One Iallreduce of a contiguous array; the result is written to a buffer that is used again."""
+        """Sum of a contiguous vector, shape (n,); the result is in a buffer that is used again."""
         if self._total.shape != vector.shape or self._total.dtype != vector.dtype:
             self._total = np.empty_like(vector)
-        wait_asleep(self._world.Iallreduce(vector, self._total))
+            senders = self.size - 1 if self.rank == 0 else 0
+            self._received = [np.empty_like(vector) for _ in range(senders)]
+        pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(vector), PIECE_SIZE)]
+        if self.rank == 0:
+            self._add_and_send(vector, pieces)
+        else:
+            requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in pieces]
+            requests += [self._world.Isend(vector[piece], 0, _UP) for piece in pieces]
+            self._wait_asleep(requests)
         return self._total
+
+    def _add_and_send(self, vector: Array, pieces: list[slice]) -> None:
+        others = range(1, self.size)
+        arriving = [
+            [
+                self._world.Irecv(buffer[piece], rank, _UP)
+                for rank, buffer in zip(others, self._received, strict=True)
+            ]
+            for piece in pieces
+        ]
+        sending = []
+        for piece, requests in zip(pieces, arriving, strict=True):
+            total = self._total[piece]
+            total[...] = vector[piece]
+            for request, buffer in zip(requests, self._received, strict=True):
+                self._wait_asleep([request])
+                np.add(total, buffer[piece], out=total)
+            sending += [self._world.Isend(total, rank, _DOWN) for rank in others]
+        self._wait_asleep(sending)
 
     def gather(self, value: Any) -> list[Any]:
         """Small Python values; every rank first waits asleep until all are there."""
-        wait_asleep(self._world.Ibarrier())
+        self._wait_asleep([self._world.Ibarrier()])
         return list(self._world.allgather(value))
 
     def abort(self, exit_code: int) -> None:
         """End all ranks at once: the others would wait for ever for one that failed."""
         self._world.Abort(exit_code)
 
-
-def wait_asleep(request: Any) -> None:
-    """Return when the MPI `request` is done, asleep in between."""
-    pause = FIRST_SLEEP_S
-    while not request.Test():
-        time.sleep(pause)
-        pause = min(pause * 1.3, LONGEST_SLEEP_S)
+    def _wait_asleep(self, requests: list[Any]) -> None:
+        """Return when all MPI requests are done, asleep in between."""
+        pause = FIRST_SLEEP_S
+        while not self._mpi.Request.Testall(requests):
+            time.sleep(pause)
+            pause = min(pause * 1.3, LONGEST_SLEEP_S)
 
 
 def merge_batch_norm(model: Any, samples: int, ranks: Ranks, keras: Any) -> None:

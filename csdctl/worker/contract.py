@@ -18,7 +18,7 @@ EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 
 WORKER_ERROR_PREFIX = "@csdctl-error "
-"""The other commands end with one line on standard error that starts with this: message, remedy, exit code."""
+"""The other commands fail with one line on standard error that starts with this."""
 
 
 class ContractError(ValueError):
@@ -51,7 +51,8 @@ class ModelInfo:
     output_shape: tuple[int, ...]
     num_parameters: int
     num_trainable: int
-    has_softmax_output: bool
+    output_activation: str
+    """Of the last layer: 'softmax', 'linear', …; '' when it has none that is known."""
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Shard:
         return len(self._rows)
 
     def batches(self, batch_size: int, num_steps: int, seed: Sequence[int]) -> Iterator[tuple[Array, Array]]:
-        """One epoch: exactly `num_steps` batches of at most `batch_size`; the last ones may be partial or empty.
+        """One epoch: exactly `num_steps` batches of at most `batch_size`, the last ones partial or empty.
 
         The order is a permutation of `seed` (the run's seed, the epoch, the rank).
         """
@@ -61,7 +61,9 @@ class Shard:
             return images[:0], labels[:0]
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate([images for images, _ in pieces]), np.concatenate([labels for _, labels in pieces])
+        return np.concatenate([images for images, _ in pieces]), np.concatenate(
+            [labels for _, labels in pieces]
+        )
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
         """All samples once, in their order: for evaluation."""

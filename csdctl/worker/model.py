@@ -53,7 +53,7 @@ def build(reference: str, arguments: dict[str, Any], seed: int, output: Path, ke
         output_shape=tuple(size or 0 for size in model.output_shape[1:]),
         num_parameters=model.count_params(),
         num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
-        has_softmax_output=_ends_in_softmax(model),
+        output_activation=_output_activation(model),
     )
 
 
@@ -122,7 +122,9 @@ def _import(path: Path) -> Any:
     try:
         specification.loader.exec_module(module)
     except Exception as error:
-        raise WorkerError(f"{path} fails when it is run: {type(error).__name__}: {error}", exit_code=2) from None
+        raise WorkerError(
+            f"{path} fails when it is run: {type(error).__name__}: {error}", exit_code=2
+        ) from None
     return module
 
 
@@ -137,10 +139,11 @@ def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
         ) from None
 
 
-def _ends_in_softmax(model: Any) -> bool:
+def _output_activation(model: Any) -> str:
     last = model.layers[-1]
-    activation = getattr(last, "activation", None)
-    return getattr(activation, "__name__", "") == "softmax" or type(last).__name__ == "Softmax"
+    if type(last).__name__ == "Softmax":
+        return "softmax"
+    return str(getattr(getattr(last, "activation", None), "__name__", ""))
 
 
 def _first_line(error: Exception) -> str:

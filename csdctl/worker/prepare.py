@@ -78,7 +78,9 @@ def _read(root: Path, source: str) -> tuple[Array, Array]:
             return _read_idx(pairs[0][0]), _read_idx(pairs[1][0])
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise WorkerError(
-            f"data at {source} cannot be read: {type(error).__name__}", remedy="replace the damaged file", exit_code=2
+            f"data at {source} cannot be read: {type(error).__name__}",
+            remedy="replace the damaged file",
+            exit_code=2,
         ) from None
     raise WorkerError(f"data at {source} is of no known format", remedy=f"expected {FORMATS}", exit_code=2)
 
@@ -93,9 +95,9 @@ def _read_npz(path: Path, source: str) -> tuple[Array, Array]:
 
 def _read_idx(path: Path) -> Array:
     """An IDX file of bytes: magic 00 00 08 <dimensions>, big-endian sizes, data."""
-    opened = gzip.open(path) if path.suffix == ".gz" else path.open("rb")
-    with opened as file:
-        content = file.read()
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        content = gzip.decompress(content)
     if content[:3] != b"\0\0\x08":
         raise ValueError("not an IDX file of bytes")
     num_dimensions = content[3]
@@ -105,10 +107,13 @@ def _read_idx(path: Path) -> Array:
 
 def _check(images: Array, labels: Array, source: str) -> None:
     if len(images) == 0:
-        raise WorkerError(f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2)
+        raise WorkerError(
+            f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2
+        )
     if len(images) != len(labels):
         raise WorkerError(
-            f"data at {source} does not fit together: {len(images)} samples, {len(labels)} labels", exit_code=2
+            f"data at {source} does not fit together: {len(images)} samples, {len(labels)} labels",
+            exit_code=2,
         )
     if images.dtype.kind not in "uif" or labels.dtype.kind not in "uif":
         raise WorkerError(f"data at {source} is not numeric: {images.dtype} and {labels.dtype}", exit_code=2)
@@ -126,6 +131,8 @@ def _save(target: Path, arrays: tuple[Array, Array] | None, info: DatasetInfo) -
         (aside / "dataset.json").write_text(to_json(info))
         os.replace(aside, target)
     except OSError as error:
-        raise WorkerError(f"prepared data cannot be written: {error.strerror}", remedy="make room on the disk") from None
+        raise WorkerError(
+            f"prepared data cannot be written: {error.strerror}", remedy="make room on the disk"
+        ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

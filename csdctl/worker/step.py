@@ -42,7 +42,9 @@ class Step:
         self._empty = np.zeros(self.size, np.float32)
         batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
         self._local = tf.function(self._local_graph, input_signature=batch)
-        self._apply = tf.function(self._apply_graph, input_signature=[tf.TensorSpec((self.size,), tf.float32)])
+        self._apply = tf.function(
+            self._apply_graph, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
+        )
         self._evaluate = tf.function(self._evaluate_graph, input_signature=batch)
 
     def local(self, images: Array, labels: Array) -> Array:
@@ -125,14 +127,16 @@ def num_correct(labels: Any, predictions: Any, tf: Any) -> Any:
 
 
 def make_loss(recipe: Recipe, keras: Any) -> Any:
-    """The loss by its Keras name (`sparse_categorical_crossentropy`, `MeanSquaredError`), summed over the batch.
+    """The loss by its Keras name (`mean_squared_error` or `MeanSquaredError`), summed over the batch.
 
     Raises WorkerError when Keras has no such loss.
     """
     camel_case = "".join(word[:1].upper() + word[1:] for word in recipe.loss.split("_"))
     kind = getattr(keras.losses, camel_case, None)
     if not (isinstance(kind, type) and issubclass(kind, keras.losses.Loss)):
-        raise WorkerError(f"Keras has no loss {recipe.loss!r}", remedy="mend recipe.loss in job.yaml", exit_code=2)
+        raise WorkerError(
+            f"Keras has no loss {recipe.loss!r}", remedy="mend recipe.loss in job.yaml", exit_code=2
+        )
     arguments = {"from_logits": True} if recipe.from_logits else {}
     return kind(reduction="sum", **arguments)
 

@@ -17,7 +17,16 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.collective import Ranks, merge_batch_norm
-from csdctl.worker.contract import Checkpointed, EpochEnd, Finished, Progress, RankSpec, Ready, Recipe, RunSpec
+from csdctl.worker.contract import (
+    Checkpointed,
+    EpochEnd,
+    Finished,
+    Progress,
+    RankSpec,
+    Ready,
+    Recipe,
+    RunSpec,
+)
 from csdctl.worker.data import Shard
 from csdctl.worker.events import WorkerError, emit
 from csdctl.worker.model import hash_weights, load, save_weights
@@ -29,8 +38,8 @@ EVALUATION_BATCH = 256
 def learning_rate(recipe: Recipe, global_batch: int, step: int, steps_per_epoch: int) -> float:
     """The rate of `step`, counted from 0 over the whole run.
 
-    Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2; paper,
-    section IV).
+    Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2;
+    paper, section IV).
     """
     target = recipe.learning_rate * global_batch / recipe.reference_batch
     warmup_steps = math.ceil(recipe.warmup_epochs * steps_per_epoch)
@@ -115,7 +124,13 @@ class RankTraining:
         model_path = self._save_model() if self._me.rank == 0 else None
         emit(
             Finished(
-                self._me.rank, self._me.node, epoch, self._step_number, digest, peak_memory_bytes(), model_path
+                self._me.rank,
+                self._me.node,
+                epoch,
+                self._step_number,
+                digest,
+                peak_memory_bytes(),
+                model_path,
             )
         )
 
@@ -130,8 +145,12 @@ class RankTraining:
                 f"the shard has {len(self._shard)} samples, the plan says {self._me.num_samples}",
                 remedy="run `csdctl tune` again",
             )
-        self._validation = Shard([self._spec.validation]) if self._spec.validation and self._me.rank == 0 else None
-        self._step = Step(self._model, recipe, self._shard.read(np.zeros((0, 2), np.int64)), self._tf, self._keras)
+        self._validation = (
+            Shard([self._spec.validation]) if self._spec.validation and self._me.rank == 0 else None
+        )
+        self._step = Step(
+            self._model, recipe, self._shard.read(np.zeros((0, 2), np.int64)), self._tf, self._keras
+        )
 
     def _warm_up(self) -> None:
         """Trace the graphs and reach full speed before the clock runs; the weights stay as they were."""
@@ -193,7 +212,11 @@ class RankTraining:
         more: dict[str, Any] = {}
         if self._me.rank == 0:
             more = {**tally.overall(), "learning_rate": rate, **self._evaluate()}
-        emit(EpochEnd(rank=self._me.rank, node=self._me.node, epoch=epoch, weights_hash=digest, **local, **more))
+        emit(
+            EpochEnd(
+                rank=self._me.rank, node=self._me.node, epoch=epoch, weights_hash=digest, **local, **more
+            )
+        )
         if self._me.rank == 0:
             self._checkpoint(epoch)
         return digest

@@ -25,7 +25,9 @@ OnDelivery = Callable[[str, Delivery], None]
 def place(plan: Plan, prepared: Prepared) -> list[Placed]:
     """Equation 1 over the plan's batch sizes and the data as it is now."""
     loads = [
-        RankLoad(rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0)
+        RankLoad(
+            rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0
+        )
         for rank in plan.ranks
     ]
     return place_shards(loads, prepared.public.num_samples)
@@ -34,7 +36,7 @@ def place(plan: Plan, prepared: Prepared) -> list[Placed]:
 def deploy_files(
     files: Mapping[str, Sequence[StoredFile]], sessions: Mapping[str, Session], on_delivery: OnDelivery
 ) -> dict[str, Delivery]:
-    """Bring to each machine the files it needs, all machines at once; raises PartialError naming those that failed."""
+    """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
 
     def bring(session: Session) -> Delivery:
         delivery = deliver(session, files[session.name])
@@ -86,7 +88,9 @@ def rank_specs(
         elif rank.node in cut:
             images, labels = (file.path for file in cut[rank.node])
             parts.append(ShardPart(images, labels))
-        specs.append(RankSpec(number, rank.node, rank.batch_size, rank.threads, tuple(parts), shard.num_samples))
+        specs.append(
+            RankSpec(number, rank.node, rank.batch_size, rank.threads, tuple(parts), shard.num_samples)
+        )
     return tuple(specs)
 
 
@@ -99,7 +103,9 @@ def _arrays(data: DatasetInfo) -> tuple[str, str]:
     return f"{data.path}/images.npy", f"{data.path}/labels.npy"
 
 
-def _cut(shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory) -> tuple[StoredFile, StoredFile]:
+def _cut(
+    shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory
+) -> tuple[StoredFile, StoredFile]:
     import numpy as np
 
     name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"

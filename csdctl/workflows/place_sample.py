@@ -37,7 +37,10 @@ def place_sample(
     record = {"sample": name, "seed": job.recipe.seed, "num_private_parts": num_private}
     dataset = fetch_fashion_mnist(project.state / "samples" / name, say=say)
     split = split_sample(
-        dataset, num_nodes=max(1, num_private), private_fraction=1 / 7 if num_private else 0.0, seed=job.recipe.seed
+        dataset,
+        num_nodes=max(1, num_private),
+        private_fraction=1 / 7 if num_private else 0.0,
+        seed=job.recipe.seed,
     )
     _place_on_host(job.public_path, split.public, record)
     if job.validation_path:
@@ -55,7 +58,8 @@ def _place_on_host(directory: Path, samples: Samples, record: dict[str, object])
         if _is_same(directory / RECORD, record):
             return
         raise InputError(
-            f"{directory} holds other data", remedy="remove it, or name another path in the job's data section"
+            f"{directory} holds other data",
+            remedy="remove it, or name another path in the job's data section",
         )
     _save(directory, samples, record)
 
@@ -91,15 +95,21 @@ def _place_on_nodes(
         with tempfile.TemporaryDirectory() as scratch:
             local = Path(scratch)
             _save(local, parts[session.name], record)
-            found = session.run(["sh", "-c", 'cat -- "$1/sample.json" 2>/dev/null; ls -A -- "$1" 2>/dev/null', "sh", target])
+            found = session.run(
+                ["sh", "-c", 'cat -- "$1/sample.json" 2>/dev/null; ls -A -- "$1" 2>/dev/null', "sh", target]
+            )
             if found.stdout.startswith((local / RECORD).read_bytes()):
                 return
             if found.stdout.strip():
-                raise InputError(f"{job.private_path} holds other data", node=session.name, remedy="remove it first")
+                raise InputError(
+                    f"{job.private_path} holds other data", node=session.name, remedy="remove it first"
+                )
             for name in ("images.npy", "labels.npy", RECORD):
                 session.upload(local / name, f"{target}/{name}")
 
     outcomes = run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node)
     failures = [outcome.error for outcome in outcomes.values() if outcome.error]
     if failures:
-        raise PartialError("the sample could not be placed:\n" + "\n".join(f"  {error}" for error in failures))
+        raise PartialError(
+            "the sample could not be placed:\n" + "\n".join(f"  {error}" for error in failures)
+        )

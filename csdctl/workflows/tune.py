@@ -18,7 +18,13 @@ from csdctl.shipping.worker_calls import build_worker_command, worker_error
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, TuningError, tune_stannis
+from csdctl.tuning.stannis import (
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_MARGIN_SCALE,
+    DEFAULT_STEP_DIVISOR,
+    TuningError,
+    tune_stannis,
+)
 from csdctl.worker.contract import ContractError, ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
 from csdctl.workflows.prepare import Prepared, python_of
 
@@ -34,8 +40,8 @@ class TuneOptions:
     """Algorithm 1's list, C and E, and how long each probe runs at least."""
 
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
-    step_divisor: float = 2.0
-    margin_scale: float = 5.0
+    step_divisor: float = DEFAULT_STEP_DIVISOR
+    margin_scale: float = DEFAULT_MARGIN_SCALE
     probe_duration_s: float = 1.0
 
 
@@ -78,7 +84,8 @@ def tune(
 
         def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
             requests = {
-                name: pool.submit(probers[name].measure, size, options.probe_duration_s) for name, size in sizes.items()
+                name: pool.submit(probers[name].measure, size, options.probe_duration_s)
+                for name, size in sizes.items()
             }
             results = {name: request.result() for name, request in requests.items()}
             history.append(results)
@@ -122,7 +129,9 @@ def tune(
     )
 
 
-def equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], nodes: Sequence[str], batch_size: int) -> Plan:
+def equal_plan(
+    job: Job, fleet: Fleet, facts: Mapping[str, Facts], nodes: Sequence[str], batch_size: int
+) -> Plan:
     """A plan without tuning: one batch size for every rank."""
     return Plan(
         job=job.name,

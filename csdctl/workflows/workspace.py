@@ -33,7 +33,7 @@ class Workspace:
 def open_workspace(
     directory: Path, fleet_path: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> Iterator[Workspace]:
-    """Connect to the host and all selected nodes; raises PartialError or NoNodeReachableError for those down."""
+    """Connect to the host and all selected nodes; raises PartialError or NoNodeReachableError."""
     project = ProjectDirectory(directory)
     fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
     known_hosts = fleet_known_hosts_paths(fleet, directory)

@@ -290,7 +290,15 @@ def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
         for name in ("OMPI", "PRTE")
         for confirmed in ("", "_CONFIRM")
     }
-    command = [prefix / "bin" / "mpirun", "--map-by", "node", "--bind-to", "none", "--prefix", prefix]
+    command: list[str | Path] = [
+        prefix / "bin" / "mpirun",
+        "--map-by",
+        "node",
+        "--bind-to",
+        "none",
+        "--prefix",
+        prefix,
+    ]
     command += ["--timeout", "60", "--mca", "pml", "ob1", "--mca", "coll", "^han", "--mca", "btl", "tcp,self"]
     command += ["--mca", "btl_tcp_if_include", "127.0.0.0/8", "--prtemca", "plm_ssh_no_tree_spawn", "1"]
     command += ["--prtemca", "plm_ssh_agent", f"ssh -F {fleet.config}", "--host", "localhost:1,csd0:1,csd1:1"]

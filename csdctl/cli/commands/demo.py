@@ -35,7 +35,9 @@ def demo(
     streams.say(f"The demo works in {Path.cwd()}. The fleet is emulated: it shows function, never speed.")
     try:
         step(f"emulate up --nodes {nodes} --cpu {cpu}")
-        emulate.up(nodes=nodes, cpu=cpu, memory="2G", fleet=DEFAULT_FLEET, cpu_mechanism="auto", as_json=False)
+        emulate.up(
+            nodes=nodes, cpu=cpu, memory="2G", fleet=DEFAULT_FLEET, cpu_mechanism="auto", as_json=False
+        )
         step("discover")
         discover.discover()
         step("prepare --sample fashion-mnist")

@@ -43,5 +43,8 @@ def deploy(
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deliveries = deploy_files(files, space.sessions, show)
     streams.result(
-        {"schema": "csdctl.deploy/1", "nodes": {name: asdict(delivery) for name, delivery in deliveries.items()}}
+        {
+            "schema": "csdctl.deploy/1",
+            "nodes": {name: asdict(delivery) for name, delivery in deliveries.items()},
+        }
     )

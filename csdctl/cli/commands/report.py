@@ -10,7 +10,9 @@ from csdctl.cli.streams import Streams
 
 
 def report(
-    run: Annotated[str | None, typer.Argument(help="The run's id; default: the latest.", show_default=False)] = None,
+    run: Annotated[
+        str | None, typer.Argument(help="The run's id; default: the latest.", show_default=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Show what a run came to."""

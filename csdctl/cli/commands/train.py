@@ -21,7 +21,8 @@ def train(
     job: JobArgument = DEFAULT_JOB,
     fleet: FleetOption = DEFAULT_FLEET,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="The plan to follow; default: the one `tune` wrote for the job.")
+        Path | None,
+        typer.Option("--plan", help="The plan to follow; default: the one `tune` wrote for the job."),
     ] = None,
     batch_size: Annotated[
         int | None, typer.Option("--batch-size", min=1, help="No plan: this batch size on every rank.")

@@ -16,6 +16,7 @@ from csdctl.cli.options import (
 from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
+from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
 
 def tune(
@@ -23,13 +24,18 @@ def tune(
     fleet: FleetOption = DEFAULT_FLEET,
     batch_sizes: Annotated[
         str, typer.Option("--batch-sizes", help="Algorithm 1's list of batch sizes.")
-    ] = "4,8,16,32,64",
+    ] = ",".join(map(str, DEFAULT_BATCH_SIZES)),
     step_divisor: Annotated[
         float, typer.Option("-C", "--step-divisor", help="Algorithm 1's C: larger is more fine-grained.")
-    ] = 2.0,
+    ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
-        float, typer.Option("-E", "--margin-scale", help="Algorithm 1's E: 5 leaves a margin of 20%.")
-    ] = 5.0,
+        float,
+        typer.Option(
+            "-E",
+            "--margin-scale",
+            help="Algorithm 1's E: 20 leaves a margin of 5%, the paper's 5 one of 20%.",
+        ),
+    ] = DEFAULT_MARGIN_SCALE,
     probe_seconds: Annotated[float, typer.Option("--probe-seconds", help="Least time of a probe.")] = 1.0,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
@@ -81,6 +87,7 @@ def _sizes(written: str) -> tuple[int, ...]:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise InputError(
-            f"--batch-sizes {written!r} cannot be used", remedy="give whole numbers of at least 1, such as 4,8,16,32"
+            f"--batch-sizes {written!r} cannot be used",
+            remedy="give whole numbers of at least 1, such as 4,8,16,32",
         )
     return sizes

@@ -35,7 +35,9 @@ class TrainingView:
         self._last: Progress | None = None
         self._rate: float | None = None
         self._began = self._said = time.monotonic()
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        )
 
     def __enter__(self) -> "TrainingView":
         if self._live:
@@ -93,7 +95,9 @@ class TrainingView:
     def _headline(self) -> str:
         if self._last is None:
             starting = sum(line.state == "starting" for line in self._ranks.values())
-            waiting = f"{starting} of {len(self._ranks)} ranks are loading TensorFlow" if starting else "first step"
+            waiting = (
+                f"{starting} of {len(self._ranks)} ranks are loading TensorFlow" if starting else "first step"
+            )
             return f"{waiting} ({show_seconds(time.monotonic() - self._began)})"
         done, total = self._done_steps(), self._spec.steps_per_epoch * self._spec.recipe.epochs
         left = (time.monotonic() - self._began) * (total - done) / done
@@ -132,9 +136,11 @@ class TrainingView:
 def _epoch_line(event: EpochEnd, epochs: int) -> str:
     rate = event.global_samples / event.wall_s if event.wall_s else None
     line = (
-        f"epoch {event.epoch}/{epochs}: loss {show_loss(event.loss)}, accuracy {show_accuracy(event.accuracy)}, "
+        f"epoch {event.epoch}/{epochs}: "
+        f"loss {show_loss(event.loss)}, accuracy {show_accuracy(event.accuracy)}, "
         f"{show_rate(rate)} images/s in {show_seconds(event.wall_s)}"
     )
     if event.validation_accuracy is None:
         return line
-    return f"{line}; validation loss {show_loss(event.validation_loss)}, accuracy {show_accuracy(event.validation_accuracy)}"
+    loss, accuracy = show_loss(event.validation_loss), show_accuracy(event.validation_accuracy)
+    return f"{line}; validation loss {loss}, accuracy {accuracy}"

@@ -39,17 +39,21 @@ def render_report(console: Console, summary: RunSummary) -> None:
 
 
 def _whole(summary: RunSummary) -> list[tuple[str, str]]:
+    accuracies = show_accuracy(summary.validation_accuracy), show_accuracy(summary.accuracy)
     rows = [
         ("images/s", f"{show_rate(summary.images_per_s)} in step, {_alone(summary)}"),
         ("efficiency", f"{show_share(summary.efficiency)} of the ranks running alone"),
-        ("accuracy", f"{show_accuracy(summary.validation_accuracy)} validation, {show_accuracy(summary.accuracy)} training"),
+        ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
         ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
         (
             "trained",
             f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
             f"{summary.samples:,} samples in {show_seconds(summary.training_s)}",
         ),
-        ("weights", "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared"),
+        (
+            "weights",
+            "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared",
+        ),
     ]
     if summary.efficiency is None:
         rows[1] = ("efficiency", f"not known: no rank was measured alone (method {summary.method})")

@@ -116,6 +116,7 @@ def _running_server(directory: Path) -> Iterator[SshServer]:
     finally:
         server.loop.call_soon_threadsafe(server.stopping.set)
         thread.join(20)
+        server.loop.close()
 
 
 async def _serve(server: SshServer, started: threading.Event) -> None:
@@ -123,7 +124,6 @@ async def _serve(server: SshServer, started: threading.Event) -> None:
         sock=_listening_socket(server),
         server_factory=lambda: _Gate(server),
         server_host_keys=[str(server.directory / "host_key")],
-        authorized_client_keys=f"{server.key}.pub",
         process_factory=lambda process: _run(server, process),
         encoding=None,
         line_editor=False,
@@ -133,7 +133,11 @@ async def _serve(server: SshServer, started: threading.Event) -> None:
     listener.close()
     for connection in server.connections:
         connection.abort()
-    await asyncio.sleep(0.05)
+    handlers = asyncio.all_tasks() - {asyncio.current_task()}
+    for handler in handlers:
+        handler.cancel()
+    await asyncio.gather(*handlers, return_exceptions=True)
+    await asyncio.sleep(0.02)  # the pipes of what was ended close by themselves
 
 
 def _listening_socket(server: SshServer) -> socket.socket:
@@ -153,6 +157,13 @@ class _Gate(asyncssh.SSHServer):
             return
         self._server.connections.append(connection)
 
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        ours = asyncssh.read_public_key(f"{self._server.key}.pub")
+        return username == USER and key.public_data == ours.public_data
+
 
 async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> None:
     if server.refuse_exec:
@@ -161,18 +172,18 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
         return
     server.num_open += 1
     server.peak_open = max(server.peak_open, server.num_open)
+    child = await asyncio.create_subprocess_exec(
+        "/bin/sh",
+        "-c",
+        f"{server.shell_prefix}\n{process.command}",
+        cwd=server.home,
+        env={"HOME": str(server.home), "PATH": os.environ["PATH"]},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=server.is_group_leader,
+    )
     try:
-        child = await asyncio.create_subprocess_exec(
-            "/bin/sh",
-            "-c",
-            f"{server.shell_prefix}\n{process.command}",
-            cwd=server.home,
-            env={"HOME": str(server.home), "PATH": os.environ["PATH"]},
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=server.is_group_leader,
-        )
         # asyncssh can redirect by itself, but loses its way when a command ends while input still comes.
         feeding = asyncio.create_task(_pump(process.stdin, child.stdin))
         await asyncio.gather(_pump(child.stdout, process.stdout), _pump(child.stderr, process.stderr))
@@ -182,7 +193,12 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
             process.exit_with_signal(signal.Signals(-code).name[3:])
         else:
             process.exit(code)
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        raise
     finally:
+        child._transport.close()  # asyncio has no public way to let go of unread pipes
         server.num_open -= 1
 
 

@@ -123,10 +123,9 @@ def test_large_output_with_nuls_stays_bounded(machine: Machine) -> None:
 
 def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine) -> None:
     session, _ = machine
-    script = "i=0; while [ $i -lt 300000 ]; do i=$((i+1)); echo line $i; done"
-    completed = session.run(["sh", "-c", f"({script}) >&2; {script}"])
-    assert completed.stdout.startswith(b"line 1\n")
-    assert completed.stderr.endswith(b"line 300000\n")
+    completed = session.run(["sh", "-c", "seq 300000 >&2; seq 300000"])
+    assert completed.stdout.startswith(b"1\n2\n")
+    assert completed.stderr.endswith(b"\n300000\n")
     assert len(completed.stdout) == len(completed.stderr) == MAX_OUTPUT_BYTES
 
 
@@ -232,9 +231,7 @@ def test_conversation_tells_when_the_command_has_ended(machine: Machine) -> None
     completed = talk.wait(deadline_s=30)
     assert (completed.exit_code, completed.last_error_line) == (5, "why")
     with pytest.raises(EOFError):
-        for _ in range(100):
-            talk.send_line("x")
-            time.sleep(0.02)
+        talk.send_line("x")
     talk.close()
 
 
@@ -251,6 +248,14 @@ def test_endless_line_is_an_error_and_not_endless_memory(machine: Machine) -> No
     talk = session.converse(["cat", "/dev/zero"])
     with pytest.raises(RemoteCommandError, match="a line of more than"):
         talk.read_line(deadline_s=60)
+    talk.close()
+
+
+def test_waiting_for_a_command_that_never_stops_writing_has_a_deadline(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["yes"])
+    with pytest.raises(DeadlineError):
+        talk.wait(deadline_s=0.5)
     talk.close()
 
 
@@ -271,7 +276,7 @@ def test_upload_takes_any_name(machine: Machine, tmp_path: Path, name: str) -> N
     source = tmp_path / "source"
     source.write_bytes(b"content\0\xff")
     assert session.upload(source, name) == 9
-    assert session.upload(source, f"{name}/../deep/{name}" if name == "plain" else f"deep/{name}") == 9
+    assert session.upload(source, f"deep/{name}") == 9
     assert (home / name).read_bytes() == (home / "deep" / name).read_bytes() == b"content\0\xff"
     assert not list(home.rglob("*.part-*"))
     assert not (home / "pwned").exists()
@@ -303,15 +308,6 @@ def test_failed_upload_names_the_cause_and_leaves_the_old_file(machine: Machine,
         session.upload(tmp_path / "source", "taken/old/x")
     assert (home / "taken" / "old").read_bytes() == b"old"
     assert not list(home.rglob("*.part-*"))
-
-
-def test_full_disk_is_called_so_and_no_part_remains(machine: Machine, tmp_path: Path) -> None:
-    session, home = machine
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("no /dev/full here")
-    completed = session.run(["sh", "-c", "echo x >/dev/full"])
-    assert "No space left" in completed.last_error_line
 
 
 def test_missing_source_is_the_callers_mistake(machine: Machine, tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Images a second of the demo's fleet: tuned batch sizes against one equal batch size, in one invocation.
+
+    make bench ARGS="-k tuned_against_equal"
+
+Prints a table and judges nothing. The equal size that serves the fleet best of those tried is the peer;
+tuned and equal runs take turns, because machines are noisy.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.workflows.demo import write_demo_files
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+NUM_NODES = 3
+ROUNDS = 2
+TUNED_STEPS = 80
+
+
+def csdctl(directory: Path, *arguments: str) -> list[Any]:
+    """What the command wrote as JSON; its words for people go to the terminal."""
+    done = subprocess.run(
+        [str(CSDCTL), *arguments], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
+    )
+    try:
+        return [json.loads(done.stdout)]
+    except ValueError:
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture
+def fleet_directory(tmp_path: Path) -> Iterator[Path]:
+    write_demo_files(tmp_path)
+    csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.25", "--json")
+    yield tmp_path
+    csdctl(tmp_path, "emulate", "down", "--json")
+
+
+@pytest.mark.timeout(1800)
+def test_tuned_against_equal(fleet_directory: Path) -> None:
+    csdctl(fleet_directory, "prepare", "--sample", "fashion-mnist", "--json")
+    plan = csdctl(fleet_directory, "tune", "--json")[0]
+    of_node = min(rank["batch_size"] for rank in plan["ranks"])
+    same_global = round(plan["global_batch"] / len(plan["ranks"]))
+    speeds: dict[str, list[float]] = {}
+    for _ in range(ROUNDS):
+        for name, size in (
+            ("tuned", 0),
+            (f"equal {of_node}", of_node),
+            (f"equal {same_global}", same_global),
+        ):
+            samples = TUNED_STEPS * plan["global_batch"]
+            steps = samples // ((size or 0) * len(plan["ranks"])) if size else TUNED_STEPS
+            choice = ["--batch-size", str(size)] if size else []
+            report = csdctl(fleet_directory, "train", "--max-steps", str(steps), *choice, "--json")[-1]
+            speeds.setdefault(name, []).append(report["images_per_s"])
+    sizes = ", ".join(f"{rank['node']} {rank['batch_size']}" for rank in plan["ranks"])
+    print(f"\nbatch sizes: {sizes}")
+    for name, measured in speeds.items():
+        runs = ", ".join(f"{one:,.0f}" for one in measured)
+        print(f"{name:12} {statistics.median(measured):8,.0f} images/s  (runs: {runs})")
+    tuned = statistics.median(speeds.pop("tuned"))
+    best = max(statistics.median(measured) for measured in speeds.values())
+    print(f"tuned / best equal: {tuned / best:.2f}")

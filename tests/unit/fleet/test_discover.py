@@ -1,0 +1,128 @@
+"""Scanning real sockets on loopback addresses, and the result of `discover`."""
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError, NoNodeReachableError, PartialError, UnreachableError
+from csdctl.fleet.facts import Facts, load_facts, save_facts
+from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.transport.fake import FakeSession
+from csdctl.workflows.discover import (
+    DiscoverResult,
+    check_interface,
+    collect_facts,
+    discover,
+    find_shared_host_keys,
+    scan,
+    write_fleet,
+)
+
+
+@contextlib.contextmanager
+def listening(greetings: dict[str, bytes]) -> Iterator[int]:
+    """One port on several loopback addresses, each with its greeting (b'' says nothing)."""
+    with contextlib.ExitStack() as stack:
+        port = 0
+        for address, greeting in greetings.items():
+            server = stack.enter_context(socket.create_server((address, port)))
+            port = server.getsockname()[1]
+            threading.Thread(target=_greet, args=(server, greeting), daemon=True).start()
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
+        yield port
+
+
+def _greet(server: socket.socket, greeting: bytes) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            connection, _ = server.accept()
+            connection.sendall(greeting)
+            if greeting:
+                connection.close()
+
+
+def test_scan_finds_what_greets_as_ssh_and_nothing_else() -> None:
+    greetings = {
+        "127.0.9.1": b"SSH-2.0-a\r\n",
+        "127.0.9.3": b"SSH-2.0-b\r\n",
+        "127.0.9.4": b"HTTP/1.1 400\r\n",
+    }
+    with listening({**greetings, "127.0.9.5": b""}) as port:
+        nodes = scan("127.0.9.0/29", user="trainer", key=Path("/key"), port=port, banner_timeout_s=0.5)
+    assert [(node.name, node.address) for node in nodes] == [("csd0", "127.0.9.1"), ("csd1", "127.0.9.3")]
+    assert {(node.user, node.key, node.port) for node in nodes} == {("trainer", Path("/key"), port)}
+
+
+def test_scan_leaves_this_machine_out() -> None:
+    with listening({"127.0.0.1": b"SSH-2.0-a\r\n"}) as port, pytest.raises(NoNodeReachableError):
+        scan("127.0.0.1/32", user="root", port=port)
+
+
+def test_scan_that_finds_nothing_says_so() -> None:
+    with (
+        listening({"127.0.9.1": b""}) as port,
+        pytest.raises(NoNodeReachableError, match="none of 2 addresses"),
+    ):
+        scan("127.0.9.0/30", user="root", port=port, banner_timeout_s=0.2)
+
+
+def test_missing_interface_is_named_with_those_there_are() -> None:
+    with pytest.raises(InputError, match="no-such-if") as caught:
+        check_interface("no-such-if")
+    assert "lo" in caught.value.remedy or "root" in caught.value.remedy
+
+
+def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    nodes = (Node("csd0", "10.1.2.3"),)
+    write_fleet(path, nodes, network="10.1.2.0/24")
+    with pytest.raises(InputError, match="is there already") as caught:
+        write_fleet(path, nodes, network="10.1.2.0/24")
+    assert "--force" in caught.value.remedy
+    write_fleet(path, (Node("csd0", "10.1.2.9"),), network="10.1.2.0/24", force=True)
+    assert load_fleet(path).nodes[0].address == "10.1.2.9"
+
+
+def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(tmp_path: Path) -> None:
+    fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
+    save_facts(fleet, {"csd7": Facts("csd7", num_cores=4), "csd0": Facts("csd0", num_cores=4)})
+    told: list[str] = []
+    result = discover(
+        fleet, directory=tmp_path, known_hosts=[], on_done=lambda name, error: told.append(name)
+    )
+    saved = load_facts(fleet)
+    assert list(result.facts) == ["host", "csd0"]
+    assert isinstance(result.failed["csd0"], UnreachableError)
+    assert "refused" in (saved["csd0"].problem or "")
+    assert saved["csd0"].num_cores is None
+    assert saved["host"].num_cores
+    assert saved["csd7"].num_cores == 4
+    assert sorted(told) == ["csd0", "host"]
+    with pytest.raises(NoNodeReachableError):
+        result.check()
+
+
+def test_result_with_some_failures_is_partial(tmp_path: Path) -> None:
+    fleet = Fleet((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
+    failed = {"csd1": UnreachableError("gone", node="csd1")}
+    with pytest.raises(PartialError, match="csd1"):
+        DiscoverResult(fleet, {}, failed, (), tmp_path).check()
+    DiscoverResult(fleet, {}, {}, (), tmp_path).check()
+
+
+def test_machine_that_cannot_be_probed_has_a_problem_and_stops_nobody() -> None:
+    fleet = Fleet((Node("csd0", "10.0.0.1"),))
+    facts = collect_facts(fleet, {"csd0": FakeSession("csd0")})
+    assert "probing failed" in (facts["csd0"].problem or "")
+
+
+def test_nodes_that_show_one_host_key_are_warned_about() -> None:
+    sessions = {name: FakeSession(name) for name in ("csd0", "csd1", "csd2", "host")}
+    for name, key in (("csd0", "SHA256:a"), ("csd1", "SHA256:b"), ("csd2", "SHA256:a")):
+        sessions[name].host_key_fingerprint = key
+    (warning,) = find_shared_host_keys(sessions)
+    assert warning.startswith("csd0, csd2 show the same host key SHA256:a")

