@@ -38,7 +38,7 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"true|True|TRUE|false|False|FALSE"), list("tTfF")
+    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
 )
 
 
@@ -63,6 +63,10 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
         raise InputError(f"{name}{line}: not valid YAML: {problem}") from None
+    except ValueError as error:  # 2020-13-45 has the form of a date
+        raise InputError(f"{name}: not valid YAML: {error}") from None
+    except RecursionError:
+        raise InputError(f"{name}: not valid YAML: nested too deeply") from None
     if not isinstance(content, dict):
         raise InputError(
             f"{name}: expected keys such as {', '.join(list(model.model_fields)[:3])}, "

@@ -1,7 +1,9 @@
 """The command tree on one page, and the one place where an error becomes a message and an exit code."""
 
+import signal
 import sys
 import traceback
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -14,6 +16,7 @@ from csdctl.errors import CsdctlError, ExitCode
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks where the data lies: computational storage devices and their host, in step.",
+    epilog="-vv, anywhere: show the traceback of an error too.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -46,19 +49,26 @@ app.add_typer(emulate.app, name="emulate", rich_help_panel=EMULATED)
 app.command(rich_help_panel=EMULATED)(demo.demo)
 
 
+VERBOSE = ("-v", "-vv")
+
+
 def main() -> None:
     """Run csdctl; every error of ours ends here."""
     streams = Streams()
+    # -v and -vv may stand anywhere, as in `csdctl train -vv`; no command has to know them.
+    arguments = [argument for argument in sys.argv[1:] if argument not in VERBOSE]
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
-        code = app(standalone_mode=False)
+        code = app(arguments, standalone_mode=False)
+        if code == ExitCode.INTERRUPTED:  # typer's word for a KeyboardInterrupt
+            streams.errors.print("interrupted: what csdctl had started was ended", style="bold red")
         sys.exit(code if isinstance(code, int) else ExitCode.DONE)
     except CsdctlError as error:
         _show(streams, error)
         sys.exit(error.exit_code)
     except typer.Exit as ending:
         sys.exit(ending.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
-        streams.errors.print("interrupted", style="bold red")
+    except typer.Abort:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(ExitCode.FAILED)
@@ -73,6 +83,11 @@ def main() -> None:
         if "-vv" in sys.argv:
             traceback.print_exc()
         sys.exit(ExitCode.FAILED)
+
+
+def _interrupt(_signal: int, _frame: FrameType | None) -> None:
+    """SIGTERM ends csdctl the way Ctrl-C does: what runs is ended first."""
+    raise KeyboardInterrupt
 
 
 def _is_usage(error: Exception) -> bool:

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
-from csdctl.cli.render.numbers import show_bytes
-from csdctl.cli.render.report import render_report, report_document
+from csdctl.cli.render.numbers import show_accuracy, show_bytes, show_rate, show_share
+from csdctl.cli.render.report import report_document
 from csdctl.cli.streams import Streams
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
@@ -38,11 +38,17 @@ class TrainingScreen:
         return Watcher(self._started, self._delivered, self._event)
 
     def finish(self, summary: RunSummary) -> None:
-        """The report, and where the run lies."""
+        """What came out in two lines; the whole is what `csdctl report` shows."""
         self._stack.close()
         assert self._run is not None
         path = str(self._run.path)
-        render_report(self._streams.people, summary)
+        efficiency = (
+            "" if summary.efficiency is None else f" ({show_share(summary.efficiency)} of the ranks alone)"
+        )
+        self._streams.say(
+            f"done: {show_rate(summary.images_per_s)} images/s{efficiency}, "
+            f"validation accuracy {show_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
+        )
         self._streams.say(f"run directory: {path}")
         self._streams.result_line(report_document(summary, path))
 

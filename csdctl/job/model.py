@@ -155,7 +155,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
     if written.startswith("keras.applications:"):
         return written
     file, separator, function = (written, "", "") if written.endswith(".keras") else written.rpartition(":")
-    if not written.endswith(".keras") and not file.endswith(".py"):
+    if not written.endswith(".keras") and not (file.endswith(".py") and function.isidentifier()):
         raise InputError(
             f"{job_path}: model {written!r} is of no known form",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",

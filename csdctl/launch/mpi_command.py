@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from csdctl.fleet.model import HOST_NAME
+from csdctl.worker.contract import Exited, event_to_line
+
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -37,10 +40,15 @@ COMMON_OPTIONS = (
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One rank: where it runs ('' is the host) and the argument list that starts it there."""
+    """One rank: the machine it runs on, and the argument list that starts it there."""
 
     node: str
     command: tuple[str, ...]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it runs on the host."""
+        return self.node == HOST_NAME
 
 
 def build_mpirun_command(
@@ -62,12 +70,18 @@ def build_mpirun_command(
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
-        contexts += ["--host", f"{rank.node or 'localhost'}:1", "-np", "1", *_in_home(rank)]
+        contexts += ["--host", f"{'localhost' if rank.is_local else rank.node}:1", "-np", "1"]
+        contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
     return [str(mpirun), *options, *contexts]
 
 
-def _in_home(rank: RankCommand) -> list[str]:
-    """mpirun starts every rank in its own directory; a node's paths are relative to its home."""
-    if not rank.node:
-        return list(rank.command)
-    return ["/bin/sh", "-c", f"cd && exec {shlex.join(rank.command)}"]
+def _rank_script(number: int, rank: RankCommand) -> str:
+    """The shell of one rank: enters the machine's home, and stays to say how the rank ended.
+
+    mpirun starts every rank in its own directory, while a node's paths are relative to its home. When a
+    rank is killed, the others notice and give up at once, and mpirun may name one of those.
+    """
+    event = event_to_line(Exited(number, rank.node, 0)).removesuffix("0}")
+    enter = "" if rank.is_local else "cd && "
+    report = f"printf '%s%d}}\\n' {shlex.quote(event)} $code"
+    return f"{enter}{shlex.join(rank.command)}; code=$?; [ $code -eq 0 ] || {report}; exit $code"

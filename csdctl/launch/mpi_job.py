@@ -9,6 +9,7 @@ import queue
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -18,11 +19,17 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.launch.mpi_command import ALLOW_ROOT
-from csdctl.worker.contract import ContractError, Event, Failed, Finished, Ready, event_from_line
+from csdctl.worker.contract import ContractError, Event, Exited, Failed, Finished, Ready, event_from_line
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 _NOISE = (b"All log messages before absl", b"oneDNN custom operations are on", b"rebuild TensorFlow with")
 END_GRACE_S = 5.0
+_DIES_WITH_US = """\
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+"""mpirun is told to end when csdctl dies, however that happens; 1 is PR_SET_PDEATHSIG."""
 MAX_LINE_BYTES = 1 << 16
 
 
@@ -41,6 +48,8 @@ class JobOutcome:
     exit_code: int | None = None
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
+    exited: dict[int, Exited] = field(default_factory=dict)
+    """Ranks that ended badly, the first one first."""
     ready: set[int] = field(default_factory=set)
     overdue: str = ""
     """Which deadline ended it: '', 'start' or 'silence'."""
@@ -66,7 +75,7 @@ class MpiJob:
         self._directory = directory
         self._environment = {**environment, **ALLOW_ROOT}
         self._events: queue.Queue[Event | None] = queue.Queue()
-        self._words: deque[str] = deque(maxlen=20)
+        self._words: deque[str] = deque(maxlen=60)
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -75,7 +84,7 @@ class MpiJob:
         """Start mpirun, pass on every event, and return when all is over; nothing runs afterwards here."""
         outcome = JobOutcome()
         self._process = subprocess.Popen(
-            self._command,
+            [sys.executable, "-c", _DIES_WITH_US, *self._command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -132,6 +141,8 @@ class MpiJob:
             outcome.finished[event.rank] = event
         elif isinstance(event, Failed):
             outcome.failed.setdefault(event.rank, event)
+        elif isinstance(event, Exited):
+            outcome.exited.setdefault(event.rank, event)
 
     def _read(self, stream: IO[bytes] | None) -> None:
         assert stream is not None
@@ -151,6 +162,7 @@ class MpiJob:
                 self._log(rank, text)
 
     def _log(self, rank: int | None, text: bytes) -> None:
+        text = text.replace(b"\0", b"")
         with self._lock:
             if rank is None:
                 self._words.append(text.decode(errors="replace").strip())

@@ -54,8 +54,10 @@ class Placed:
 def place_shards(ranks: Sequence[RankLoad], num_public: int) -> list[Placed]:
     """Every public sample on exactly one rank, every private one on its own, in order of `ranks`.
 
-    Raises PlacementError for a batch size below 1 or when there is no sample at all.
+    Raises PlacementError for a batch size below 1, without ranks, or when there is no sample at all.
     """
+    if not ranks:
+        raise PlacementError("there is no rank to place samples on")
     for rank in ranks:
         if rank.batch_size < 1:
             raise PlacementError(f"{rank.name}: batch size must be at least 1, received {rank.batch_size}")

@@ -41,9 +41,12 @@ def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
     """The error that a worker's command ended with, as one of csdctl's."""
     for line in reversed(done.stderr.decode(errors="replace").splitlines()):
         if line.startswith(WORKER_ERROR_PREFIX):
-            said = json.loads(line[len(WORKER_ERROR_PREFIX) :])
-            kind = InputError if said["exit_code"] == ExitCode.BAD_INPUT else RemoteCommandError
-            return kind(said["message"], remedy=said["remedy"], node=node)
+            try:
+                said = json.loads(line[len(WORKER_ERROR_PREFIX) :])
+                kind = InputError if said["exit_code"] == ExitCode.BAD_INPUT else RemoteCommandError
+                return kind(said["message"], remedy=said["remedy"], node=node)
+            except (ValueError, KeyError, TypeError):  # cut short as the worker died
+                break
     try:
         done.check(node, doing=doing)
     except CsdctlError as error:

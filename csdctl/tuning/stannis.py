@@ -49,15 +49,23 @@ def tune_stannis(
     `margin_scale` its E (5, the paper's, allows 20% over the slowest engine's time). An engine that
     does not fit in memory at a size is not tried at larger ones. Raises TuningError when one fits at no size.
     """
-    _check(engines, batch_sizes, step_divisor, margin_scale)
-    lists = _measure_list(engines, measure, sorted(set(batch_sizes)))
+    check_arguments(batch_sizes, step_divisor, margin_scale)
+    if not engines:
+        raise TuningError("there is no engine to tune")
+    lists, too_large = _measure_list(engines, measure, sorted(set(batch_sizes)))
     best = {engine: max(done, key=lambda one: one.images_per_s) for engine, done in lists.items()}
     slowest = min(engines, key=lambda engine: best[engine].images_per_s)
     anchor = best[slowest]
     tuned = {engine: one for engine in engines if (one := _similar(lists[engine], anchor, margin_scale))}
     tuned[slowest] = anchor
     growing = {
-        engine: _Growth(_start(lists[engine], anchor), anchor.step_time_s, margin_scale, step_divisor)
+        engine: _Growth(
+            _start(lists[engine], anchor),
+            anchor.step_time_s,
+            margin_scale,
+            step_divisor,
+            too_large.get(engine),
+        )
         for engine in engines
         if engine not in tuned
     }
@@ -74,17 +82,33 @@ def tune_stannis(
     return {engine: tuned[engine] for engine in engines}
 
 
+def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scale: float) -> None:
+    """Raise TuningError for arguments that Algorithm 1 cannot work with."""
+    if not batch_sizes or min(batch_sizes) < 1:
+        raise TuningError(
+            f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}"
+        )
+    for name, value in (("C", step_divisor), ("E", margin_scale)):
+        if not (math.isfinite(value) and value > 0):
+            raise TuningError(f"{name} must be a positive number, received {value}")
+
+
 class _Growth:
     """The while loop of Algorithm 1 for one engine, a measurement at a time."""
 
     def __init__(
-        self, start: TunedBatch, anchor_time_s: float, margin_scale: float, step_divisor: float
+        self,
+        start: TunedBatch,
+        anchor_time_s: float,
+        margin_scale: float,
+        step_divisor: float,
+        too_large: int | None,
     ) -> None:
         self._anchor_time_s = anchor_time_s
         self._margin_s = anchor_time_s / margin_scale
         self._final_time_s = anchor_time_s + self._margin_s
         self._step_divisor = step_divisor
-        self._too_large: int | None = None
+        self._too_large = too_large
         self.done = start
         self.next_size = self._larger()
 
@@ -111,39 +135,25 @@ class _Growth:
         return larger if larger > self.done.batch_size else None
 
 
-def _check(
-    engines: Sequence[str], batch_sizes: Sequence[int], step_divisor: float, margin_scale: float
-) -> None:
-    if not engines:
-        raise TuningError("there is no engine to tune")
-    if not batch_sizes or min(batch_sizes) < 1:
-        raise TuningError(
-            f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}"
-        )
-    for name, value in (("C", step_divisor), ("E", margin_scale)):
-        if not (math.isfinite(value) and value > 0):
-            raise TuningError(f"{name} must be a positive number, received {value}")
-
-
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
-) -> dict[str, list[TunedBatch]]:
-    """The benchmark of every engine over the list; sizes that do not fit are left out."""
+) -> tuple[dict[str, list[TunedBatch]], dict[str, int]]:
+    """The benchmark of every engine over the list, and the size at which an engine did not fit."""
     done: dict[str, list[TunedBatch]] = {engine: [] for engine in engines}
-    fitting = set(engines)
+    too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
-        times = measure({engine: batch_size for engine in engines if engine in fitting})
-        for engine, time_s in times.items():
-            if time_s is None:
-                fitting.discard(engine)
-            else:
-                done[engine].append(TunedBatch(batch_size, time_s))
+        fitting = [engine for engine in engines if engine not in too_large]
         if not fitting:
             break
+        for engine, time_s in measure(dict.fromkeys(fitting, batch_size)).items():
+            if time_s is None:
+                too_large[engine] = batch_size
+            else:
+                done[engine].append(TunedBatch(batch_size, time_s))
     for engine in engines:
         if not done[engine]:
             raise TuningError(f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory")
-    return done
+    return done, too_large
 
 
 def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float) -> TunedBatch | None:

@@ -236,8 +236,15 @@ class Failed(Event):
     exit_code: int = 1
 
 
+@dataclass(frozen=True)
+class Exited(Event):
+    """The shell that started a rank says how it ended, when that was not well: 128 + signal, or its code."""
+
+    code: int
+
+
 EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Ready, Progress, EpochEnd, Checkpointed, Finished, Failed)
+    kind.__name__: kind for kind in (Ready, Progress, EpochEnd, Checkpointed, Finished, Failed, Exited)
 }
 
 ContractT = TypeVar("ContractT")
@@ -273,7 +280,7 @@ def event_from_line(line: str) -> Event | None:
     try:
         content = json.loads(line[len(EVENT_PREFIX) :])
         kind = EVENTS[content.pop("event")]
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ContractError(f"not an event: {line[:120]!r} ({error})") from None
     event: Event = from_dict(kind, content)
     return event

@@ -71,11 +71,18 @@ class Shard:
             yield self.read(self._rows[start : start + batch_size])
 
 
+def map_array(path: str | Path) -> Array:
+    """Map one .npy file; raises OSError, or ValueError for what is no array of samples. Never unpickles."""
+    array: Array = np.lib.format.open_memmap(Path(path).expanduser(), mode="r")
+    if array.ndim == 0:
+        raise ValueError("one number is no array of samples")
+    return array
+
+
 def open_arrays(images_path: str | Path, labels_path: str | Path) -> tuple[Array, Array]:
     """Map two .npy files; raises WorkerError, which names neither, when they cannot be read."""
     try:
-        images = np.load(Path(images_path).expanduser(), mmap_mode="r", allow_pickle=False)
-        labels = np.load(Path(labels_path).expanduser(), mmap_mode="r", allow_pickle=False)
+        images, labels = map_array(images_path), map_array(labels_path)
     except (OSError, ValueError) as error:
         raise WorkerError(
             f"data set cannot be read: {type(error).__name__}", remedy="run `csdctl prepare` again"

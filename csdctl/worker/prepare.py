@@ -12,12 +12,13 @@ import os
 import shutil
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 
 from csdctl.worker.contract import DatasetInfo, from_json, to_json
-from csdctl.worker.data import Array, open_arrays
+from csdctl.worker.data import Array, map_array
 from csdctl.worker.events import WorkerError
 
 FORMATS = "a directory with images.npy and labels.npy, an .npz file with x and y, or a pair of IDX files"
@@ -69,14 +70,14 @@ def _read(root: Path, source: str) -> tuple[Array, Array]:
         if root.is_file() and root.suffix == ".npz":
             return _read_npz(root, source)
         if (root / "images.npy").exists():
-            return open_arrays(root / "images.npy", root / "labels.npy")
+            return map_array(root / "images.npy"), map_array(root / "labels.npy")
         archives = sorted(root.glob("*.npz")) if root.is_dir() else []
         if len(archives) == 1:
             return _read_npz(archives[0], source)
         pairs = [sorted(root.glob(pattern)) for pattern in ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")]
         if all(len(found) == 1 for found in pairs):
             return _read_idx(pairs[0][0]), _read_idx(pairs[1][0])
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise WorkerError(
             f"data at {source} cannot be read: {type(error).__name__}",
             remedy="replace the damaged file",
@@ -98,7 +99,7 @@ def _read_idx(path: Path) -> Array:
     content = path.read_bytes()
     if path.suffix == ".gz":
         content = gzip.decompress(content)
-    if content[:3] != b"\0\0\x08":
+    if content[:3] != b"\0\0\x08" or len(content) < 4:
         raise ValueError("not an IDX file of bytes")
     num_dimensions = content[3]
     shape = np.frombuffer(content, ">u4", num_dimensions, 4)
@@ -106,6 +107,8 @@ def _read_idx(path: Path) -> Array:
 
 
 def _check(images: Array, labels: Array, source: str) -> None:
+    if images.ndim == 0 or labels.ndim == 0:
+        raise WorkerError(f"data at {source} is one number, not samples", exit_code=2)
     if len(images) == 0:
         raise WorkerError(
             f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2
@@ -132,7 +135,8 @@ def _save(target: Path, arrays: tuple[Array, Array] | None, info: DatasetInfo) -
         os.replace(aside, target)
     except OSError as error:
         raise WorkerError(
-            f"prepared data cannot be written: {error.strerror}", remedy="make room on the disk"
+            f"prepared data cannot be written: {error.strerror or 'no room for all of it'}",
+            remedy="make room on the disk",
         ) from None
     finally:
         shutil.rmtree(aside, ignore_errors=True)

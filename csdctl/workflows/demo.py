@@ -14,10 +14,10 @@ data:
   private: {path: ~/private}        # on each node; never leaves it
   validation: {path: data/validation, on: host}
 recipe:
-  epochs: 3
+  epochs: 4
   optimizer: sgd
   momentum: 0.9
-  learning_rate: 0.02
+  learning_rate: 0.03
   reference_batch: 128
   warmup_epochs: 1
   loss: sparse_categorical_crossentropy

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, PartialError
+from csdctl.errors import CsdctlError, InputError, PartialError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
@@ -127,6 +127,11 @@ def _cut(
 def nodes_in(plan: Plan, fleet: Fleet) -> list[str]:
     """The names of the plan's ranks that are nodes; raises InputError for one the fleet does not have."""
     names = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
-    for name in names:
-        fleet.node(name)
+    known = {node.name for node in fleet.nodes}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise InputError(
+            f"the plan needs {', '.join(missing)}, not among the nodes of {fleet.path} chosen",
+            remedy="run `csdctl tune` again for these nodes",
+        )
     return names

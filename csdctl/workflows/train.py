@@ -6,6 +6,7 @@ machine: what still carries its id is ended over SSH.
 
 import fcntl
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, RunError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
+from csdctl.launch.last_words import find_cause
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
@@ -72,7 +74,7 @@ def train(
     watcher: Watcher,
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there."""
-    check_plan(plan, job)
+    check_plan(plan, job, fleet)
     nodes = nodes_in(plan, fleet)
     _check_reachable(nodes, sessions)
     try:
@@ -100,7 +102,7 @@ def train(
         watcher.on_start(run, spec)
         commands = [
             RankCommand(
-                "" if rank.node == HOST_NAME else rank.node,
+                rank.node,
                 tuple(
                     build_worker_command(
                         python_of(fleet, rank.node),
@@ -120,8 +122,25 @@ def train(
         return summary
 
 
-def check_plan(plan: Plan, job: Job) -> None:
+def check_tools() -> None:
+    """Raise CsdctlError when this machine lacks what starts the ranks: an ssh client, mpirun."""
+    if not shutil.which("ssh"):
+        raise CsdctlError(
+            "there is no ssh client on this machine, and mpirun starts the nodes' ranks with it",
+            remedy="install one: `apt-get install openssh-client`",
+        )
+    _mpirun()
+
+
+def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
     """Refuse a plan that was made for something else."""
+    planned = {rank.node for rank in plan.ranks}
+    new = [node.name for node in fleet.nodes if node.name not in planned]
+    if new:
+        raise InputError(
+            f"the plan has nothing for {', '.join(new)}",
+            remedy=f"run `csdctl tune` again, or train with --exclude {','.join(new)}",
+        )
     if plan.job_fingerprint != job.fingerprint():
         raise InputError(
             f"the plan does not fit {job.path}: job, model or recipe changed since tuning",
@@ -187,10 +206,12 @@ def _judge(outcome: JobOutcome, plan: Plan, run: RunDirectory) -> None:
         )
     if outcome.overdue == "silence":
         raise DeadlineError("no rank has said anything for too long: the run hangs", remedy=f"see {logs}")
-    words = f": {outcome.last_words[-1]}" if outcome.last_words else ""
+    cause = find_cause(outcome.last_words, list(outcome.exited.values()), [rank.node for rank in plan.ranks])
     raise RunError(
-        f"no completion record from {', '.join(missing)}; mpirun exited with {outcome.exit_code}{words}",
-        remedy=f"a node or its MPI daemon was lost, or a rank was killed; {logs}",
+        f"{cause.message}\nThe run has no completion record from {', '.join(missing)} "
+        f"(mpirun exited with {outcome.exit_code}).",
+        node=cause.node,
+        remedy=f"look after the node and train again; {logs}",
     )
 
 

@@ -22,7 +22,9 @@ from csdctl.tuning.stannis import (
     DEFAULT_BATCH_SIZES,
     DEFAULT_MARGIN_SCALE,
     DEFAULT_STEP_DIVISOR,
+    TunedBatch,
     TuningError,
+    check_arguments,
     tune_stannis,
 )
 from csdctl.worker.contract import ContractError, ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
@@ -30,8 +32,10 @@ from csdctl.workflows.prepare import Prepared, python_of
 
 START_DEADLINE_S = 300.0
 PROBE_DEADLINE_S = 600.0
+CONFIRM_DURATION_S = 3.0
 MEMORY_SHARE = 0.9
 """Of a machine's usable memory, what a rank's predicted peak may take."""
+TUNING_HELP = "see `csdctl tune --help`: --batch-sizes, -C, -E, --probe-seconds"
 OUT_OF_MEMORY_CODES = (137, -9)
 
 
@@ -43,6 +47,14 @@ class TuneOptions:
     step_divisor: float = DEFAULT_STEP_DIVISOR
     margin_scale: float = DEFAULT_MARGIN_SCALE
     probe_duration_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        try:
+            check_arguments(self.batch_sizes, self.step_divisor, self.margin_scale)
+        except TuningError as error:
+            raise InputError(str(error), remedy=TUNING_HELP) from None
+        if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
+            raise InputError(f"a probe cannot take {self.probe_duration_s} seconds", remedy=TUNING_HELP)
 
 
 OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
@@ -59,50 +71,42 @@ def tune(
     say: Say,
     on_probes: OnProbes,
 ) -> Plan:
-    """Run Algorithm 1 over the host and every reachable node; raises InputError, DeadlineError, NodeError."""
-    machines = [HOST_NAME, *(node.name for node in fleet.nodes if node.name in sessions)]
+    """Run Algorithm 1 over the host and every node; raises InputError, DeadlineError, NodeError."""
+    machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
     threads = {name: _threads(name, fleet, facts) for name in machines}
     with ExitStack() as stack, ThreadPoolExecutor(len(machines)) as pool:
         say(f"starting TensorFlow on {len(machines)} machines")
-        probers = {}
-        for name in machines:
-            spec = ProbeSpec(
-                prepared.model.architecture.path,
-                prepared.model.weights.path,
-                job.recipe,
-                threads[name],
-                prepared.public.max_label,
+        probers = {
+            name: stack.enter_context(
+                Prober(
+                    sessions[name],
+                    _probe_command(name, job, fleet, prepared, threads[name]),
+                    facts[name].usable_memory_bytes,
+                )
             )
-            command = build_worker_command(
-                python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
-            )
-            usable = facts[name].usable_memory_bytes if name in facts else None
-            probers[name] = stack.enter_context(Prober(sessions[name], command, usable))
-        list(pool.map(lambda prober: prober.start(), probers.values()))
-        started = time.monotonic()
-        history: list[Mapping[str, ProbeResult | None]] = []
-
-        def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
-            requests = {
-                name: pool.submit(probers[name].measure, size, options.probe_duration_s)
-                for name, size in sizes.items()
-            }
-            results = {name: request.result() for name, request in requests.items()}
-            history.append(results)
-            on_probes(results)
-            return {name: result.step_time_s if result else None for name, result in results.items()}
-
+            for name in machines
+        }
+        list(pool.map(Prober.start, probers.values()))
+        rounds = ProbeRounds(probers, pool, on_probes)
         try:
             tuned = tune_stannis(
                 machines,
-                measure,
+                lambda sizes: rounds.step_times(sizes, options.probe_duration_s),
                 batch_sizes=options.batch_sizes,
                 step_divisor=options.step_divisor,
                 margin_scale=options.margin_scale,
             )
         except TuningError as error:
-            raise InputError(str(error), remedy="see `csdctl tune --help`: --batch-sizes, -C, -E") from None
-        measuring_s = time.monotonic() - started
+            raise InputError(str(error), remedy=TUNING_HELP) from None
+        # Once more, for longer: what the ranks reach alone is what a run's efficiency is held against.
+        say("confirming the chosen batch sizes")
+        confirmed = rounds.step_times(
+            {name: one.batch_size for name, one in tuned.items()}, CONFIRM_DURATION_S
+        )
+    ranks = [
+        _rank_plan(probers[name], one, confirmed[name] or one.step_time_s, threads[name])
+        for name, one in tuned.items()
+    ]
     return Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -113,19 +117,33 @@ def tune(
             "C": options.step_divisor,
             "E": options.margin_scale,
         },
-        num_probes=sum(len(results) for results in history),
-        measuring_s=round(measuring_s, 2),
-        ranks=[
-            RankPlan(
-                node=name,
-                batch_size=one.batch_size,
-                threads=threads[name],
-                step_time_s=round(one.step_time_s, 6),
-                images_per_s=round(one.images_per_s, 2),
-                peak_memory_bytes=probers[name].peak_bytes(one.batch_size),
-            )
-            for name, one in tuned.items()
-        ],
+        num_probes=rounds.num_probes,
+        measuring_s=round(rounds.measuring_s, 2),
+        ranks=ranks,
+    )
+
+
+def _probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, threads: int) -> list[str]:
+    spec = ProbeSpec(
+        prepared.model.architecture.path,
+        prepared.model.weights.path,
+        job.recipe,
+        threads,
+        prepared.public.max_label,
+    )
+    return build_worker_command(
+        python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
+    )
+
+
+def _rank_plan(prober: "Prober", tuned: TunedBatch, step_time_s: float, threads: int) -> RankPlan:
+    return RankPlan(
+        node=prober.name,
+        batch_size=tuned.batch_size,
+        threads=threads,
+        step_time_s=round(step_time_s, 6),
+        images_per_s=round(tuned.batch_size / step_time_s, 2),
+        peak_memory_bytes=prober.peak_bytes(tuned.batch_size),
     )
 
 
@@ -151,10 +169,37 @@ def _threads(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> int:
     return facts[name].num_threads if name in facts else 1
 
 
+class ProbeRounds:
+    """Measures on all machines at once, and counts."""
+
+    def __init__(
+        self, probers: Mapping[str, "Prober"], pool: ThreadPoolExecutor, on_probes: OnProbes
+    ) -> None:
+        self._probers = probers
+        self._pool = pool
+        self._on_probes = on_probes
+        self.num_probes = 0
+        self.measuring_s = 0.0
+
+    def step_times(self, sizes: Mapping[str, int], duration_s: float) -> dict[str, float | None]:
+        """Seconds of one step of each machine at its batch size; None where it does not fit."""
+        started = time.monotonic()
+        requests = {
+            name: self._pool.submit(self._probers[name].measure, size, duration_s)
+            for name, size in sizes.items()
+        }
+        results = {name: request.result() for name, request in requests.items()}
+        self.num_probes += len(results)
+        self.measuring_s += time.monotonic() - started
+        self._on_probes(results)
+        return {name: result.step_time_s if result else None for name, result in results.items()}
+
+
 class Prober:
     """One machine's probe session; starts it anew when a probe dies of memory."""
 
     def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
+        self.name = session.name
         self._session = session
         self._command = command
         self._usable_bytes = usable_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, PartialError
+from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, load_fleet
 from csdctl.fleet.select import select_nodes
@@ -33,7 +33,7 @@ class Workspace:
 def open_workspace(
     directory: Path, fleet_path: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> Iterator[Workspace]:
-    """Connect to the host and all selected nodes; raises PartialError or NoNodeReachableError."""
+    """Connect to the host and all selected nodes; raises CsdctlError or NoNodeReachableError."""
     project = ProjectDirectory(directory)
     fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
@@ -63,7 +63,7 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
     names = ",".join(failed)
     if len(failed) == len(fleet.nodes):
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
-    return PartialError(
+    return CsdctlError(
         f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
         remedy=f"mend them, or go on without them: --exclude {names}",
     )

@@ -22,9 +22,11 @@ def demo(
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
     from csdctl.workflows.demo import write_demo_files
     from csdctl.workflows.emulate import take_fleet_down
+    from csdctl.workflows.train import check_tools
 
     streams = Streams()
     began = time.monotonic()
+    check_tools()
     write_demo_files(directory.absolute())
     os.chdir(directory)
     take_fleet_down(Path.cwd())

@@ -46,12 +46,13 @@ def train(
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, train
+    from csdctl.workflows.train import TrainOptions, check_tools, train
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)
+    check_tools()
     options = TrainOptions(Deadlines(start_deadline, silence_deadline), max_steps)
     with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
         names = [node.name for node in space.fleet.nodes]

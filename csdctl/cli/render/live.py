@@ -42,7 +42,6 @@ class TrainingView:
     def __enter__(self) -> "TrainingView":
         if self._live:
             self._live.start()
-            self._refresh()
         return self
 
     def __exit__(
@@ -68,7 +67,6 @@ class TrainingView:
             line.state = "failed"
         elif isinstance(event, Checkpointed) and self._live is None:
             self._print(f"checkpoint {event.path}")
-        self._refresh()
 
     def _progress(self, event: Progress, line: _RankLine) -> None:
         line.state = "training"
@@ -83,11 +81,7 @@ class TrainingView:
 
     def _print(self, line: str) -> None:
         target = self._live.console if self._live else self._console
-        target.print(line, markup=False)
-
-    def _refresh(self) -> None:
-        if self._live:
-            self._live.update(self._view(), refresh=True)
+        target.print(line, markup=False, soft_wrap=True)
 
     def _done_steps(self) -> int:
         return (self._last.epoch - 1) * self._spec.steps_per_epoch + self._last.step if self._last else 0
