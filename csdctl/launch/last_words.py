@@ -54,6 +54,6 @@ def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Seque
             return Cause(node, f"rank {rank} was ended by signal {killed[1]}")
         return Cause(node, f"rank {rank} was lost, or gave up because another one was")
     if found := _UNNAMED_DAEMON.search(text):
-        return Cause("", f"a node's MPI daemon (prted) ended with {found[1]}; mpirun does not say which node's")
+        return Cause("", f"the MPI daemon (prted) of a node (mpirun names none) ended with {found[1]}")
     lines = [line for line in words if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
     return Cause("", lines[0] if lines else "it said nothing")

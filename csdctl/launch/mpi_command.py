@@ -56,6 +56,7 @@ def build_mpirun_command(
 ) -> list[str]:
     """mpirun with one application context per rank, in order of rank.
 
+    `ssh_config` is relative to where mpirun starts: PRRTE splits its agent at spaces and knows no quotes.
     `prefix` is where MPI lies on the nodes (their virtual environment), `network` the CIDR of the
     interfaces MPI may use ('' lets it choose).
     """

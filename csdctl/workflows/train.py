@@ -114,7 +114,11 @@ def train(
             for rank in plan.ranks
         ]
         command = build_mpirun_command(
-            _mpirun(), _prefix(nodes, facts), project.ssh_config, fleet.network, commands
+            _mpirun(),
+            _prefix(nodes, facts),
+            project.ssh_config.relative_to(project.root),
+            fleet.network,
+            commands,
         )
         outcome = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
         summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))

@@ -1,0 +1,363 @@
+"""The main job, for real: SSH, MPI, training on Fashion-MNIST, over an emulated host and two nodes.
+
+The demo runs once; what follows works in the directory it leaves, with its fleet still up.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+NUM_NODES = 2
+END_DEADLINE_S = 30
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The demo's directory after `csdctl demo --keep`; the fleet is up until the module ends."""
+    directory = tmp_path_factory.mktemp("main") / "demo with a space"
+    done = csdctl(
+        directory.parent, "demo", "--keep", "--nodes", str(NUM_NODES), "--directory", directory.name
+    )
+    (directory / "demo.log").write_text(done.stdout + done.stderr)
+    yield directory
+    csdctl(directory, "emulate", "down")
+    if done.returncode:
+        pytest.fail(f"the demo ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def csdctl(
+    directory: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CSDCTL), *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=400,
+    )
+
+
+def report(directory: Path) -> dict[str, Any]:
+    done = csdctl(directory, "report", "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def plan(directory: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((directory / ".csdctl" / "plans" / "job.yaml").read_text())
+    return content
+
+
+def job_with(directory: Path, name: str, **changes: str) -> Path:
+    """job.yaml with some text replaced: `epochs: 4` by what is given for `epochs`."""
+    content = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
+    for key, value in changes.items():
+        target = content if key in content else content["recipe"]
+        target[key] = value
+    path = directory / name
+    path.write_text(yaml.safe_dump(content).replace("'", ""))
+    return path
+
+
+def test_demo_says_what_it_does_and_ends_with_the_report(demo: Path) -> None:
+    log = (demo / "demo.log").read_text()
+    for command in ("emulate up", "discover", "prepare", "tune", "train", "report"):
+        assert f"$ csdctl {command}" in log
+    assert "emulated" in log
+    assert any(line.startswith("run directory:") for line in log.splitlines()[-6:])
+    assert "Traceback" not in log
+
+
+def test_demo_reaches_085_accuracy_on_fashion_mnist(demo: Path) -> None:
+    document = report(demo)
+    assert document["state"] == "done"
+    assert document["emulated"] is True
+    assert document["validation_accuracy"] >= 0.85
+
+
+def test_every_sample_is_trained_on_once_an_epoch(demo: Path) -> None:
+    document = report(demo)
+    assert document["samples"] == 60_000 * document["epochs"]
+    assert sum(rank["num_public"] + rank["num_private"] for rank in document["ranks"]) == 60_000
+    assert [rank["num_private"] for rank in document["ranks"]] == [0, 4286, 4285]
+
+
+def test_all_ranks_hold_identical_weights_at_every_epochs_end(demo: Path) -> None:
+    document = report(demo)
+    hashes: dict[int, set[str]] = {}
+    for line in (Path(document["path"]) / "events.jsonl").read_text().splitlines():
+        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        if event["event"] == "EpochEnd":
+            hashes.setdefault(event["epoch"], set()).add((event["rank"], event["weights_hash"]))
+    assert sorted(hashes) == list(range(1, document["epochs"] + 1))
+    for found in hashes.values():
+        assert {rank for rank, _ in found} == {0, 1, 2}
+        assert len({digest for _, digest in found}) == 1
+    assert document["identical_weights"] is True
+
+
+def test_slow_nodes_get_smaller_batches_than_the_host(demo: Path) -> None:
+    sizes = {rank["node"]: rank["batch_size"] for rank in plan(demo)["ranks"]}
+    assert sizes["csd0"] == sizes["csd1"] < sizes["host"]
+
+
+def test_run_directory_has_checkpoints_and_a_model_that_keras_loads(demo: Path) -> None:
+    document = report(demo)
+    run = Path(document["path"])
+    assert len(list((run / "checkpoints").glob("*.npz"))) == document["epochs"]
+    program = (
+        "import sys, keras, numpy as np\n"
+        "model = keras.models.load_model(sys.argv[1], compile=False)\n"
+        "images, labels = np.load(sys.argv[2]), np.load(sys.argv[3])\n"
+        "found = model.predict(images / np.float32(255), batch_size=500, verbose=0).argmax(-1)\n"
+        "print(float((found == labels).mean()))\n"
+    )
+    arguments = [
+        run / "model.keras",
+        demo / "data/validation/images.npy",
+        demo / "data/validation/labels.npy",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)], capture_output=True, text=True, check=True
+    )
+    assert float(done.stdout) == pytest.approx(document["validation_accuracy"], abs=1e-3)
+
+
+def test_private_samples_are_on_their_own_node_only(demo: Path) -> None:
+    homes = {name: demo / ".csdctl/emulated/nodes" / name / "home" for name in ("csd0", "csd1")}
+    for name, home in homes.items():
+        sample = np.load(home / "private" / "images.npy", mmap_mode="r")[0].tobytes()
+        elsewhere = [other for other in homes if other != name]
+        places = [demo / "data", *(demo / ".csdctl" / part for part in ("objects", "shards", "data", "runs"))]
+        places += [homes[other] for other in elsewhere]
+        for place in places:
+            for path in place.rglob("*"):
+                assert not (path.is_file() and sample in path.read_bytes()), (
+                    f"{name}'s private sample in {path}"
+                )
+
+
+def test_second_deploy_sends_nothing(demo: Path) -> None:
+    done = csdctl(demo, "deploy", "--json")
+    assert done.returncode == 0, done.stderr
+    nodes = json.loads(done.stdout)["nodes"]
+    assert set(nodes) == {"csd0", "csd1"}
+    for delivery in nodes.values():
+        assert delivery["num_sent"] == delivery["bytes_sent"] == 0
+        assert delivery["num_present"] > 0
+
+
+def test_discover_knows_the_limits_of_emulated_nodes(demo: Path) -> None:
+    document = json.loads(csdctl(demo, "discover", "--json").stdout)
+    machines = {machine["name"]: machine for machine in document["machines"]}
+    assert machines["csd0"]["cpu_limit"] == 0.25
+    assert machines["csd0"]["mpi_version"] == "5.0.11"
+    assert machines["host"]["tensorflow_version"]
+
+
+def start_training(demo: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A training under way: `csdctl train` and its run directory, after the first steps of rank 0."""
+    before = set((demo / ".csdctl" / "runs").iterdir())
+    process = subprocess.Popen(
+        [str(CSDCTL), "train"], cwd=demo, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for run in set((demo / ".csdctl" / "runs").iterdir()) - before:
+            events = run / "events.jsonl"
+            if events.exists() and "Progress" in events.read_text():
+                return process, run
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"the training did not begin: {process.communicate()[0]}")
+
+
+def processes(*wanted: str) -> list[int]:
+    """The pids of all processes whose command line holds all of `wanted`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if entry.name.isdigit() and all(word in line for word in wanted):
+            found.append(int(entry.name))
+    return found
+
+
+def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
+    """Those of `pids` that run in `demo`'s emulated fleet (in `node`) and whose program is called `program…`."""
+    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
+    wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
+    wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
+
+    def belongs(pid: int) -> bool:
+        try:
+            environment = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            name = Path(os.readlink(f"/proc/{pid}/exe")).name
+        except OSError:
+            return False
+        return wanted <= environment and name.startswith(program)
+
+    return [pid for pid in pids if belongs(pid)]
+
+
+def kill_rank(node: str) -> Callable[[Path, Path], None]:
+    def kill(demo: Path, run: Path) -> None:
+        pids = of_fleet(processes(f"csdctl-run={run.name}/{node}"), demo, "python", node)
+        assert len(pids) == 1
+        os.kill(pids[0], signal.SIGKILL)
+
+    return kill
+
+
+def kill_daemon(node: str) -> Callable[[Path, Path], None]:
+    def kill(demo: Path, run: Path) -> None:
+        pids = of_fleet(processes("prted"), demo, "prted", node)
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def kill_mpirun(demo: Path, run: Path) -> None:
+    pids = processes(f"csdctl-run={run.name}/csd0", f"csdctl-run={run.name}/csd1")
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def nothing_is_left(demo: Path, run: Path) -> bool:
+    deadline = time.monotonic() + END_DEADLINE_S
+    while time.monotonic() < deadline:
+        if not processes(f"csdctl-run={run.name}") and not of_fleet(processes("prted"), demo, "prted"):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("fault", "named"),
+    [(kill_rank("csd1"), "csd1"), (kill_daemon("csd1"), "daemon"), (kill_mpirun, "no completion record")],
+    ids=["a rank is killed", "an MPI daemon is killed", "mpirun is killed"],
+)
+def test_lost_run_fails_names_the_cause_and_leaves_nothing(
+    demo: Path, fault: Callable[[Path, Path], None], named: str
+) -> None:
+    process, run = start_training(demo)
+    fault(demo, run)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output
+    assert named in output
+    assert "Traceback" not in output
+    assert nothing_is_left(demo, run)
+    failed = json.loads(csdctl(demo, "report", run.name, "--json").stdout)
+    assert failed["state"] == "failed"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+def test_training_that_is_ended_leaves_nothing_running(demo: Path, number: signal.Signals) -> None:
+    process, run = start_training(demo)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130), output
+    assert "Traceback" not in output
+    assert nothing_is_left(demo, run)
+
+
+def test_plan_is_refused_after_the_job_has_changed(demo: Path) -> None:
+    job_with(demo, "changed.yaml", learning_rate="0.5")
+    (demo / ".csdctl/plans/changed.yaml").write_text((demo / ".csdctl/plans/job.yaml").read_text())
+    done = csdctl(demo, "train", "changed.yaml")
+    assert done.returncode == 2
+    assert "changed since tuning" in done.stderr
+
+
+def test_unknown_key_is_named_with_line_and_nearest_key(demo: Path) -> None:
+    text = (demo / "job.yaml").read_text().replace("warmup_epochs", "warmup_epoch")
+    (demo / "typo.yaml").write_text(text)
+    line = 1 + text[: text.index("warmup_epoch")].count("\n")
+    done = csdctl(demo, "train", "typo.yaml")
+    assert done.returncode == 2
+    assert (
+        f"typo.yaml:{line}: unknown key `recipe.warmup_epoch`, did you mean `warmup_epochs`?" in done.stderr
+    )
+
+
+def test_missing_model_file_is_named(demo: Path) -> None:
+    job_with(demo, "missing.yaml", model="nowhere.py:build")
+    done = csdctl(demo, "tune", "missing.yaml")
+    assert done.returncode == 2
+    assert "nowhere.py does not exist" in done.stderr
+
+
+def test_model_with_too_few_outputs_is_refused_before_anything_starts(demo: Path) -> None:
+    (demo / "five.py").write_text((demo / "fashion_cnn.py").read_text().replace("Dense(10", "Dense(5"))
+    job_with(demo, "five.yaml", model="five.py:build")
+    done = csdctl(demo, "tune", "five.yaml")
+    assert done.returncode == 2
+    assert "has 5 outputs, the public data has labels up to 9" in done.stderr
+
+
+def test_missing_ssh_client_is_said(demo: Path) -> None:
+    done = csdctl(demo, "train", environment={**os.environ, "PATH": "/nonexistent"})
+    assert done.returncode == 1
+    assert "there is no ssh client" in done.stderr
+
+
+def test_node_that_is_down_is_named_and_can_be_left_out(demo: Path) -> None:
+    fleet = yaml.safe_load((demo / "fleet.yaml").read_text())
+    fleet["nodes"][1]["port"] = 1
+    for key in ("key",):
+        fleet["defaults"][key] = str((demo / fleet["defaults"][key]).resolve())
+    (demo / "down.yaml").write_text(yaml.safe_dump(fleet))
+    found = csdctl(demo, "discover", "--fleet", "down.yaml")
+    assert found.returncode == 3
+    refused = csdctl(demo, "train", "--fleet", "down.yaml")
+    assert refused.returncode == 1
+    for output in (found.stderr + found.stdout, refused.stderr):
+        assert "csd1" in output
+    assert "--exclude csd1" in refused.stderr
+    done = csdctl(
+        demo,
+        "train",
+        "--fleet",
+        "down.yaml",
+        "--exclude",
+        "csd1",
+        "--batch-size",
+        "16",
+        "--max-steps",
+        "3",
+        "--json",
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines[-1]["schema"] == "csdctl.report/1"
+    assert lines[-1]["num_ranks"] == 2
+
+
+def test_fleet_with_no_node_reachable_has_an_exit_code_of_its_own(demo: Path) -> None:
+    fleet = yaml.safe_load((demo / "fleet.yaml").read_text())
+    for node in fleet["nodes"]:
+        node["port"] = 1
+    (demo / "gone.yaml").write_text(yaml.safe_dump(fleet))
+    for command in (["discover"], ["tune"], ["train"]):
+        assert csdctl(demo, *command, "--fleet", "gone.yaml").returncode == 4

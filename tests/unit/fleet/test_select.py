@@ -1,0 +1,84 @@
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.select import select_nodes
+
+NAMES = [f"csd{number}" for number in range(12)] + [f"dpu{number:02d}" for number in range(12)] + ["jetson"]
+FLEET = Fleet(
+    tuple(
+        Node(name, "10.1.1.1", group="front" if name in ("csd0", "csd11", "jetson") else "back")
+        for name in NAMES
+    ),
+    path=Path("fleet.yaml"),
+)
+
+
+def chosen(*limit: str, exclude: tuple[str, ...] = ()) -> list[str]:
+    return [node.name for node in select_nodes(FLEET, limit, exclude).nodes]
+
+
+def test_without_patterns_all_nodes_are_chosen() -> None:
+    assert chosen() == NAMES
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("csd3", ["csd3"]),
+        ("csd1*", ["csd1", "csd10", "csd11"]),
+        ("csd?", [f"csd{k}" for k in range(10)]),
+        ("csd[0-7]", [f"csd{k}" for k in range(8)]),
+        ("csd[9-11]", ["csd9", "csd10", "csd11"]),
+        ("dpu[00-11]", [f"dpu{k:02d}" for k in range(12)]),
+        ("dpu[08-10]", ["dpu08", "dpu09", "dpu10"]),
+        ("dpu[0-1][0-1]", ["dpu00", "dpu01", "dpu10", "dpu11"]),
+        ("[c-d]*0", ["csd0", "csd10", "dpu00", "dpu10"]),
+        ("csd[5-99]", [f"csd{k}" for k in range(5, 12)]),
+        ("front", ["csd0", "csd11", "jetson"]),
+        ("csd0,jetson", ["csd0", "jetson"]),
+        (" csd0 , csd[2-3] ,", ["csd0", "csd2", "csd3"]),
+    ],
+)
+def test_pattern_chooses_names_in_the_order_of_the_fleet(pattern: str, names: list[str]) -> None:
+    assert chosen(pattern) == names
+
+
+def test_several_patterns_add_up() -> None:
+    assert chosen("jetson", "csd1,csd0", "csd1") == ["csd0", "csd1", "jetson"]
+
+
+def test_excluded_nodes_are_taken_away_from_the_chosen_ones() -> None:
+    assert chosen("csd*", exclude=("csd[2-99]", "front")) == ["csd1"]
+
+
+def test_excluding_what_was_not_chosen_is_no_error() -> None:
+    assert chosen("csd1", exclude=("jetson",)) == ["csd1"]
+
+
+def test_number_without_leading_zeros_is_not_the_one_with_them() -> None:
+    with pytest.raises(InputError, match="matches no node"):
+        chosen("dpu[0-9]")
+
+
+@pytest.mark.parametrize("option", ["--limit", "--exclude"])
+@pytest.mark.parametrize("pattern", ["csd12", "CSD0", "nowhere*", "csd[20-30]"])
+def test_pattern_that_matches_nothing_is_told_with_the_nodes(option: str, pattern: str) -> None:
+    arguments = {"limit" if option == "--limit" else "exclude": [f"csd0,{pattern}"]}
+    with pytest.raises(InputError) as raised:
+        select_nodes(FLEET, **arguments)
+    assert raised.value.message == f"{option} {pattern!r} matches no node of fleet.yaml"
+    assert raised.value.remedy == f"nodes: {', '.join(NAMES[:8])}, …"
+
+
+@pytest.mark.parametrize("pattern", ["csd[7-0]", "csd[0-999999999999]"])
+def test_unusable_range_is_refused(pattern: str) -> None:
+    with pytest.raises(InputError, match="not usable"):
+        chosen(pattern)
+
+
+def test_all_else_of_the_fleet_stays() -> None:
+    selected = select_nodes(Fleet(FLEET.nodes, network="10.1.1.0/24", emulated=True), ["csd0"])
+    assert (selected.network, selected.emulated, len(selected.nodes)) == ("10.1.1.0/24", True, 1)

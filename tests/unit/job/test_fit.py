@@ -1,0 +1,94 @@
+from dataclasses import replace
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.job.fit import check_fit
+from csdctl.worker.contract import DatasetInfo, ModelInfo, Recipe
+
+MODEL = ModelInfo("my_model.py:build", (28, 28, 1), (10,), 1000, 990, "softmax")
+DATA = DatasetInfo("/data", 100, (28, 28, 1), "uint8", (), 9, "f")
+ONE_HOT = replace(DATA, label_shape=(10,), max_label=-1, dtype="float32")
+SPARSE = Recipe()
+CATEGORICAL = Recipe(loss="categorical_crossentropy")
+
+
+def refused(
+    recipe: Recipe, model: ModelInfo = MODEL, name: str = "public", data: DatasetInfo = DATA
+) -> InputError:
+    with pytest.raises(InputError) as raised:
+        check_fit(recipe, model, {name: data})
+    return raised.value
+
+
+def test_model_data_and_loss_that_fit_are_accepted() -> None:
+    check_fit(SPARSE, MODEL, {"public": DATA, "validation": None, "csd0": replace(DATA, max_label=3)})
+    check_fit(CATEGORICAL, MODEL, {"public": ONE_HOT})
+    check_fit(Recipe(from_logits=True), replace(MODEL, output_activation="linear"), {"public": DATA})
+
+
+def test_open_sizes_of_the_model_take_any_sample() -> None:
+    check_fit(SPARSE, replace(MODEL, input_shape=(0, 0, 1)), {"public": DATA})
+
+
+@pytest.mark.parametrize("shape", [(32, 32, 1), (28, 28, 3), (28, 28), (28, 28, 1, 1)])
+def test_samples_of_another_shape_are_told_with_both_shapes(shape: tuple[int, ...]) -> None:
+    error = refused(SPARSE, data=replace(DATA, sample_shape=shape))
+    shown = "×".join(map(str, shape))
+    assert error.message == (
+        f"model my_model.py:build takes samples of shape 28×28×1, the public data has {shown}"
+    )
+
+
+def test_private_data_that_does_not_fit_is_told_by_its_node() -> None:
+    error = refused(SPARSE, name="csd3", data=replace(DATA, sample_shape=(64, 64, 1)))
+    assert error.message.endswith("the private data of csd3 has 64×64×1")
+
+
+def test_too_few_outputs_are_told_with_the_largest_label() -> None:
+    error = refused(SPARSE, replace(MODEL, output_shape=(5,)), name="validation")
+    assert error.message == ("model my_model.py:build has 5 outputs, the validation data has labels up to 9")
+    assert error.remedy == "give the model at least 10 outputs"
+
+
+def test_as_many_outputs_as_labels_are_enough() -> None:
+    check_fit(SPARSE, MODEL, {"public": replace(DATA, max_label=9)})
+    refused(SPARSE, MODEL, data=replace(DATA, max_label=10))
+
+
+@pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"])
+def test_one_hot_labels_with_a_sparse_loss_are_told_the_other_loss(loss: str) -> None:
+    error = refused(Recipe(loss=loss), data=ONE_HOT)
+    assert f"loss {loss} needs one integer label a sample" in error.message
+    assert "labels of shape 10" in error.message
+    assert "categorical_crossentropy" in error.remedy
+
+
+def test_integer_labels_with_another_loss_are_told_with_both_shapes() -> None:
+    error = refused(CATEGORICAL)
+    assert "has outputs of shape 10, the public data has labels of shape 1" in error.message
+
+
+def test_one_output_for_one_number_fits() -> None:
+    check_fit(
+        Recipe(loss="mean_squared_error"),
+        replace(MODEL, output_shape=(1,), output_activation="linear"),
+        {"public": replace(DATA, max_label=-1)},
+    )
+
+
+@pytest.mark.parametrize(
+    ("activation", "from_logits", "remedy"),
+    [("softmax", True, "recipe.from_logits: false"), ("linear", False, "recipe.from_logits: true")],
+)
+def test_softmax_taken_for_logits_or_the_reverse_is_told(
+    activation: str, from_logits: bool, remedy: str
+) -> None:
+    error = refused(Recipe(from_logits=from_logits), replace(MODEL, output_activation=activation))
+    assert f"ends in a {activation} layer" in error.message
+    assert remedy in error.remedy
+
+
+@pytest.mark.parametrize("from_logits", [True, False])
+def test_activation_that_is_not_known_is_left_to_the_user(from_logits: bool) -> None:
+    check_fit(Recipe(from_logits=from_logits), replace(MODEL, output_activation=""), {"public": DATA})

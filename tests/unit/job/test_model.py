@@ -1,0 +1,197 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.job.model import Job, load_job
+
+JOB = """\
+model: keras.applications:MobileNetV2
+model_args: {input_shape: [64, 64, 3], classes: 10, weights: null}
+data:
+  public: {path: data/train, on: host}
+  private: {path: ~/private}
+  validation: {path: /srv/val}
+recipe:
+  epochs: 10
+  learning_rate: 0.1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write(*changes: tuple[str, str]) -> Path:
+        text = JOB
+        for old, new in changes:
+            assert old in text
+            text = text.replace(old, new)
+        (tmp_path / "job.yaml").write_text(text)
+        return tmp_path / "job.yaml"
+
+    return write
+
+
+Write = Callable[..., Path]
+MODEL = "keras.applications:MobileNetV2"
+
+
+def with_recipe(write: Write, line: str) -> Job:
+    return load_job(write(("  epochs: 10\n", f"  epochs: 10\n  {line}\n")))
+
+
+class TestPaths:
+    def test_host_paths_are_relative_to_the_job_file(self, write: Write, tmp_path: Path) -> None:
+        job = load_job(write())
+        assert job.public_path == tmp_path / "data" / "train"
+        assert job.validation_path == Path("/srv/val")
+
+    def test_private_path_stays_as_written_since_it_is_on_the_nodes(self, write: Write) -> None:
+        assert load_job(write()).private_path == "~/private"
+
+    def test_private_and_validation_may_be_left_out(self, write: Write) -> None:
+        changes = ("  private: {path: ~/private}\n", ""), ("  validation: {path: /srv/val}\n", "")
+        job = load_job(write(*changes))
+        assert (job.private_path, job.validation_path) == (None, None)
+
+    def test_home_is_written_as_a_tilde(
+        self, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+        assert load_job(write(("data/train", "~/train"))).public_path == tmp_path / "home" / "train"
+
+    def test_name_is_that_of_the_file(self, write: Write) -> None:
+        assert load_job(write()).name == "job"
+
+
+class TestModelReferences:
+    def test_keras_application_has_no_file(self, write: Write) -> None:
+        job = load_job(write())
+        assert (job.model, job.model_file) == (MODEL, None)
+        assert job.model_args == {"input_shape": [64, 64, 3], "classes": 10, "weights": None}
+
+    def test_keras_file_is_made_absolute(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "model.keras").write_bytes(b"model")
+        job = load_job(write((MODEL, "model.keras")))
+        assert (job.model, job.model_file) == (str(tmp_path / "model.keras"), tmp_path / "model.keras")
+
+    def test_own_code_is_made_absolute_and_keeps_its_function(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "my_model.py").write_text("def build(): ...")
+        job = load_job(write((MODEL, "my_model.py:build")))
+        assert job.model == f"{tmp_path}/my_model.py:build"
+        assert job.model_file == tmp_path / "my_model.py"
+
+    def test_reference_in_another_directory_may_hold_a_colon(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "a:b").mkdir()
+        (tmp_path / "a:b" / "m.py").write_text("")
+        assert load_job(write((MODEL, '"a:b/m.py:build"'))).model_file == tmp_path / "a:b" / "m.py"
+
+    @pytest.mark.parametrize("name", ["model.keras", "my_model.py:build"])
+    def test_missing_file_is_named_in_full(self, write: Write, tmp_path: Path, name: str) -> None:
+        with pytest.raises(InputError, match=str(tmp_path / name.partition(":")[0])):
+            load_job(write((MODEL, name)))
+
+    @pytest.mark.parametrize(
+        "name", ["MobileNetV2", "model.h5", "my_model.py", '"my_model.py:"', "my_model.py:a.b", "a.txt:build"]
+    )
+    def test_unknown_form_is_refused_with_the_known_ones(
+        self, write: Write, tmp_path: Path, name: str
+    ) -> None:
+        (tmp_path / "my_model.py").write_text("")
+        with pytest.raises(InputError, match="of no known form") as raised:
+            load_job(write((MODEL, name)))
+        assert "PATH.py:FUNCTION" in raised.value.remedy
+
+
+class TestFingerprint:
+    def test_it_stays_when_nothing_changes(self, write: Write) -> None:
+        assert load_job(write()).fingerprint() == load_job(write()).fingerprint()
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            ("MobileNetV2", "MobileNetV3Small"),
+            ("classes: 10", "classes: 11"),
+            ("learning_rate: 0.1", "learning_rate: 0.2"),
+            ("epochs: 10", "epochs: 11"),
+            ("data/train", "data/other"),
+            ("~/private", "~/other"),
+            ("data:\n", "data:\n  input_range: [-1, 1]\n"),
+        ],
+    )
+    def test_it_changes_with_model_recipe_and_data(self, write: Write, change: tuple[str, str]) -> None:
+        assert load_job(write(change)).fingerprint() != load_job(write()).fingerprint()
+
+    def test_it_changes_with_what_is_in_the_model_file(self, write: Write, tmp_path: Path) -> None:
+        (tmp_path / "m.py").write_text("def build(): return 1")
+        job = load_job(write((MODEL, "m.py:build")))
+        before = job.fingerprint()
+        (tmp_path / "m.py").write_text("def build(): return 2")
+        assert job.fingerprint() != before
+
+
+class TestRecipe:
+    def test_what_is_left_out_has_the_documented_default(self, write: Write) -> None:
+        recipe = load_job(write()).recipe
+        assert (recipe.epochs, recipe.learning_rate, recipe.reference_batch) == (10, 0.1, 256)
+        assert (recipe.optimizer, recipe.optimizer_args, recipe.warmup_epochs) == ("sgd", {}, 0.0)
+        assert (recipe.loss, recipe.from_logits, recipe.seed) == (
+            "sparse_categorical_crossentropy",
+            False,
+            0,
+        )
+        assert recipe.input_range == (0.0, 1.0)
+
+    def test_momentum_becomes_an_argument_of_the_optimizer(self, write: Write) -> None:
+        recipe = with_recipe(write, "momentum: 0.9\n  optimizer_args: {nesterov: true}").recipe
+        assert recipe.optimizer_args == {"momentum": 0.9, "nesterov": True}
+
+    def test_input_range_may_be_switched_off(self, write: Write) -> None:
+        assert load_job(write(("data:\n", "data:\n  input_range: null\n"))).recipe.input_range is None
+
+    @pytest.mark.parametrize(
+        ("key", "value"),
+        [
+            ("reference_batch", "0"),
+            ("reference_batch", "-256"),
+            ("reference_batch", "2.5"),
+            ("warmup_epochs", "-1"),
+            ("warmup_epochs", ".inf"),
+            ("warmup_epochs", ".nan"),
+            ("momentum", "1.0"),
+            ("momentum", "-0.1"),
+            ("momentum", ".nan"),
+            ("seed", "-1"),
+            ("from_logits", "maybe"),
+        ],
+    )
+    def test_impossible_value_is_refused_with_its_line(self, write: Write, key: str, value: str) -> None:
+        with pytest.raises(InputError, match=rf"job\.yaml:9: `recipe\.{key}`"):
+            with_recipe(write, f"{key}: {value}")
+
+    @pytest.mark.parametrize("value", ["0", "-0.1", ".nan", ".inf", "-.inf", "fast", "null"])
+    def test_impossible_learning_rate_is_refused(self, write: Write, value: str) -> None:
+        with pytest.raises(InputError, match=r"job\.yaml:9: `recipe\.learning_rate`"):
+            load_job(write(("learning_rate: 0.1", f"learning_rate: {value}")))
+
+    @pytest.mark.parametrize("value", ["0", "-1", "1.5", ".nan", "many"])
+    def test_impossible_number_of_epochs_is_refused(self, write: Write, value: str) -> None:
+        with pytest.raises(InputError, match=r"job\.yaml:8: `recipe\.epochs`"):
+            load_job(write(("epochs: 10", f"epochs: {value}")))
+
+    @pytest.mark.parametrize("line", ["  epochs: 10\n", "  learning_rate: 0.1\n"])
+    def test_epochs_and_learning_rate_must_be_there(self, write: Write, line: str) -> None:
+        with pytest.raises(InputError, match=f"`recipe.{line.strip().partition(':')[0]}` is missing"):
+            load_job(write((line, "")))
+
+
+def test_public_data_that_lies_elsewhere_is_refused(write: Write) -> None:
+    with pytest.raises(InputError, match=r"job\.yaml:4: `data\.public\.on`: .*received 'everywhere'"):
+        load_job(write(("on: host", "on: everywhere")))
+
+
+@pytest.mark.parametrize("written", ["model:", "private: {path:"])
+def test_empty_model_or_private_path_is_refused(write: Write, written: str) -> None:
+    old = f"{written} {MODEL}" if written == "model:" else f"{written} ~/private}}"
+    with pytest.raises(InputError, match="at least 1 character"):
+        load_job(write((old, f"{written} ''" + ("" if written == "model:" else "}"))))

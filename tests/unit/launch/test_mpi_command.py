@@ -1,0 +1,111 @@
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.worker.contract import Exited, event_from_line
+
+GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
+RANKS = (
+    RankCommand(HOST_NAME, ("/venv/bin/python", "-u", "w.pyz", "rank", "--spec", "s.json")),
+    RankCommand(
+        "csd0", ("python3", "-u", "w.pyz", "rank", "--spec", "s.json", "--marker", "csdctl-run=r/csd0")
+    ),
+    RankCommand("csd1", ("/opt/my python/bin/python", "-u", "w.pyz", "rank", "--spec", "it's; $HOME `x`")),
+)
+
+
+def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) -> list[str]:
+    config = Path("/project/.csdctl/ssh_config")
+    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", config, network, ranks)
+
+
+def contexts(command: list[str]) -> list[list[str]]:
+    """The arguments of every application context, from its --host on."""
+    rest = command[command.index("--host") :]
+    found: list[list[str]] = [[]]
+    for word in rest:
+        if word == ":":
+            found.append([])
+        else:
+            found[-1].append(word)
+    return found
+
+
+def after(command: list[str], word: str) -> str | None:
+    return command[command.index(word) + 1] if word in command else None
+
+
+def test_mpirun_command_is_the_accepted_one() -> None:
+    built = "".join(f"{word}\n" for word in build())
+    if "CSDCTL_ACCEPT_GOLDEN" in os.environ:
+        GOLDEN.write_text(built)
+    assert built == GOLDEN.read_text(), (
+        f"the mpirun command differs from {GOLDEN} (an argument a line); if that is meant, run this test "
+        "again with CSDCTL_ACCEPT_GOLDEN=1 and commit the file"
+    )
+
+
+def test_every_rank_is_one_context_in_order() -> None:
+    hosts = [words[:4] for words in contexts(build())]
+    assert hosts == [
+        ["--host", "localhost:1", "-np", "1"],
+        ["--host", "csd0:1", "-np", "1"],
+        ["--host", "csd1:1", "-np", "1"],
+    ]
+
+
+def test_network_is_given_to_ranks_and_daemons() -> None:
+    command = build("10.1.1.0/24")
+    assert after(command, "btl_tcp_if_include") == "10.1.1.0/24"
+    assert after(command, "prte_if_include") == "10.1.1.0/24"
+
+
+def test_without_a_network_mpi_chooses() -> None:
+    command = build("")
+    assert "btl_tcp_if_include" not in command
+    assert "prte_if_include" not in command
+    assert "" not in command
+
+
+def test_loopback_is_not_given_to_the_daemons() -> None:
+    command = build("127.0.0.0/8")
+    assert after(command, "btl_tcp_if_include") == "127.0.0.0/8"
+    assert "prte_if_include" not in command
+
+
+def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[str]":
+    """What mpirun does with a context: its words, without any shell of mpirun's own."""
+    return subprocess.run(
+        words[4:],
+        env={"HOME": str(home), "PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("odd", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
+def test_odd_arguments_arrive_as_they_are(tmp_path: Path, odd: str) -> None:
+    for node in (HOST_NAME, "csd0"):
+        (words,) = contexts(build(ranks=(RankCommand(node, ("printf", "%s|", odd, "end")),)))
+        done = run_context(words, tmp_path)
+        assert (done.returncode, done.stdout) == (0, f"{odd}|end|")
+
+
+def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_stays(tmp_path: Path) -> None:
+    here = run_context(contexts(build(ranks=(RankCommand(HOST_NAME, ("pwd",)),)))[0], tmp_path)
+    there = run_context(contexts(build(ranks=(RankCommand("csd0", ("pwd",)),)))[0], tmp_path)
+    assert here.stdout.strip() == os.getcwd()
+    assert there.stdout.strip() == str(tmp_path)
+
+
+@pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
+def test_rank_that_ends_badly_is_reported_with_its_node(tmp_path: Path, ending: str, code: int) -> None:
+    ranks = (RANKS[0], RankCommand("csd-1.a_b", ("sh", "-c", ending)))
+    done = run_context(contexts(build(ranks=ranks))[1], tmp_path)
+    assert done.returncode == code
+    assert event_from_line(done.stdout.strip()) == Exited(1, "csd-1.a_b", code)

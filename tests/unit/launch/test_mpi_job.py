@@ -1,0 +1,206 @@
+"""A job whose mpirun is a small program that prints what mpirun prints."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.worker.contract import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
+
+READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
+FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
+PROGRESS = Progress(0, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+PATIENT = Deadlines(30, 30)
+
+
+def tag(rank: int, text: str, stream: str = "stdout") -> str:
+    return f"[1,{rank}]<{stream}>: {text}\n"
+
+
+def said(*events: Event) -> str:
+    return "".join(tag(event.rank, event_to_line(event)) for event in events)
+
+
+class Job:
+    """One MpiJob in its directory, and what came of it."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.events: list[Event] = []
+
+    def make(self, program: str) -> MpiJob:
+        (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
+        command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
+        return MpiJob(command, 2, self.log, self.directory, os.environ)
+
+    def run(
+        self, program: str, deadlines: Deadlines = PATIENT, on_event: Callable[[Event], None] | None = None
+    ) -> JobOutcome:
+        return self.make(program).run(on_event or self.events.append, deadlines)
+
+    def print(self, text: str, *, errors: str = "", exit_code: int = 0) -> JobOutcome:
+        """Run an mpirun that prints `text` and ends."""
+        return self.run(f"sys.stderr.write({errors!r})\nsys.stdout.write({text!r})\nsys.exit({exit_code})")
+
+    def log(self, rank: int | None) -> Path:
+        return self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log")
+
+    def text(self, rank: int | None) -> str:
+        return self.log(rank).read_text() if self.log(rank).exists() else ""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    return Job(tmp_path)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_gone(pid: int) -> bool:
+    """Killed processes whose parent is gone take a moment to be collected."""
+    for _ in range(500):
+        if not is_running(pid):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+# A background process, which a shell makes deaf to interrupts, and this one, both to be ended.
+HANGING = """
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    time.sleep(60)
+    os._exit(0)
+open("pids", "w").write(f"{os.getpid()} {child}")
+"""
+
+
+def nothing_is_left(directory: Path) -> bool:
+    pids = [int(word) for word in (directory / "pids").read_text().split()]
+    assert len(pids) == 2
+    return all(wait_until_gone(pid) for pid in pids)
+
+
+class TestListening:
+    def test_events_arrive_in_order_and_are_kept_by_rank(self, job: Job) -> None:
+        outcome = job.print(said(*READY, PROGRESS, *FINISHED))
+        assert job.events == [*READY, PROGRESS, *FINISHED]
+        assert outcome.ready == {0, 1}
+        assert outcome.finished == dict(enumerate(FINISHED))
+        assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
+
+    def test_other_lines_go_to_the_log_of_their_rank(self, job: Job) -> None:
+        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
+        assert (job.text(0), job.text(1), job.text(10)) == ("hello\na warning\n", "there\n", "ten\n")
+        assert job.events == []
+
+    def test_events_among_other_lines_are_told_apart(self, job: Job) -> None:
+        job.print(tag(0, "before") + said(READY[0]) + tag(1, "between") + said(READY[1]) + tag(0, "after"))
+        assert job.events == READY
+        assert (job.text(0), job.text(1)) == ("before\nafter\n", "between\n")
+
+    def test_untagged_lines_are_mpiruns_last_words(self, job: Job) -> None:
+        outcome = job.print("PRTE has lost communication\n", errors="ssh: no route\n", exit_code=1)
+        assert sorted(outcome.last_words) == ["PRTE has lost communication", "ssh: no route"]
+        assert sorted(job.text(None).splitlines()) == sorted(outcome.last_words)
+        assert outcome.exit_code == 1
+
+    def test_event_is_taken_only_from_standard_output(self, job: Job) -> None:
+        outcome = job.print(tag(0, event_to_line(FINISHED[0]), "stderr") + event_to_line(FINISHED[1]) + "\n")
+        assert outcome.finished == {}
+        assert job.events == []
+
+    @pytest.mark.parametrize("line", ['@csdctl {"event":"Fini', "@csdctl [1]", '@csdctl {"event":["x"]}'])
+    def test_damaged_event_goes_to_the_log_and_the_rest_is_still_read(self, job: Job, line: str) -> None:
+        job.print(tag(0, line) + said(*READY))
+        assert job.text(0) == f"{line}\n"
+        assert job.events == READY
+
+    def test_last_line_without_an_end_is_read(self, job: Job) -> None:
+        assert job.print(said(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
+
+    def test_bytes_that_are_no_text_do_no_harm(self, job: Job) -> None:
+        job.run(f"sys.stdout.buffer.write(b'[1,0]<stdout>: \\xff\\xfe\\n' + {said(*READY).encode()!r})")
+        assert job.events == READY
+        assert job.log(0).read_bytes() == b"\xff\xfe\n"
+
+    def test_first_failure_of_a_rank_is_kept(self, job: Job) -> None:
+        first, second = (Failed(1, "csd1", message, "", 2) for message in ("first", "second"))
+        assert job.print(said(first, second), exit_code=2).failed == {1: first}
+
+    def test_first_ending_of_a_rank_is_kept_and_the_first_one_comes_first(self, job: Job) -> None:
+        killed, gave_up = Exited(1, "csd1", 137), Exited(0, "csd0", 1)
+        outcome = job.print(said(killed, gave_up, Exited(1, "csd1", 143)), exit_code=1)
+        assert list(outcome.exited.values()) == [killed, gave_up]
+
+    def test_much_output_on_both_streams_is_drained(self, job: Job) -> None:
+        outcome = job.run(
+            "for _ in range(3000):\n"
+            f"    sys.stdout.write({tag(0, 'o' * 100)!r})\n"
+            f"    sys.stderr.write({tag(1, 'e' * 100, 'stderr')!r})\n"
+            f"sys.stdout.write({said(*FINISHED)!r})"
+        )
+        assert outcome.finished.keys() == {0, 1}
+        assert (len(job.text(0)), len(job.text(1))) == (303_000, 303_000)
+
+
+class TestEnding:
+    def test_exit_code_0_without_completion_records_is_not_finished(self, job: Job) -> None:
+        outcome = job.print(said(*READY, FINISHED[0]))
+        assert outcome.exit_code == 0
+        assert outcome.finished.keys() == {0}
+
+    def test_silent_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
+        program = f"{HANGING}\nsys.stdout.write({said(READY[0])!r})\ntime.sleep(60)"
+        outcome = job.run(program, Deadlines(start_s=2, silence_s=60))
+        assert (outcome.overdue, outcome.ready) == ("start", {0})
+        assert outcome.exit_code != 0
+        assert nothing_is_left(job.directory)
+
+    def test_silence_after_the_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
+        program = f"{HANGING}\nsys.stdout.write({said(*READY, PROGRESS)!r})\ntime.sleep(60)"
+        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        assert outcome.overdue == "silence"
+        assert job.events == [*READY, PROGRESS]
+        assert nothing_is_left(job.directory)
+
+    def test_job_that_speaks_is_not_overdue_however_long_it_takes(self, job: Job) -> None:
+        program = (
+            f"for _ in range(25):\n    sys.stdout.write({said(*READY, PROGRESS)!r})\n    time.sleep(0.1)"
+        )
+        assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
+
+    def test_job_deaf_to_interrupts_is_killed(self, job: Job) -> None:
+        deaf = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
+        program = f"{deaf}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
+        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        assert outcome.exit_code == -9
+        assert nothing_is_left(job.directory)
+
+    def test_interrupt_by_the_user_ends_the_job_and_goes_on(self, job: Job) -> None:
+        def interrupted(event: Event) -> None:
+            raise KeyboardInterrupt
+
+        program = f"{HANGING}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
+        with pytest.raises(KeyboardInterrupt):
+            job.run(program, on_event=interrupted)
+        assert nothing_is_left(job.directory)
+
+    def test_child_that_outlives_mpirun_is_ended_too(self, job: Job) -> None:
+        program = f"{HANGING}\nsys.stdout.write({said(*READY, *FINISHED)!r})"
+        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        assert outcome.finished.keys() == {0, 1}
+        assert nothing_is_left(job.directory)
+
+    def test_end_before_the_start_does_nothing(self, job: Job) -> None:
+        job.make("").end()

@@ -1,0 +1,124 @@
+"""Equation 1: every sample once, everybody ready at the same step."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.placement.equation1 import Placed, PlacementError, RankLoad, place_shards, steps_per_epoch
+
+batch_sizes = st.integers(1, 2000)
+
+
+def loads_of(private: st.SearchStrategy[int]) -> st.SearchStrategy[list[RankLoad]]:
+    loads = st.builds(RankLoad, st.just("rank"), batch_sizes, private)
+    return st.lists(loads, min_size=1, max_size=37)
+
+
+def check_everything_is_placed(ranks: list[RankLoad], num_public: int, placed: list[Placed]) -> None:
+    assert [shard.num_private for shard in placed] == [rank.num_private for rank in ranks]
+    assert [shard.batch_size for shard in placed] == [rank.batch_size for rank in ranks]
+    edges = [0, *(shard.public_stop for shard in placed)]
+    assert [shard.public_start for shard in placed] == edges[:-1]
+    assert edges == sorted(edges)
+    assert edges[-1] == num_public
+
+
+@given(loads_of(st.integers(0, 5000)), st.integers(1, 2_000_000))
+def test_every_public_sample_is_on_one_rank_and_private_ones_stay(
+    ranks: list[RankLoad], num_public: int
+) -> None:
+    placed = place_shards(ranks, num_public)
+    check_everything_is_placed(ranks, num_public, placed)
+    assert sum(shard.num_samples for shard in placed) == num_public + sum(rank.num_private for rank in ranks)
+
+
+@given(loads_of(st.just(0)), st.integers(1, 2_000_000))
+def test_public_shards_follow_batch_sizes_to_one_sample(ranks: list[RankLoad], num_public: int) -> None:
+    placed = place_shards(ranks, num_public)
+    global_batch = sum(rank.batch_size for rank in ranks)
+    for shard in placed:
+        assert abs(shard.num_samples - num_public * shard.batch_size / global_batch) < 1
+    steps = [shard.num_steps for shard in placed]
+    assert max(steps) - min(steps) <= 1
+
+
+@given(loads_of(st.integers(0, 3000)), st.integers(0, 100_000))
+def test_ranks_that_get_public_samples_end_within_a_step_and_nobody_could_end_sooner(
+    ranks: list[RankLoad], num_public: int
+) -> None:
+    if num_public + sum(rank.num_private for rank in ranks) == 0:
+        return
+    placed = place_shards(ranks, num_public)
+    filled = [shard for shard in placed if shard.num_public]
+    per_batch = [shard.num_samples / shard.batch_size for shard in filled]
+    for shard, ratio in zip(filled, per_batch, strict=True):
+        # nobody who was filled up is ahead of another by more than the rounding of one sample each
+        assert ratio - 1 / shard.batch_size <= min(
+            one + 1 / other.batch_size for one, other in zip(per_batch, filled, strict=True)
+        )
+    if filled:
+        assert max(shard.num_steps for shard in filled) - min(shard.num_steps for shard in filled) <= 1
+    total = num_public + sum(rank.num_private for rank in ranks)
+    fewest = -(-total // sum(rank.batch_size for rank in ranks))
+    private_only = max(-(-rank.num_private // rank.batch_size) for rank in ranks)
+    assert steps_per_epoch(placed) <= max(fewest + 1, private_only)
+
+
+@given(loads_of(st.integers(1, 5000)))
+def test_zero_public_samples_leave_only_the_private_ones(ranks: list[RankLoad]) -> None:
+    placed = place_shards(ranks, 0)
+    assert all(shard.num_public == 0 for shard in placed)
+    assert [shard.num_samples for shard in placed] == [rank.num_private for rank in ranks]
+
+
+def test_rank_with_too_much_private_data_gets_no_public_and_makes_the_epoch_longer() -> None:
+    ranks = [RankLoad("host", 100), RankLoad("csd0", 10, num_private=500), RankLoad("csd1", 10)]
+    host, csd0, csd1 = placed = place_shards(ranks, 1200)
+    assert (csd0.num_public, csd0.num_steps) == (0, 50)
+    assert (host.num_public, csd1.num_public) == (1091, 109)
+    assert (host.num_steps, csd1.num_steps) == (11, 11)
+    assert steps_per_epoch(placed) == 50
+
+
+def test_rank_that_becomes_full_once_another_is_left_out_gets_no_public_either() -> None:
+    # csd1 has less than its share of all samples, but more than its share of what csd0 leaves.
+    ranks = [RankLoad("host", 10), RankLoad("csd0", 10, num_private=1000), RankLoad("csd1", 10, 200)]
+    placed = place_shards(ranks, 100)
+    assert [shard.num_public for shard in placed] == [100, 0, 0]
+
+
+def test_split_of_the_paper_keeps_private_images_on_their_newports() -> None:
+    # 72,000 public images and 12,000 private ones on 24 Newports; Table I's batch sizes for MobileNetV2.
+    ranks = [RankLoad("host", 315), *(RankLoad(f"newport{k}", 25, num_private=500) for k in range(24))]
+    placed = place_shards(ranks, 72_000)
+    check_everything_is_placed(ranks, 72_000, placed)
+    assert placed[0].num_samples == pytest.approx(84_000 * 315 / 915, abs=1)
+    assert all(shard.num_samples == pytest.approx(84_000 * 25 / 915, abs=1) for shard in placed[1:])
+    assert {shard.num_steps for shard in placed} == {92}
+
+
+def test_single_rank_reads_everything() -> None:
+    (alone,) = place_shards([RankLoad("host", 7, num_private=3)], 10)
+    assert (alone.public_start, alone.public_stop, alone.num_samples, alone.num_steps) == (0, 10, 13, 2)
+
+
+def test_fewer_samples_than_ranks_leave_some_with_nothing() -> None:
+    placed = place_shards([RankLoad(f"csd{k}", 8) for k in range(5)], 3)
+    assert [shard.num_samples for shard in placed] == [1, 1, 1, 0, 0]
+    assert steps_per_epoch(placed) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "num_public", "said"),
+    [
+        ([RankLoad("csd0", 0)], 10, "csd0: batch size must be at least 1, received 0"),
+        ([RankLoad("host", 1), RankLoad("csd1", -4)], 10, "csd1: batch size .* received -4"),
+        ([RankLoad("csd0", 4, num_private=-1)], 10, "csd0: .* negative"),
+        ([RankLoad("csd0", 4)], -1, "negative"),
+        ([RankLoad("csd0", 4), RankLoad("csd1", 4)], 0, "no sample to train on"),
+        ([], 10, "no rank"),
+    ],
+)
+def test_impossible_placement_is_refused(ranks: list[RankLoad], num_public: int, said: str) -> None:
+    with pytest.raises(PlacementError, match=said):
+        place_shards(ranks, num_public)

@@ -1,0 +1,153 @@
+"""A run of two epochs on a host and two nodes, added up by hand.
+
+The host: 2 × 600 samples; each node: 2 × 100. An epoch takes 10 s.
+"""
+
+from typing import Any
+
+import pytest
+
+from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.worker.contract import Checkpointed, EpochEnd, Event, Failed, Finished, Progress, Ready
+
+NODES = ("host", "csd0", "csd1")
+MANIFEST: dict[str, Any] = {
+    "plan": {
+        "method": "stannis",
+        "emulated": True,
+        "ranks": [
+            {"node": "host", "batch_size": 60, "threads": 8, "images_per_s": 70.0},
+            {"node": "csd0", "batch_size": 10, "threads": 4, "images_per_s": 15.0},
+            {"node": "csd1", "batch_size": 10, "threads": 4, "images_per_s": 15.0},
+        ],
+    },
+    "placement": [
+        {"node": "host", "num_private": 0, "num_public": 600},
+        {"node": "csd0", "num_private": 40, "num_public": 60},
+        {"node": "csd1", "num_private": 100, "num_public": 0},
+    ],
+    "predicted_images_per_s": 90.0,
+}
+
+
+def epoch_end(rank: int, epoch: int, weights_hash: str = "") -> EpochEnd:
+    samples, compute_s, wait_s = (600, 6.0, 3.0) if rank == 0 else (100, 9.0, 1.0)
+    overall = (800, 2.0 / epoch, 0.4 * epoch, 2.5 / epoch, 0.3 * epoch) if rank == 0 else ()
+    return EpochEnd(
+        rank,
+        NODES[rank],
+        epoch,
+        10,
+        samples,
+        compute_s,
+        wait_s,
+        10.0,
+        weights_hash or f"hash-{epoch}",
+        *overall,
+    )
+
+
+def finished(rank: int) -> Finished:
+    return Finished(rank, NODES[rank], 2, 20, "hash-2", 1 << 20)
+
+
+WHOLE: list[Event] = [
+    *(Ready(rank, NODES[rank], 100, 1.0) for rank in range(3)),
+    *(epoch_end(rank, 1) for rank in (2, 0, 1)),
+    Progress(0, "host", 2, 5, 5, 300, 3.0, 1.5, 5.0, 400, 9.9, 0.9),
+    *(epoch_end(rank, 2) for rank in (0, 1, 2)),
+    Checkpointed(0, "host", 2, "checkpoints/epoch-0002.weights.npz", "sha"),
+    *(finished(rank) for rank in (1, 2, 0)),
+]
+
+
+def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) -> RunSummary:
+    return summarize("20260101-000000-abcd", manifest, events)
+
+
+def without(kind: type[Event], rank: int) -> list[Event]:
+    return [event for event in WHOLE if not (isinstance(event, kind) and event.rank == rank)]
+
+
+def without_speed(rank: int) -> dict[str, Any]:
+    ranks = [dict(one) for one in MANIFEST["plan"]["ranks"]]
+    del ranks[rank]["images_per_s"]
+    return {**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}}
+
+
+def test_whole_run_is_added_up_over_its_epochs() -> None:
+    found = summary()
+    assert (found.run_id, found.method, found.emulated) == ("20260101-000000-abcd", "stannis", True)
+    assert (found.num_ranks, found.global_batch) == (3, 80)
+    assert (found.epochs, found.steps, found.samples, found.training_s) == (2, 20, 1600, 20.0)
+    assert found.images_per_s == pytest.approx(80.0)
+    assert found.predicted_images_per_s == 90.0
+
+
+def test_efficiency_is_the_speed_over_what_the_ranks_reach_alone() -> None:
+    assert summary().alone_images_per_s == pytest.approx(100.0)
+    assert summary().efficiency == pytest.approx(0.8)
+
+
+def test_loss_and_accuracy_are_those_of_the_last_epoch() -> None:
+    found = summary()
+    assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
+    assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
+
+
+def test_every_rank_has_its_samples_rate_and_waiting() -> None:
+    host, csd0, csd1 = summary().ranks
+    assert (host.node, host.batch_size, host.num_private, host.num_public) == ("host", 60, 0, 600)
+    assert (csd0.num_private, csd0.num_public, csd1.num_private) == (40, 60, 100)
+    assert (host.images_per_s, csd0.images_per_s) == pytest.approx((60.0, 10.0))
+    assert (host.alone_images_per_s, csd0.alone_images_per_s) == (70.0, 15.0)
+    assert (host.compute_s, host.wait_s) == (12.0, 6.0)
+    assert (host.waiting, csd0.waiting) == pytest.approx((1 / 3, 0.1))
+
+
+def test_run_with_every_completion_record_is_done() -> None:
+    assert summary().state == "done"
+    assert summary().failures == ()
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_run_that_lacks_one_completion_record_has_failed(rank: int) -> None:
+    assert summary(without(Finished, rank)).state == "failed"
+
+
+def test_same_completion_record_twice_does_not_stand_for_another() -> None:
+    assert summary([*without(Finished, 2), finished(1)]).state == "failed"
+
+
+def test_failures_are_told_with_their_node() -> None:
+    found = summary([*WHOLE[:6], Failed(1, "csd0", "the loss became nan", "lower the rate")])
+    assert (found.state, found.failures) == ("failed", ("csd0: the loss became nan",))
+
+
+def test_weights_that_agree_at_every_epochs_end_are_identical() -> None:
+    assert summary().identical_weights
+
+
+def test_different_weights_after_one_epoch_are_not_identical() -> None:
+    events = [epoch_end(1, 1, "other") if event == epoch_end(1, 1) else event for event in WHOLE]
+    assert not summary(events).identical_weights
+
+
+def test_weights_that_one_rank_did_not_report_are_not_identical() -> None:
+    assert not summary([event for event in WHOLE if event != epoch_end(2, 2)]).identical_weights
+
+
+@pytest.mark.parametrize("events", [[], WHOLE[:3]])
+def test_run_that_ended_before_its_first_epoch_claims_nothing(events: list[Event]) -> None:
+    found = summary(events)
+    assert (found.state, found.epochs, found.samples, found.images_per_s) == ("failed", 0, 0, 0.0)
+    assert (found.efficiency, found.loss, found.validation_accuracy) == (None, None, None)
+    assert not found.identical_weights
+    assert [rank.waiting for rank in found.ranks] == [0.0] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_without_every_ranks_own_speed_there_is_no_efficiency(rank: int) -> None:
+    found = summary(manifest=without_speed(rank))
+    assert (found.alone_images_per_s, found.efficiency) == (None, None)
+    assert found.images_per_s == pytest.approx(80.0)

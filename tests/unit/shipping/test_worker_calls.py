@@ -1,0 +1,84 @@
+import json
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, InputError, RemoteCommandError
+from csdctl.shipping.worker_calls import build_worker_command, run_worker
+from csdctl.transport.fake import FakeSession
+from csdctl.worker.contract import WORKER_ERROR_PREFIX, DatasetInfo, to_json
+
+INFO = DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc")
+
+
+def call(**answer: Any) -> DatasetInfo:
+    session = FakeSession("csd2").on("python3", **answer)
+    found = run_worker(
+        session, "python3", "worker.pyz", ["prepare"], DatasetInfo, doing="preparing data", deadline_s=1
+    )
+    assert session.commands == [("python3", "-u", "worker.pyz", "prepare")]
+    return found
+
+
+def failure(**answer: Any) -> CsdctlError:
+    with pytest.raises(CsdctlError) as raised:
+        call(**answer)
+    assert raised.value.node == "csd2"
+    return raised.value
+
+
+def said(exit_code: int, message: str = "there is no data", remedy: str = "mend the path") -> str:
+    content = {"message": message, "remedy": remedy, "exit_code": exit_code}
+    return f"{WORKER_ERROR_PREFIX}{json.dumps(content)}\n"
+
+
+def test_command_is_unbuffered() -> None:
+    assert build_worker_command("/venv/bin/python", "a/w.pyz", ["rank", "--spec", "s"]) == [
+        *("/venv/bin/python", "-u", "a/w.pyz", "rank", "--spec", "s")
+    ]
+
+
+def test_answer_is_the_last_line_whatever_was_printed_before() -> None:
+    assert call(stdout=to_json(INFO)) == INFO
+    assert call(stdout=f"hello from the user's own model file\n{to_json(INFO)}\n") == INFO
+
+
+def test_bad_input_found_by_the_worker_is_bad_input_here() -> None:
+    error = failure(exit_code=2, stderr=f"warning\n{said(2)}")
+    assert isinstance(error, InputError)
+    assert (error.message, error.remedy) == ("there is no data", "mend the path")
+
+
+def test_other_failure_of_the_worker_is_one_of_the_node() -> None:
+    error = failure(exit_code=1, stderr=f"{said(1)}a last word of Python\n")
+    assert isinstance(error, RemoteCommandError)
+    assert (error.message, error.remedy) == ("there is no data", "mend the path")
+
+
+def test_the_last_thing_the_worker_said_counts() -> None:
+    assert failure(exit_code=1, stderr=said(2, "first") + said(1, "last")).message == "last"
+
+
+@pytest.mark.parametrize(
+    "stderr", [said(2)[:30], f'{WORKER_ERROR_PREFIX}{{"message": "m"}}', "@csdctl-error 5"]
+)
+def test_half_an_error_line_is_an_error_of_the_node(stderr: str) -> None:
+    error = failure(exit_code=2, stderr=stderr)
+    assert isinstance(error, RemoteCommandError)
+    assert "preparing data failed with exit code 2" in error.message
+
+
+def test_worker_without_a_message_is_told_by_its_last_line() -> None:
+    error = failure(exit_code=1, stderr="Traceback …\nImportError: libmpi.so\n")
+    assert error.message == "preparing data failed with exit code 1: ImportError: libmpi.so"
+
+
+def test_killed_worker_is_told_as_out_of_memory() -> None:
+    assert "out of memory" in failure(exit_code=137).message
+
+
+@pytest.mark.parametrize("stdout", ["", "hello", to_json(INFO)[:-5], '{"schema": 2}', "{}"])
+def test_unreadable_answer_is_an_error_of_the_node(stdout: str) -> None:
+    error = failure(stdout=stdout)
+    assert isinstance(error, RemoteCommandError)
+    assert error.message.startswith("preparing data: unreadable answer: ")

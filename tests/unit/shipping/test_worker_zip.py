@@ -1,0 +1,48 @@
+import io
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from csdctl.shipping.worker_zip import pack_worker
+
+ROOT = Path(__file__).parents[3] / "csdctl"
+
+
+def names() -> list[str]:
+    with zipfile.ZipFile(io.BytesIO(pack_worker())) as archive:
+        return archive.namelist()
+
+
+def test_same_source_gives_the_same_bytes_in_another_process() -> None:
+    code = "import sys; from csdctl.shipping.worker_zip import pack_worker as p; sys.stdout.buffer.write(p())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout
+    assert pack_worker() == other
+
+
+def test_only_the_worker_and_the_version_travel() -> None:
+    expected = {"__main__.py", "csdctl/__init__.py"}
+    expected |= {str(path.relative_to(ROOT.parent)) for path in (ROOT / "worker").rglob("*.py")}
+    assert set(names()) == expected
+    assert names() == sorted(names())
+
+
+def test_what_travels_is_the_source_as_it_is() -> None:
+    with zipfile.ZipFile(io.BytesIO(pack_worker())) as archive:
+        assert archive.testzip() is None
+        assert archive.read("csdctl/worker/step.py") == (ROOT / "worker" / "step.py").read_bytes()
+
+
+def test_zip_runs_by_itself_away_from_any_csdctl(tmp_path: Path) -> None:
+    (tmp_path / "worker.pyz").write_bytes(pack_worker())
+
+    def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
+        # -S: without site-packages, where an installed csdctl might be
+        command = [sys.executable, "-I", "-S", "worker.pyz", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env={})
+
+    helped = run("--help")
+    assert (helped.returncode, helped.stderr) == (0, "")
+    assert re.search(r"build.*prepare.*probe.*rank", helped.stdout)
+    assert run("unheard").returncode == 2

@@ -1,0 +1,23 @@
+import pytest
+
+from csdctl.tuning.memory import predict_peak_bytes
+
+
+def test_measured_size_is_not_predicted() -> None:
+    assert predict_peak_bytes({8: 100}, 8) == 100
+    assert predict_peak_bytes({4: 90, 8: 100, 16: 130}, 8) == 100
+
+
+@pytest.mark.parametrize("peaks", [{}, {8: 100}])
+def test_one_measurement_predicts_nothing(peaks: dict[int, int]) -> None:
+    assert predict_peak_bytes(peaks, 16) is None
+
+
+def test_line_goes_through_the_two_largest_sizes() -> None:
+    assert predict_peak_bytes({4: 99, 16: 130, 8: 100}, 32) == 130 + 16 * 30 // 8
+
+
+def test_highest_mark_of_a_process_does_not_fall() -> None:
+    assert predict_peak_bytes({8: 100, 16: 100}, 1000) == 100
+    assert predict_peak_bytes({8: 120, 16: 100}, 1000) == 100
+    assert predict_peak_bytes({8: 100, 16: 130}, 12) == 130

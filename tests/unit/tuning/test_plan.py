@@ -1,0 +1,87 @@
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.tuning.plan import HEADER, Plan, RankPlan, load_plan, save_plan
+
+PLAN = Plan(
+    job="job",
+    job_fingerprint="0123456789abcdef",
+    method="stannis",
+    emulated=True,
+    method_arguments={"batch_sizes": [4, 8], "C": 2.0, "E": 20.0},
+    num_probes=12,
+    measuring_s=3.5,
+    ranks=[
+        RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, images_per_s=31.5),
+        RankPlan(node="csd0", batch_size=25, threads=4, step_time_s=8.0, peak_memory_bytes=1 << 30),
+    ],
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_plan(tmp_path / "plans" / "job.yaml", PLAN)
+    return tmp_path / "plans" / "job.yaml"
+
+
+def line_of(path: Path, text: str) -> int:
+    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if text in line)
+
+
+def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
+    assert load_plan(path) == PLAN
+
+
+def test_plan_tells_the_reader_what_may_be_edited(path: Path) -> None:
+    assert path.read_text().startswith(HEADER)
+    assert "batch_size: 25" in path.read_text()
+    assert "null" not in path.read_text()
+
+
+def test_batch_size_edited_by_hand_is_taken(path: Path) -> None:
+    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 20"))
+    assert load_plan(path).ranks[1].batch_size == 20
+    assert load_plan(path).global_batch == 335
+
+
+@pytest.mark.parametrize(
+    ("written", "edited", "said"),
+    [
+        ("batch_size: 25", "batch_size: 0", "`ranks.1.batch_size`: .*greater than or equal to 1 .received 0"),
+        ("batch_size: 25", "batch_size: many", "`ranks.1.batch_size`: .*integer.*received 'many'"),
+        ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*integer.*received 2.5"),
+        ("threads: 4", "threads: -4", "`ranks.1.threads`"),
+        ("threads: 4", "thread: 4", "unknown key `ranks.1.thread`, did you mean `threads`"),
+        ("step_time_s: 8.0", "step_time_s: .nan", "`ranks.1.step_time_s`"),
+        ("step_time_s: 8.0", "step_time_s: -8.0", "`ranks.1.step_time_s`"),
+        ("schema_version: 1", "schema_version: 2", "`schema_version`"),
+    ],
+)
+def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, said: str) -> None:
+    line = line_of(path, written)
+    path.write_text(path.read_text().replace(written, edited))
+    with pytest.raises(InputError, match=f":{line}: {said}"):
+        load_plan(path)
+
+
+def test_plan_without_ranks_is_refused(path: Path) -> None:
+    path.write_text(path.read_text().partition("ranks:")[0] + "ranks: []\n")
+    with pytest.raises(InputError, match="`ranks`"):
+        load_plan(path)
+
+
+def test_missing_plan_says_how_to_get_one(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="csdctl tune") as raised:
+        load_plan(tmp_path / "plan.yaml")
+    assert str(tmp_path / "plan.yaml") in raised.value.message
+
+
+def test_predicted_speed_is_the_global_batch_over_the_slowest_step() -> None:
+    assert PLAN.predicted_images_per_s == pytest.approx(340 / 10.0)
+
+
+def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:
+    ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
+    assert PLAN.model_copy(update={"ranks": ranks}).predicted_images_per_s is None

@@ -1,0 +1,229 @@
+"""Algorithm 1 on engines whose step time is a straight line: overhead + batch size / speed."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.tuning.stannis import MAX_ROUNDS, TunedBatch, TuningError, tune_stannis
+
+LIST = (4, 8, 16, 32, 64)
+
+
+@dataclass
+class Engines:
+    """Synthetic engines, measured as the real ones are; keeps every round."""
+
+    step_time_s: Mapping[str, Callable[[int], float]]
+    limits: Mapping[str, int] = field(default_factory=dict)
+    noise: Callable[[], float] = lambda: 1.0
+    rounds: list[dict[str, int]] = field(default_factory=list)
+
+    def measure(self, sizes: Mapping[str, int]) -> dict[str, float | None]:
+        self.rounds.append(dict(sizes))
+        return {
+            name: None if size > self.limits.get(name, size) else self.step_time_s[name](size) * self.noise()
+            for name, size in sizes.items()
+        }
+
+    def tune(self, **options: object) -> dict[str, TunedBatch]:
+        return tune_stannis(list(self.step_time_s), self.measure, **options)  # type: ignore[arg-type]
+
+    def sizes_of(self, name: str) -> list[int]:
+        return [sizes[name] for sizes in self.rounds if name in sizes]
+
+
+def linear(images_per_s: float, overhead_s: float = 0.0) -> Callable[[int], float]:
+    return lambda size: overhead_s + size / images_per_s
+
+
+def best_at(best_size: int, images_per_s: float) -> Callable[[int], float]:
+    """An engine whose speed falls beyond `best_size`: its cache, or its memory, is full."""
+    return lambda size: (size + 0.2 * max(0, size - best_size)) / images_per_s + 0.01
+
+
+def test_slowest_engine_gets_its_best_size_of_the_list() -> None:
+    tuned = Engines({"host": linear(100, 0.1), "csd0": best_at(16, 5)}).tune()
+    assert tuned["csd0"].batch_size == 16
+    assert tuned["csd0"].step_time_s == pytest.approx(16 / 5 + 0.01)
+
+
+def test_slowest_is_the_one_with_the_least_images_per_s_not_the_longest_step() -> None:
+    # Every step of csd0 takes longer at size 4 already; it makes up for it at 64.
+    times = {"host": linear(2), "csd0": linear(50, 3.0)}
+    tuned = Engines(times).tune()
+    assert tuned["host"].batch_size == 4
+    assert tuned["csd0"] == TunedBatch(4, times["csd0"](4))
+
+
+def test_equal_nodes_get_equal_sizes() -> None:
+    nodes = {f"csd{number}": linear(5 * factor, 0.2) for number, factor in enumerate((1, 1.01, 0.99, 1.0))}
+    tuned = Engines({"host": linear(60, 0.2), **nodes}).tune()
+    assert len({tuned[name].batch_size for name in nodes}) == 1
+
+
+def test_order_of_engines_is_kept_and_does_not_matter() -> None:
+    times = {"host": linear(60, 0.2), "csd0": linear(5, 0.2), "csd1": linear(9, 0.1)}
+    forward = Engines(times).tune()
+    backward = Engines(dict(reversed(times.items()))).tune()
+    assert list(forward) == list(times)
+    assert forward == backward
+
+
+@pytest.mark.parametrize("margin_scale", [5.0, 20.0])
+@pytest.mark.parametrize("speed", [7.0, 31.0, 400.0])
+def test_faster_engine_ends_at_the_final_time_or_one_step_beyond(speed: float, margin_scale: float) -> None:
+    tuned = Engines({"host": linear(speed, 0.05), "csd0": linear(3, 0.05)}).tune(margin_scale=margin_scale)
+    final_time_s = tuned["csd0"].step_time_s * (1 + 1 / margin_scale)
+    last_step = max(1, tuned["host"].batch_size / margin_scale / 2)
+    assert final_time_s <= tuned["host"].step_time_s <= final_time_s + (last_step + 1) / speed
+
+
+@pytest.mark.parametrize(
+    ("host_speed", "node_speed", "node_size", "paper"), [(31.05, 3.08, 25, 315), (47.31, 2.80, 15, 325)]
+)
+def test_speeds_of_the_papers_table_give_its_batch_sizes(
+    host_speed: float, node_speed: float, node_size: int, paper: int
+) -> None:
+    engines = Engines(
+        {
+            "host": linear(host_speed),
+            "newport": lambda size: (size + max(0, size - node_size)) / node_speed + 0.001,
+        }
+    )
+    tuned = engines.tune(batch_sizes=(5, 10, 15, 20, 25, 30), margin_scale=5)
+    assert tuned["newport"].batch_size == node_size
+    least = node_size / node_speed * 1.2 * host_speed
+    one_step = 1 + 1 / 5 / 2  # the margin over C
+    assert least <= tuned["host"].batch_size <= least * one_step + 2
+    assert tuned["host"].batch_size == pytest.approx(paper, rel=0.1)
+
+
+def test_larger_divisor_comes_closer_and_takes_more_probes() -> None:
+    excess, probes = [], []
+    for step_divisor in (1.0, 2.0, 4.0, 8.0):
+        engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
+        tuned = engines.tune(step_divisor=step_divisor, margin_scale=5)
+        excess.append(tuned["host"].step_time_s / (tuned["csd0"].step_time_s * 1.2) - 1)
+        probes.append(len(engines.rounds))
+    assert excess[-1] < excess[0]
+    assert all(over <= 1 / 5 / divisor + 0.01 for over, divisor in zip(excess, (1, 2, 4, 8), strict=True))
+    assert probes == sorted(set(probes))
+
+
+def test_all_engines_are_measured_at_once() -> None:
+    engines = Engines({"host": linear(60), "csd0": linear(5, 0.1), "csd1": linear(5, 0.1)})
+    tuned = engines.tune()
+    assert all(set(sizes) == {"host", "csd0", "csd1"} for sizes in engines.rounds)
+    assert engines.rounds[-1]["csd0"] == tuned["csd0"].batch_size
+
+
+def test_size_that_does_not_fit_is_the_upper_limit_from_then_on() -> None:
+    engines = Engines({"host": linear(1000), "csd0": linear(5, 0.1)}, limits={"host": 100})
+    tuned = engines.tune()
+    assert tuned["host"].batch_size == 100
+    failed = [size for size in engines.sizes_of("host") if size > 100]
+    assert failed == sorted(failed, reverse=True)
+
+
+def test_size_of_the_list_that_did_not_fit_is_not_tried_again_nor_a_larger_one() -> None:
+    engines = Engines({"host": linear(1000), "csd0": linear(5, 0.1)}, limits={"host": 36})
+    tuned = engines.tune(batch_sizes=(16, 32, 40, 48, 64))
+    assert tuned["host"].batch_size == 36
+    assert engines.sizes_of("host").count(40) == 1
+    assert max(engines.sizes_of("host")) == 40
+
+
+def test_slowest_engine_that_fits_only_small_sizes_gets_one_of_them() -> None:
+    tuned = Engines({"host": linear(50), "csd0": linear(5, 1.0)}, limits={"csd0": 8}).tune()
+    assert tuned["csd0"].batch_size == 8
+
+
+def test_engine_that_fits_at_no_size_is_named() -> None:
+    engines = Engines({"host": linear(50), "csd7": linear(5)}, limits={"csd7": 3})
+    with pytest.raises(TuningError, match="csd7 cannot train even 4 samples at a time: out of memory"):
+        engines.tune()
+
+
+def test_no_engine_that_fits_ends_after_the_first_size() -> None:
+    engines = Engines({"host": linear(50), "csd0": linear(5)}, limits={"host": 0, "csd0": 0})
+    with pytest.raises(TuningError, match="host cannot"):
+        engines.tune()
+    assert len(engines.rounds) == 1
+
+
+def test_one_engine_alone_gets_its_best_size() -> None:
+    engines = Engines({"host": best_at(32, 50)})
+    assert engines.tune()["host"].batch_size == 32
+    assert len(engines.rounds) == len(LIST)
+
+
+def test_list_may_be_unsorted_and_repeat_itself() -> None:
+    engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
+    engines.tune(batch_sizes=(16, 4, 16, 8))
+    assert engines.sizes_of("csd0")[:3] == [4, 8, 16]
+    assert engines.sizes_of("csd0").count(8) == 1
+
+
+@pytest.mark.parametrize("batch_sizes", [(), (0,), (4, -1)])
+def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
+    with pytest.raises(TuningError, match="list of batch sizes"):
+        Engines({"host": linear(50)}).tune(batch_sizes=batch_sizes)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(("name", "shown"), [("step_divisor", "C"), ("margin_scale", "E")])
+def test_bad_step_divisor_or_margin_scale_is_refused(name: str, shown: str, value: float) -> None:
+    with pytest.raises(TuningError, match=f"^{shown} must be a positive number, received"):
+        Engines({"host": linear(50)}).tune(**{name: value})
+
+
+def test_nothing_to_tune_is_refused() -> None:
+    with pytest.raises(TuningError, match="no engine"):
+        Engines({}).tune()
+
+
+def test_rounds_are_bounded_however_fine_the_steps() -> None:
+    engines = Engines({"host": linear(1e6), "csd0": linear(1, 0.1)})
+    engines.tune(step_divisor=1e6)
+    assert len(engines.rounds) == len(LIST) + MAX_ROUNDS
+
+
+engine_times = st.builds(linear, st.floats(0.01, 1e5), st.floats(0, 30))
+
+
+@given(
+    st.lists(engine_times, min_size=1, max_size=6),
+    st.floats(0.1, 50),
+    st.floats(0.1, 50),
+    st.lists(st.integers(1, 300), min_size=1, max_size=5),
+    st.lists(st.one_of(st.none(), st.integers(300, 1000)), min_size=6, max_size=6),
+)
+def test_any_fleet_is_tuned_within_the_bound(
+    times: list[Callable[[int], float]],
+    step_divisor: float,
+    margin_scale: float,
+    batch_sizes: list[int],
+    limits: list[int | None],
+) -> None:
+    names = [f"csd{number}" for number in range(len(times))]
+    allowed = {name: limit for name, limit in zip(names, limits, strict=False) if limit is not None}
+    engines = Engines(dict(zip(names, times, strict=True)), allowed)
+    tuned = engines.tune(batch_sizes=batch_sizes, step_divisor=step_divisor, margin_scale=margin_scale)
+    assert list(tuned) == names
+    assert len(engines.rounds) <= len(set(batch_sizes)) + MAX_ROUNDS
+    assert all(size >= 1 for sizes in engines.rounds for size in sizes.values())
+    for name, one in tuned.items():
+        assert 1 <= one.batch_size <= allowed.get(name, one.batch_size)
+        assert one.batch_size in engines.sizes_of(name)
+
+
+@given(st.randoms(use_true_random=False), st.lists(st.floats(0.5, 200), min_size=2, max_size=4))
+def test_twenty_percent_of_noise_does_not_keep_it_from_ending(random: object, speeds: list[float]) -> None:
+    times = {f"csd{number}": linear(speed, 0.1) for number, speed in enumerate(speeds)}
+    engines = Engines(times, noise=lambda: random.uniform(0.8, 1.2))  # type: ignore[attr-defined]
+    tuned = engines.tune(margin_scale=5)
+    assert len(engines.rounds) < len(LIST) + MAX_ROUNDS
+    assert all(one.batch_size >= 1 for one in tuned.values())
