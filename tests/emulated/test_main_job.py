@@ -202,7 +202,7 @@ def processes(*wanted: str) -> list[int]:
 
 
 def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
-    """Those of `pids` that run in `demo`'s emulated fleet (in `node`) and whose program is called `program…`."""
+    """Those of `pids` in `demo`'s emulated fleet (in `node`) whose program is called `program…`."""
     fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
     wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
     wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
