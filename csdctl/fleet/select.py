@@ -16,14 +16,18 @@ def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str]
     """The fleet with only the nodes that match `limit` (all when empty) and not `exclude`.
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
-    commas. Raises InputError for a pattern that matches nothing.
+    commas. Raises InputError for a pattern that matches nothing, and
+    when no node is left.
     """
     kept = fleet.nodes
     if limit:
         wanted = {node.name for pattern in _split(limit) for node in _matching(fleet, pattern, "--limit")}
         kept = tuple(node for node in kept if node.name in wanted)
     unwanted = {node.name for pattern in _split(exclude) for node in _matching(fleet, pattern, "--exclude")}
-    return replace(fleet, nodes=tuple(node for node in kept if node.name not in unwanted))
+    kept = tuple(node for node in kept if node.name not in unwanted)
+    if not kept:
+        raise InputError(f"--limit and --exclude leave no node of {fleet.path}", remedy="leave one at least")
+    return replace(fleet, nodes=kept)
 
 
 def _split(patterns: Sequence[str]) -> list[str]:

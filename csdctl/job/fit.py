@@ -19,8 +19,19 @@ def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetIn
         which = f"{name} data" if name in ("public", "validation") else f"private data of {name}"
         _check_input(model, data, which)
         _check_output(recipe, model, data, which)
+    _check_types(datasets)
     if recipe.loss in INTEGER_LABEL_LOSSES:
         _check_logits(recipe, model)
+
+
+def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:
+    """One type for all: uint8 pixels are scaled and floats are not, so a mixture would be nonsense."""
+    types = {name: data.dtype for name, data in datasets.items() if data}
+    if len(set(types.values())) > 1:
+        listed = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
+        raise InputError(
+            f"the data sets hold samples of different types: {listed}", remedy="store all of them as one type"
+        )
 
 
 def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
@@ -48,7 +59,12 @@ def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
 
 def _check_output(recipe: Recipe, model: ModelInfo, data: DatasetInfo, which: str) -> None:
     if recipe.loss in INTEGER_LABEL_LOSSES:
-        if data.label_shape or data.max_label < 0:
+        if not data.label_shape and data.max_label < 0:
+            raise InputError(
+                f"loss {recipe.loss} needs integer labels from 0, the {which} has others",
+                remedy="number the classes from 0, or choose another recipe.loss",
+            )
+        if data.label_shape:
             raise InputError(
                 f"loss {recipe.loss} needs one integer label a sample, "
                 f"the {which} has labels of shape {_shape(data.label_shape)}",

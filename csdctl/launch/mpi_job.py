@@ -84,7 +84,7 @@ class MpiJob:
         """Start mpirun, pass on every event, and return when all is over; nothing runs afterwards here."""
         outcome = JobOutcome()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _DIES_WITH_US, *self._command],
+            [sys.executable, "-I", "-c", _DIES_WITH_US, *self._command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -104,8 +104,9 @@ class MpiJob:
             self.end()
             for reader in readers:
                 reader.join(timeout=2)
-            for file in self._files.values():
-                file.close()
+            for file in (*self._files.values(), self._process.stdout, self._process.stderr):
+                if file:
+                    file.close()
         outcome.exit_code = self._process.returncode
         outcome.last_words = list(self._words)
         return outcome
@@ -117,7 +118,7 @@ class MpiJob:
         deadlines: Deadlines,
         readers: Sequence[threading.Thread],
     ) -> None:
-        heard = time.monotonic()
+        started = heard = time.monotonic()
         while any(reader.is_alive() for reader in readers) or not self._events.empty():
             try:
                 event = self._events.get(timeout=0.2)
@@ -127,10 +128,14 @@ class MpiJob:
                 heard = time.monotonic()
                 self._note(outcome, event)
                 on_event(event)
-            is_started = len(outcome.ready) == self._num_ranks
-            allowed_s = deadlines.silence_s if is_started else deadlines.start_s
-            if time.monotonic() - heard > allowed_s:
-                outcome.overdue = "silence" if is_started else "start"
+            now = time.monotonic()
+            if len(outcome.finished) == self._num_ranks and now - heard > END_GRACE_S:
+                return  # something a rank left behind keeps mpirun's output open
+            if len(outcome.ready) < self._num_ranks and now - started > deadlines.start_s:
+                outcome.overdue = "start"
+                return
+            if now - heard > deadlines.silence_s:
+                outcome.overdue = "silence"
                 return
 
     @staticmethod

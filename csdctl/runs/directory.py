@@ -2,7 +2,6 @@
 
 import json
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -59,8 +58,8 @@ class ProjectDirectory:
         return self.state / "plans" / f"{job_name}.yaml"
 
     def new_run(self) -> "RunDirectory":
-        """A new run directory with an id of its own: UTC time and four random characters."""
-        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        """A new run directory with an id of its own: UTC time to the microsecond; ids sort by time."""
+        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
         run = RunDirectory(self.runs / run_id)
         run.logs.mkdir(parents=True)
         return run

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
@@ -26,6 +26,14 @@ class RankPlan(Document):
     peak_memory_bytes: int | None = None
 
 
+def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
+    names = [rank.node for rank in ranks]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{name} is there more than once")
+    return ranks
+
+
 class Plan(Document):
     """The batch sizes of all ranks, rank 0 first, and what they were computed from."""
 
@@ -37,7 +45,7 @@ class Plan(Document):
     method_arguments: dict[str, float | list[int]] = {}
     num_probes: int = 0
     measuring_s: float = 0.0
-    ranks: Annotated[list[RankPlan], Field(min_length=1)]
+    ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property
     def global_batch(self) -> int:

@@ -15,7 +15,7 @@ DEFAULT_BATCH_SIZES = (4, 8, 16, 32, 64)
 DEFAULT_STEP_DIVISOR = 2.0
 DEFAULT_MARGIN_SCALE = 20.0
 """The paper takes 5 for the slow-down it saw; a sum over the ranks costs us about 5% of a step."""
-MAX_ROUNDS = 50
+MAX_ROUNDS = 100
 
 
 class TuningError(ValueError):
@@ -78,6 +78,8 @@ def tune_stannis(
         times = measure(sizes)
         for engine, growth in waiting.items():
             growth.learn(times[engine])
+    else:
+        raise TuningError(f"C = {step_divisor} makes steps too small: no end after {MAX_ROUNDS} rounds")
     tuned |= {engine: growth.done for engine, growth in growing.items()}
     return {engine: tuned[engine] for engine in engines}
 

@@ -38,7 +38,7 @@ class DatasetInfo:
     dtype: str
     label_shape: tuple[int, ...]
     max_label: int
-    """The largest integer label, -1 when labels are not integers."""
+    """The largest label, -1 when labels are not integers from 0."""
     fingerprint: str
 
 

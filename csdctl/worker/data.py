@@ -54,21 +54,22 @@ class Shard:
         pieces = []
         for number, (images, labels) in enumerate(self._sources):
             chosen = np.sort(rows[rows[:, 0] == number, 1])
-            if len(chosen) or len(self._sources) == 1:
-                pieces.append((images[chosen], labels[chosen]))
-        if not pieces:
-            images, labels = self._sources[0]
-            return images[:0], labels[:0]
+            if len(chosen) or number == 0:
+                pieces.append((images[chosen], as_labels(labels[chosen])))
         if len(pieces) == 1:
             return pieces[0]
-        return np.concatenate([images for images, _ in pieces]), np.concatenate(
-            [labels for _, labels in pieces]
-        )
+        all_images, all_labels = zip(*pieces, strict=True)
+        return np.concatenate(all_images), np.concatenate(all_labels)
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
         """All samples once, in their order: for evaluation."""
         for start in range(0, len(self._rows), batch_size):
             yield self.read(self._rows[start : start + batch_size])
+
+
+def as_labels(labels: Array) -> Array:
+    """Labels in the one type that every rank uses: int32 for whole numbers, else float32."""
+    return labels.astype(np.int32 if labels.dtype.kind in "iu" else np.float32)
 
 
 def map_array(path: str | Path) -> Array:

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.contract import DatasetInfo, from_json, to_json
-from csdctl.worker.data import Array, map_array
+from csdctl.worker.data import Array, as_labels, map_array
 from csdctl.worker.events import WorkerError
 
 FORMATS = "a directory with images.npy and labels.npy, an .npz file with x and y, or a pair of IDX files"
@@ -32,7 +32,12 @@ def prepare(source: str, store: str) -> DatasetInfo:
     root = Path(source).expanduser()
     if not root.exists():
         raise WorkerError(f"there is no data at {source}", remedy="mend the path in job.yaml", exit_code=2)
-    fingerprint = _fingerprint(root)
+    try:
+        fingerprint = _fingerprint(root)
+    except OSError as error:
+        raise WorkerError(
+            f"data at {source} cannot be read: {error.strerror}", remedy="mend its permissions", exit_code=2
+        ) from None
     target = Path(store) / fingerprint
     record = target / "dataset.json"
     if record.exists():
@@ -48,7 +53,7 @@ def prepare(source: str, store: str) -> DatasetInfo:
         sample_shape=images.shape[1:],
         dtype=str(images.dtype),
         label_shape=labels.shape[1:],
-        max_label=int(labels.max()) if labels.dtype.kind in "iu" else -1,
+        max_label=int(labels.max()) if labels.dtype.kind in "iu" and labels.min() >= 0 else -1,
         fingerprint=fingerprint,
     )
     _save(target, None if in_place else (images, labels), info)
@@ -130,7 +135,7 @@ def _save(target: Path, arrays: tuple[Array, Array] | None, info: DatasetInfo) -
         if arrays is not None:
             images, labels = arrays
             np.save(aside / "images.npy", images)
-            np.save(aside / "labels.npy", labels.astype(np.int32) if labels.dtype.kind in "iu" else labels)
+            np.save(aside / "labels.npy", as_labels(labels))
         (aside / "dataset.json").write_text(to_json(info))
         os.replace(aside, target)
     except OSError as error:

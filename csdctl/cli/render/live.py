@@ -36,7 +36,9 @@ class TrainingView:
         self._rate: float | None = None
         self._began = self._said = time.monotonic()
         self._live = (
-            Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+            Live(get_renderable=self._view, console=console, refresh_per_second=4, transient=True)
+            if console.is_terminal
+            else None
         )
 
     def __enter__(self) -> "TrainingView":
@@ -123,7 +125,8 @@ class TrainingView:
                 line.state,
             )
         total = self._spec.steps_per_epoch * self._spec.recipe.epochs
-        bar = ProgressBar(total=total, completed=self._done_steps(), width=60)
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=self._done_steps(), width=60))
         return Group(Text(self._title, style="bold"), Text(self._headline()), bar, table)
 
 

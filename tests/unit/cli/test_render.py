@@ -185,7 +185,6 @@ class TestViewOnATerminal:
                 view.show(event)
         return file.getvalue()
 
-    @pytest.mark.xfail(reason="TrainingView never updates its Live since 0acc97c: the screen stays empty")
     def test_every_rank_has_a_row_while_the_run_goes_on(self) -> None:
         text = self.shown(*READY, PROGRESS)
         for word in ("emulated", "host", "csd0", "waiting"):

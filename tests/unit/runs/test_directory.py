@@ -45,7 +45,7 @@ class TestFindingRuns:
     def test_new_run_has_an_id_of_its_own_that_begins_with_the_time(self, project: ProjectDirectory) -> None:
         ids = {project.new_run().run_id for _ in range(5)}
         assert len(ids) == 5
-        assert all(re.fullmatch(r"\d{8}-\d{6}-[0-9a-f]{4}", one) for one in ids)
+        assert all(re.fullmatch(r"\d{8}-\d{6}-\d{6}", one) for one in ids)
 
     def test_run_is_found_by_its_id(self, project: ProjectDirectory, run: RunDirectory) -> None:
         assert project.find_run(run.run_id) == run
