@@ -143,7 +143,7 @@ class ProbeRequest:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The measured step: median seconds for forward, backward and apply of one batch."""
+    """The measured step: mean seconds for forward, backward and apply of one batch."""
 
     batch_size: int
     step_time_s: float
