@@ -30,7 +30,18 @@ DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans: `on`, `off`, `yes` and `no` are words, so that `on: host` means that."""
+    """YAML 1.2's booleans, so that `on: host` means what it says; and no key twice in one mapping."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping; raises ConstructorError, with its line, for a key that was there before."""
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key `{key.value}` is there twice", key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.yaml_implicit_resolvers = {

@@ -72,6 +72,15 @@ def main() -> None:
         sys.exit(ExitCode.INTERRUPTED)
     except BrokenPipeError:
         sys.exit(ExitCode.FAILED)
+    except OSError as error:
+        where = f" {error.filename}" if error.filename else ""
+        _show(
+            streams,
+            CsdctlError(
+                f"the system refused{where}: {error.strerror}", remedy="mend the disk or its permissions"
+            ),
+        )
+        sys.exit(ExitCode.FAILED)
     except Exception as error:
         if _is_usage(error):
             error.show()  # type: ignore[attr-defined]

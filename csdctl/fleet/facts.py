@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.documents import load_json, save_json
+from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 
 SCHEMA = 1
+DISCOVER = "run `csdctl discover` again"
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,15 @@ def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
 
 def load_facts(fleet: Fleet) -> dict[str, Facts]:
     """Read what `discover` wrote; raises InputError when it has not run yet."""
-    content: dict[str, Any] = load_json(facts_path(fleet))
-    return {
-        name: Facts(**{**values, **{key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}})
-        for name, values in content["machines"].items()
-    }
+    path = facts_path(fleet)
+    content = load_json(path)
+    try:
+        if content["schema"] != SCHEMA:
+            raise InputError(f"{path} has schema {content['schema']}, expected {SCHEMA}", remedy=DISCOVER)
+        return {name: _facts(values) for name, values in content["machines"].items()}
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"{path} does not hold what `csdctl discover` writes", remedy=DISCOVER) from None
+
+
+def _facts(values: dict[str, Any]) -> Facts:
+    return Facts(**{**values, **{key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}})

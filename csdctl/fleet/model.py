@@ -4,6 +4,7 @@
 allow-list here, because they end up in ssh_config files and command lines.
 """
 
+import ipaddress
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,13 +77,21 @@ User = Annotated[str, _matching(_USER, "user name")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
 
+def _as_network(value: str) -> str:
+    return str(ipaddress.ip_network(value, strict=False)) if value else value
+
+
+Network = Annotated[str, AfterValidator(_as_network)]
+Python = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+
+
 class NodeDefaults(Document):
     """What every node has unless it says otherwise."""
 
     port: Port = 22
     user: User = "root"
     key: Path | None = None
-    python: str = "python3"
+    python: Python = "python3"
     group: str = ""
 
 
@@ -94,7 +103,7 @@ class NodeEntry(Document):
     port: Port | None = None
     user: User | None = None
     key: Path | None = None
-    python: str | None = None
+    python: Python | None = None
     group: str | None = None
     tags: list[str] = []
 
@@ -102,14 +111,14 @@ class NodeEntry(Document):
 class HostEntry(Document):
     """The host's part of fleet.yaml."""
 
-    threads: Annotated[int, Field(ge=0)] = 0
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
 
 class FleetFile(Document):
     """fleet.yaml."""
 
     host: HostEntry = HostEntry()
-    network: str = ""
+    network: Network = ""
     emulated: bool = False
     defaults: NodeDefaults = NodeDefaults()
     nodes: list[NodeEntry]

@@ -1,6 +1,7 @@
 """`--limit` and `--exclude`: which nodes of a fleet a command works on."""
 
 import fnmatch
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,7 +51,12 @@ def _matching(fleet: Fleet, pattern: str, option: str) -> list[Node]:
 
 
 def _expand(pattern: str) -> list[str]:
-    """`csd[0-2]` as csd0, csd1, csd2; leading zeros keep their width."""
+    """`csd[0-2]` as csd0, csd1, csd2; leading zeros keep their width. Raises InputError for too many."""
+    sizes = [int(last) - int(first) + 1 for first, last in _RANGE.findall(pattern)]
+    if math.prod(max(1, size) for size in sizes) > MAX_RANGE:
+        raise InputError(
+            f"{pattern!r} stands for more than {MAX_RANGE:,} names", remedy="use a wildcard: csd*"
+        )
     found = _RANGE.search(pattern)
     if not found:
         return [pattern]

@@ -1,6 +1,7 @@
 """The job as frozen values, and job.yaml as pydantic reads it."""
 
 import hashlib
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,7 +66,7 @@ class PublicData(Document):
 class PrivateData(Document):
     """Data that only its own node may read: a path on each node."""
 
-    path: Annotated[str, Field(min_length=1)]
+    path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 
 
 class ValidationData(Document):
@@ -87,7 +88,7 @@ class DataEntry(Document):
 class RecipeEntry(Document):
     """How to train."""
 
-    epochs: Annotated[int, Field(ge=1)]
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
     learning_rate: Annotated[float, Field(gt=0)]
     reference_batch: Annotated[int, Field(ge=1)] = 256
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
@@ -96,7 +97,15 @@ class RecipeEntry(Document):
     optimizer_args: dict[str, float | bool] = {}
     loss: str = "sparse_categorical_crossentropy"
     from_logits: bool = False
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+
+    @field_validator("optimizer_args")
+    @classmethod
+    def _finite_arguments(cls, value: dict[str, float | bool]) -> dict[str, float | bool]:
+        for name, one in value.items():
+            if not math.isfinite(one):
+                raise ValueError(f"{name} must be a finite number")
+        return value
 
     @field_validator("learning_rate", "warmup_epochs")
     @classmethod
@@ -114,6 +123,15 @@ class JobFile(Document):
     data: DataEntry
     recipe: RecipeEntry
 
+    @field_validator("model_args")
+    @classmethod
+    def _json(cls, value: dict[str, Any]) -> dict[str, Any]:
+        try:
+            json.dumps(value)
+        except TypeError as error:
+            raise ValueError(f"must be values that JSON knows: {error}") from None
+        return value
+
 
 def load_job(path: Path) -> Job:
     """Read job.yaml; paths in it are relative to it. Raises InputError."""
@@ -121,7 +139,7 @@ def load_job(path: Path) -> Job:
     directory = path.parent
 
     def on_host(written: Path) -> Path:
-        return (directory / written.expanduser()).resolve()
+        return _resolve(directory, written, path)
 
     recipe = file.recipe
     arguments = dict(recipe.optimizer_args)
@@ -150,6 +168,17 @@ def load_job(path: Path) -> Job:
     return job
 
 
+def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
+    """`written`, relative to `directory`, as an absolute path; raises InputError for one that cannot be."""
+    try:
+        return (directory / written.expanduser()).resolve()
+    except (RuntimeError, ValueError, OSError) as error:
+        raise InputError(
+            f"{job_path}: path {str(written)!r} cannot be used: {error}",
+            remedy="mend the path in the job file",
+        ) from None
+
+
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:
     """`written` with its file made absolute; raises InputError when it is of no known form or missing."""
     if written.startswith("keras.applications:"):
@@ -160,7 +189,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
             f"{job_path}: model {written!r} is of no known form",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
-    path = (directory / Path(file).expanduser()).resolve()
+    path = _resolve(directory, Path(file), job_path)
     if not path.is_file():
         raise InputError(
             f"{job_path}: model file {path} does not exist", remedy="mend `model` in the job file"

@@ -17,6 +17,7 @@ _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNNAMED_DAEMON = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"^[-*=\s]*$")
+MEMORY_REMEDY = "give it a smaller batch size: run `csdctl tune`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 
@@ -27,6 +28,7 @@ class Cause:
 
     node: str
     message: str
+    remedy: str = "look after the node and train again"
 
 
 def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:
@@ -39,8 +41,10 @@ def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Seque
     for one in exited:
         number = one.code - 128
         if number > 0 and number not in _ENDED_BY_MPIRUN:
-            hint = ", most likely out of memory" if number == signal.SIGKILL else ""
-            return Cause(one.node, f"rank {one.rank} was killed by signal {number}{hint}")
+            message = f"rank {one.rank} was killed by signal {number}"
+            if number == signal.SIGKILL:
+                return Cause(one.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
+            return Cause(one.node, message)
     text = "\n".join(words)
     remote = [node for node in rank_nodes if node != HOST_NAME]
     if found := _DAEMON.search(text):

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
+from csdctl.errors import InputError
 from csdctl.launch.mpi_command import ALLOW_ROOT
 from csdctl.worker.contract import ContractError, Event, Exited, Failed, Finished, Ready, event_from_line
 
@@ -39,6 +40,11 @@ class Deadlines:
 
     start_s: float = 300.0
     silence_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("start", self.start_s), ("silence", self.silence_s)):
+            if not value >= 1:
+                raise InputError(f"the {name} deadline must be 1 second at least, received {value:g}")
 
 
 @dataclass

@@ -1,14 +1,19 @@
 """Calling the worker's commands on a machine: argument lists, and its answers back as values."""
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from csdctl.errors import CsdctlError, ExitCode, InputError, RemoteCommandError
 from csdctl.transport.session import Completed, Session
-from csdctl.worker.contract import WORKER_ERROR_PREFIX, ContractError, from_json
+from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, ContractError, from_json
 
 AnswerT = TypeVar("AnswerT")
+
+_NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
+"""What TensorFlow prints whatever happens; never the cause."""
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
@@ -30,9 +35,9 @@ def run_worker(
     done = session.run(build_worker_command(python, worker_path, arguments), deadline_s=deadline_s)
     if done.exit_code != 0:
         raise worker_error(done, session.name, doing)
-    lines = done.output.strip().splitlines()
+    answers = [line for line in done.output.splitlines() if line.startswith(ANSWER_PREFIX)]
     try:
-        return from_json(answer, lines[-1] if lines else "")
+        return from_json(answer, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "")
     except ContractError as error:
         raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=session.name) from None
 
@@ -47,8 +52,9 @@ def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
                 return kind(said["message"], remedy=said["remedy"], node=node)
             except (ValueError, KeyError, TypeError):  # cut short as the worker died
                 break
+    words = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
     try:
-        done.check(node, doing=doing)
+        replace(done, stderr=b"\n".join(words)).check(node, doing=doing)
     except CsdctlError as error:
         return error
     return RemoteCommandError(f"{doing} gave no answer", node=node)

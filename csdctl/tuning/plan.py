@@ -20,7 +20,7 @@ class RankPlan(Document):
 
     node: str
     batch_size: Annotated[int, Field(ge=1)]
-    threads: Annotated[int, Field(ge=1)]
+    threads: Annotated[int, Field(ge=1, le=1024)]
     step_time_s: Annotated[float, Field(gt=0)] | None = None
     images_per_s: Annotated[float, Field(gt=0)] | None = None
     peak_memory_bytes: int | None = None

@@ -12,15 +12,17 @@ import traceback
 from pathlib import Path
 
 from csdctl.worker.contract import (
+    ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
     ContractError,
     Failed,
     ProbeSpec,
+    Recipe,
     RunSpec,
     from_json,
     to_json,
 )
-from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.events import WorkerError, describe, emit
 
 
 def main(arguments: list[str]) -> int:
@@ -30,7 +32,7 @@ def main(arguments: list[str]) -> int:
     build = commands.add_parser("build")
     build.add_argument("--reference", required=True)
     build.add_argument("--arguments", default="{}")
-    build.add_argument("--seed", type=int, default=0)
+    build.add_argument("--recipe", required=True)
     build.add_argument("--output", type=Path, required=True)
     prepare = commands.add_parser("prepare")
     prepare.add_argument("--source", required=True)
@@ -49,15 +51,26 @@ def _build(options: argparse.Namespace) -> int:
     from csdctl.worker.model import build
 
     _, keras = load_backend(threads=1)
-    info = build(options.reference, json.loads(options.arguments), options.seed, options.output, keras)
-    print(to_json(info))
+    info = build(
+        options.reference,
+        json.loads(options.arguments),
+        from_json(Recipe, options.recipe),
+        options.output,
+        keras,
+    )
+    answer(info)
     return 0
+
+
+def answer(value: object) -> None:
+    """Print what a command came to; a user's model code may have printed before, and may afterwards."""
+    print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
 
 
 def _prepare(options: argparse.Namespace) -> int:
     from csdctl.worker.prepare import prepare
 
-    print(to_json(prepare(options.source, options.store)))
+    answer(prepare(options.source, options.store))
     return 0
 
 
@@ -87,7 +100,7 @@ def _rank(options: argparse.Namespace) -> int:
         known = isinstance(error, WorkerError)
         if not known:
             traceback.print_exc()
-        message = error.message if isinstance(error, WorkerError) else f"{type(error).__name__}: {error}"
+        message = error.message if isinstance(error, WorkerError) else describe(error)
         remedy = error.remedy if isinstance(error, WorkerError) else "see this rank's log"
         code = error.exit_code if isinstance(error, WorkerError) else 1
         emit(Failed(ranks.rank, node, message, remedy, code))

@@ -17,6 +17,9 @@ SCHEMA = 1
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 
+ANSWER_PREFIX = "@csdctl-answer "
+"""`build` and `prepare` answer with one line on standard output that starts with this."""
+
 WORKER_ERROR_PREFIX = "@csdctl-error "
 """The other commands fail with one line on standard error that starts with this."""
 

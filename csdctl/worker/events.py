@@ -15,6 +15,15 @@ class WorkerError(Exception):
         self.exit_code = exit_code
 
 
+def describe(error: BaseException) -> str:
+    """Type and first line of an error; Keras and TensorFlow add pages of their own stack to theirs."""
+    try:
+        lines = str(error).strip().splitlines()
+    except Exception:
+        lines = []
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 def emit(event: Event) -> None:
     """Print `event` in one write: lines of two threads never mix."""
     sys.stdout.write(event_to_line(event) + "\n")

@@ -9,22 +9,28 @@ import importlib.util
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.contract import ModelInfo
-from csdctl.worker.events import WorkerError
+from csdctl.worker.contract import ModelInfo, Recipe
+from csdctl.worker.events import WorkerError, describe
+from csdctl.worker.recipe import make_loss, make_optimizer
 
 
-def build(reference: str, arguments: dict[str, Any], seed: int, output: Path, keras: Any) -> ModelInfo:
+def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Path, keras: Any) -> ModelInfo:
     """Find the model `reference`, write architecture.json and weights.npz into `output`.
+
+    The recipe's loss and optimizer are tried too, so that a wrong name is told before anything is sent.
 
     `reference` is `keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`. Raises WorkerError with
     exit code 2 when it cannot be found, built, or carried.
     """
-    keras.utils.set_random_seed(seed)
+    make_loss(recipe, keras)
+    make_optimizer(recipe, keras)
+    keras.utils.set_random_seed(recipe.seed)
     model = _find(reference, arguments, keras)
     if not isinstance(model, keras.Model):
         raise WorkerError(f"{reference} gave a {type(model).__name__}, expected a Keras model", exit_code=2)
@@ -41,7 +47,7 @@ def build(reference: str, arguments: dict[str, Any], seed: int, output: Path, ke
         keras.models.model_from_json(architecture)
     except Exception as error:
         raise WorkerError(
-            f"{reference}: cannot be carried as architecture JSON: {_first_line(error)}",
+            f"{reference}: cannot be carried as architecture JSON: {describe(error)}",
             remedy="use layers that Keras itself provides",
             exit_code=2,
         ) from None
@@ -104,7 +110,7 @@ def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
             return keras.models.load_model(reference, compile=False, safe_mode=True)
         except Exception as error:
             raise WorkerError(
-                f"{reference} is not a model that can be loaded safely: {_first_line(error)}", exit_code=2
+                f"{reference} is not a model that can be loaded safely: {describe(error)}", exit_code=2
             ) from None
     path, _, name = reference.rpartition(":")
     function = getattr(_import(Path(path)), name, None)
@@ -119,23 +125,21 @@ def _import(path: Path) -> Any:
         raise WorkerError(f"{path} cannot be imported", exit_code=2)
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        specification.loader.exec_module(module)
-    except Exception as error:
-        raise WorkerError(
-            f"{path} fails when it is run: {type(error).__name__}: {error}", exit_code=2
-        ) from None
+    _run_users_code(f"{path}", lambda: specification.loader.exec_module(module))  # type: ignore[union-attr]
     return module
 
 
 def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
+    return _run_users_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
+
+
+def _run_users_code(what: str, code: Callable[[], Any]) -> Any:
+    """Whatever a user's code does, even leaving the process, becomes a WorkerError that names it."""
     try:
-        return function(**arguments)
-    except Exception as error:
+        return code()
+    except BaseException as error:
         raise WorkerError(
-            f"{reference}({json.dumps(arguments)}) fails: {type(error).__name__}: {_first_line(error)}",
-            remedy="mend model_args in job.yaml",
-            exit_code=2,
+            f"{what} fails: {describe(error)}", remedy="mend the model's code, or model_args", exit_code=2
         ) from None
 
 
@@ -144,8 +148,3 @@ def _output_activation(model: Any) -> str:
     if type(last).__name__ == "Softmax":
         return "softmax"
     return str(getattr(getattr(last, "activation", None), "__name__", ""))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__

@@ -29,7 +29,10 @@ def prepare(source: str, store: str) -> DatasetInfo:
 
     Raises WorkerError when the source is missing, empty, or of no known format.
     """
-    root = Path(source).expanduser()
+    try:
+        root = Path(source).expanduser()
+    except RuntimeError:
+        raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
     if not root.exists():
         raise WorkerError(f"there is no data at {source}", remedy="mend the path in job.yaml", exit_code=2)
     try:
@@ -74,6 +77,12 @@ def _read(root: Path, source: str) -> tuple[Array, Array]:
     try:
         if root.is_file() and root.suffix == ".npz":
             return _read_npz(root, source)
+        if (root / "images.npy").exists() != (root / "labels.npy").exists():
+            raise WorkerError(
+                f"data at {source} lacks one of images.npy and labels.npy",
+                remedy="add the other",
+                exit_code=2,
+            )
         if (root / "images.npy").exists():
             return map_array(root / "images.npy"), map_array(root / "labels.npy")
         archives = sorted(root.glob("*.npz")) if root.is_dir() else []

@@ -12,7 +12,7 @@ import numpy as np
 
 from csdctl.worker.contract import Recipe
 from csdctl.worker.data import Array
-from csdctl.worker.events import WorkerError
+from csdctl.worker.recipe import make_loss, make_optimizer
 
 NUM_SUMS = 3
 """Elements after the gradient: loss sum, number of correct predictions, number of samples."""
@@ -33,7 +33,7 @@ class Step:
     def __init__(self, model: Any, recipe: Recipe, example: tuple[Array, Array], tf: Any, keras: Any) -> None:
         """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types."""
         self.model = model
-        self.optimizer = _optimizer(recipe, keras)
+        self.optimizer = make_optimizer(recipe, keras)
         self.optimizer.build(model.trainable_variables)
         self.size = sum(int(np.prod(v.shape)) for v in model.trainable_variables) + NUM_SUMS
         self._tf = tf
@@ -124,34 +124,3 @@ def num_correct(labels: Any, predictions: Any, tf: Any) -> Any:
     expected = labels if labels.dtype.is_integer and labels.shape.rank == 1 else tf.argmax(labels, axis=-1)
     hits = tf.equal(tf.cast(expected, tf.int64), tf.argmax(predictions, axis=-1))
     return tf.reduce_sum(tf.cast(hits, tf.float32))
-
-
-def make_loss(recipe: Recipe, keras: Any) -> Any:
-    """The loss by its Keras name (`mean_squared_error` or `MeanSquaredError`), summed over the batch.
-
-    Raises WorkerError when Keras has no such loss.
-    """
-    camel_case = "".join(word[:1].upper() + word[1:] for word in recipe.loss.split("_"))
-    kind = getattr(keras.losses, camel_case, None)
-    if not (isinstance(kind, type) and issubclass(kind, keras.losses.Loss)):
-        raise WorkerError(
-            f"Keras has no loss {recipe.loss!r}", remedy="mend recipe.loss in job.yaml", exit_code=2
-        )
-    arguments = {"from_logits": True} if recipe.from_logits else {}
-    return kind(reduction="sum", **arguments)
-
-
-def _optimizer(recipe: Recipe, keras: Any) -> Any:
-    try:
-        return keras.optimizers.get(
-            {
-                "class_name": recipe.optimizer,
-                "config": {"learning_rate": recipe.learning_rate, **recipe.optimizer_args},
-            }
-        )
-    except (ValueError, TypeError) as error:
-        raise WorkerError(
-            f"optimizer {recipe.optimizer!r} with {recipe.optimizer_args} cannot be made: {error}",
-            remedy="mend recipe.optimizer in job.yaml",
-            exit_code=2,
-        ) from None

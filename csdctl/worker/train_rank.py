@@ -86,13 +86,13 @@ class Tally:
             "wall_s": round(time.monotonic() - self.started, 6),
         }
 
-    def overall(self) -> dict[str, Any]:
+    def overall(self, *, has_accuracy: bool) -> dict[str, Any]:
         """The fields that rank 0 adds."""
         count = self.global_samples or math.nan
         return {
             "global_samples": int(self.global_samples),
             "loss": self.loss / count,
-            "accuracy": self.correct / count,
+            "accuracy": self.correct / count if has_accuracy else None,
         }
 
 
@@ -107,6 +107,7 @@ class RankTraining:
         self._tf = tf
         self._global_batch = sum(rank.batch_size for rank in spec.ranks)
         self._step_number = 0
+        self._has_accuracy = "crossentropy" in spec.recipe.loss.lower()
 
     def run(self) -> None:
         """The whole training; raises WorkerError."""
@@ -201,7 +202,7 @@ class RankTraining:
             )
 
     def _report(self, kind: Any, epoch: int, tally: Tally, **more: Any) -> None:
-        overall = tally.overall() if self._me.rank == 0 else {}
+        overall = tally.overall(has_accuracy=self._has_accuracy) if self._me.rank == 0 else {}
         emit(kind(rank=self._me.rank, node=self._me.node, epoch=epoch, **tally.local(), **overall, **more))
 
     def _end_epoch(self, epoch: int, tally: Tally, rate: float) -> str:
@@ -211,7 +212,11 @@ class RankTraining:
         local = tally.local()
         more: dict[str, Any] = {}
         if self._me.rank == 0:
-            more = {**tally.overall(), "learning_rate": rate, **self._evaluate()}
+            more = {
+                **tally.overall(has_accuracy=self._has_accuracy),
+                "learning_rate": rate,
+                **self._evaluate(),
+            }
         emit(
             EpochEnd(
                 rank=self._me.rank, node=self._me.node, epoch=epoch, weights_hash=digest, **local, **more
@@ -231,14 +236,16 @@ class RankTraining:
                 remedy="look for a failing memory or differing TensorFlow versions: `csdctl discover`",
             )
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self) -> dict[str, float | None]:
         if self._validation is None:
             return {}
         results = [self._step.evaluate(*batch) for batch in self._validation.in_order(EVALUATION_BATCH)]
         count = sum(result.samples for result in results)
         return {
             "validation_loss": sum(result.loss for result in results) / count,
-            "validation_accuracy": sum(result.correct for result in results) / count,
+            "validation_accuracy": (
+                sum(result.correct for result in results) / count if self._has_accuracy else None
+            ),
         }
 
     def _checkpoint(self, epoch: int) -> None:

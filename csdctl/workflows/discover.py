@@ -180,7 +180,7 @@ def _earlier_facts(fleet: Fleet) -> dict[str, Facts]:
     """What is known from before; a file that cannot be read holds nothing worth keeping."""
     if not facts_path(fleet).exists():
         return {}
-    with contextlib.suppress(InputError, KeyError, TypeError):
+    with contextlib.suppress(InputError):
         return load_facts(fleet)
     return {}
 

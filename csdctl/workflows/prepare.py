@@ -92,7 +92,7 @@ def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDir
         aside = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".part-"))
         try:
             arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
-            arguments += ["--seed", str(job.recipe.seed), "--output", str(aside)]
+            arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
             info = run_worker(
                 host,
                 sys.executable,
@@ -116,7 +116,7 @@ def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDir
 
 def _model_key(job: Job, worker: StoredFile) -> str:
     content = job.model_file.read_bytes() if job.model_file else b""
-    described = json.dumps([job.model, job.model_args, job.recipe.seed, worker.sha256], sort_keys=True)
+    described = json.dumps([job.model, job.model_args, to_json(job.recipe), worker.sha256], sort_keys=True)
     return hashlib.sha256(described.encode() + content).hexdigest()[:32]
 
 
@@ -145,7 +145,7 @@ def _prepare_on(session: Session, python: str, worker: StoredFile, source: str) 
         session,
         python,
         worker.path,
-        ["prepare", "--source", source, "--store", DATA_STORE],
+        ["prepare", f"--source={source}", "--store", DATA_STORE],
         DatasetInfo,
         doing="preparing data",
         deadline_s=PREPARE_DEADLINE_S,

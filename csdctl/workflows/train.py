@@ -20,9 +20,10 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, RunError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
-from csdctl.launch.last_words import find_cause
+from csdctl.launch.last_words import Cause, find_cause
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.network import check_network
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
@@ -73,57 +74,60 @@ def train(
     options: TrainOptions,
     watcher: Watcher,
 ) -> RunSummary:
-    """Train to the end; raises RunError, DeadlineError or InputError when it did not get there."""
+    """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
+
+    The caller holds `one_run_at_a_time`.
+    """
     check_plan(plan, job, fleet)
     nodes = nodes_in(plan, fleet)
     _check_reachable(nodes, sessions)
+    check_network(fleet.network)
     try:
         placed = place(plan, prepared)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
-    with _one_run_at_a_time(project):
-        run = project.new_run()
-        cut = cut_shards(placed, prepared.public, job.recipe.seed, project)
-        spec = RunSpec(
-            run_id=run.run_id,
-            architecture=prepared.model.architecture.path,
-            weights=prepared.model.weights.path,
-            recipe=job.recipe,
-            steps_per_epoch=steps_per_epoch(placed),
-            ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
-            validation=whole(prepared.validation) if prepared.validation else None,
-            output_directory=str(run.path.relative_to(project.root)),
-            max_steps=options.max_steps,
+    run = project.new_run()
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, project)
+    spec = RunSpec(
+        run_id=run.run_id,
+        architecture=prepared.model.architecture.path,
+        weights=prepared.model.weights.path,
+        recipe=job.recipe,
+        steps_per_epoch=steps_per_epoch(placed),
+        ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
+        validation=whole(prepared.validation) if prepared.validation else None,
+        output_directory=str(run.path.relative_to(project.root)),
+        max_steps=options.max_steps,
+    )
+    stored = store_bytes(to_json(spec).encode(), ".json", project.root)
+    files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
+    deploy_files(files, sessions, watcher.on_delivery)
+    run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
+    watcher.on_start(run, spec)
+    commands = [
+        RankCommand(
+            rank.node,
+            tuple(
+                build_worker_command(
+                    python_of(fleet, rank.node),
+                    prepared.worker.path,
+                    ["rank", "--spec", stored.path, "--marker", _marker(run, rank.node)],
+                )
+            ),
         )
-        stored = store_bytes(to_json(spec).encode(), ".json", project.root)
-        files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
-        deploy_files(files, sessions, watcher.on_delivery)
-        run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
-        watcher.on_start(run, spec)
-        commands = [
-            RankCommand(
-                rank.node,
-                tuple(
-                    build_worker_command(
-                        python_of(fleet, rank.node),
-                        prepared.worker.path,
-                        ["rank", "--spec", stored.path, "--marker", _marker(run, rank.node)],
-                    )
-                ),
-            )
-            for rank in plan.ranks
-        ]
-        command = build_mpirun_command(
-            _mpirun(),
-            _prefix(nodes, facts),
-            project.ssh_config.relative_to(project.root),
-            fleet.network,
-            commands,
-        )
-        outcome = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
-        summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
-        _judge(outcome, plan, run)
-        return summary
+        for rank in plan.ranks
+    ]
+    command = build_mpirun_command(
+        _mpirun(),
+        _prefix(nodes, facts),
+        project.ssh_config.relative_to(project.root),
+        fleet.network,
+        commands,
+    )
+    outcome, lost = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
+    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+    _judge(outcome, lost, plan, run)
+    return summary
 
 
 def check_tools() -> None:
@@ -161,7 +165,8 @@ def _run(
     nodes: list[str],
     options: TrainOptions,
     watcher: Watcher,
-) -> JobOutcome:
+) -> tuple[JobOutcome, list[str]]:
+    """How the job ended, and the machines that no longer answered afterwards."""
     log = EventLog(run)
 
     def record(event: Event) -> None:
@@ -173,27 +178,31 @@ def _run(
 
     mpi = MpiJob(command, num_ranks, log_path, project.root, os.environ)
     try:
-        return mpi.run(record, options.deadlines)
+        outcome = mpi.run(record, options.deadlines)
     finally:
         log.close()
-        sweep(run, {name: sessions[name] for name in (HOST_NAME, *nodes)})
+        lost = sweep(run, {name: sessions[name] for name in (HOST_NAME, *nodes)})
+    return outcome, lost
 
 
-def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> None:
-    """End what still carries the run's id on any machine; one that is lost ends it by its own keepalive."""
+def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> list[str]:
+    """End what still carries the run's id on any machine; returns the machines that no longer answer.
+
+    What runs on a machine that is lost ends by MPI's own keepalive.
+    """
 
     def on_machine(session: Session) -> None:
         marker = _marker(run, session.name)
         session.run(["sh", "-c", SWEEP_SCRIPT], stdin=f"{marker}\n".encode(), deadline_s=SWEEP_DEADLINE_S)
 
-    run_on_all(sessions, on_machine)
+    return [name for name, outcome in run_on_all(sessions, on_machine).items() if outcome.error]
 
 
 def _marker(run: RunDirectory, node: str) -> str:
     return f"csdctl-run={run.run_id}/{node}"
 
 
-def _judge(outcome: JobOutcome, plan: Plan, run: RunDirectory) -> None:
+def _judge(outcome: JobOutcome, lost: list[str], plan: Plan, run: RunDirectory) -> None:
     """Raise the error that tells why the run is not done; nothing when every rank has finished."""
     missing = [rank.node for number, rank in enumerate(plan.ranks) if number not in outcome.finished]
     if not missing:
@@ -211,11 +220,13 @@ def _judge(outcome: JobOutcome, plan: Plan, run: RunDirectory) -> None:
     if outcome.overdue == "silence":
         raise DeadlineError("no rank has said anything for too long: the run hangs", remedy=f"see {logs}")
     cause = find_cause(outcome.last_words, list(outcome.exited.values()), [rank.node for rank in plan.ranks])
+    if lost and not cause.node:
+        cause = Cause(", ".join(lost), "lost: it no longer answers over SSH")
     raise RunError(
         f"{cause.message}\nThe run has no completion record from {', '.join(missing)} "
         f"(mpirun exited with {outcome.exit_code}).",
         node=cause.node,
-        remedy=f"look after the node and train again; {logs}",
+        remedy=f"{cause.remedy}; {logs}",
     )
 
 
@@ -278,7 +289,7 @@ def _prefix(nodes: list[str], facts: Mapping[str, Facts]) -> str:
 
 
 @contextmanager
-def _one_run_at_a_time(project: ProjectDirectory) -> Iterator[None]:
+def one_run_at_a_time(project: ProjectDirectory) -> Iterator[None]:
     """Hold the project's lock; the lock of a process that died is free by itself."""
     project.state.mkdir(parents=True, exist_ok=True)
     with (project.state / "train.lock").open("a+") as file:

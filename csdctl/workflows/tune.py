@@ -33,6 +33,7 @@ from csdctl.workflows.prepare import Prepared, python_of
 START_DEADLINE_S = 300.0
 PROBE_DEADLINE_S = 600.0
 CONFIRM_DURATION_S = 3.0
+ALIVE_INTERVAL_S = 10.0
 MEMORY_SHARE = 0.9
 """Of a machine's usable memory, what a rank's predicted peak may take."""
 TUNING_HELP = "see `csdctl tune --help`: --batch-sizes, -C, -E, --probe-seconds"
@@ -74,7 +75,7 @@ def tune(
     """Run Algorithm 1 over the host and every node; raises InputError, DeadlineError, NodeError."""
     machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
     threads = {name: _threads(name, fleet, facts) for name in machines}
-    with ExitStack() as stack, ThreadPoolExecutor(len(machines)) as pool:
+    with ThreadPoolExecutor(len(machines)) as pool, ExitStack() as stack:
         say(f"starting TensorFlow on {len(machines)} machines")
         probers = {
             name: stack.enter_context(
@@ -217,12 +218,9 @@ class Prober:
         """Start the worker and wait until it is ready for requests."""
         self._conversation = self._session.converse(self._command)
         try:
-            self._conversation.read_line(deadline_s=START_DEADLINE_S)
+            self._read_line(START_DEADLINE_S)
         except EOFError:
             raise self._why_it_ended() from None
-        except DeadlineError as error:
-            error.node = error.node or self._session.name
-            raise
 
     def measure(self, batch_size: int, duration_s: float) -> ProbeResult | None:
         """Measure one batch size; None when it does not fit, as predicted or as found."""
@@ -235,7 +233,7 @@ class Prober:
         assert self._conversation is not None
         try:
             self._conversation.send_line(to_json(ProbeRequest(batch_size, min_duration_s=duration_s)))
-            result = from_json(ProbeResult, self._conversation.read_line(deadline_s=PROBE_DEADLINE_S))
+            result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
         except EOFError:
             if self._died_of_memory():
                 self._conversation = None
@@ -245,6 +243,23 @@ class Prober:
             raise RemoteCommandError(f"unreadable probe result: {error}", node=self._session.name) from None
         self._peaks[batch_size] = result.peak_memory_bytes
         return result
+
+    def _read_line(self, deadline_s: float) -> str:
+        """The worker's next line; raises DeadlineError soon when the machine's SSH server hangs."""
+        assert self._conversation is not None
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                return self._conversation.read_line(deadline_s=min(ALIVE_INTERVAL_S, deadline_s))
+            except DeadlineError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"no measurement within {deadline_s:g} s",
+                        node=self.name,
+                        remedy="look what else that machine does, or leave it out: --exclude",
+                    ) from None
+            # A server that hangs keeps its connection open; only an answer tells that it lives.
+            self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
 
     def peak_bytes(self, batch_size: int) -> int | None:
         """The most memory the worker had held by the time this batch size was measured."""

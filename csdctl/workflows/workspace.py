@@ -12,6 +12,7 @@ from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, load_fleet
+from csdctl.fleet.preflight import check_machines, is_ready
 from csdctl.fleet.select import select_nodes
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions
@@ -45,16 +46,17 @@ def open_workspace(
 
 
 def _facts(fleet: Fleet, project: ProjectDirectory, sessions: dict[str, Session]) -> dict[str, Facts]:
-    """What `discover` wrote; it runs by itself when it has not, or when a machine is new."""
+    """What `discover` wrote; asked again of machines that are new or were not ready to train."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
         facts = {}
-    missing = [name for name in sessions if name not in facts or facts[name].problem]
+    missing = [name for name in sessions if name not in facts or not is_ready(facts[name])]
     if missing:
         from csdctl.workflows.discover import collect_facts
 
         facts |= collect_facts(fleet, {name: sessions[name] for name in missing})
+    check_machines(fleet, [facts[name] for name in sessions])
     return facts
 
 

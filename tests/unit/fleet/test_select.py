@@ -73,9 +73,14 @@ def test_pattern_that_matches_nothing_is_told_with_the_nodes(option: str, patter
     assert raised.value.remedy == f"nodes: {', '.join(NAMES[:8])}, …"
 
 
-@pytest.mark.parametrize("pattern", ["csd[7-0]", "csd[0-999999999999]"])
-def test_unusable_range_is_refused(pattern: str) -> None:
+def test_range_that_ends_before_it_begins_is_refused() -> None:
     with pytest.raises(InputError, match="not usable"):
+        chosen("csd[7-0]")
+
+
+@pytest.mark.parametrize("pattern", ["csd[0-999999999999]", "csd[0-9][0-9999][0-9999]"])
+def test_range_of_too_many_names_is_refused_at_once(pattern: str) -> None:
+    with pytest.raises(InputError, match="stands for more than 100,000 names"):
         chosen(pattern)
 
 

@@ -6,7 +6,7 @@ import pytest
 from csdctl.errors import CsdctlError, InputError, RemoteCommandError
 from csdctl.shipping.worker_calls import build_worker_command, run_worker
 from csdctl.transport.fake import FakeSession
-from csdctl.worker.contract import WORKER_ERROR_PREFIX, DatasetInfo, to_json
+from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, DatasetInfo, to_json
 
 INFO = DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc")
 
@@ -38,9 +38,10 @@ def test_command_is_unbuffered() -> None:
     ]
 
 
-def test_answer_is_the_last_line_whatever_was_printed_before() -> None:
-    assert call(stdout=to_json(INFO)) == INFO
-    assert call(stdout=f"hello from the user's own model file\n{to_json(INFO)}\n") == INFO
+def test_answer_is_found_whatever_a_users_model_prints() -> None:
+    answer = ANSWER_PREFIX + to_json(INFO)
+    assert call(stdout=answer) == INFO
+    assert call(stdout=f"hello from the user's own model file\n{answer}\nand from its atexit\n") == INFO
 
 
 def test_bad_input_found_by_the_worker_is_bad_input_here() -> None:

@@ -227,7 +227,6 @@ UNREADABLE = [
     not_gzip,
     truncated_npy,
     empty_npy_file,
-    npy_without_labels,
     pickled_npy,
     one_number,
     truncated_npz,
@@ -242,6 +241,12 @@ def names_no_file(error: WorkerError, root: Path) -> bool:
 
 
 class TestProblems:
+    def test_images_without_labels_are_told(self, root: Path, store: Path) -> None:
+        npy_without_labels(root)
+        with pytest.raises(WorkerError, match=r"lacks one of images\.npy and labels\.npy") as raised:
+            prepare(str(root), str(store))
+        assert raised.value.exit_code == 2
+
     @pytest.mark.parametrize("write", UNREADABLE, ids=lambda write: write.__name__)
     def test_damaged_data_is_bad_input(self, root: Path, store: Path, write: Callable[[Path], None]) -> None:
         write(root)

@@ -1,0 +1,41 @@
+"""A recipe's loss and optimizer, as Keras makes them."""
+
+from typing import Any
+
+from csdctl.worker.contract import Recipe
+from csdctl.worker.events import WorkerError, describe
+
+
+def make_loss(recipe: Recipe, keras: Any) -> Any:
+    """The loss by its Keras name (`mean_squared_error` or `MeanSquaredError`), summed over the batch.
+
+    Raises WorkerError when Keras has no such loss.
+    """
+    camel_case = "".join(word[:1].upper() + word[1:] for word in recipe.loss.split("_"))
+    kind = getattr(keras.losses, camel_case, None)
+    if not (isinstance(kind, type) and issubclass(kind, keras.losses.Loss)):
+        raise WorkerError(
+            f"Keras has no loss {recipe.loss!r}", remedy="mend recipe.loss in job.yaml", exit_code=2
+        )
+    arguments = {"from_logits": True} if recipe.from_logits else {}
+    return kind(reduction="sum", **arguments)
+
+
+def make_optimizer(recipe: Recipe, keras: Any) -> Any:
+    """The optimizer by its Keras name; raises WorkerError when Keras has none such."""
+    try:
+        optimizer = keras.optimizers.get(
+            {
+                "class_name": recipe.optimizer,
+                "config": {"learning_rate": recipe.learning_rate, **recipe.optimizer_args},
+            }
+        )
+        if type(optimizer) is keras.optimizers.Optimizer:
+            raise ValueError("it is the base of all optimizers, not one itself")
+        return optimizer
+    except Exception as error:
+        raise WorkerError(
+            f"optimizer {recipe.optimizer!r} with {recipe.optimizer_args} cannot be made: {describe(error)}",
+            remedy="mend recipe.optimizer in job.yaml",
+            exit_code=2,
+        ) from None
