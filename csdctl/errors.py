@@ -10,8 +10,7 @@ CsdctlError                 1  something failed
 │   └── RemoteCommandError  1  a command on the node ended badly
 ├── NoNodeReachableError    4  not one node could be reached
 ├── DeadlineError           5  something took longer than it may
-├── RunError                1  a training run failed
-└── InterruptedByUserError  130
+└── RunError                1  a training run failed
 
 A message says what was received, what was expected and what to do about it; `node` names the
 machine. The command line prints both parts and never a traceback (that is `-vv`).
@@ -101,9 +100,3 @@ class DeadlineError(CsdctlError):
 
 class RunError(CsdctlError):
     """A training run failed."""
-
-
-class InterruptedByUserError(CsdctlError):
-    """Ctrl-C, or SIGTERM."""
-
-    exit_code = ExitCode.INTERRUPTED

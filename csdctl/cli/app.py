@@ -1,5 +1,6 @@
 """The command tree on one page, and the one place where an error becomes a message and an exit code."""
 
+import errno
 import signal
 import sys
 import traceback
@@ -50,6 +51,7 @@ app.command(rich_help_panel=EMULATED)(demo.demo)
 
 
 VERBOSE = ("-v", "-vv")
+DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPERM)
 
 
 def main() -> None:
@@ -74,12 +76,12 @@ def main() -> None:
         sys.exit(ExitCode.FAILED)
     except OSError as error:
         where = f" {error.filename}" if error.filename else ""
-        _show(
-            streams,
-            CsdctlError(
-                f"the system refused{where}: {error.strerror}", remedy="mend the disk or its permissions"
-            ),
+        refused = CsdctlError(
+            f"the system refused{where}: {error.strerror or type(error).__name__}",
+            remedy="make room or mend permissions" if error.errno in DISK_ERRORS else "",
         )
+        refused.__cause__ = error
+        _show(streams, refused)
         sys.exit(ExitCode.FAILED)
     except Exception as error:
         if _is_usage(error):

@@ -156,6 +156,7 @@ class MpiJob:
             outcome.exited.setdefault(event.rank, event)
 
     def _read(self, stream: IO[bytes] | None) -> None:
+        """Take in one stream to its end, whatever happens to the logs: a full pipe would stop the run."""
         assert stream is not None
         while line := stream.readline(MAX_LINE_BYTES):
             tagged = _TAGGED.match(line)
@@ -170,7 +171,8 @@ class MpiJob:
                     self._events.put(event)
                     continue
             if text.strip() and not any(noise in text for noise in _NOISE):
-                self._log(rank, text)
+                with contextlib.suppress(OSError):  # no room for a log is no reason to end a run
+                    self._log(rank, text)
 
     def _log(self, rank: int | None, text: bytes) -> None:
         text = text.replace(b"\0", b"")

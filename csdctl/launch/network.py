@@ -3,14 +3,13 @@
 Open MPI takes a network that no interface is in without a word, and goes another way.
 """
 
-import fcntl
 import ipaddress
-import socket
-import struct
+import re
+from pathlib import Path
 
 from csdctl.errors import InputError
 
-SIOCGIFADDR = 0x8915
+_LEAF = re.compile(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$")
 
 
 def check_network(network: str) -> None:
@@ -23,7 +22,7 @@ def check_network(network: str) -> None:
     wanted = ipaddress.ip_network(network)
     if wanted.version != 4:
         return
-    addresses = find_addresses()
+    addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
     if not any(ipaddress.ip_address(address) in wanted for address in addresses):
         raise InputError(
             f"network {network}: this host has no address in it, it has {', '.join(addresses) or 'none'}",
@@ -31,14 +30,13 @@ def check_network(network: str) -> None:
         )
 
 
-def find_addresses() -> list[str]:
-    """The IPv4 address of every interface that has one."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # no address
-                continue
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return found
+def parse_local_addresses(fib_trie: str) -> list[str]:
+    """The IPv4 addresses of all interfaces, from the text of /proc/net/fib_trie."""
+    found: dict[str, None] = {}
+    address = ""
+    for line in fib_trie.splitlines():
+        if match := _LEAF.match(line):
+            address = match[1]
+        elif "/32 host LOCAL" in line and address:
+            found[address] = None
+    return list(found)

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from csdctl.errors import CsdctlError, InputError, NodeError
+from csdctl.errors import (
+    CsdctlError,
+    InputError,
+    NodeError,
+    NoNodeReachableError,
+    PartialError,
+    UnreachableError,
+)
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.transport.known_hosts import KnownHosts, known_hosts_paths
 from csdctl.transport.local import LocalSession
@@ -82,6 +89,25 @@ def run_on_all(
         raise
     executor.shutdown()
     return {name: outcomes[name] for name in items}
+
+
+def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
+    """The values when all went well; else one error for all that did not.
+
+    InputError when all errors are, NoNodeReachableError when no machine could be reached, PartialError when
+    some machines did it, CsdctlError when none did.
+    """
+    errors = [outcome.error for outcome in outcomes.values() if outcome.error]
+    if not errors:
+        return {name: outcome.get() for name, outcome in outcomes.items()}
+    kind: type[CsdctlError] = CsdctlError if len(errors) == len(outcomes) else PartialError
+    if all(isinstance(error, InputError) for error in errors):
+        kind = InputError
+    elif kind is CsdctlError and all(isinstance(error, UnreachableError) for error in errors):
+        kind = NoNodeReachableError
+    if len(errors) == 1 and kind is not PartialError:
+        raise errors[0]
+    raise kind(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
 @contextlib.contextmanager

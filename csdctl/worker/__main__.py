@@ -70,7 +70,13 @@ def answer(value: object) -> None:
 def _prepare(options: argparse.Namespace) -> int:
     from csdctl.worker.prepare import prepare
 
-    answer(prepare(options.source, options.store))
+    try:
+        answer(prepare(options.source, options.store))
+    except WorkerError:
+        raise
+    except Exception as error:
+        # The text of an unforeseen error may name a private file, and this goes to the host.
+        raise WorkerError(f"preparing failed: {type(error).__name__}") from None
     return 0
 
 

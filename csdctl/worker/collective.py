@@ -32,21 +32,6 @@ class Ranks(Protocol):
         """Every rank's `value`, in order of rank, on all ranks."""
 
 
-class Alone:
-    """One rank without MPI."""
-
-    rank = 0
-    size = 1
-
-    def sum(self, vector: Array) -> Array:
-        """`vector` itself."""
-        return vector
-
-    def gather(self, value: Any) -> list[Any]:
-        """Just `value`."""
-        return [value]
-
-
 class MpiRanks:
     """The ranks of MPI.COMM_WORLD, in a star around rank 0, as PCIe is around the host.
 

@@ -131,7 +131,8 @@ class ProbeSpec:
     weights: str
     recipe: Recipe
     threads: int
-    max_label: int
+    data: DatasetInfo
+    """The public data: probes take samples of its shape and type, not its samples."""
     schema: int = SCHEMA
 
 
@@ -192,6 +193,14 @@ class Progress(Event):
 
 
 @dataclass(frozen=True)
+class Evaluating(Event):
+    """Rank 0 evaluates: `num_done` of `num_samples` validation samples."""
+
+    num_done: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
 class EpochEnd(Event):
     """One epoch is done on this rank; rank 0 adds what holds for all."""
 
@@ -247,7 +256,8 @@ class Exited(Event):
 
 
 EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind for kind in (Ready, Progress, EpochEnd, Checkpointed, Finished, Failed, Exited)
+    kind.__name__: kind
+    for kind in (Ready, Progress, Evaluating, EpochEnd, Checkpointed, Finished, Failed, Exited)
 }
 
 ContractT = TypeVar("ContractT")

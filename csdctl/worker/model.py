@@ -44,6 +44,8 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
         raise WorkerError(f"{reference}: the model has no trainable variable", exit_code=2)
     try:
         architecture = model.to_json()
+        # The nodes do not have the user's code: what it registered must not help here either.
+        keras.saving.get_custom_objects().clear()
         keras.models.model_from_json(architecture)
     except Exception as error:
         raise WorkerError(
@@ -70,6 +72,12 @@ def load(architecture: Path, weights: Path, keras: Any) -> Any:
         model.set_weights(load_weights(weights))
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
+    except Exception as error:
+        raise WorkerError(
+            f"the model cannot be built here: {describe(error)}",
+            remedy="use layers that Keras itself provides, and the same Keras on all machines",
+            exit_code=2,
+        ) from None
     return model
 
 

@@ -69,7 +69,8 @@ def _fingerprint(root: Path) -> str:
     files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
     for path in files:
         status = path.stat()
-        digest.update(f"{path.name}\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
+        digest.update(os.fsencode(path.relative_to(root)))
+        digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
     return digest.hexdigest()[:32]
 
 

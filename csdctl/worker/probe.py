@@ -24,14 +24,16 @@ WARM_UP_STEPS = 2
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
     model = load(Path(spec.architecture), Path(spec.weights), keras)
-    shape = tuple(size or 1 for size in model.input_shape[1:])
     generator = np.random.default_rng(0)
+    shape, dtype = spec.data.sample_shape, np.dtype(spec.data.dtype)
 
     def batch(size: int) -> tuple[Array, Array]:
-        images = generator.integers(0, 256, (size, *shape), dtype=np.uint8)
-        if spec.max_label >= 0:
-            return images, generator.integers(0, spec.max_label + 1, size, dtype=np.int32)
-        return images, generator.random((size, *model.output_shape[1:]), dtype=np.float32)
+        images = generator.integers(0, 128, (size, *shape)).astype(dtype)
+        if spec.data.max_label >= 0:
+            return images, generator.integers(
+                0, spec.data.max_label + 1, (size, *spec.data.label_shape), np.int32
+            )
+        return images, generator.random((size, *spec.data.label_shape), np.float32)
 
     step = Step(model, spec.recipe, batch(1), tf, keras)
     step.set_learning_rate(0.0)

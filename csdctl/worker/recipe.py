@@ -11,14 +11,22 @@ def make_loss(recipe: Recipe, keras: Any) -> Any:
 
     Raises WorkerError when Keras has no such loss.
     """
-    camel_case = "".join(word[:1].upper() + word[1:] for word in recipe.loss.split("_"))
-    kind = getattr(keras.losses, camel_case, None)
-    if not (isinstance(kind, type) and issubclass(kind, keras.losses.Loss)):
-        raise WorkerError(
-            f"Keras has no loss {recipe.loss!r}", remedy="mend recipe.loss in job.yaml", exit_code=2
-        )
-    arguments = {"from_logits": True} if recipe.from_logits else {}
-    return kind(reduction="sum", **arguments)
+    wanted = recipe.loss.replace("_", "").lower()
+    kinds = {
+        name.lower(): kind
+        for name, kind in vars(keras.losses).items()
+        if isinstance(kind, type) and issubclass(kind, keras.losses.Loss) and kind is not keras.losses.Loss
+    }
+    try:
+        arguments = {"from_logits": True} if recipe.from_logits else {}
+        return kinds[wanted](reduction="sum", **arguments)
+    except KeyError:
+        problem = "Keras has no such loss"
+    except Exception as error:
+        problem = describe(error)
+    raise WorkerError(
+        f"loss {recipe.loss!r} cannot be made: {problem}", remedy="mend recipe.loss in job.yaml", exit_code=2
+    )
 
 
 def make_optimizer(recipe: Recipe, keras: Any) -> Any:

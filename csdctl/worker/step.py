@@ -39,6 +39,7 @@ class Step:
         self._tf = tf
         self._loss = make_loss(recipe, keras)
         self._input_range = recipe.input_range
+        self.has_accuracy = "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1
         self._empty = np.zeros(self.size, np.float32)
         batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
         self._local = tf.function(self._local_graph, input_signature=batch)

@@ -20,6 +20,7 @@ from csdctl.worker.collective import Ranks, merge_batch_norm
 from csdctl.worker.contract import (
     Checkpointed,
     EpochEnd,
+    Evaluating,
     Finished,
     Progress,
     RankSpec,
@@ -33,6 +34,10 @@ from csdctl.worker.model import hash_weights, load, save_weights
 from csdctl.worker.step import Step, Sums
 
 EVALUATION_BATCH = 256
+DIVERGED = (
+    "lower recipe.learning_rate or lengthen recipe.warmup_epochs; "
+    "the checkpoint of the last good epoch is in the run directory"
+)
 
 
 def learning_rate(recipe: Recipe, global_batch: int, step: int, steps_per_epoch: int) -> float:
@@ -107,7 +112,6 @@ class RankTraining:
         self._tf = tf
         self._global_batch = sum(rank.batch_size for rank in spec.ranks)
         self._step_number = 0
-        self._has_accuracy = "crossentropy" in spec.recipe.loss.lower()
 
     def run(self) -> None:
         """The whole training; raises WorkerError."""
@@ -190,6 +194,11 @@ class RankTraining:
                 break
         return self._end_epoch(epoch, whole, rate)
 
+    def _check_weights(self, epoch: int) -> None:
+        """The loss of a step is that of the weights before it: the last step's are looked at here."""
+        if not all(np.isfinite(weights).all() for weights in self._model.get_weights()):
+            raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
+
     def _is_over(self) -> bool:
         return self._spec.max_steps is not None and self._step_number >= self._spec.max_steps
 
@@ -197,12 +206,11 @@ class RankTraining:
         if not math.isfinite(sums.loss):
             raise WorkerError(
                 f"the loss became {sums.loss} in epoch {epoch}, step {step}",
-                remedy="lower recipe.learning_rate or lengthen recipe.warmup_epochs; "
-                "the checkpoint of the last good epoch is in the run directory",
+                remedy=DIVERGED,
             )
 
     def _report(self, kind: Any, epoch: int, tally: Tally, **more: Any) -> None:
-        overall = tally.overall(has_accuracy=self._has_accuracy) if self._me.rank == 0 else {}
+        overall = tally.overall(has_accuracy=self._step.has_accuracy) if self._me.rank == 0 else {}
         emit(kind(rank=self._me.rank, node=self._me.node, epoch=epoch, **tally.local(), **overall, **more))
 
     def _end_epoch(self, epoch: int, tally: Tally, rate: float) -> str:
@@ -211,9 +219,10 @@ class RankTraining:
         self._compare(digest, epoch)
         local = tally.local()
         more: dict[str, Any] = {}
+        self._check_weights(epoch)
         if self._me.rank == 0:
             more = {
-                **tally.overall(has_accuracy=self._has_accuracy),
+                **tally.overall(has_accuracy=self._step.has_accuracy),
                 "learning_rate": rate,
                 **self._evaluate(),
             }
@@ -224,6 +233,8 @@ class RankTraining:
         )
         if self._me.rank == 0:
             self._checkpoint(epoch)
+        # All wait for rank 0's evaluation here, so that it does not count as waiting in the next epoch.
+        self._ranks.gather(None)
         return digest
 
     def _compare(self, digest: str, epoch: int) -> None:
@@ -239,12 +250,19 @@ class RankTraining:
     def _evaluate(self) -> dict[str, float | None]:
         if self._validation is None:
             return {}
-        results = [self._step.evaluate(*batch) for batch in self._validation.in_order(EVALUATION_BATCH)]
+        results = []
+        spoken = time.monotonic()
+        for batch in self._validation.in_order(EVALUATION_BATCH):
+            results.append(self._step.evaluate(*batch))
+            if time.monotonic() - spoken >= self._spec.progress_interval_s:
+                spoken = time.monotonic()
+                done = sum(int(result.samples) for result in results)
+                emit(Evaluating(self._me.rank, self._me.node, done, len(self._validation)))
         count = sum(result.samples for result in results)
         return {
             "validation_loss": sum(result.loss for result in results) / count,
             "validation_accuracy": (
-                sum(result.correct for result in results) / count if self._has_accuracy else None
+                sum(result.correct for result in results) / count if self._step.has_accuracy else None
             ),
         }
 

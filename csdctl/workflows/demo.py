@@ -1,6 +1,5 @@
 """The demo's own files: a job, its model, and where they lie."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.documents import save_text
@@ -47,21 +46,10 @@ def build() -> keras.Model:
 '''
 
 
-@dataclass(frozen=True)
-class DemoFiles:
-    """Where the demo's files lie."""
-
-    directory: Path
-    job: Path
-    model: Path
-
-
-def write_demo_files(directory: Path) -> DemoFiles:
+def write_demo_files(directory: Path) -> None:
     """Write job.yaml and fashion_cnn.py into `directory`; files that are there already stay as they are."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"{directory} is not a directory", remedy="name another with --directory")
-    files = DemoFiles(directory, directory / "job.yaml", directory / "fashion_cnn.py")
-    for path, content in ((files.job, JOB), (files.model, MODEL)):
-        if not path.exists():
-            save_text(path, content)
-    return files
+    for name, content in (("job.yaml", JOB), ("fashion_cnn.py", MODEL)):
+        if not (directory / name).exists():
+            save_text(directory / name, content)

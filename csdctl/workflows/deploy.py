@@ -1,4 +1,4 @@
-"""`deploy`: worker, model and public shards to the machines that need them, only what is missing.
+"""Bringing worker, model and public shards to the machines that need them, only what is missing.
 
 Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
 files; the host reads its own part where it lies.
@@ -8,12 +8,12 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, InputError, PartialError
+from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import Delivery, StoredFile, deliver, hash_file
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import DatasetInfo, RankSpec, ShardPart
@@ -38,16 +38,16 @@ def deploy_files(
 ) -> dict[str, Delivery]:
     """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
 
-    def bring(session: Session) -> Delivery:
-        delivery = deliver(session, files[session.name])
-        on_delivery(session.name, delivery)
-        return delivery
+    def on_done(outcome: Outcome[Delivery]) -> None:
+        if outcome.value:
+            on_delivery(outcome.name, outcome.value)
 
-    outcomes = run_on_all({name: sessions[name] for name in files if name != HOST_NAME}, bring)
-    failures: list[CsdctlError] = [outcome.error for outcome in outcomes.values() if outcome.error]
-    if failures:
-        raise PartialError("deploying failed:\n" + "\n".join(f"  {error}" for error in failures))
-    return {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+    outcomes = run_on_all(
+        {name: sessions[name] for name in files if name != HOST_NAME},
+        lambda session: deliver(session, files[session.name]),
+        on_done=on_done,
+    )
+    return values_or_raise(outcomes, "deploying")
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:

@@ -13,11 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from csdctl.documents import save_json
-from csdctl.errors import InputError, PartialError
+from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.sample import Samples, SampleSplit, fetch_fashion_mnist, split_sample
 
@@ -87,7 +87,7 @@ def _save_array(path: Path, array: NDArray[np.generic]) -> None:
 def _place_on_nodes(
     job: Job, fleet: Fleet, sessions: Mapping[str, Session], split: SampleSplit, record: dict[str, object]
 ) -> None:
-    # SFTP knows no `~`: what it is given starts at the login directory.
+    # An upload knows no `~`: what it is given starts at the login directory.
     target = str(job.private_path).removeprefix("~/")
     parts = dict(zip((node.name for node in fleet.nodes), split.private, strict=True))
 
@@ -107,9 +107,6 @@ def _place_on_nodes(
             for name in ("images.npy", "labels.npy", RECORD):
                 session.upload(local / name, f"{target}/{name}")
 
-    outcomes = run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node)
-    failures = [outcome.error for outcome in outcomes.values() if outcome.error]
-    if failures:
-        raise PartialError(
-            "the sample could not be placed:\n" + "\n".join(f"  {error}" for error in failures)
-        )
+    values_or_raise(
+        run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "placing the sample"
+    )

@@ -11,10 +11,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from csdctl.documents import save_json
-from csdctl.errors import InputError, PartialError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.fit import check_fit
 from csdctl.job.model import Job
@@ -22,7 +22,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, deliver, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.worker.contract import DatasetInfo, ModelInfo, from_json, to_json
 
@@ -52,11 +52,6 @@ class Prepared:
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
     """By node; empty when the job has no private data."""
-
-    @property
-    def num_samples(self) -> int:
-        """All samples of one epoch."""
-        return self.public.num_samples + sum(info.num_samples for info in self.private.values())
 
 
 def python_of(fleet: Fleet, machine: str) -> str:
@@ -115,9 +110,14 @@ def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDir
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:
-    content = job.model_file.read_bytes() if job.model_file else b""
-    described = json.dumps([job.model, job.model_args, to_json(job.recipe), worker.sha256], sort_keys=True)
-    return hashlib.sha256(described.encode() + content).hexdigest()[:32]
+    """Changes with all that the built model depends on; a model's file may import those beside it."""
+    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    if job.model_file:
+        beside = set(job.model_file.parent.glob("*.py")) | {job.model_file}
+        for path in sorted(beside):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
 
 
 def _prepare_private(
@@ -132,12 +132,7 @@ def _prepare_private(
         deliver(session, [worker])
         return _prepare_on(session, python_of(fleet, session.name), worker, path)
 
-    outcomes = run_on_all(nodes, on_node)
-    failures = [outcome.error for outcome in outcomes.values() if outcome.error]
-    if failures:
-        kind = InputError if all(isinstance(error, InputError) for error in failures) else PartialError
-        raise kind("private data could not be prepared:\n" + "\n".join(f"  {error}" for error in failures))
-    return {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
+    return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
 
 def _prepare_on(session: Session, python: str, worker: StoredFile, source: str) -> DatasetInfo:

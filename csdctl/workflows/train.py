@@ -16,6 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from csdctl import __version__
+from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RunError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -29,8 +30,9 @@ from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import Delivery, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.transport.many import run_on_all
+from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import Session
+from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import Event, RunSpec, to_json
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
@@ -80,13 +82,13 @@ def train(
     """
     check_plan(plan, job, fleet)
     nodes = nodes_in(plan, fleet)
-    _check_reachable(nodes, sessions)
     check_network(fleet.network)
     try:
         placed = place(plan, prepared)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
     run = project.new_run()
+    run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
     cut = cut_shards(placed, prepared.public, job.recipe.seed, project)
     spec = RunSpec(
         run_id=run.run_id,
@@ -102,7 +104,8 @@ def train(
     stored = store_bytes(to_json(spec).encode(), ".json", project.root)
     files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
     deploy_files(files, sessions, watcher.on_delivery)
-    run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
+    known_hosts = fleet_known_hosts_paths(fleet, project.root)
+    save_text(project.ssh_config, build_ssh_config(fleet.nodes, known_hosts))
     watcher.on_start(run, spec)
     commands = [
         RankCommand(
@@ -180,8 +183,9 @@ def _run(
     try:
         outcome = mpi.run(record, options.deadlines)
     finally:
-        log.close()
+        # First of all nothing is left running; a full disk must not come before that.
         lost = sweep(run, {name: sessions[name] for name in (HOST_NAME, *nodes)})
+        log.close()
     return outcome, lost
 
 
@@ -254,15 +258,6 @@ def _manifest(
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
     }
-
-
-def _check_reachable(nodes: list[str], sessions: Mapping[str, Session]) -> None:
-    missing = [name for name in nodes if name not in sessions]
-    if missing:
-        raise RunError(
-            f"the plan needs {', '.join(missing)}, which cannot be reached",
-            remedy="mend the node, or tune again without it",
-        )
 
 
 def _mpirun() -> Path:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
@@ -37,7 +37,7 @@ ALIVE_INTERVAL_S = 10.0
 MEMORY_SHARE = 0.9
 """Of a machine's usable memory, what a rank's predicted peak may take."""
 TUNING_HELP = "see `csdctl tune --help`: --batch-sizes, -C, -E, --probe-seconds"
-OUT_OF_MEMORY_CODES = (137, -9)
+OUT_OF_MEMORY_CODE = 137
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,16 @@ def tune(
         confirmed = rounds.step_times(
             {name: one.batch_size for name, one in tuned.items()}, CONFIRM_DURATION_S
         )
-    ranks = [
-        _rank_plan(probers[name], one, confirmed[name] or one.step_time_s, threads[name])
-        for name, one in tuned.items()
-    ]
+    ranks = []
+    for name, one in tuned.items():
+        step_time_s = confirmed[name]
+        if step_time_s is None:
+            raise NodeError(
+                f"batch size {one.batch_size} fitted in memory once and then no longer",
+                node=name,
+                remedy="look what else uses that machine's memory, or give smaller --batch-sizes",
+            )
+        ranks.append(_rank_plan(probers[name], one, step_time_s, threads[name]))
     return Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -130,7 +136,7 @@ def _probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, thread
         prepared.model.weights.path,
         job.recipe,
         threads,
-        prepared.public.max_label,
+        prepared.public,
     )
     return build_worker_command(
         python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
@@ -236,12 +242,15 @@ class Prober:
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
         except EOFError:
             if self._died_of_memory():
+                self._conversation.close()
                 self._conversation = None
                 return None
             raise self._why_it_ended() from None
         except ContractError as error:
             raise RemoteCommandError(f"unreadable probe result: {error}", node=self._session.name) from None
-        self._peaks[batch_size] = result.peak_memory_bytes
+        # A process's peak never falls: only a size larger than all before tells its own.
+        if batch_size > max(self._peaks, default=0):
+            self._peaks[batch_size] = result.peak_memory_bytes
         return result
 
     def _read_line(self, deadline_s: float) -> str:
@@ -268,7 +277,7 @@ class Prober:
     def _died_of_memory(self) -> bool:
         assert self._conversation is not None
         done = self._conversation.wait(deadline_s=10)
-        return done.exit_code in OUT_OF_MEMORY_CODES or b"OOM when allocating" in done.stderr
+        return done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in done.stderr
 
     def _why_it_ended(self) -> CsdctlError:
         assert self._conversation is not None

@@ -1,6 +1,6 @@
 """What most commands start with: fleet, facts, and an open session to every machine.
 
-The caller says which nodes it cannot do without; a node that is down is then one error that names it.
+A node that is down is one error that names it; --exclude goes on without it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, load_fleet
@@ -17,7 +16,6 @@ from csdctl.fleet.select import select_nodes
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions
 from csdctl.transport.session import Session
-from csdctl.transport.ssh_config import build_ssh_config
 
 
 @dataclass(frozen=True)
@@ -38,14 +36,13 @@ def open_workspace(
     project = ProjectDirectory(directory)
     fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
-    save_text(project.ssh_config, build_ssh_config(fleet.nodes, known_hosts))
     with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as opened:
         if opened.failed:
             raise _unreachable(fleet, opened.failed)
-        yield Workspace(project, fleet, _facts(fleet, project, opened.reachable), dict(opened.reachable))
+        yield Workspace(project, fleet, _facts(fleet, opened.reachable), dict(opened.reachable))
 
 
-def _facts(fleet: Fleet, project: ProjectDirectory, sessions: dict[str, Session]) -> dict[str, Facts]:
+def _facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
     """What `discover` wrote; asked again of machines that are new or were not ready to train."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}

@@ -29,9 +29,7 @@ def discover(
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
-    verbose: Annotated[
-        int, typer.Option("-v", "--verbose", count=True, help="More columns; -vv: with tracebacks.")
-    ] = 0,
+    verbose: Annotated[int, typer.Option("--verbose", count=True, help="More columns.")] = 0,
 ) -> None:
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.fleet import discover_document, render_fleet

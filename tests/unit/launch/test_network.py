@@ -1,0 +1,45 @@
+"""Which addresses the host has, and whether MPI's network is among them."""
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.launch.network import check_network, parse_local_addresses
+
+# From /proc/net/fib_trie of a machine with two addresses on one interface.
+FIB_TRIE = """\
+Main:
+  +-- 0.0.0.0/0 3 0 4
+     |-- 0.0.0.0
+        /0 universe UNICAST
+     +-- 10.1.1.0/24 2 0 2
+        |-- 10.1.1.0
+           /24 link UNICAST
+Local:
+  +-- 0.0.0.0/0 2 0 2
+     +-- 10.1.1.0/24 2 0 2
+        |-- 10.1.1.1
+           /32 host LOCAL
+        |-- 10.1.1.255
+           /32 link BROADCAST
+     +-- 127.0.0.0/8 2 0 2
+        |-- 127.0.0.0
+           /8 host LOCAL
+        |-- 127.0.0.1
+           /32 host LOCAL
+        |-- 192.168.7.9
+           /32 host LOCAL
+"""
+
+
+def test_every_address_of_the_host_is_found_and_no_other() -> None:
+    assert parse_local_addresses(FIB_TRIE) == ["10.1.1.1", "127.0.0.1", "192.168.7.9"]
+
+
+def test_network_of_the_loopback_is_there() -> None:
+    check_network("127.0.0.0/8")
+    check_network("")
+
+
+def test_network_without_an_address_of_this_host_is_refused_with_those_it_has() -> None:
+    with pytest.raises(InputError, match=r"203\.0\.113\.0/24: this host has no address in it.*127\.0\.0\.1"):
+        check_network("203.0.113.0/24")
