@@ -179,6 +179,8 @@ class ChannelProcess:
                 if deadline.has_passed:
                     raise
                 continue
+            except (paramiko.SSHException, EOFError):  # paramiko's words for a connection that is gone
+                raise BrokenPipeError("the connection is closed") from None
             if num_sent == 0:
                 raise BrokenPipeError("the channel is closed")
             rest = rest[num_sent:]

@@ -78,9 +78,8 @@ def train(
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
-    The caller holds `one_run_at_a_time`.
+    The caller holds `one_run_at_a_time` and has called `check_plan`.
     """
-    check_plan(plan, job, fleet)
     nodes = nodes_in(plan, fleet)
     check_network(fleet.network)
     try:

@@ -47,7 +47,7 @@ def train(
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_tools, one_run_at_a_time, train
+    from csdctl.workflows.train import TrainOptions, check_plan, check_tools, one_run_at_a_time, train
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
@@ -64,6 +64,7 @@ def train(
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)
         else:
             chosen = load_plan(plan or space.project.plan(loaded.name))
+            check_plan(chosen, loaded, space.fleet)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             summary = train(
