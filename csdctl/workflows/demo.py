@@ -13,7 +13,7 @@ data:
   private: {path: ~/private}        # on each node; never leaves it
   validation: {path: data/validation, on: host}
 recipe:
-  epochs: 4
+  epochs: 5
   optimizer: sgd
   momentum: 0.9
   learning_rate: 0.03
