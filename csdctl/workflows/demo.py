@@ -16,7 +16,7 @@ recipe:
   epochs: 5
   optimizer: sgd
   momentum: 0.9
-  learning_rate: 0.03
+  learning_rate: 0.015
   reference_batch: 128
   warmup_epochs: 1
   loss: sparse_categorical_crossentropy

@@ -65,7 +65,7 @@ def plan(directory: Path) -> dict[str, Any]:
 
 
 def job_with(directory: Path, name: str, **changes: str) -> Path:
-    """job.yaml with some text replaced: `epochs: 4` by what is given for `epochs`."""
+    """job.yaml with some text replaced: `epochs: 5` by what is given for `epochs`."""
     content = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
     for key, value in changes.items():
         target = content if key in content else content["recipe"]
