@@ -41,12 +41,14 @@ class Step:
         self._input_range = recipe.input_range
         self.has_accuracy = "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1
         self._empty = np.zeros(self.size, np.float32)
+        # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
+        # temporary directory for each graph of a rank that is killed.
         batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
-        self._local = tf.function(self._local_graph, input_signature=batch)
+        self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
-            self._apply_graph, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
+            self._apply_graph, autograph=False, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
         )
-        self._evaluate = tf.function(self._evaluate_graph, input_signature=batch)
+        self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
 
     def local(self, images: Array, labels: Array) -> Array:
         """This rank's vector, shape (size,), float32, not divided by anything."""
