@@ -34,6 +34,8 @@ class Node:
     python: str = "python3"
     group: str = ""
     tags: tuple[str, ...] = ()
+    jump: "Node | None" = None
+    """The machine whose SSH server the connection goes through; may have one of its own."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class LocalSession:
 
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
+        self.host_key_fingerprint = ""
         self._directory = directory
         self._running: set[Running] = set()
 

@@ -110,6 +110,33 @@ def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dic
     raise kind(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
+def run_on_nodes(
+    fleet: Fleet,
+    function: Callable[[Session], ResultT],
+    *,
+    directory: Path,
+    known_hosts: Sequence[Path] | None = None,
+    connect_deadline_s: float = 10.0,
+    max_workers: int = MAX_WORKERS,
+    on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
+) -> dict[str, Outcome[ResultT]]:
+    """Connect to each node of `fleet`, call `function` with its session, and close it again.
+
+    For fleets of any size: no more than `max_workers` connections are open at a time. `known_hosts` and
+    `on_done` are those of `open_sessions` and `run_on_all`.
+    """
+    from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
+
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
+
+    def visit(node: Node) -> ResultT:
+        with contextlib.closing(connect(node, known, connect_deadline_s=connect_deadline_s)) as session:
+            return function(session)
+
+    nodes = {node.name: node for node in fleet.nodes}
+    return run_on_all(nodes, visit, max_workers=max_workers, on_done=on_done)
+
+
 @contextlib.contextmanager
 def open_sessions(
     fleet: Fleet,

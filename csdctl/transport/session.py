@@ -72,6 +72,8 @@ class Session(Protocol):
     """An open way to one machine."""
 
     name: str
+    host_key_fingerprint: str
+    """SHA256 fingerprint of the key the machine showed; '' where there is none."""
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to its end.

@@ -19,7 +19,8 @@ from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.fleet.scan import expand_addresses, name_nodes, render_fleet
 from csdctl.probes.machine import collect_machine_facts
-from csdctl.transport.many import Outcome, open_sessions, run_on_all
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
 SCAN_CONNECT_S = 1.0
@@ -67,12 +68,20 @@ def discover(
     `fleet` may be a part of what its file has: what is known of the others stays. Nodes that fail are in the
     result, not raised.
     """
-    with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as sessions:
-        for name, error in sessions.failed.items():
-            on_done(name, error)
-        outcomes = _collect(fleet, sessions.reachable, on_done)
-        warnings = find_shared_host_keys(sessions.reachable)
-    failed = {**sessions.failed, **{name: one.error for name, one in outcomes.items() if one.error}}
+    host_keys: dict[str, str] = {}
+
+    def visit(session: Session) -> Facts:
+        host_keys[session.name] = session.host_key_fingerprint
+        return collect_machine_facts(session, fleet.node(session.name).python)
+
+    def tell(outcome: Outcome[Facts]) -> None:
+        on_done(outcome.name, outcome.error)
+
+    with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
+        outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
+    outcomes |= run_on_nodes(fleet, visit, directory=directory, known_hosts=known_hosts, on_done=tell)
+    warnings = find_shared_host_keys(host_keys)
+    failed = {name: one.error for name, one in outcomes.items() if one.error}
     names = [HOST_NAME, *(node.name for node in fleet.nodes)]
     facts = {name: _facts_or_problem(name, outcomes.get(name), failed.get(name)) for name in names}
     path = save_facts(fleet, {**_earlier_facts(fleet), **facts})
@@ -87,13 +96,14 @@ def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Fa
     return {name: _facts_or_problem(name, outcome, outcome.error) for name, outcome in outcomes.items()}
 
 
-def find_shared_host_keys(sessions: Mapping[str, Session]) -> tuple[str, ...]:
-    """A warning for each host key that several nodes show: one machine twice, or a copied disk image."""
+def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
+    """A warning for each host key that several nodes show: one machine twice, or a copied disk image.
+
+    `fingerprints` are by node.
+    """
     names_by_key: dict[str, list[str]] = defaultdict(list)
-    for name, session in sessions.items():
-        key = getattr(session, "host_key_fingerprint", "")
-        if key:
-            names_by_key[key].append(name)
+    for name, key in fingerprints.items():
+        names_by_key[key].append(name)
     return tuple(
         f"{', '.join(names)} show the same host key {key}: one machine listed twice, or a copied disk image"
         for key, names in names_by_key.items()
