@@ -3,21 +3,41 @@
 import errno
 import signal
 import sys
-import traceback
 from types import FrameType
 from typing import Annotated
 
 import typer
 
 from csdctl import __version__
-from csdctl.cli.commands import demo, deploy, discover, emulate, prepare, report, train, tune
+from csdctl.cli.lazy import CommandTable, lazy_group
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError, ExitCode
+
+COMMANDS: CommandTable = {
+    "The fleet": {
+        "discover": "Find the machines, learn what they are, and keep it beside the fleet file.",
+    },
+    "Data and code": {
+        "prepare": "Put data into a form that is read fast, where it lies, the model into one that travels.",
+        "deploy": "Bring worker and model to every node; what is there already is not sent again.",
+    },
+    "Training": {
+        "tune": "Measure every machine and write a plan (the paper's Algorithm 1 and equation 1).",
+        "train": "Train on the host and all nodes in step, each with its own batch size.",
+        "report": "Show what a run came to.",
+    },
+    "A fleet without hardware": {
+        "emulate": "A fleet on this machine: real SSH servers that share its CPU and memory.",
+        "demo": "Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`.",
+    },
+}
 
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks where the data lies: computational storage devices and their host, in step.",
     epilog="-vv, anywhere: show the traceback of an error too.",
+    cls=lazy_group(COMMANDS),
+    rich_markup_mode=None,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -36,18 +56,6 @@ def _main(
     ] = False,
 ) -> None:
     """Nothing of its own: the commands do the work."""
-
-
-FLEET, DATA, TRAINING, EMULATED = "The fleet", "Data and code", "Training", "A fleet without hardware"
-
-app.command(rich_help_panel=FLEET)(discover.discover)
-app.command(rich_help_panel=DATA)(prepare.prepare)
-app.command(rich_help_panel=DATA)(deploy.deploy)
-app.command(rich_help_panel=TRAINING)(tune.tune)
-app.command(rich_help_panel=TRAINING)(train.train)
-app.command(rich_help_panel=TRAINING)(report.report)
-app.add_typer(emulate.app, name="emulate", rich_help_panel=EMULATED)
-app.command(rich_help_panel=EMULATED)(demo.demo)
 
 
 VERBOSE = ("-v", "-vv")
@@ -91,8 +99,7 @@ def main() -> None:
             f"csdctl failed: {type(error).__name__}: {error}", style="bold red", markup=False
         )
         streams.errors.print("  → this is a defect of csdctl; run again with -vv and report what it prints")
-        if "-vv" in sys.argv:
-            traceback.print_exc()
+        _show_traceback(error)
         sys.exit(ExitCode.FAILED)
 
 
@@ -112,5 +119,11 @@ def _show(streams: Streams, error: CsdctlError) -> None:
     streams.errors.print(f"{where}{error.message}", markup=False)
     if error.remedy:
         streams.errors.print(f"  → {error.remedy}", markup=False)
+    _show_traceback(error)
+
+
+def _show_traceback(error: Exception) -> None:
     if "-vv" in sys.argv:
+        import traceback
+
         traceback.print_exception(error)

@@ -3,10 +3,12 @@
 import json
 import sys
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from rich.console import Console
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 @dataclass
@@ -18,9 +20,19 @@ class Streams:
     directory: Path = field(default_factory=Path.cwd)
     is_json: bool = False
 
-    def __post_init__(self) -> None:
-        self.errors = Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
-        self.people = self.errors if self.is_json else Console(file=self.stdout, highlight=False)
+    @cached_property
+    def errors(self) -> "Console":
+        """Standard error."""
+        from rich.console import Console  # a sixth of the time that --help takes
+
+        return Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
+
+    @cached_property
+    def people(self) -> "Console":
+        """Where people read: standard output, or standard error when programs read that."""
+        from rich.console import Console
+
+        return self.errors if self.is_json else Console(file=self.stdout, highlight=False)
 
     def say(self, line: str) -> None:
         """One line for people."""

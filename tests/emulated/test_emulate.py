@@ -404,7 +404,7 @@ def test_the_commands_start_show_and_end_a_fleet(
 
     up = ("up", "--nodes", "1", "--memory", "256M")
     started = json.loads(run(*up, "--json"))
-    assert (started["schema"], started["emulated"], started["was_up"]) == (1, True, False)
+    assert (started["schema"], started["emulated"], started["was_up"]) == ("csdctl.emulate/1", True, False)
     assert load_fleet(tmp_path / "fleet.yaml").node("csd0").port == started["nodes"][0]["port"]
     assert "was up already" in run(*up)
     assert json.loads(run("status", "--json"))["nodes"][0]["is_running"]

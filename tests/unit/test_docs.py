@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from csdctl.cli.app import COMMANDS as TABLE
 from csdctl.cli.app import app
 from csdctl.cli.reference import list_commands, render_reference
 from csdctl.documents import parse_document
@@ -108,6 +109,10 @@ class TestCommands:
             "docs/reference/cli.md is not what the commands say. If the change is wanted, accept it:\n"
             "    .venv/bin/python -m csdctl.cli.reference > docs/reference/cli.md"
         )
+
+    def test_list_of_commands_says_what_their_own_help_says(self) -> None:
+        listed = {name: does for section in TABLE.values() for name, does in section.items()}
+        assert listed == {name: command.help for name, command in COMMANDS["csdctl"].commands.items()}
 
     @pytest.mark.parametrize("name", COMMANDS)
     def test_every_command_has_help(self, name: str) -> None:

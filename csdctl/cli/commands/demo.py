@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
-from csdctl.cli.render.numbers import show_seconds
 from csdctl.cli.streams import Streams
 
 
@@ -18,8 +17,9 @@ def demo(
     cpu: Annotated[float, typer.Option("--cpu", help="Each node's share of a core.")] = 0.25,
     keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
 ) -> None:
-    """Train Fashion-MNIST on an emulated fleet: emulate up, discover, prepare, tune, train, report."""
+    """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
+    from csdctl.cli.render.numbers import show_seconds
     from csdctl.workflows.demo import write_demo_files
     from csdctl.workflows.emulate import take_fleet_down
     from csdctl.workflows.train import check_tools
@@ -37,9 +37,7 @@ def demo(
     streams.say(f"The demo works in {Path.cwd()}. The fleet is emulated: it shows function, never speed.")
     try:
         step(f"emulate up --nodes {nodes} --cpu {cpu}")
-        emulate.up(
-            nodes=nodes, cpu=cpu, memory="2G", fleet=DEFAULT_FLEET, cpu_mechanism="auto", as_json=False
-        )
+        emulate.up(nodes=nodes, cpu=cpu, memory="2G", fleet=DEFAULT_FLEET, cpu_mechanism="auto", json=False)
         step("discover")
         discover.discover()
         step("prepare --sample fashion-mnist")

@@ -11,7 +11,6 @@ from csdctl.cli.options import (
     JsonOption,
     LimitOption,
 )
-from csdctl.cli.render.numbers import show_bytes
 from csdctl.cli.streams import Streams
 
 
@@ -23,6 +22,7 @@ def deploy(
     json: JsonOption = False,
 ) -> None:
     """Bring worker and model to every node; what is there already is not sent again."""
+    from csdctl.cli.render.numbers import show_bytes
     from csdctl.job.model import load_job
     from csdctl.shipping.store import Delivery
     from csdctl.workflows.deploy import common_files, deploy_files

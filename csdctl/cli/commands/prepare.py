@@ -27,7 +27,7 @@ def prepare(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Put data into the form that is read fast, where it lies, and the model into the form that travels."""
+    """Put data into a form that is read fast, where it lies, the model into one that travels."""
     from csdctl.job.model import load_job
     from csdctl.workflows.place_sample import place_sample
     from csdctl.workflows.prepare import prepare_job

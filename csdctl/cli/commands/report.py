@@ -5,7 +5,6 @@ from typing import Annotated
 import typer
 
 from csdctl.cli.options import JsonOption
-from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.streams import Streams
 
 
@@ -16,6 +15,7 @@ def report(
     json: JsonOption = False,
 ) -> None:
     """Show what a run came to."""
+    from csdctl.cli.render.report import render_report, report_document
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.report import report as load_report
 

@@ -13,7 +13,6 @@ from csdctl.cli.options import (
     JsonOption,
     LimitOption,
 )
-from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
@@ -41,7 +40,8 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure batch sizes on every machine and write a plan (the paper's Algorithm 1 and equation 1)."""
+    """Measure every machine and write a plan (the paper's Algorithm 1 and equation 1)."""
+    from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
     from csdctl.tuning.plan import save_plan
     from csdctl.workflows.deploy import common_files, deploy_files
