@@ -4,13 +4,11 @@ Success is a completion record from every rank. Whatever happens, nothing of the
 machine: what still carries its id is ended over SSH.
 """
 
-import fcntl
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -78,7 +76,7 @@ def train(
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
-    The caller holds `one_run_at_a_time` and has called `check_plan`.
+    The caller holds the machines and has called `check_plan`.
     """
     nodes = nodes_in(plan, fleet)
     check_network(fleet.network)
@@ -280,22 +278,3 @@ def _prefix(nodes: list[str], facts: Mapping[str, Facts]) -> str:
             remedy="install them at one path, the same on every node, and name it in fleet.yaml (python:)",
         )
     return different.pop() or sys.prefix if different else sys.prefix
-
-
-@contextmanager
-def one_run_at_a_time(project: ProjectDirectory) -> Iterator[None]:
-    """Hold the project's lock; the lock of a process that died is free by itself."""
-    project.state.mkdir(parents=True, exist_ok=True)
-    with (project.state / "train.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise RunError(
-                f"another csdctl is training here ({file.read().strip()})", remedy="wait for it, or end it"
-            ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()}")
-        file.flush()
-        yield

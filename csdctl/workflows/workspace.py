@@ -3,8 +3,8 @@
 A node that is down is one error that names it; --exclude goes on without it.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +13,11 @@ from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet, load_fleet
 from csdctl.fleet.preflight import check_machines, is_ready
 from csdctl.fleet.select import select_nodes
+from csdctl.launch.machine_lock import hold_machines
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions
 from csdctl.transport.session import Session
+from csdctl.workflows.prepare import python_of
 
 
 @dataclass(frozen=True)
@@ -28,18 +30,32 @@ class Workspace:
     sessions: dict[str, Session]
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_workspace(
-    directory: Path, fleet_path: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+    directory: Path,
+    fleet_path: Path,
+    limit: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    holding_for: str = "",
 ) -> Iterator[Workspace]:
-    """Connect to the host and all selected nodes; raises CsdctlError or NoNodeReachableError."""
+    """Connect to the host and all selected nodes; raises CsdctlError or NoNodeReachableError.
+
+    `holding_for` names the command that no other csdctl may disturb; raises MachineHeldError when one does.
+    """
     project = ProjectDirectory(directory)
     fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
     with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as opened:
         if opened.failed:
             raise _unreachable(fleet, opened.failed)
-        yield Workspace(project, fleet, _facts(fleet, opened.reachable), dict(opened.reachable))
+        sessions = dict(opened.reachable)
+        facts = _facts(fleet, sessions)
+        with contextlib.ExitStack() as stack:
+            if holding_for:
+                pythons = {name: python_of(fleet, name) for name in sessions}
+                stack.enter_context(hold_machines(sessions, pythons, doing=holding_for, directory=directory))
+            yield Workspace(project, fleet, facts, sessions)
 
 
 def _facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:

@@ -44,10 +44,9 @@ def train(
     from csdctl.cli.training import TrainingScreen
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
-    from csdctl.runs.directory import ProjectDirectory
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_plan, check_tools, one_run_at_a_time, train
+    from csdctl.workflows.train import TrainOptions, check_plan, check_tools, train
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
@@ -55,10 +54,7 @@ def train(
     loaded = load_job(job)
     check_tools()
     options = TrainOptions(Deadlines(start_deadline, silence_deadline), max_steps)
-    with (
-        one_run_at_a_time(ProjectDirectory(streams.directory)),
-        open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space,
-    ):
+    with open_workspace(streams.directory, fleet, limit or (), exclude or (), holding_for="train") as space:
         names = [node.name for node in space.fleet.nodes]
         if batch_size:
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)

@@ -52,7 +52,7 @@ def tune(
     streams = Streams(is_json=json)
     loaded = load_job(job)
     options = TuneOptions(_sizes(batch_sizes), step_divisor, margin_scale, probe_seconds)
-    with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
+    with open_workspace(streams.directory, fleet, limit or (), exclude or (), holding_for="tune") as space:
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deploy_files(files, space.sessions, lambda *_: None)

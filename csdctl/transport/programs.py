@@ -1,0 +1,13 @@
+"""Programs that run on a machine before anything was sent to it: one file of the worker, as text.
+
+They need a Python and nothing else. `-I -S` keeps the user's own modules out and starts in half the time.
+"""
+
+from collections.abc import Sequence
+from importlib import resources
+
+
+def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
+    """The argument list that runs csdctl/worker/MODULE.py by itself."""
+    source = (resources.files("csdctl") / "worker" / f"{module}.py").read_text(encoding="utf-8")
+    return [python, "-I", "-S", "-c", source, *arguments]

@@ -1,0 +1,117 @@
+"""One csdctl at a time on a machine: real processes, real locks, on the host's own session."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import ExitCode, RemoteCommandError
+from csdctl.launch.machine_lock import MachineHeldError, describe_holder, hold_machines, is_gone
+from csdctl.transport.local import LocalSession
+
+PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
+
+HOLD_UNTIL_KILLED = """
+import sys, time
+from pathlib import Path
+from csdctl.launch.machine_lock import hold_machines
+from csdctl.transport.local import LocalSession
+home = Path(sys.argv[1])
+session = LocalSession("csd0", home)
+with hold_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture
+def session(tmp_path: Path) -> Iterator[LocalSession]:
+    session = LocalSession("csd0", tmp_path)
+    yield session
+    session.close()
+
+
+def hold(session: LocalSession, directory: Path, doing: str = "tune"):  # type: ignore[no-untyped-def]
+    return hold_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
+
+
+def wait_until_free(lock: Path) -> None:
+    deadline = time.monotonic() + 10
+    while subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode:
+        assert time.monotonic() < deadline, "the lock is still held"
+        time.sleep(0.02)
+
+
+@pytest.mark.fault(34)
+def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
+    with (
+        hold(session, tmp_path / "first", "train"),
+        pytest.raises(MachineHeldError) as caught,
+        hold(session, tmp_path / "second"),
+    ):
+        pass
+    assert caught.value.exit_code == ExitCode.FAILED
+    assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
+    assert str(tmp_path / "first") in str(caught.value)
+    assert caught.value.node == "csd0"
+
+
+def test_machine_is_free_again_when_the_first_has_ended(session: LocalSession, tmp_path: Path) -> None:
+    with hold(session, tmp_path):
+        pass
+    with hold(session, tmp_path):
+        pass
+
+
+@pytest.mark.fault(35)
+def test_lock_of_a_killed_csdctl_is_free(session: LocalSession, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == b"held\n"
+        first.send_signal(signal.SIGKILL)
+    wait_until_free(tmp_path / ".csdctl" / "lock")
+    with hold(session, tmp_path):
+        pass
+
+
+@pytest.mark.fault(35)
+def test_lock_whose_holder_vanished_with_the_host_is_taken_over(
+    session: LocalSession, tmp_path: Path
+) -> None:
+    """As after a power cut of the host: the holding program still waits, its csdctl is of an earlier boot."""
+    (tmp_path / ".csdctl").mkdir()
+    lock = tmp_path / ".csdctl" / "lock"
+    with subprocess.Popen(["flock", str(lock), "sleep", "60"], start_new_session=True) as holding:
+        while subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode == 0:
+            time.sleep(0.02)
+        sleeper = int(Path(f"/proc/{holding.pid}/task/{holding.pid}/children").read_text())
+        holder = {**describe_holder("train", tmp_path), "boot": "an earlier one", "holding_pid": sleeper}
+        lock.write_text(json.dumps(holder))
+        holding.kill()  # only the sleeper still has the lock open
+        with hold(session, tmp_path):
+            assert json.loads(lock.read_text())["command"] == "tune"
+
+
+def test_holder_on_another_machine_is_never_called_gone(tmp_path: Path) -> None:
+    me = describe_holder("train", tmp_path)
+    assert not is_gone(me)
+    assert not is_gone({**me, "machine": "another", "boot": "another"})
+    assert is_gone({**me, "boot": "an earlier one"})
+    assert is_gone({**me, "started": "0"}), "the process id was given to another process"
+    assert not is_gone({})
+
+
+@pytest.mark.fault(21)
+def test_machine_without_python_is_named(session: LocalSession, tmp_path: Path) -> None:
+    with (
+        pytest.raises(RemoteCommandError, match="csd0: locking the machine failed with exit code 127"),
+        hold_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path),
+    ):
+        pass
