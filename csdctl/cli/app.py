@@ -25,6 +25,7 @@ COMMANDS: CommandTable = {
         "tune": "Measure every machine and write a plan (the paper's Algorithm 1 and equation 1).",
         "train": "Train on the host and all nodes in step, each with its own batch size.",
         "report": "Show what a run came to.",
+        "clean": "End and remove what an earlier csdctl left on the machines.",
     },
     "A fleet without hardware": {
         "emulate": "A fleet on this machine: real SSH servers that share its CPU and memory.",

@@ -17,6 +17,16 @@ ExcludeOption = Annotated[
     list[str] | None, typer.Option("--exclude", help="Not these nodes; like --limit.", show_default=False)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, the rest on stderr.")]
+FailedFromOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--failed-from",
+        help="Only the nodes that a command failed on: .csdctl/failed.json, or its --json output.",
+        show_default=False,
+    ),
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
 
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")

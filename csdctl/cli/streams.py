@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from csdctl.errors import InputError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -37,6 +39,16 @@ class Streams:
     def say(self, line: str) -> None:
         """One line for people."""
         self.people.print(line, markup=False, soft_wrap=True)
+
+    def confirm(self, question: str, *, yes: bool) -> None:
+        """Ask at the terminal unless `yes`; raises InputError when the answer is no, or nobody can answer."""
+        if yes:
+            return
+        if not (sys.stdin.isatty() and self.stderr.isatty()):
+            raise InputError(f"{question} There is no terminal to answer at", remedy="say so with --yes")
+        self.errors.print(f"{question} \\[y/N]", end=" ")
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            raise InputError("not confirmed: nothing was done")
 
     def result(self, document: object) -> None:
         """One JSON document on standard output; nothing without --json."""

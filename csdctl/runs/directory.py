@@ -34,6 +34,11 @@ class ProjectDirectory:
         return self.state / "ssh_config"
 
     @property
+    def failed(self) -> Path:
+        """On which nodes the latest command failed."""
+        return self.state / "failed.json"
+
+    @property
     def runs(self) -> Path:
         """All runs."""
         return self.state / "runs"

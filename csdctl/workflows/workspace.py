@@ -4,18 +4,18 @@ A node that is down is one error that names it; --exclude goes on without it.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
-from csdctl.fleet.model import Fleet, load_fleet
+from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import check_machines, is_ready
-from csdctl.fleet.select import select_nodes
+from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
 from csdctl.launch.machine_lock import hold_machines
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.transport.many import fleet_known_hosts_paths, open_sessions
+from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.workflows.prepare import python_of
 
@@ -33,18 +33,17 @@ class Workspace:
 @contextlib.contextmanager
 def open_workspace(
     directory: Path,
-    fleet_path: Path,
-    limit: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    fleet: Fleet,
     *,
     holding_for: str = "",
+    say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Workspace]:
-    """Connect to the host and all selected nodes; raises CsdctlError or NoNodeReachableError.
+    """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
-    `holding_for` names the command that no other csdctl may disturb; raises MachineHeldError when one does.
+    `holding_for` names the command that no other csdctl may disturb; raises MachineHeldError when one does,
+    and ends what a csdctl that was killed has left running.
     """
     project = ProjectDirectory(directory)
-    fleet = select_nodes(load_fleet(fleet_path), limit, exclude)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
     with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as opened:
         if opened.failed:
@@ -54,8 +53,21 @@ def open_workspace(
         with contextlib.ExitStack() as stack:
             if holding_for:
                 pythons = {name: python_of(fleet, name) for name in sessions}
+                _end_leftovers(sessions, pythons, say)
                 stack.enter_context(hold_machines(sessions, pythons, doing=holding_for, directory=directory))
             yield Workspace(project, fleet, facts, sessions)
+
+
+def _end_leftovers(
+    sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    def visit(session: Session) -> Leftovers:
+        return sweep_machine(session, pythons[session.name], Sweeping())
+
+    for name, found in values_or_raise(run_on_all(sessions, visit), "looking for what is left").items():
+        if found.num_processes:
+            runs = f" of run {', '.join(found.runs)}" if found.runs else ""
+            say(f"{name}: {found.num_processes} processes{runs} were left by a csdctl that is gone: ended")
 
 
 def _facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:

@@ -26,6 +26,7 @@ def deploy(
     from csdctl.job.model import load_job
     from csdctl.shipping.store import Delivery
     from csdctl.workflows.deploy import common_files, deploy_files
+    from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
     from csdctl.workflows.workspace import open_workspace
 
@@ -38,7 +39,8 @@ def deploy(
             f"{delivery.num_present} there already"
         )
 
-    with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
+    chosen_fleet = choose_fleet(fleet, limit, exclude)
+    with open_workspace(streams.directory, chosen_fleet) as space:
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deliveries = deploy_files(files, space.sessions, show)

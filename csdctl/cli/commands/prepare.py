@@ -29,13 +29,15 @@ def prepare(
 ) -> None:
     """Put data into a form that is read fast, where it lies, the model into one that travels."""
     from csdctl.job.model import load_job
+    from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.place_sample import place_sample
     from csdctl.workflows.prepare import prepare_job
     from csdctl.workflows.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)
-    with open_workspace(streams.directory, fleet, limit or (), exclude or ()) as space:
+    chosen_fleet = choose_fleet(fleet, limit, exclude)
+    with open_workspace(streams.directory, chosen_fleet) as space:
         if sample:
             place_sample(sample, loaded, space.fleet, space.sessions, space.project, streams.say)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)

@@ -45,6 +45,7 @@ def train(
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.tuning.plan import load_plan
+    from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
     from csdctl.workflows.train import TrainOptions, check_plan, check_tools, train
     from csdctl.workflows.tune import equal_plan
@@ -54,7 +55,8 @@ def train(
     loaded = load_job(job)
     check_tools()
     options = TrainOptions(Deadlines(start_deadline, silence_deadline), max_steps)
-    with open_workspace(streams.directory, fleet, limit or (), exclude or (), holding_for="train") as space:
+    chosen_fleet = choose_fleet(fleet, limit, exclude)
+    with open_workspace(streams.directory, chosen_fleet, holding_for="train", say=streams.say) as space:
         names = [node.name for node in space.fleet.nodes]
         if batch_size:
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)

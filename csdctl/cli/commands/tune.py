@@ -45,6 +45,7 @@ def tune(
     from csdctl.job.model import load_job
     from csdctl.tuning.plan import save_plan
     from csdctl.workflows.deploy import common_files, deploy_files
+    from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
     from csdctl.workflows.tune import TuneOptions, tune
     from csdctl.workflows.workspace import open_workspace
@@ -52,7 +53,8 @@ def tune(
     streams = Streams(is_json=json)
     loaded = load_job(job)
     options = TuneOptions(_sizes(batch_sizes), step_divisor, margin_scale, probe_seconds)
-    with open_workspace(streams.directory, fleet, limit or (), exclude or (), holding_for="tune") as space:
+    chosen_fleet = choose_fleet(fleet, limit, exclude)
+    with open_workspace(streams.directory, chosen_fleet, holding_for="tune", say=streams.say) as space:
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deploy_files(files, space.sessions, lambda *_: None)

@@ -1,0 +1,58 @@
+"""`csdctl clean`."""
+
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DryRunOption,
+    ExcludeOption,
+    FailedFromOption,
+    FleetOption,
+    JsonOption,
+    LimitOption,
+    YesOption,
+)
+from csdctl.cli.streams import Streams
+
+
+def clean(
+    fleet: FleetOption = DEFAULT_FLEET,
+    everything: Annotated[
+        bool,
+        typer.Option("--everything", help="Remove all that csdctl wrote on the nodes, prepared data too."),
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also end a csdctl that works there now, on whatever host.")
+    ] = False,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    failed_from: FailedFromOption = None,
+    dry_run: DryRunOption = False,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
+    """End and remove what an earlier csdctl left on the machines."""
+    from csdctl.cli.render.clean import clean_document, render_cleaned
+    from csdctl.launch.leftovers import Sweeping
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.clean import clean
+    from csdctl.workflows.partial import choose_fleet, settle
+
+    streams = Streams(is_json=json)
+    chosen = choose_fleet(fleet, limit, exclude, failed_from)
+    if everything and not dry_run:
+        streams.confirm(f"Remove all that csdctl wrote on {len(chosen.nodes)} nodes?", yes=yes)
+    sweeping = Sweeping(
+        is_ending=not dry_run, is_removing=not dry_run, is_removing_all=everything, is_forced=force
+    )
+    outcomes = clean(
+        chosen,
+        sweeping,
+        directory=streams.directory,
+        on_done=lambda outcome: render_cleaned(streams.people, outcome, is_dry=dry_run),
+    )
+    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+    streams.result(clean_document(outcomes, failed, is_dry=dry_run))
+    settle(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)

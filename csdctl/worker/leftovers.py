@@ -1,0 +1,139 @@
+"""What an earlier csdctl left on a machine: found, and if asked ended and removed.
+
+Runs alone, from the text of this file: standard library only. The directory is the session's own. Reads
+one JSON object (is_ending, is_removing, is_removing_all, is_forced), writes one:
+
+- `holder`: the csdctl that works here now, else null; with one, nothing is touched unless forced
+- `processes`: what was found running, with its run's id
+- `paths` and `num_bytes`: files and directories nobody needs any more
+"""
+
+import contextlib
+import fcntl
+import glob
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from typing import Any
+
+RUN_MARKER = "csdctl-run="
+STORED = ".csdctl/objects/"
+LOCK = ".csdctl/lock"
+PARTS = (".csdctl/objects/*.part*", ".csdctl/objects/.*")
+
+
+def main() -> None:
+    """Answer one request."""
+    request = json.loads(sys.stdin.readline())
+    holder = find_holder()
+    is_allowed = holder is None or request["is_forced"]
+    processes = find_processes(os.getcwd()) if is_allowed else []
+    if is_allowed and request["is_ending"]:
+        if holder:
+            end(holder.get("holding_pid"))
+        children = find_children()
+        for process in processes:
+            for pid in with_descendants(process["pid"], children):
+                end(pid)
+    paths = find_paths(request["is_removing_all"]) if is_allowed else []
+    num_bytes = sum(size_of(path) for path in paths)
+    if is_allowed and request["is_removing"]:
+        for path in paths:
+            remove(path)
+        paths = [path for path in paths if not os.path.lexists(path)]
+    answer = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
+    print(json.dumps(answer), flush=True)
+
+
+def find_holder() -> "dict[str, object] | None":
+    """Who holds the lock, as it says itself; {} when it does not say."""
+    if not os.path.exists(LOCK):
+        return None
+    with open(LOCK) as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            with contextlib.suppress(ValueError):
+                return dict(json.loads(lock.read()))
+            return {}
+
+
+def find_processes(home: str) -> "list[dict[str, Any]]":
+    """The processes of csdctl that were started in `home`, by what their command lines carry."""
+    found: list[dict[str, Any]] = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = [os.fsdecode(word) for word in file.read().split(b"\0")]
+            is_ours = any(word.startswith((RUN_MARKER, STORED)) for word in words)
+            if is_ours and os.path.samefile(f"/proc/{pid}/cwd", home):
+                runs = [word[len(RUN_MARKER) :] for word in words if word.startswith(RUN_MARKER)]
+                found.append({"pid": int(pid), "run": runs[0].partition("/")[0] if runs else ""})
+        except OSError:  # it has ended, or is another user's
+            continue
+    return found
+
+
+def find_children() -> "dict[int, list[int]]":
+    """The processes that each process has started."""
+    children: dict[int, list[int]] = {}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+            parent = int(file.read().rpartition(") ")[2].split()[1])
+            children.setdefault(parent, []).append(int(pid))
+    return children
+
+
+def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
+    """`pid` and all that it and they have started."""
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
+
+
+def find_paths(is_all: bool) -> "list[str]":
+    """What may be removed; with `is_all`, all that csdctl ever wrote here."""
+    paths = [".csdctl"] if is_all else [path for pattern in PARTS for path in glob.glob(pattern)]
+    # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
+    for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "ompi.*")):
+        pid = path.rpartition(".")[2]
+        with contextlib.suppress(OSError):
+            is_mine = os.lstat(path).st_uid == os.getuid()
+            if pid.isdigit() and is_mine and not os.path.exists(f"/proc/{pid}"):
+                paths.append(path)
+    return [path for path in paths if os.path.lexists(path)]
+
+
+def size_of(path: str) -> int:
+    """Bytes of a file, or of all files below a directory."""
+    sizes = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
+    total = 0
+    for file in sizes or [path]:
+        with contextlib.suppress(OSError):
+            total += os.lstat(file).st_size
+    return total
+
+
+def remove(path: str) -> None:
+    """Remove a file or a directory; what cannot be removed stays, and is not in the answer."""
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def end(pid: object) -> None:
+    """End one process at once."""
+    if isinstance(pid, int) and pid > 1:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""`clean`: ends and removes what an earlier csdctl left, on the nodes and on the host.
+
+On the host only what is unfinished goes: plans, runs and models stay, whatever is asked.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
+from csdctl.transport.session import Session
+
+OnCleaned = Callable[[Outcome[Leftovers]], None]
+
+
+def clean(
+    fleet: Fleet, sweeping: Sweeping, *, directory: Path, on_done: OnCleaned = lambda outcome: None
+) -> dict[str, Outcome[Leftovers]]:
+    """Do as `sweeping` says on the host and all nodes of `fleet`; failures are in the result, not raised."""
+
+    def visit(session: Session) -> Leftovers:
+        return sweep_machine(session, fleet.node(session.name).python, sweeping)
+
+    with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
+        on_host = replace(sweeping, is_removing_all=False)
+        outcomes = run_on_all(
+            {HOST_NAME: host},
+            lambda session: sweep_machine(session, sys.executable, on_host),
+            on_done=on_done,
+        )
+    return outcomes | run_on_nodes(fleet, visit, directory=directory, on_done=on_done)

@@ -1,0 +1,71 @@
+"""What a command that visits every node does when some of them failed: exit code, and who to retry.
+
+The names of those that failed are kept in `.csdctl/failed.json`, which `--failed-from` reads; so does it the
+output that the same command wrote with --json.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from csdctl.documents import load_json, save_json
+from csdctl.errors import CsdctlError, ExitCode, InputError, NoNodeReachableError, PartialError
+from csdctl.fleet.model import HOST_NAME, Fleet, load_fleet
+from csdctl.fleet.select import select_nodes
+from csdctl.runs.directory import ProjectDirectory
+
+SCHEMA = "csdctl.failed/1"
+
+
+def choose_fleet(
+    path: Path,
+    limit: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    failed_from: Path | None = None,
+) -> Fleet:
+    """The fleet of file `path`, with the nodes that the options leave; raises InputError."""
+    fleet = load_fleet(path)
+    if failed_from:
+        fleet = select_nodes(fleet, [load_failed(failed_from)])
+    return select_nodes(fleet, limit or (), exclude or ())
+
+
+def load_failed(path: Path) -> str:
+    """The nodes that a command failed on, joined by commas; raises InputError when there is none."""
+    content = load_json(path)
+    try:
+        names = [str(name) for name in content["failed"] if name != HOST_NAME]
+    except (KeyError, TypeError):
+        raise InputError(
+            f"{path} does not say on which nodes a command failed",
+            remedy="give .csdctl/failed.json, or what a command wrote with --json",
+        ) from None
+    if not names:
+        raise InputError(f"{path} names no node: nothing is left to retry")
+    return ",".join(names)
+
+
+def failed_document(failed: Mapping[str, CsdctlError]) -> dict[str, dict[str, str]]:
+    """The `failed` part of a command's JSON document."""
+    return {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
+
+
+def settle(
+    project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
+) -> None:
+    """End a command that visited `machines`: remember those that failed, and raise one error for them.
+
+    NoNodeReachableError when no node could be reached, PartialError when some did it, CsdctlError when none.
+    """
+    if not failed:
+        project.failed.unlink(missing_ok=True)
+        return
+    save_json(project.failed, {"schema": SCHEMA, "command": command, "failed": failed_document(failed)})
+    nodes = [name for name in machines if name != HOST_NAME]
+    errors = list(failed.values())
+    where = project.failed.relative_to(project.root)
+    remedy = f"mend them as said above, then only those: csdctl {command} --failed-from {where}"
+    if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
+        raise NoNodeReachableError(f"not one of {len(nodes)} nodes could be reached", remedy=remedy)
+    kind = PartialError if len(failed) < len(machines) else CsdctlError
+    names = ", ".join(failed)
+    raise kind(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

@@ -1,0 +1,157 @@
+"""`csdctl clean` and `--failed-from` on an emulated fleet: real processes and files on real nodes."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
+from csdctl.fleet.model import load_fleet
+from csdctl.transport.many import open_sessions
+
+pytestmark = pytest.mark.emulated
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+RUN = "20260101-000000-000000"
+LEAVE_A_RANK = (
+    "rm -f ~/left; "
+    f"setsid sh -c 'echo $$ >~/left; sleep 300; true' csdctl-run={RUN}/csd0 >/dev/null 2>&1 </dev/null & "
+    "until [ -s ~/left ]; do sleep 0.05; done; cat ~/left"
+)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A project with an emulated fleet, and a fleet.yaml in which csd1 has a port where nothing listens."""
+    directory = tmp_path_factory.mktemp("project")
+    emulated = directory / ".csdctl" / "emulated"
+    written = start_fleet(
+        emulated, EmulatedSpec(2, 0.5, 1 << 30), fleet_path=directory / "fleet.yaml", cpu_mechanism="duty"
+    )
+    text = written.read_text()
+    (directory / "broken.yaml").write_text(
+        text.replace(f"port: {load_fleet(written).node('csd1').port}", "port: 1")
+    )
+    yield directory
+    stop_fleet(emulated)
+
+
+def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CSDCTL), *arguments],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def on_csd0(project: Path, script: str) -> str:
+    with open_sessions(load_fleet(project / "fleet.yaml"), directory=project) as sessions:
+        return sessions.nodes["csd0"].run(["sh", "-c", script]).check("csd0", doing="a script").output
+
+
+def num_running(project: Path) -> int:
+    """How many processes of the run still run; one that was just killed may take a moment to be gone."""
+    script = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '^csdctl-run={RUN}'; true"
+    deadline = time.monotonic() + 5
+    while (number := int(on_csd0(project, script))) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return number
+
+
+@pytest.mark.fault(24)
+def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> None:
+    on_csd0(project, LEAVE_A_RANK)
+    seen = csdctl(project, "clean", "--dry-run")
+    assert f"csd0: 1 processes of run {RUN} still run" in seen.stdout
+    assert num_running(project) == 1
+    done = csdctl(project, "clean")
+    assert done.returncode == 0, done.stderr
+    assert f"csd0: 1 processes of run {RUN} ended" in done.stdout
+    assert "csd1: nothing left" in done.stdout
+    assert num_running(project) == 0
+
+
+def test_process_that_only_looks_like_ours_is_left_alone(project: Path) -> None:
+    elsewhere = LEAVE_A_RANK.replace("setsid", "cd / && setsid")
+    pid = int(on_csd0(project, elsewhere))
+    assert "csd0: nothing left" in csdctl(project, "clean").stdout
+    on_csd0(project, f"kill -KILL -{pid}")
+
+
+def test_unfinished_files_go_and_finished_ones_stay(project: Path) -> None:
+    on_csd0(
+        project, "mkdir -p .csdctl/objects && cd .csdctl/objects && echo 1 >0123.npy && echo 2 >89ab.part-1"
+    )
+    assert "csd0: 1 paths (2 B) removed" in csdctl(project, "clean").stdout
+    assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]
+
+
+def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
+    on_csd0(project, "mkdir -p .csdctl/data && echo 1 >.csdctl/data/x")
+    refused = csdctl(project, "clean", "--everything")
+    assert refused.returncode == 2
+    assert "--yes" in refused.stderr
+    assert "data" in on_csd0(project, "ls .csdctl")
+    assert csdctl(project, "clean", "--everything", "--yes").returncode == 0
+    assert on_csd0(project, "ls -d .csdctl 2>/dev/null; true") == ""
+    assert (project / ".csdctl" / "emulated").is_dir(), "the host's own directory stays"
+
+
+@pytest.mark.fault(1)
+def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
+    failed = csdctl(project, "clean", "--fleet", "broken.yaml")
+    assert failed.returncode == 3
+    assert "csd0: nothing left" in failed.stdout
+    assert "csdctl clean --failed-from .csdctl/failed.json" in failed.stderr
+    again = csdctl(project, "clean", "--failed-from", ".csdctl/failed.json", "--json")
+    assert again.returncode == 0, again.stderr
+    assert list(json.loads(again.stdout)["machines"]) == ["host", "csd1"]
+    assert not (project / ".csdctl" / "failed.json").exists(), "nothing is left to retry"
+
+
+def test_json_output_of_a_command_serves_as_failed_from(project: Path) -> None:
+    failed = csdctl(project, "clean", "--fleet", "broken.yaml", "--json")
+    (project / "out.json").write_text(failed.stdout)
+    again = csdctl(project, "clean", "--failed-from", "out.json", "--json")
+    assert list(json.loads(again.stdout)["machines"]) == ["host", "csd1"]
+
+
+@pytest.mark.parametrize(
+    "content", ["{}", '{"failed": {}}', '{"failed": {"host": {}}}', "[]", '{"failed": 3}']
+)
+def test_file_without_failed_nodes_is_bad_input(project: Path, content: str) -> None:
+    (project / "none.json").write_text(content)
+    done = csdctl(project, "clean", "--failed-from", "none.json")
+    assert done.returncode == 2
+    assert "none.json" in done.stderr
+
+
+@pytest.mark.fault(34)
+def test_clean_leaves_a_csdctl_that_works_there_alone_unless_forced(project: Path) -> None:
+    program = (
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from csdctl.fleet.model import load_fleet\n"
+        "from csdctl.workflows.workspace import open_workspace\n"
+        "fleet = load_fleet(Path('fleet.yaml'))\n"
+        "with open_workspace(Path.cwd(), fleet, holding_for='train'):\n"
+        "    print('working', flush=True)\n"
+        "    time.sleep(120)\n"
+    )
+    command = [sys.executable, "-c", program]
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "working\n"
+        refused = csdctl(project, "clean")
+        assert refused.returncode == 1
+        assert f"another csdctl works here: `csdctl train`, process {worker.pid} on" in refused.stdout
+        assert csdctl(project, "clean", "--force").returncode == 0
+        assert "nothing left" in csdctl(project, "clean").stdout, "the lock is free now"
+        worker.kill()
