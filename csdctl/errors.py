@@ -5,6 +5,7 @@ CsdctlError                 1  something failed
 ├── PartialError            3  done on some nodes only
 ├── NodeError               1  one node failed at one thing
 │   ├── UnreachableError    4  no connection: closed port, no answer, network
+│   │   └── JumpHostError   4  the machine that the connection goes through cannot be used
 │   ├── HostKeyError        4  the key the node shows is unknown or has changed
 │   ├── AuthenticationError 4  the node does not accept our key
 │   └── RemoteCommandError  1  a command on the node ended badly
@@ -68,6 +69,10 @@ class UnreachableError(NodeError):
     """No connection could be made to a node, or it was lost."""
 
     exit_code = ExitCode.UNREACHABLE
+
+
+class JumpHostError(UnreachableError):
+    """The jump host of a node cannot be used; the same message for every node behind it."""
 
 
 class HostKeyError(NodeError):

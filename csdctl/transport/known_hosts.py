@@ -9,7 +9,6 @@ import binascii
 import fnmatch
 import hashlib
 import hmac
-import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,22 +72,16 @@ class KnownHosts:
                 f"host key of {address} port {port} is unknown: {shown}",
                 node=node,
                 remedy="compare it with `ssh-keygen -lf /etc/ssh/ssh_host_*_key.pub` on the node, then run: "
-                + self._acceptance(address, port),
+                f"csdctl trust --limit {node}",
             )
         other = next((key for key in others if key.type == key_type), others[0])
         raise HostKeyError(
             f"host key of {address} port {port} has changed: it shows {shown}, "
             f"but {other.path}:{other.line} has {other.type} {fingerprint(other.blob)}",
             node=node,
-            remedy="someone may be in between; only if the machine was set up anew, "
-            f"remove line {other.line} of {other.path} and accept the new key",
+            remedy="someone may be in between; only if the machine was set up anew: "
+            f"csdctl trust --forget --limit {node}, then csdctl trust --limit {node}",
         )
-
-    def _acceptance(self, address: str, port: int) -> str:
-        """The command that makes the key at `address` known."""
-        path = self.paths[0] if self.paths else Path.home() / ".ssh" / "known_hosts"
-        scan = f"ssh-keyscan -p {port} {address} >> {shlex.quote(str(path))}"
-        return scan if path.parent.is_dir() else f"mkdir -p {shlex.quote(str(path.parent))} && {scan}"
 
     def _add_line(self, line: str, path: Path, number: int) -> None:
         fields = line.split()

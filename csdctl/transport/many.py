@@ -27,8 +27,9 @@ from csdctl.transport.session import Session
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
 
-MAX_WORKERS = 64
-"""Threads at once. They wait for machines, so far more than cores; the servers are the limit."""
+MAX_WORKERS = 128
+"""Threads at once. They wait for machines, so far more than cores; a connection has two threads and takes
+0.2 MB."""
 
 _SPARE_FILES = 64
 
@@ -126,15 +127,19 @@ def run_on_nodes(
     `on_done` are those of `open_sessions` and `run_on_all`.
     """
     from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
+    from csdctl.transport.ssh_connect import make_jump_hosts
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
-
-    def visit(node: Node) -> ResultT:
-        with contextlib.closing(connect(node, known, connect_deadline_s=connect_deadline_s)) as session:
-            return function(session)
-
     nodes = {node.name: node for node in fleet.nodes}
-    return run_on_all(nodes, visit, max_workers=max_workers, on_done=on_done)
+    num_at_once = min(len(nodes), max_workers, _allow_open_files(len(nodes)))
+    with contextlib.closing(make_jump_hosts(known)) as jumps:
+
+        def visit(node: Node) -> ResultT:
+            opened = connect(node, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
+            with contextlib.closing(opened) as session:
+                return function(session)
+
+        return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
 
 
 @contextlib.contextmanager
@@ -153,12 +158,20 @@ def open_sessions(
     Raises InputError when the system allows too few open files.
     """
     from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
+    from csdctl.transport.ssh_connect import make_jump_hosts
 
-    _allow_open_files(len(fleet.nodes) + _SPARE_FILES)
+    num_allowed = _allow_open_files(len(fleet.nodes))
+    if num_allowed < len(fleet.nodes):
+        num_files = len(fleet.nodes) + _SPARE_FILES
+        raise InputError(
+            f"{len(fleet.nodes)} connections at a time are needed and the system allows {num_allowed}",
+            remedy=f"run `ulimit -n {num_files}` first, or take fewer nodes at a time with --limit",
+        )
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
+    jumps = make_jump_hosts(known)
 
     def open_one(node: Node) -> Session:
-        return connect(node, known, connect_deadline_s=connect_deadline_s)
+        return connect(node, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
 
     nodes = {node.name: node for node in fleet.nodes}
     sessions = Sessions(reachable={HOST_NAME: LocalSession(HOST_NAME, directory)})
@@ -181,6 +194,7 @@ def open_sessions(
             str(number): session for number, session in enumerate([*opened, sessions.reachable[HOST_NAME]])
         }
         run_on_all(to_close, lambda session: session.close(), max_workers=max_workers)
+        jumps.close()
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
@@ -204,14 +218,12 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
         return Outcome(name, error=unexpected)
 
 
-def _allow_open_files(num_needed: int) -> None:
-    """Raise this process's soft limit of open files as far as needed and allowed."""
+def _allow_open_files(num_connections: int) -> int:
+    """Raise the soft limit of open files as far as needed and allowed; how many connections fit."""
+    num_needed = num_connections + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= num_needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < num_needed:
-        raise InputError(
-            f"{num_needed} open files are needed and the system allows {hard}",
-            remedy=f"run `ulimit -n {num_needed}` first, or take fewer nodes at a time with --limit",
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (num_needed, hard))
+        return num_connections
+    allowed = num_needed if hard == resource.RLIM_INFINITY else min(num_needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - _SPARE_FILES)

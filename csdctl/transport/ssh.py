@@ -18,11 +18,12 @@ import paramiko
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
+from csdctl.transport.jump import JumpHosts
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
-from csdctl.transport.ssh_connect import open_transport
+from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
 
 MAX_CHANNELS = 8
 """Commands at once on one connection: sshd allows 10 (MaxSessions), and one is kept for ending commands."""
@@ -46,14 +47,20 @@ mv -f -- "$part" "$target" || fail"""
 
 
 def connect(
-    node: Node, known_hosts: KnownHosts | Iterable[Path], *, connect_deadline_s: float = 10.0
+    node: Node,
+    known_hosts: KnownHosts | Iterable[Path],
+    *,
+    connect_deadline_s: float = 10.0,
+    jumps: JumpHosts | None = None,
 ) -> "SshSession":
     """Open a session to `node`; `known_hosts` are the files, or what was read from them.
 
-    Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
+    `jumps` are the connections to jump hosts, shared with other nodes. Raises UnreachableError, HostKeyError
+    or AuthenticationError within the deadline.
     """
     known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
-    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s)))
+    jumps = jumps or make_jump_hosts(known)
+    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps))
 
 
 class SshSession:
@@ -109,7 +116,9 @@ class SshSession:
         for running in list(self._running):
             with contextlib.suppress(CsdctlError):
                 running.kill()
-        self._transport.close()
+        # Behind a jump host, closing is a message of its own, and the way may be gone already.
+        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+            self._transport.close()
 
     def _run(self, wrapped: WrappedCommand, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
         running = self._start(wrapped, deadline)

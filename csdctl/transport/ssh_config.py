@@ -21,22 +21,36 @@ _COMMON = """\
 
 
 def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
-    """One alias for each of `nodes`, with `known_hosts` as the only files that vouch for keys.
+    """One alias for each of `nodes` and of their jump hosts, with `known_hosts` as the only files that vouch.
 
     Raises InputError for a path that ssh_config cannot name.
     """
     files = " ".join(_quoted(path) for path in known_hosts) or "none"
-    blocks = [_build_block(node) for node in nodes]
+    nodes = list(nodes)
+    jumps: dict[Node, str] = {}
+    for node in nodes:
+        _name_jumps(node.jump, jumps)
+    blocks = [_build_block(node, node.name, jumps) for node in nodes]
+    blocks += [_build_block(jump, name, jumps) for jump, name in jumps.items()]
     common = f"Host *\n    UserKnownHostsFile {files}\n    GlobalKnownHostsFile none\n{_COMMON}"
     return "# Written by csdctl; changes are lost.\n" + "\n".join([*blocks, common])
 
 
-def _build_block(node: Node) -> str:
+def _name_jumps(jump: Node | None, names: dict[Node, str]) -> None:
+    """Give `jump` and those before it aliases that no node can have."""
+    while jump:
+        names.setdefault(jump, f"{len(names) + 1}+{jump.name}")
+        jump = jump.jump
+
+
+def _build_block(node: Node, name: str, jumps: dict[Node, str]) -> str:
     # A percent sign begins a token, also in HostName, where IPv6 zones have one (fe80::1%eth0).
     lines = [f"HostName {node.address.replace('%', '%%')}", f"Port {node.port}", f"User {node.user}"]
     if node.key:
         lines += [f"IdentityFile {_quoted(node.key)}", "IdentitiesOnly yes"]
-    return f"Host {node.name}\n" + "".join(f"    {line}\n" for line in lines)
+    if node.jump:
+        lines.append(f"ProxyJump {jumps[node.jump]}")
+    return f"Host {name}\n" + "".join(f"    {line}\n" for line in lines)
 
 
 def _quoted(path: Path) -> str:

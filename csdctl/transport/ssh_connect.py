@@ -12,6 +12,7 @@ import random
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ import paramiko
 
 from csdctl.errors import AuthenticationError, NodeError, UnreachableError
 from csdctl.fleet.model import Node
+from csdctl.transport.jump import JumpHosts, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 
 MAX_TRIES = 3
@@ -42,33 +45,67 @@ class _ConnectionDropped(Exception):
     """The server closed the connection before it was ready; another try may do."""
 
 
-def open_transport(node: Node, known_hosts: KnownHosts, deadline: Deadline) -> paramiko.Transport:
-    """An authenticated connection to `node`.
+def make_jump_hosts(known_hosts: KnownHosts) -> JumpHosts:
+    """No connection yet; jump hosts behind others share theirs too."""
+    jumps = JumpHosts(lambda node, deadline: open_transport(node, known_hosts, deadline, jumps))
+    return jumps
+
+
+def fetch_host_key(
+    node: Node, known_hosts: KnownHosts, jumps: JumpHosts, *, connect_deadline_s: float
+) -> tuple[str, bytes]:
+    """The type and the blob of the key that `node` shows, unchecked; its jump host's key is checked.
+
+    Raises UnreachableError.
+    """
+    with _started(node, known_hosts, Deadline(connect_deadline_s), jumps) as transport:
+        key = transport.get_remote_server_key()
+        transport.close()
+        return key.get_name(), key.asbytes()
+
+
+def open_transport(
+    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
+) -> paramiko.Transport:
+    """An authenticated connection to `node`, through its jump host if it has one.
 
     Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
     """
     keys: list[paramiko.PKey] | None = None
+    while True:
+        with _started(node, known_hosts, deadline, jumps) as transport:
+            key = transport.get_remote_server_key()
+            known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
+            keys = load_keys(node) if keys is None else keys
+            if _authenticate(node, transport, keys, deadline):
+                if node.jump:
+                    watch_peer(transport, KEEPALIVE_INTERVAL_S, DEAD_PEER_S)
+                return transport
+        transport.close()  # and come again with the keys that were not tried yet
+
+
+@contextlib.contextmanager
+def _started(
+    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
+) -> Iterator[paramiko.Transport]:
+    """A connection with keys exchanged, tried again when it was dropped; closed when the body fails."""
     num_drops = 0
     while True:
         try:
-            transport = _start_transport(node, known_hosts, deadline)
+            with jumps.turn(node, deadline) if node.jump else contextlib.nullcontext():
+                transport = _start_transport(node, known_hosts, deadline, jumps)
+            break
         except _ConnectionDropped as dropped:
             num_drops += 1
             pause_s = random.uniform(0.1, 0.4) * 2**num_drops
             if num_drops == MAX_TRIES or pause_s > deadline.left_s:
                 raise _dropped_error(node, num_drops, str(dropped)) from None
             time.sleep(pause_s)
-            continue
-        try:
-            key = transport.get_remote_server_key()
-            known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
-            keys = load_keys(node) if keys is None else keys
-            if _authenticate(node, transport, keys, deadline):
-                return transport
-        except BaseException:
-            transport.close()
-            raise
-        transport.close()  # and come again with the keys that were not tried yet
+    try:
+        yield transport
+    except BaseException:
+        transport.close()
+        raise
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
@@ -154,10 +191,12 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
     return keys
 
 
-def _start_transport(node: Node, known_hosts: KnownHosts, deadline: Deadline) -> paramiko.Transport:
+def _start_transport(
+    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
+) -> paramiko.Transport:
     """A connection with keys exchanged; raises _ConnectionDropped when another try may do."""
-    connection = open_socket(node, deadline)
-    transport = paramiko.Transport(connection)
+    connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
+    transport = OrderlyTransport(connection)
     options = transport.get_security_options()
     options.ciphers = [cipher for cipher in _CIPHERS if cipher in options.ciphers]
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}

@@ -36,6 +36,8 @@ class SshServer:
     num_drops: int = 0
     """How many connections to drop right after they were accepted."""
     refuse_exec: bool = False
+    forwards: bool = True
+    """Whether it serves as a jump host."""
     num_open: int = 0
     peak_open: int = 0
     connections: list[asyncssh.SSHServerConnection] = field(default_factory=list)
@@ -69,6 +71,13 @@ class SshServer:
         """Cut every connection, as a pulled cable whose other end answers with a reset."""
         for connection in self.connections:
             self.loop.call_soon_threadsafe(connection.abort)
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[SshServer]:
+    """A second server, for a jump host."""
+    with _running_server(tmp_path / "gate") as running:
+        yield running
 
 
 @pytest.fixture
@@ -163,6 +172,11 @@ class _Gate(asyncssh.SSHServer):
     def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
         ours = asyncssh.read_public_key(f"{self._server.key}.pub")
         return username == USER and key.public_data == ours.public_data
+
+    def connection_requested(self, dest_host: str, dest_port: int, orig_host: str, orig_port: int) -> bool:
+        if not self._server.forwards:
+            raise asyncssh.ChannelOpenError(asyncssh.OPEN_ADMINISTRATIVELY_PROHIBITED, "not allowed")
+        return True
 
 
 async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> None:

@@ -114,7 +114,7 @@ def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server,
         connect(server.node(), [tmp_path / "known_hosts"])
     assert fingerprint in caught.value.message
     assert "unknown" in caught.value.message
-    assert f"ssh-keyscan -p {server.port} 127.0.0.1 >> {tmp_path / 'known_hosts'}" in caught.value.remedy
+    assert "csdctl trust --limit csd0" in caught.value.remedy
 
 
 def test_changed_host_key_is_refused_with_file_and_line(server: Server) -> None:

@@ -1,0 +1,105 @@
+"""`csdctl trust` on an emulated fleet: keys shown by real servers, accepted, and refused when they change."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
+from csdctl.fleet.model import load_fleet
+
+pytestmark = pytest.mark.emulated
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The fleet file of a fleet of two nodes."""
+    directory = tmp_path_factory.mktemp("emulated")
+    yield start_fleet(directory / "state", EmulatedSpec(2, 0.5, 1 << 30), cpu_mechanism="duty")
+    stop_fleet(directory / "state")
+
+
+@pytest.fixture
+def project(emulated: Path, tmp_path: Path) -> Path:
+    """A project that describes the fleet and knows none of its keys."""
+    (tmp_path / "fleet.yaml").write_text(emulated.read_text())
+    return tmp_path
+
+
+def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CSDCTL), *arguments],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def known(project: Path) -> list[str]:
+    path = project / ".csdctl" / "known_hosts"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.fault(4)
+def test_unknown_keys_are_refused_until_a_person_has_accepted_them(project: Path) -> None:
+    refused = csdctl(project, "discover")
+    assert refused.returncode == 4
+    assert "csdctl trust --limit csd0" in refused.stdout
+    asked = csdctl(project, "trust")
+    assert asked.returncode == 2
+    assert "--yes" in asked.stderr
+    assert known(project) == []
+    accepted = csdctl(project, "trust", "--yes")
+    assert accepted.returncode == 0, accepted.stderr
+    assert accepted.stdout.count("SHA256:") == 2
+    assert csdctl(project, "discover").returncode == 0
+
+
+def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
+    csdctl(project, "trust", "--yes")
+    node = load_fleet(project / "fleet.yaml").node("csd0")
+    assert known(project)[0].startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
+    again = csdctl(project, "trust")
+    assert again.returncode == 0, "nothing is left to ask"
+    assert "2 keys are known already" in again.stdout
+    assert len(known(project)) == 2
+
+
+@pytest.mark.fault(5)
+def test_changed_key_is_refused_always_and_forgotten_only_by_name(project: Path) -> None:
+    csdctl(project, "trust", "--yes")
+    other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().split()[1]
+    name = known(project)[0].split()[0]
+    (project / ".csdctl" / "known_hosts").write_text(f"{name} ssh-ed25519 {other}\n{known(project)[1]}\n")
+    refused = csdctl(project, "trust", "--yes")
+    assert refused.returncode == 3
+    assert "csd0: host key of" in refused.stdout
+    assert "has changed" in refused.stdout
+    assert other in known(project)[0], "the key that was known stays"
+    assert csdctl(project, "discover").returncode == 3
+    forgotten = csdctl(project, "trust", "--forget", "--limit", "csd0")
+    assert "csd0: 1 keys forgotten" in forgotten.stdout
+    assert len(known(project)) == 1
+    assert csdctl(project, "trust", "--yes").returncode == 0
+    assert csdctl(project, "discover").returncode == 0
+
+
+def test_json_document_names_every_key_and_who_failed(project: Path) -> None:
+    text = (project / "fleet.yaml").read_text()
+    node = load_fleet(project / "fleet.yaml").node("csd1")
+    (project / "fleet.yaml").write_text(text.replace(f"port: {node.port}", "port: 1"))
+    done = csdctl(project, "trust", "--yes", "--json")
+    assert done.returncode == 3
+    document = json.loads(done.stdout)
+    assert document["schema"] == "csdctl.trust/1"
+    assert document["machines"]["csd0"]["state"] == "new"
+    assert document["machines"]["csd0"]["fingerprint"].startswith("SHA256:")
+    assert list(document["failed"]) == ["csd1"]

@@ -1,0 +1,231 @@
+"""Nodes behind jump hosts: two real servers, the connection to one goes through the other."""
+
+import contextlib
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import AuthenticationError, HostKeyError, JumpHostError, UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.transport import ssh_connect
+from csdctl.transport.jump import watch_peer
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.many import run_on_nodes, values_or_raise
+from csdctl.transport.session import Session
+from csdctl.transport.ssh import connect
+from csdctl.transport.ssh_config import build_ssh_config
+
+Server = Any
+
+
+def behind(server: Server, gate: Server, **changes: Any) -> Node:
+    return server.node(jump=gate.node(name="gate"), **changes)
+
+
+def both_known(server: Server, gate: Server) -> list[Path]:
+    return [server.known_hosts, gate.known_hosts]
+
+
+def run_true_on(nodes: list[Node], known: list[Path], directory: Path) -> dict[str, Any]:
+    """The exit code of `true` on each; all connections are open at one time."""
+    all_done = threading.Barrier(len(nodes))
+
+    def visit(session: Session) -> int:
+        code = session.run(["true"]).exit_code
+        # This gate ends its whole connection when a node still sends as its channel closes; sshd does not.
+        all_done.wait(timeout=30)
+        return code
+
+    return run_on_nodes(Fleet(tuple(nodes)), visit, directory=directory, known_hosts=known)
+
+
+def test_node_is_reached_through_its_jump_host(server: Server, gate: Server) -> None:
+    with contextlib.closing(connect(behind(server, gate), both_known(server, gate))) as session:
+        assert session.run(["pwd"]).output.strip() == str(server.home)
+    assert len(gate.connections) == 1
+
+
+def test_nodes_behind_one_jump_host_share_one_connection_to_it(
+    server: Server, gate: Server, tmp_path: Path
+) -> None:
+    nodes = [behind(server, gate, name=f"csd{number}") for number in range(12)]
+    outcomes = run_true_on(nodes, both_known(server, gate), tmp_path)
+    assert [outcome.get() for outcome in outcomes.values()] == [0] * 12
+    assert len(gate.connections) == 1
+    assert len(server.connections) == 12
+
+
+def test_jump_hosts_can_stand_behind_each_other(server: Server, gate: Server) -> None:
+    middle = gate.node(name="middle", jump=gate.node(name="gate"))
+    node = server.node(jump=middle)
+    with contextlib.closing(connect(node, both_known(server, gate))) as session:
+        assert session.run(["true"]).exit_code == 0
+
+
+@pytest.mark.fault(10)
+def test_jump_host_that_is_down_is_one_cause_for_all_nodes_behind_it(
+    server: Server, gate: Server, tmp_path: Path
+) -> None:
+    gone = gate.node(name="gate", port=1)
+    nodes = [server.node(name=f"csd{number}", jump=gone) for number in range(5)]
+    outcomes = run_true_on(nodes, both_known(server, gate), tmp_path)
+    errors = [outcome.error for outcome in outcomes.values()]
+    assert all(isinstance(error, JumpHostError) for error in errors)
+    assert {error.message for error in errors if error} == {
+        "jump host gate: 127.0.0.1 port 1 cannot be reached (Connection refused)"
+    }
+    with pytest.raises(UnreachableError) as caught:
+        values_or_raise({"csd0": outcomes["csd0"]}, "trying")
+    assert caught.value.exit_code == 4
+
+
+def test_jump_host_with_an_unknown_key_is_refused(server: Server, gate: Server) -> None:
+    with pytest.raises(JumpHostError, match="jump host gate: host key of .* is unknown") as caught:
+        connect(behind(server, gate), [server.known_hosts])
+    assert "csdctl trust --limit gate" in caught.value.remedy
+
+
+def test_node_with_another_key_is_refused_behind_a_jump_host_too(server: Server, gate: Server) -> None:
+    server.trust(gate.public_key)
+    with pytest.raises(HostKeyError, match="has changed"):
+        connect(behind(server, gate), both_known(server, gate))
+
+
+def test_jump_host_that_does_not_accept_our_key_is_named(server: Server, gate: Server) -> None:
+    node = server.node(jump=gate.node(name="gate", user="nobody"))
+    with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of our keys"):
+        connect(node, both_known(server, gate))
+
+
+def test_key_of_the_node_is_not_that_of_the_jump_host(server: Server, gate: Server) -> None:
+    with pytest.raises(AuthenticationError, match="csd0"):
+        connect(behind(server, gate, key=gate.key), both_known(server, gate))
+
+
+def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Server, gate: Server) -> None:
+    gate.forwards = False
+    with pytest.raises(JumpHostError, match="jump host gate forwards no connections") as caught:
+        connect(behind(server, gate), both_known(server, gate))
+    assert "AllowTcpForwarding" in caught.value.remedy
+
+
+def test_node_that_is_down_behind_a_jump_host_is_the_nodes_fault(server: Server, gate: Server) -> None:
+    with pytest.raises(UnreachableError, match="port 1 cannot be reached through gate") as caught:
+        connect(behind(server, gate, port=1), both_known(server, gate))
+    assert not isinstance(caught.value, JumpHostError)
+
+
+@pytest.mark.fault(3)
+def test_silent_node_behind_a_jump_host_ends_at_the_deadline(server: Server, gate: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = behind(server, gate, port=silent.getsockname()[1])
+        with pytest.raises(UnreachableError, match="within 1 s"):
+            connect(node, both_known(server, gate), connect_deadline_s=1)
+
+
+@pytest.mark.fault(2)
+def test_silent_jump_host_ends_at_the_deadline(server: Server, gate: Server) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        node = server.node(jump=gate.node(name="gate", port=silent.getsockname()[1]))
+        with pytest.raises(JumpHostError, match="jump host gate: .* within 1 s"):
+            connect(node, both_known(server, gate), connect_deadline_s=1)
+
+
+@pytest.mark.fault(7)
+def test_dropped_connections_are_tried_again_behind_a_jump_host(server: Server, gate: Server) -> None:
+    server.num_drops = 1
+    connect(behind(server, gate), both_known(server, gate)).close()
+
+
+@pytest.mark.fault(17)
+def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
+    server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The jump host goes on answering; only what comes from the node stops."""
+    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 1)
+    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", 2)
+    with _stoppable_relay(server.port) as relay, _known(server, relay.port) as known_hosts:
+        node = behind(server, gate, port=relay.port)
+        session = connect(node, [known_hosts, gate.known_hosts])
+        assert session.run(["true"]).exit_code == 0
+        relay.stop()
+        started = time.monotonic()
+        with pytest.raises(UnreachableError, match="lost"):
+            session.run(["sleep", "60"], deadline_s=30)
+        assert time.monotonic() - started < 15
+        session.close()
+
+
+def test_peer_that_answers_is_left_alone(server: Server) -> None:
+    known = KnownHosts.load([server.known_hosts])
+    jumps = ssh_connect.make_jump_hosts(known)
+    transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(10), jumps)
+    watch_peer(transport, 0.05, 0.5)
+    time.sleep(1.5)
+    assert transport.is_active()
+    transport.close()
+
+
+def test_ssh_itself_goes_the_same_way(server: Server, gate: Server, tmp_path: Path) -> None:
+    """mpirun starts the nodes' daemons with this configuration."""
+    config = tmp_path / "ssh_config"
+    config.write_text(build_ssh_config([behind(server, gate)], both_known(server, gate)))
+    done = subprocess.run(["ssh", "-F", config, "csd0", "pwd"], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == str(server.home), done.stderr
+    assert len(gate.connections) == 1
+    gate.trust(server.public_key)
+    refused = subprocess.run(["ssh", "-F", config, "csd0", "pwd"], capture_output=True, check=False)
+    assert refused.returncode == 255, "a jump host with another key is refused by ssh too"
+
+
+class _Relay(threading.Thread):
+    """Passes bytes on between a port of its own and `target`, until it is stopped; then it swallows them."""
+
+    def __init__(self, target: int) -> None:
+        super().__init__(daemon=True)
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._target = target
+        self._is_stopped = threading.Event()
+
+    def stop(self) -> None:
+        self._is_stopped.set()
+
+    def close(self) -> None:
+        self._listening.close()
+
+    def run(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listening.accept()
+                far = socket.create_connection(("127.0.0.1", self._target))
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if not self._is_stopped.is_set():
+                    sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+
+@contextlib.contextmanager
+def _stoppable_relay(port: int) -> Iterator[_Relay]:
+    relay = _Relay(port)
+    relay.start()
+    yield relay
+    relay.close()
+
+
+@contextlib.contextmanager
+def _known(server: Server, port: int) -> Iterator[Path]:
+    path = server.directory / "known_relay"
+    path.write_text(f"[127.0.0.1]:{port} {server.public_key}")
+    yield path
