@@ -16,6 +16,7 @@ from csdctl.errors import CsdctlError, ExitCode
 COMMANDS: CommandTable = {
     "The fleet": {
         "discover": "Find the machines, learn what they are, and keep it beside the fleet file.",
+        "inventory": "Print the nodes of the fleet for other programs: Ansible, ssh, or your own.",
         "trust": "Show the nodes' host keys, and accept the new ones for all of them at once.",
     },
     "Data and code": {

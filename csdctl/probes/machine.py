@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import Facts
-from csdctl.probes import cpu, resources, software
+from csdctl.probes import cpu, nvme, resources, software
 from csdctl.probes.probe import build_command, parse_outputs
 from csdctl.transport.session import Session
 
@@ -19,6 +19,7 @@ PROBES = (
     software.PYTHON,
     software.GLIBC,
     software.HOME,
+    nvme.NVME,
 )
 
 PROBE_DEADLINE_S = 60.0
