@@ -44,10 +44,11 @@ def train(
     from csdctl.cli.training import TrainingScreen
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
+    from csdctl.launch.tools import check_tools
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_plan, check_tools, one_run_at_a_time, train
+    from csdctl.workflows.train import TrainOptions, check_plan, one_run_at_a_time, train
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
