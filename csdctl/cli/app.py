@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from csdctl import __version__
-from csdctl.cli.commands import demo, deploy, discover, emulate, prepare, report, train, tune
+from csdctl.cli.commands import demo, deploy, discover, doctor, emulate, prepare, report, train, tune
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError, ExitCode
 
@@ -41,6 +41,7 @@ def _main(
 FLEET, DATA, TRAINING, EMULATED = "The fleet", "Data and code", "Training", "A fleet without hardware"
 
 app.command(rich_help_panel=FLEET)(discover.discover)
+app.command(rich_help_panel=FLEET)(doctor.doctor)
 app.command(rich_help_panel=DATA)(prepare.prepare)
 app.command(rich_help_panel=DATA)(deploy.deploy)
 app.command(rich_help_panel=TRAINING)(tune.tune)

@@ -3,7 +3,7 @@
 import fnmatch
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from csdctl.errors import InputError
@@ -29,6 +29,11 @@ def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str]
     if not kept:
         raise InputError(f"--limit and --exclude leave no node of {fleet.path}", remedy="leave one at least")
     return replace(fleet, nodes=kept)
+
+
+def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
+    """The fleet with only the nodes called one of `names`; may be left with none."""
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 
 def _split(patterns: Sequence[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """What starts the ranks: an ssh client and mpirun on the host, and where MPI lies on the nodes."""
 
+import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +13,8 @@ from csdctl.fleet.facts import Facts
 
 LEAST_MPI = 5
 """The options that training gives to mpirun are those of Open MPI 5."""
+
+ASK_DEADLINE_S = 5.0
 
 
 def check_tools() -> None:
@@ -28,6 +32,17 @@ def find_ssh() -> Path:
             remedy="install one: `apt-get install openssh-client`",
         )
     return Path(path)
+
+
+def ssh_version(ssh: Path) -> str:
+    """What the client calls itself, such as `OpenSSH_9.2p1`, or what another program printed instead."""
+    try:
+        done = subprocess.run([str(ssh), "-V"], capture_output=True, timeout=ASK_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it does not run: {error}"
+    words = (done.stderr + done.stdout).decode(errors="replace").strip()
+    found = re.search(r"OpenSSH_[\w.]+", words)
+    return found[0] if found else words[:80]
 
 
 def find_mpirun() -> Path:
