@@ -42,11 +42,14 @@ class Facts:
     disk_free_bytes: int | None = None
     python_version: str | None = None
     tensorflow_version: str | None = None
+    keras_version: str | None = None
+    numpy_version: str | None = None
     mpi_version: str | None = None
     mpi4py_version: str | None = None
     glibc_version: str | None = None
     prefix: str | None = None
     """sys.prefix of the node's Python: where `bin/prted` lies."""
+    has_prted: bool | None = None
     home: str | None = None
     clock_offset_s: float | None = None
     round_trip_s: float | None = None

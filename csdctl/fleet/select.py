@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from csdctl.errors import InputError
@@ -39,6 +39,11 @@ def select_names(
     if not kept:
         raise InputError(f"--limit and --exclude leave no node of {where}", remedy="leave one at least")
     return kept
+
+
+def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
+    """The fleet with only the nodes called one of `names`; may be left with none."""
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 
 def _split(patterns: Sequence[str]) -> list[str]:
