@@ -10,7 +10,7 @@ from csdctl.cli.render.report import report_document
 from csdctl.cli.streams import Streams
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.store import Delivery
+from csdctl.shipping.deliver import Delivery
 from csdctl.worker.contract import Event, RunSpec
 from csdctl.workflows.train import Watcher
 
