@@ -65,7 +65,9 @@ def test_what_ansible_printed_is_read_as_the_inventory_itself(name: str) -> None
     assert targets(INVENTORIES / name) == targets(printed)
 
 
-@pytest.mark.skipif(not ANSIBLE, reason="no ansible-inventory on the PATH: only its recorded output is compared")
+@pytest.mark.skipif(
+    not ANSIBLE, reason="no ansible-inventory on the PATH: only its recorded output is compared"
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_reading_is_what_the_ansible_here_prints(name: str) -> None:
     printed = subprocess.run(
@@ -78,7 +80,9 @@ def targets(path: Path) -> dict[str, Target]:
     return {target.name: target for target in list_targets(load_inventory(path), path.name)[0]}
 
 
-def read(directory: Path, text: str, name: str = "hosts.ini") -> tuple[dict[str, Target], dict[str, list[str]]]:
+def read(
+    directory: Path, text: str, name: str = "hosts.ini"
+) -> tuple[dict[str, Target], dict[str, list[str]]]:
     path = directory / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
@@ -96,20 +100,34 @@ class TestTargets:
     def test_host_is_what_ansible_would_call_ssh_for(self, tmp_path: Path) -> None:
         line = (
             "csd0 ansible_host=10.0.0.1 ansible_port=2200 ansible_user=me ansible_ssh_private_key_file=/k/id "
-            "ansible_python_interpreter=/opt/python ansible_ssh_extra_args='-C -J gw,other -o ForwardAgent=yes'\n"
+            "ansible_python_interpreter=/opt/python "
+            "ansible_ssh_extra_args='-C -J gw,other -o ForwardAgent=yes'\n"
         )
         found, warnings = read(tmp_path, f"[boards]\n{line}[all_boards:children]\nboards\n")
         assert warnings == {}
         assert found["csd0"] == Target(
             "csd0",
             "10.0.0.1",
-            ("-p", "2200", "-l", "me", "-o", 'IdentityFile="/k/id"', "-J", "gw,other", "-o", "ForwardAgent=yes"),
+            (
+                "-p",
+                "2200",
+                "-l",
+                "me",
+                "-o",
+                'IdentityFile="/k/id"',
+                "-J",
+                "gw,other",
+                "-o",
+                "ForwardAgent=yes",
+            ),
             ("boards", "all_boards"),
             "/opt/python",
         )
 
     def test_arguments_come_in_ansibles_order(self, tmp_path: Path) -> None:
-        line = "csd0 ansible_ssh_extra_args=-4 ansible_ssh_common_args=-6 ansible_ssh_args='-p 1' ansible_port=2\n"
+        line = (
+            "csd0 ansible_ssh_extra_args=-4 ansible_ssh_common_args=-6 ansible_ssh_args='-p 1' ansible_port=2"
+        )
         assert read(tmp_path, line)[0]["csd0"].arguments == ("-p", "1", "-p", "2", "-6", "-4")
 
     def test_host_itself_and_what_is_not_reached_by_ssh_are_left_out_and_said(self, tmp_path: Path) -> None:
@@ -125,7 +143,7 @@ class TestTargets:
         text = "csd0 ansible_password=x ansible_python_interpreter='/usr/bin/env python3'\n"
         found, warnings = read(tmp_path, text)
         assert found["csd0"].python == ""
-        assert [names for names in warnings.values()] == [["csd0"], ["csd0"]]
+        assert list(warnings.values()) == [["csd0"], ["csd0"]]
         assert "password" in "".join(warnings)
 
     def test_limit_takes_groups_and_ranges(self, tmp_path: Path) -> None:
@@ -146,7 +164,10 @@ class TestWhatOnlyAnsibleCanTell:
         assert read(tmp_path, "csd0 role='{{ x }}'\n")[0]
 
     def test_vaulted_value_is_refused_with_its_line(self, tmp_path: Path) -> None:
-        text = "all:\n  hosts:\n    csd0:\n      ansible_user: !vault |\n        $ANSIBLE_VAULT;1.1;AES256\n        6\n"
+        text = (
+            "all:\n  hosts:\n    csd0:\n      ansible_user: !vault |\n"
+            "        $ANSIBLE_VAULT;1.1;AES256\n        6\n"
+        )
         error = refused(tmp_path, text, "hosts.yml")
         assert "hosts.yml:4: ansible_user of csd0 is encrypted" in error.message
 
