@@ -117,8 +117,6 @@ class TestTargets:
                 'IdentityFile="/k/id"',
                 "-J",
                 "gw,other",
-                "-o",
-                "ForwardAgent=yes",
             ),
             ("boards", "all_boards"),
             "/opt/python",

@@ -136,6 +136,24 @@ class TestAnsible:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a usable address"):
             from_ansible(tmp_path, "csd0 ansible_host=-oProxyCommand=x\n")
 
+    @pytest.mark.parametrize("option", ["Match exec 'touch ran'", "Match=exec 'touch ran'", "Include config"])
+    def test_arguments_of_an_inventory_run_no_program(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "config").write_text("Match exec 'touch ran'\n")
+        words = f'-o "{option}" -E log -O exit'.replace('"', '\\"')
+        found = from_ansible(tmp_path, f'csd0 ansible_user=me ansible_ssh_extra_args="{words}"\n')
+        assert [node.user for node in found.fleet.nodes] == ["me"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
+
+    def test_what_a_jump_host_has_otherwise_is_said_with_its_name(self, tmp_path: Path) -> None:
+        command = "ssh -o HostKeyAlias=x -W %h:%p gate"
+        text = f"csd[0:9] ansible_ssh_common_args=\"-o 'ProxyCommand={command}'\"\n"
+        assert from_ansible(tmp_path, text).warnings == (
+            "csd[0-9]: jump host gate: HostKeyAlias x is not taken over",
+        )
+
 
 class TestThereAndBack:
     @pytest.fixture
