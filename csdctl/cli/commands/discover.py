@@ -69,6 +69,7 @@ def discover(
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.discovering import DiscoverView
     from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
+    from csdctl.cli.render.numbers import show_count
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.discover import discover
     from csdctl.workflows.partial import choose_fleet, settle
@@ -89,7 +90,7 @@ def discover(
             streams.result(fleet_document(found.fleet))
             return
         write_fleet(found, force=force)
-        streams.say(f"{len(found.fleet.nodes)} machines found in {source.name}: {fleet} written")
+        streams.say(f"{show_count(found.fleet.nodes, 'machine')} found in {source.name}: {fleet} written")
         limit, exclude = [], []  # the file has no others
     elif dry_run or force:
         raise InputError(

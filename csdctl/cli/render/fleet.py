@@ -90,7 +90,7 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("Python", "TensorFlow", "MPI"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     table.add_column("trip", justify="right", no_wrap=True)
     for group in groups:
         facts, number = group.first, len(group.names)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError, NoNodeReachableError, UnreachableError
-from csdctl.fleet.facts import Facts, load_facts, save_facts
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discover import (
@@ -120,3 +120,23 @@ def test_nodes_with_one_address_are_warned_about_and_ports_tell_them_apart() -> 
     nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
     (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
     assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("content", ['{"machines": {"csd0"', '{"schema": 0, "machines": {}}', "[]", "\xff"])
+def test_facts_that_cannot_be_read_are_kept_aside_and_said(tmp_path: Path, content: str) -> None:
+    fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
+    path = facts_path(fleet)
+    path.write_text(content, encoding="latin-1")
+    result = discover(fleet, directory=tmp_path, known_hosts=[])
+    aside = path.with_name("fleet.facts.json.bak")
+    assert aside.read_text(encoding="latin-1") == content
+    assert set(load_facts(fleet)) == {"host", "csd0"}
+    assert [warning for warning in result.warnings if str(aside) in warning]
+
+
+def test_drives_are_kept_with_the_facts(tmp_path: Path) -> None:
+    fleet = Fleet((), path=tmp_path / "fleet.yaml")
+    facts = {"csd0": Facts("csd0", drives=(Drive("/dev/nvme0", "S0", "CSD", 512),))}
+    save_facts(fleet, facts)
+    assert load_facts(fleet) == facts
