@@ -33,9 +33,7 @@ def lab() -> Iterator[Lab]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     for reason in _reasons[:1]:
         terminalreporter.section("the lab did not run", sep="!", yellow=True)
-        terminalreporter.line(
-            f"{reason}: nothing of tests/lab was tested"
-        )
+        terminalreporter.line(f"{reason}: nothing of tests/lab was tested")
 
 
 @pytest.fixture
