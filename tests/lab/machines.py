@@ -65,8 +65,9 @@ class Wanted:
     other_addresses: tuple[str, ...] = ()
     port: int = 22
     sshd: tuple[str, ...] = ()
-    """Lines for its sshd_config, before ours; of two, sshd takes the first."""
+    """Lines for its sshd_config; they replace ours that begin with the same word."""
     server: str = "openssh"
+    has_sftp: bool = True
     home: str = "disk"
     """disk, read-only, or tiny: 1 MiB."""
     start_up: str = ""
@@ -322,12 +323,14 @@ class LabNode:
             "UseDNS no",
             "PidFile none",
             "MaxStartups 100",
-            "Subsystem sftp internal-sftp",
         ]
+        lines += ["Subsystem sftp internal-sftp"] * self.wanted.has_sftp
         variables = ["TMPDIR=/tmp"]
         if self.wanted.clock:
             variables += [f"LD_PRELOAD={next(FAKETIME)}", f"FAKETIME={self.wanted.clock}"]
-        return [*lines, f"SetEnv {' '.join(variables)}"]
+        lines.append(f"SetEnv {' '.join(variables)}")
+        theirs = {line.split()[0] for line in self.wanted.sshd}
+        return [line for line in lines if line.split()[0] not in theirs]
 
 
 class LabHost:
