@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.lab.lab import Lab, open_lab
@@ -13,6 +14,22 @@ from tests.lab.project import Project
 from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
 
 QUIET_DEADLINE_S = 15.0
+
+MODEL = """\
+import keras
+
+
+def build():
+    layers = keras.layers
+    return keras.Sequential(
+        [keras.Input((8, 8, 1)), layers.Conv2D(4, 3), layers.Flatten(), layers.Dense(2, activation="softmax")]
+    )
+"""
+JOB = """\
+model: small.py:build
+data: {public: {path: public}}
+recipe: {epochs: 2, learning_rate: 0.01, reference_batch: 16}
+"""
 
 _reasons: list[str] = []
 
@@ -44,6 +61,19 @@ def project(lab: Lab, tmp_path: Path) -> Iterator[Project]:
     for node in lab.nodes.values():
         shutil.rmtree(node.home / ".csdctl", ignore_errors=True)
     assert still == {}
+
+
+@pytest.fixture(scope="session")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job file: a model of a few hundred parameters, and 96 public pictures."""
+    directory = tmp_path_factory.mktemp("job")
+    images = np.random.default_rng(7).integers(0, 256, (96, 8, 8, 1), dtype=np.uint8)
+    (directory / "public").mkdir()
+    np.save(directory / "public" / "images.npy", images)
+    np.save(directory / "public" / "labels.npy", (images.mean((1, 2, 3)) > 127).astype(np.int64))
+    (directory / "small.py").write_text(MODEL)
+    (directory / "job.yaml").write_text(JOB)
+    return directory / "job.yaml"
 
 
 def _wait_until_quiet(lab: Lab) -> dict[str, list[str]]:

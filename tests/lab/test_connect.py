@@ -5,7 +5,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +49,7 @@ def make_key(path: Path, passphrase: str = "") -> Path:
 
 
 @pytest.fixture(scope="module")
-def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, Machines, str]]:
+def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Machines, str]:
     """One discovery of a fleet in which every node but one has something wrong with it."""
     project = Project(lab, tmp_path_factory.mktemp("sick"))
     well, other, stopped = lab.near
@@ -73,7 +72,7 @@ def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[t
             *(one.node for one in (deaf, stranger, changed, off)),
         ]
         project.write_fleet(*nodes)
-        yield project.discover()
+        return project.discover()
 
 
 @pytest.fixture
@@ -197,10 +196,13 @@ def test_dropped_connections_are_tried_again(project: Project) -> None:
 def test_server_that_always_drops_is_named_after_three_tries(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
-    with node.with_sshd("MaxStartups 1:100:1"), network.entered(project.lab.host.namespace):
-        with socket.create_connection((node.node.address, 22)) as holder:
-            holder.recv(4)
-            code, machines, _ = project.discover()
+    with (
+        node.with_sshd("MaxStartups 1:100:1"),
+        network.entered(project.lab.host.namespace),
+        socket.create_connection((node.node.address, 22)) as holder,
+    ):
+        holder.recv(4)
+        code, machines, _ = project.discover()
     assert code == 4
     assert "dropped the connection 3 times" in machines["csd0"]["problem"]
     assert "MaxStartups" in machines["csd0"]["remedy"]
