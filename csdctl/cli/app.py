@@ -16,6 +16,8 @@ from csdctl.errors import CsdctlError, ExitCode
 COMMANDS: CommandTable = {
     "The fleet": {
         "discover": "Find the machines, learn what they are, and keep it beside the fleet file.",
+        "doctor": "Examine the machines, and let them say hello over MPI: what is wrong, and the remedy.",
+        "inventory": "Print the nodes of the fleet for other programs: Ansible, ssh, or your own.",
         "trust": "Show the nodes' host keys, and accept the new ones for all of them at once.",
     },
     "Data and code": {

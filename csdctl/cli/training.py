@@ -8,11 +8,26 @@ from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import show_accuracy, show_bytes, show_rate, show_share
 from csdctl.cli.render.report import report_document
 from csdctl.cli.streams import Streams
+from csdctl.fleet.checks import Verdict, fold
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import Delivery
 from csdctl.worker.contract import Event, RunSpec
+from csdctl.workflows.doctor import Examination, describe
 from csdctl.workflows.train import Watcher
+
+
+def show_preflight(streams: Streams, examination: Examination) -> None:
+    """A line for each amber check and one for the hello; raises when something is red."""
+    for check, machines in fold(examination.checks):
+        if check.verdict == Verdict.WARN:
+            streams.say(f"amber: {', '.join(machines)}: {describe(check)}")
+            if check.remedy:
+                streams.say(f"  → {check.remedy}")
+    examination.check_before_training()
+    for check in examination.checks:
+        if check.check == "hello":
+            streams.say(f"preflight: {check.found}")
 
 
 class TrainingScreen:

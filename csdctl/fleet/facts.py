@@ -13,6 +13,16 @@ DISCOVER = "run `csdctl discover` again"
 
 
 @dataclass(frozen=True)
+class Drive:
+    """An NVMe drive as a machine shows it; `size_bytes` None: it has no namespace here."""
+
+    device: str
+    serial: str
+    model: str = ""
+    size_bytes: int | None = None
+
+
+@dataclass(frozen=True)
 class Facts:
     """One machine as it was found. None: it could not be told.
 
@@ -32,14 +42,18 @@ class Facts:
     disk_free_bytes: int | None = None
     python_version: str | None = None
     tensorflow_version: str | None = None
+    keras_version: str | None = None
+    numpy_version: str | None = None
     mpi_version: str | None = None
     mpi4py_version: str | None = None
     glibc_version: str | None = None
     prefix: str | None = None
     """sys.prefix of the node's Python: where `bin/prted` lies."""
+    has_prted: bool | None = None
     home: str | None = None
     clock_offset_s: float | None = None
     round_trip_s: float | None = None
+    drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
     """What a person should look at, and what could not be told and why."""
     problem: str | None = None
@@ -76,11 +90,18 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
     content = load_json(path)
     try:
         if content["schema"] != SCHEMA:
-            raise InputError(f"{path} has schema {content['schema']}, expected {SCHEMA}", remedy=DISCOVER)
+            raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)
         return {name: _facts(values) for name, values in content["machines"].items()}
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"{path} does not hold what `csdctl discover` writes", remedy=DISCOVER) from None
 
 
+def set_facts_aside(fleet: Fleet) -> Path:
+    """Rename the facts file, which cannot be read, to *.bak; an older one there is replaced."""
+    path = facts_path(fleet)
+    return path.replace(path.with_name(path.name + ".bak"))
+
+
 def _facts(values: dict[str, Any]) -> Facts:
-    return Facts(**{**values, **{key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}})
+    lists = {key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}
+    return Facts(**{**values, **lists, "drives": tuple(Drive(**one) for one in values.get("drives", ()))})

@@ -1,13 +1,8 @@
-"""From an address range to a fleet.yaml; pure.
-
-What knocks at the addresses is in workflows/discover; here are the addresses, and the file for those found.
-"""
+"""The addresses of a range, and the nodes found at them; pure. What knocks there is in workflows/scan."""
 
 import ipaddress
 from collections.abc import Sequence
 from pathlib import Path
-
-import yaml
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
@@ -40,19 +35,3 @@ def name_nodes(addresses: Sequence[str], *, user: str, key: Path | None, port: i
         Node(name=f"csd{number}", address=address, port=port, user=user, key=key)
         for number, address in enumerate(addresses)
     )
-
-
-def render_fleet(nodes: Sequence[Node], *, network: str) -> str:
-    """fleet.yaml for `nodes`, which share port, user and key; raises InputError when there is none."""
-    if not nodes:
-        raise InputError("a fleet needs a node")
-    defaults: dict[str, object] = {"port": nodes[0].port, "user": nodes[0].user}
-    if nodes[0].key:
-        defaults["key"] = str(nodes[0].key)
-    content = {
-        "network": network,
-        "defaults": defaults,
-        "nodes": [{"name": node.name, "address": node.address} for node in nodes],
-    }
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
-    return f"# Found by `csdctl discover --cidr {network}`; change it as you like.\n{text}"

@@ -1,16 +1,15 @@
 """`--limit` and `--exclude`: which nodes of a fleet a command works on."""
 
 import fnmatch
-import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.ranges import expand_range
 
-_RANGE = re.compile(r"\[(\d+)-(\d+)\]")
-MAX_RANGE = 100_000
+_WILDCARDS = re.compile(r"[*?\[]")
 
 
 def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = ()) -> Fleet:
@@ -20,51 +19,49 @@ def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str]
     commas. Raises InputError for a pattern that matches nothing, and
     when no node is left.
     """
-    kept = fleet.nodes
+    groups = {node.name: node.groups for node in fleet.nodes}
+    kept = set(select_names(groups, limit, exclude, where=str(fleet.path)))
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in kept))
+
+
+def select_names(
+    groups: Mapping[str, Sequence[str]], limit: Sequence[str], exclude: Sequence[str], *, where: str
+) -> list[str]:
+    """Those of some names, each with its groups, that `select_nodes` would keep; `where` they are written."""
+    kept: Iterable[str] = groups
     if limit:
-        wanted = {node.name for pattern in _split(limit) for node in _matching(fleet, pattern, "--limit")}
-        kept = tuple(node for node in kept if node.name in wanted)
-    unwanted = {node.name for pattern in _split(exclude) for node in _matching(fleet, pattern, "--exclude")}
-    kept = tuple(node for node in kept if node.name not in unwanted)
+        wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
+        kept = [name for name in kept if name in wanted]
+    unwanted = {
+        name for pattern in _split(exclude) for name in _matching(groups, pattern, "--exclude", where)
+    }
+    kept = [name for name in kept if name not in unwanted]
     if not kept:
-        raise InputError(f"--limit and --exclude leave no node of {fleet.path}", remedy="leave one at least")
-    return replace(fleet, nodes=kept)
+        raise InputError(f"--limit and --exclude leave no node of {where}", remedy="leave one at least")
+    return kept
+
+
+def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
+    """The fleet with only the nodes called one of `names`; may be left with none."""
+    return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 
 def _split(patterns: Sequence[str]) -> list[str]:
     return [pattern.strip() for joined in patterns for pattern in joined.split(",") if pattern.strip()]
 
 
-def _matching(fleet: Fleet, pattern: str, option: str) -> list[Node]:
-    names = _expand(pattern)
+def _matching(groups: Mapping[str, Sequence[str]], pattern: str, option: str, where: str) -> list[str]:
+    expanded = expand_range(pattern)
+    wanted = {name for name in expanded if not _WILDCARDS.search(name)}
+    patterns = [re.compile(fnmatch.translate(name)) for name in expanded if name not in wanted]
     found = [
-        node
-        for node in fleet.nodes
-        if node.group == pattern or any(fnmatch.fnmatchcase(node.name, name) for name in names)
+        name
+        for name, own in groups.items()
+        if name in wanted or pattern in own or any(each.match(name) for each in patterns)
     ]
     if not found:
-        known = [node.name for node in fleet.nodes[:8]] + ["…"] * (len(fleet.nodes) > 8)
+        known = [*list(groups)[:8], *["…"] * (len(groups) > 8)]
         raise InputError(
-            f"{option} {pattern!r} matches no node of {fleet.path}", remedy=f"nodes: {', '.join(known)}"
+            f"{option} {pattern!r} matches no node of {where}", remedy=f"nodes: {', '.join(known)}"
         )
     return found
-
-
-def _expand(pattern: str) -> list[str]:
-    """`csd[0-2]` as csd0, csd1, csd2; leading zeros keep their width. Raises InputError for too many."""
-    sizes = [int(last) - int(first) + 1 for first, last in _RANGE.findall(pattern)]
-    if math.prod(max(1, size) for size in sizes) > MAX_RANGE:
-        raise InputError(
-            f"{pattern!r} stands for more than {MAX_RANGE:,} names", remedy="use a wildcard: csd*"
-        )
-    found = _RANGE.search(pattern)
-    if not found:
-        return [pattern]
-    first, last = int(found[1]), int(found[2])
-    if last < first or last - first > MAX_RANGE:
-        raise InputError(f"range {found[0]} in {pattern!r} is not usable", remedy="write it as [first-last]")
-    width = len(found[1]) if found[1].startswith("0") else 0
-    middle = [f"{number:0{width}d}" for number in range(first, last + 1)]
-    return [
-        name for part in middle for name in _expand(pattern[: found.start()] + part + pattern[found.end() :])
-    ]

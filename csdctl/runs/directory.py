@@ -58,16 +58,22 @@ class ProjectDirectory:
         """Models as `build` wrote them."""
         return self.state / "models"
 
+    @property
+    def hellos(self) -> Path:
+        """What `doctor` tried: a directory for each hello that failed."""
+        return self.state / "hellos"
+
     def plan(self, job_name: str) -> Path:
         """The plan that `tune` wrote for a job."""
         return self.state / "plans" / f"{job_name}.yaml"
 
     def new_run(self) -> "RunDirectory":
         """A new run directory with an id of its own: UTC time to the microsecond; ids sort by time."""
-        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}"
-        run = RunDirectory(self.runs / run_id)
-        run.logs.mkdir(parents=True)
-        return run
+        return _new_directory(self.runs)
+
+    def new_hello(self) -> "RunDirectory":
+        """A directory for one hello, with an id like a run's."""
+        return _new_directory(self.hellos)
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
         """The run `run_id`, or the latest; raises InputError when there is none."""
@@ -149,6 +155,12 @@ class RunDirectory:
                 continue
             if event:
                 yield content["time"], event
+
+
+def _new_directory(parent: Path) -> RunDirectory:
+    run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
+    run.logs.mkdir(parents=True)
+    return run
 
 
 class EventLog:

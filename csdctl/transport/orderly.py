@@ -6,6 +6,8 @@ ends the whole connection ("nonexistent channel"), and with it every other comma
 jump host.
 """
 
+import contextlib
+import socket
 import struct
 
 import paramiko
@@ -15,9 +17,17 @@ _WINDOW_ADJUST, _CLOSE, _REQUEST = 93, 97, 98
 
 
 class OrderlyTransport(paramiko.Transport):
-    """Drops what would be sent on a channel after its close."""
+    """Drops what would be sent on a channel after its close; sleeps until there is something to read."""
 
+    _active_check_timeout = 1.0
     _closed: frozenset[int] = frozenset()
+
+    def close(self) -> None:
+        """End the connection, and the sleep of the thread that reads from it."""
+        if isinstance(self.sock, socket.socket):
+            with contextlib.suppress(OSError):
+                self.sock.shutdown(socket.SHUT_RDWR)
+        super().close()
 
     def _send_message(self, data: paramiko.Message) -> None:
         # All that concerns channels comes here one after the other: the caller holds `clear_to_send_lock`.

@@ -205,7 +205,11 @@ def _start_transport(
     transport.banner_timeout = transport.handshake_timeout = max(0.1, deadline.left_s)
     transport.auth_timeout = transport.channel_timeout = max(0.1, deadline.left_s)
     try:
-        transport.start_client(timeout=max(0.1, deadline.left_s))
+        is_ready = threading.Event()  # paramiko's own waiting asks ten times a second
+        transport.start_client(event=is_ready)
+        is_ready.wait(max(0.1, deadline.left_s))
+        if not is_ready.is_set():
+            raise TimeoutError
         transport.get_remote_server_key()
     except (paramiko.SSHException, EOFError, OSError) as error:
         transport.close()
@@ -253,9 +257,14 @@ def _authenticate(
         transport.auth_timeout = max(0.1, deadline.left_s)
         key = keys[0]
         try:
-            if not transport.auth_publickey(node.user, key):
+            is_answered = threading.Event()
+            transport.auth_publickey(node.user, key, is_answered)
+            is_answered.wait(max(0.1, deadline.left_s))
+            if transport.is_authenticated():
                 return True
-            keys.pop(0)  # accepted, but the server wants a second factor, which we never have
+            keys.pop(0)  # refused; or accepted, but the server wants a second factor, which we never have
+            if not transport.is_active() and keys:
+                return False
         except (paramiko.SSHException, EOFError, OSError):
             keys.pop(0)
             if not transport.is_active() and keys:

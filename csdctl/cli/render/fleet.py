@@ -1,7 +1,8 @@
 """What `discover` learnt: a table for people, a document for programs."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -9,33 +10,49 @@ from rich.markup import escape
 from rich.table import Table
 
 from csdctl.cli.render.numbers import show_bytes, show_seconds
-from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
+from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
+from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.problems import Problem
+from csdctl.fleet.ranges import fold_names, show_names
 from csdctl.workflows.discover import DiscoverResult
 
 SCHEMA = "csdctl.discover/1"
+INVENTORY_SCHEMA = "csdctl.inventory/1"
 _UNKNOWN = "–"
 _MISSING = "missing"
+MAX_LINES = 20
+"""Of problems, and of notes: a thousand nodes shall not scroll the table away."""
+
+ItemT = TypeVar("ItemT")
 
 
 def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = False) -> None:
-    """One row a machine; below, one line for each problem, its remedy, and what to look at."""
+    """One row for machines that do not differ (`verbose`: for each); below, problems and what to look at."""
     title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
-    console.print(_build_table(escape(title), result.facts))
+    groups = group_machines(result.facts.values())
+    rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
+    console.print(_build_table(escape(title), rows))
     if verbose:
         console.print(_build_details(result.facts))
-    for name, error in result.failed.items():
-        _render_problem(console, name, error)
-    for facts in result.facts.values():
-        for note in facts.notes:
-            console.print(f"note: {facts.name}: {note}", markup=False, soft_wrap=True)
-    for warning in result.warnings:
-        console.print(f"warning: {warning}", markup=False, soft_wrap=True)
+    for problem in _bounded(console, result.problems, "problems"):
+        _render_problem(console, problem)
+    lines = [f"differs: {show_names(group.names)}: {what}" for group, what in find_differences(groups)]
+    lines += [
+        f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
+        for name, drive in result.drives.items()
+    ]
+    lines += [f"note: {show_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()]
+    lines += [f"warning: {warning}" for warning in result.warnings]
+    for line in _bounded(console, lines, "notes"):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"facts: {result.path}", markup=False, soft_wrap=True)
 
 
 def discover_document(result: DiscoverResult) -> dict[str, object]:
     """The `csdctl.discover/1` document."""
+    groups = group_machines(result.facts.values())
+    differences = dict(find_differences(groups))
     return {
         "schema": SCHEMA,
         "fleet": str(result.fleet.path),
@@ -44,35 +61,71 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
             {**asdict(facts), "remedy": result.failed[name].remedy if name in result.failed else None}
             for name, facts in result.facts.items()
         ],
+        "groups": [
+            {"machines": group.names, "ranges": fold_names(group.names), "differs": differences.get(group)}
+            for group in groups
+        ],
+        "problems": [asdict(problem) for problem in result.problems],
+        "drives": {name: asdict(drive) for name, drive in result.drives.items()},
         "warnings": list(result.warnings),
     }
 
 
-def _build_table(title: str, machines: Mapping[str, Facts]) -> Table:
+def fleet_document(fleet: Fleet) -> dict[str, object]:
+    """The `csdctl.inventory/1` document: the nodes as the fleet file has them."""
+    return {
+        "schema": INVENTORY_SCHEMA,
+        "fleet": str(fleet.path),
+        "network": fleet.network,
+        "emulated": fleet.emulated,
+        "nodes": [_node_document(node) for node in fleet.nodes],
+    }
+
+
+def _node_document(node: Node) -> dict[str, object]:
+    values = {**asdict(node), "key": str(node.key) if node.key else None}
+    return values | {"jump": _node_document(node.jump) if node.jump else None}
+
+
+def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table = _new_table(title)
-    table.add_column("machine", no_wrap=True)
+    table.add_column("machines", overflow="fold", min_width=8)
     table.add_column("CPU")
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("Python", "TensorFlow", "MPI"):
         table.add_column(column)
     table.add_column("trip", justify="right", no_wrap=True)
-    for facts in machines.values():
-        if facts.problem:
-            table.add_row(facts.name, "[red]see below[/red]")
-            continue
+    for group in groups:
+        facts, number = group.first, len(group.names)
         table.add_row(
-            facts.name,
+            escape(show_names(group.names)) + (f" ({number})" if number > 1 else ""),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
             _show_cores(facts),
-            show_bytes(facts.memory_limit_bytes or facts.memory_bytes),
-            show_bytes(facts.disk_free_bytes),
+            show_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            show_bytes(group.least("disk_free_bytes")),
             facts.python_version or _MISSING,
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
-            show_seconds(facts.round_trip_s),
+            show_seconds(group.most("round_trip_s")),
         )
     return table
+
+
+def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
+    """The machines that each note is about."""
+    names: dict[str, list[str]] = {}
+    for facts in machines.values():
+        for note in facts.notes:
+            names.setdefault(note, []).append(facts.name)
+    return names
+
+
+def _bounded(console: Console, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+    """The first of `items`, and a line that counts the rest."""
+    yield from items[:MAX_LINES]
+    if len(items) > MAX_LINES:
+        console.print(f"… and {len(items) - MAX_LINES} more {what}; --json has them all")
 
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
@@ -106,8 +159,8 @@ def _show_cores(facts: Facts) -> str:
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
 
 
-def _render_problem(console: Console, name: str, error: CsdctlError) -> None:
+def _render_problem(console: Console, problem: Problem) -> None:
     console.print("problem:", style="bold red", end=" ")
-    console.print(f"{name}: {error.message}", markup=False, soft_wrap=True)
-    if error.remedy:
-        console.print(f"  → {error.remedy}", markup=False, soft_wrap=True)
+    console.print(f"{show_names(problem.names)}: {problem.message}", markup=False, soft_wrap=True)
+    if problem.remedy:
+        console.print(f"  → {problem.remedy}", markup=False, soft_wrap=True)

@@ -65,8 +65,8 @@ def test_the_fleet_file_is_one_that_csdctl_reads(paths: FleetPaths, state: Fleet
         ("csd0", "127.0.0.1", 2200),
         ("csd1", "127.0.0.1", 2201),
     ]
-    assert {(node.user, node.key, node.python, node.group) for node in fleet.nodes} == {
-        ("root", paths.key, "/opt/python", "emulated")
+    assert {(node.user, node.key, node.python, node.groups) for node in fleet.nodes} == {
+        ("root", paths.key, "/opt/python", ("emulated",))
     }
 
 

@@ -10,17 +10,17 @@ import pytest
 
 from csdctl.errors import InputError, NoNodeReachableError, PartialError, UnreachableError
 from csdctl.fleet.facts import Facts, load_facts, save_facts
-from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discover import (
     DiscoverResult,
-    check_interface,
     collect_facts,
     discover,
+    find_shared_addresses,
     find_shared_host_keys,
-    scan,
-    write_fleet,
 )
+from csdctl.workflows.scan import check_interface, scan
+from csdctl.workflows.sources import FoundFleet, write_fleet
 
 
 @contextlib.contextmanager
@@ -52,14 +52,14 @@ def test_scan_finds_what_greets_as_ssh_and_nothing_else() -> None:
         "127.0.9.4": b"HTTP/1.1 400\r\n",
     }
     with listening({**greetings, "127.0.9.5": b""}) as port:
-        nodes = scan("127.0.9.0/29", user="trainer", key=Path("/key"), port=port, banner_timeout_s=0.5)
+        nodes = scan(["127.0.9.0/29"], user="trainer", key=Path("/key"), port=port, banner_timeout_s=0.5)
     assert [(node.name, node.address) for node in nodes] == [("csd0", "127.0.9.1"), ("csd1", "127.0.9.3")]
     assert {(node.user, node.key, node.port) for node in nodes} == {("trainer", Path("/key"), port)}
 
 
 def test_scan_leaves_this_machine_out() -> None:
     with listening({"127.0.0.1": b"SSH-2.0-a\r\n"}) as port, pytest.raises(NoNodeReachableError):
-        scan("127.0.0.1/32", user="root", port=port)
+        scan(["127.0.0.1/32"], user="root", port=port)
 
 
 def test_scan_that_finds_nothing_says_so() -> None:
@@ -67,7 +67,7 @@ def test_scan_that_finds_nothing_says_so() -> None:
         listening({"127.0.9.1": b""}) as port,
         pytest.raises(NoNodeReachableError, match="none of 2 addresses"),
     ):
-        scan("127.0.9.0/30", user="root", port=port, banner_timeout_s=0.2)
+        scan(["127.0.9.0/30"], user="root", port=port, banner_timeout_s=0.2)
 
 
 def test_missing_interface_is_named_with_those_there_are() -> None:
@@ -77,14 +77,13 @@ def test_missing_interface_is_named_with_those_there_are() -> None:
 
 
 def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
-    path = tmp_path / "fleet.yaml"
-    nodes = (Node("csd0", "10.1.2.3"),)
-    write_fleet(path, nodes, network="10.1.2.0/24")
+    fleet = Fleet((Node("csd0", "10.1.2.3"),), path=tmp_path / "fleet.yaml")
+    write_fleet(FoundFleet(fleet, "# found\n"))
     with pytest.raises(InputError, match="is there already") as caught:
-        write_fleet(path, nodes, network="10.1.2.0/24")
+        write_fleet(FoundFleet(fleet, "# again\n"))
     assert "--force" in caught.value.remedy
-    write_fleet(path, (Node("csd0", "10.1.2.9"),), network="10.1.2.0/24", force=True)
-    assert load_fleet(path).nodes[0].address == "10.1.2.9"
+    write_fleet(FoundFleet(fleet, "# again\n"), force=True)
+    assert fleet.path.read_text() == "# again\n"
 
 
 def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(tmp_path: Path) -> None:
@@ -92,7 +91,7 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     save_facts(fleet, {"csd7": Facts("csd7", num_cores=4), "csd0": Facts("csd0", num_cores=4)})
     told: list[str] = []
     result = discover(
-        fleet, directory=tmp_path, known_hosts=[], on_done=lambda name, error: told.append(name)
+        fleet, directory=tmp_path, known_hosts=[], on_done=lambda facts: told.append(facts.name)
     )
     saved = load_facts(fleet)
     assert list(result.facts) == ["host", "csd0"]
@@ -120,7 +119,15 @@ def test_machine_that_cannot_be_probed_has_a_problem_and_stops_nobody() -> None:
     assert "probing failed" in (facts["csd0"].problem or "")
 
 
+@pytest.mark.fault(15)
 def test_nodes_that_show_one_host_key_are_warned_about() -> None:
     fingerprints = {"csd0": "SHA256:a", "csd1": "SHA256:b", "csd2": "SHA256:a"}
     (warning,) = find_shared_host_keys(fingerprints)
     assert warning.startswith("csd0, csd2 show the same host key SHA256:a")
+
+
+@pytest.mark.fault(13)
+def test_nodes_with_one_address_are_warned_about_and_ports_tell_them_apart() -> None:
+    nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
+    (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
+    assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"

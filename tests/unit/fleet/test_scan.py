@@ -5,7 +5,8 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts, load_facts, save_facts
 from csdctl.fleet.model import Fleet, load_fleet
-from csdctl.fleet.scan import MAX_ADDRESSES, expand_addresses, name_nodes, render_fleet
+from csdctl.fleet.scan import MAX_ADDRESSES, expand_addresses, name_nodes
+from csdctl.fleet.writing import render_fleet
 
 
 @pytest.mark.parametrize(
@@ -39,7 +40,7 @@ def test_what_is_no_range_is_refused(cidr: str) -> None:
 def test_written_fleet_is_read_back_as_the_same_nodes(tmp_path: Path) -> None:
     nodes = name_nodes(["10.1.2.4", "fd00::1"], user="trainer", key=tmp_path / "my key: #1", port=2222)
     path = tmp_path / "fleet.yaml"
-    path.write_text(render_fleet(nodes, network="10.1.2.0/24"))
+    path.write_text(render_fleet(Fleet(nodes, network="10.1.2.0/24"), origin="Found"))
     fleet = load_fleet(path)
     assert fleet.nodes == nodes
     assert [node.name for node in nodes] == ["csd0", "csd1"]
@@ -48,7 +49,7 @@ def test_written_fleet_is_read_back_as_the_same_nodes(tmp_path: Path) -> None:
 
 def test_empty_fleet_is_not_written() -> None:
     with pytest.raises(InputError):
-        render_fleet([], network="10.1.2.0/24")
+        render_fleet(Fleet(()), origin="Found")
 
 
 def test_facts_are_read_back_with_their_notes(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from csdctl.fleet.select import select_nodes
 NAMES = [f"csd{number}" for number in range(12)] + [f"dpu{number:02d}" for number in range(12)] + ["jetson"]
 FLEET = Fleet(
     tuple(
-        Node(name, "10.1.1.1", group="front" if name in ("csd0", "csd11", "jetson") else "back")
+        Node(name, "10.1.1.1", groups=("front", "all") if name in ("csd0", "csd11", "jetson") else ("back",))
         for name in NAMES
     ),
     path=Path("fleet.yaml"),

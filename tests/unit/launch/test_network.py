@@ -3,7 +3,8 @@
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.launch.network import check_network, parse_local_addresses
+from csdctl.fleet.network import parse_local_addresses
+from csdctl.launch.network import check_network
 
 # From /proc/net/fib_trie of a machine with two addresses on one interface.
 FIB_TRIE = """\

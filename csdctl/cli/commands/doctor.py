@@ -1,0 +1,51 @@
+"""`csdctl doctor`."""
+
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import DEFAULT_FLEET, ExcludeOption, FleetOption, JsonOption, LimitOption
+from csdctl.cli.streams import Streams
+
+
+def doctor(
+    context: typer.Context,
+    fleet: FleetOption = DEFAULT_FLEET,
+    deadline: Annotated[
+        float, typer.Option("--deadline", envvar="CSDCTL_DEADLINE", help="Seconds for the whole examination.")
+    ] = 180.0,
+    connect_deadline: Annotated[
+        float,
+        typer.Option(
+            "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
+        ),
+    ] = 10.0,
+    hello_deadline: Annotated[
+        float,
+        typer.Option(
+            "--hello-deadline",
+            envvar="CSDCTL_HELLO_DEADLINE",
+            help="Seconds for all machines to enter MPI together, and again to sum.",
+        ),
+    ] = 60.0,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    json: JsonOption = False,
+    verbose: Annotated[int, typer.Option("--verbose", count=True, help="The green checks too.")] = 0,
+) -> None:
+    """Examine the machines, and let them say hello over MPI: what is wrong, and the remedy."""
+    from csdctl.cli.render.doctor import ExaminationView, doctor_document
+    from csdctl.cli.settings import list_settings
+    from csdctl.fleet.model import load_fleet
+    from csdctl.fleet.select import select_nodes
+    from csdctl.workflows.doctor import DoctorOptions, examine
+
+    streams = Streams(is_json=json)
+    options = DoctorOptions(deadline, connect_deadline, hello_deadline)
+    chosen = select_nodes(load_fleet(fleet), limit or (), exclude or ())
+    settings = list_settings(context, chosen)
+    with ExaminationView(streams.people, chosen, settings, is_verbose=verbose > 0) as view:
+        examination = examine(chosen, streams.directory, options, view.show)
+    view.finish(examination)
+    streams.result(doctor_document(examination, settings))
+    examination.check()

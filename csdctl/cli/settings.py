@@ -1,0 +1,46 @@
+"""Where each setting came from: flag, environment, file or default."""
+
+from dataclasses import dataclass
+
+import typer
+
+from csdctl.fleet.model import Fleet, Host
+
+_SHOWN = ("fleet", "deadline", "connect_deadline", "hello_deadline", "limit", "exclude")
+_WORDS = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT": "default", "DEFAULT_MAP": "default"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting as it is in force; `source` names the flag, the variable or the file."""
+
+    name: str
+    value: str
+    source: str
+
+
+def list_settings(context: typer.Context, fleet: Fleet) -> list[Setting]:
+    """The settings of one invocation, and those of the fleet file that concern all machines."""
+    parameters = {parameter.name: parameter for parameter in context.command.params}
+    settings = []
+    for name in _SHOWN:
+        value = context.params[name]
+        if value is None or name not in parameters:
+            continue
+        text = ",".join(value) if isinstance(value, list) else str(value)
+        settings.append(Setting(name.replace("_", "-"), text, _source(context, parameters[name], name)))
+    in_file = {
+        "network": (fleet.network, fleet.network != ""),
+        "host.threads": (str(fleet.host.threads), fleet.host != Host()),
+    }
+    for name, (text, is_set) in in_file.items():
+        settings.append(Setting(name, text, f"file {fleet.path}" if is_set else "default"))
+    return settings
+
+
+def _source(context: typer.Context, parameter: object, name: str) -> str:
+    source = context.get_parameter_source(name)
+    word = _WORDS.get(source.name, source.name.lower()) if source else "default"
+    if word == "environment":
+        return f"environment {getattr(parameter, 'envvar', '')}"
+    return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word

@@ -1,0 +1,81 @@
+"""An inventory and the group_vars/ and host_vars/ beside it, from disk.
+
+Which reader a file gets follows Ansible: YAML by its name, or where a file without an extension is a mapping;
+else INI.
+"""
+
+import os
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.fleet.ansible.ini import parse_ini
+from csdctl.fleet.ansible.inventory import Inventory, Variables
+from csdctl.fleet.ansible.tree import is_list_output, parse_list_output, parse_variables, parse_yaml
+
+_YAML_ENDINGS = (".yaml", ".yml", ".json")
+_VAULT = "$ANSIBLE_VAULT"
+
+
+def load_inventory(path: Path) -> Inventory:
+    """Read the static inventory at `path`; raises InputError with file and line.
+
+    What only Ansible can read is an error too, which says how Ansible hands it over.
+    """
+    text = _read(path)
+    remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
+    if text.startswith("#!") or (os.access(path, os.X_OK) and path.is_file()):
+        raise InputError(f"{path} is a program: an inventory that only Ansible can run", remedy=remedy)
+    if text.startswith(_VAULT):
+        raise InputError(f"{path} is encrypted with Ansible Vault", remedy=remedy)
+    if is_list_output(text):
+        return parse_list_output(text, str(path))
+    inventory = None
+    if path.suffix in (*_YAML_ENDINGS, ""):
+        inventory = parse_yaml(text, str(path))
+    if inventory is None and path.suffix in _YAML_ENDINGS:
+        parse_variables(text, str(path))  # says where it is not YAML
+        raise InputError(f"{path}: expected groups, as in `all: {{hosts: …}}`")
+    inventory = inventory or parse_ini(text, str(path))
+    for name in inventory.groups:
+        inventory.group_files[name] = _beside(path, "group_vars", name, inventory)
+    for name in inventory.hosts:
+        inventory.host_files[name] = _beside(path, "host_vars", name, inventory)
+    return inventory
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.is_dir():
+            raise InputError(
+                f"{path} is a directory, expected one inventory file",
+                remedy=f"run `ansible-inventory -i {path} --list > inventory.json` and give that file",
+            )
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", remedy="name the inventory that Ansible uses") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+
+
+def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventory) -> Variables:
+    """What `directory` beside the inventory has for group or host `name`: one file, or all of a directory."""
+    variables: Variables = {}
+    base = inventory_path.resolve().parent / directory
+    candidates = [base / f"{name}{ending}" for ending in ("", ".yml", ".yaml", ".json")]
+    found = next((one for one in candidates if one.exists()), None) if base.is_dir() else None
+    files = [found] if found else []
+    if found and found.is_dir():
+        files = sorted(file for file in found.rglob("*") if _counts(file, found))
+    for file in files:
+        text = _read(file)
+        if text.startswith(_VAULT):
+            inventory.warnings.append(f"{file} is encrypted with Ansible Vault and was not read")
+        else:
+            variables |= parse_variables(text, str(file))
+    return variables
+
+
+def _counts(file: Path, base: Path) -> bool:
+    parts = file.relative_to(base).parts
+    hidden = any(part.startswith(".") or part.endswith("~") for part in parts)
+    return file.is_file() and not hidden and file.suffix in ("", *_YAML_ENDINGS)

@@ -1,0 +1,87 @@
+"""Ansible's INI inventories: `[group]`, `[group:children]`, `[group:vars]`, hosts with variables; pure."""
+
+import ast
+import re
+import shlex
+import warnings
+
+from csdctl.errors import InputError
+from csdctl.fleet.ansible.inventory import UNGROUPED, Inventory, Value, Variables, expand_hosts, split_port
+
+_SECTION = re.compile(r"\[([^:\]\s]+)(?::(\w+))?\]\s*(?:#.*)?")
+_GROUP = re.compile(r"([^:\]\s]+)\s*(?:#.*)?")
+
+
+def parse_ini(text: str, name: str) -> Inventory:
+    """The inventory that `text` is, from the file `name`; raises InputError with the line."""
+    inventory = Inventory()
+    group, kind = UNGROUPED, "hosts"
+    declared, wanted = {UNGROUPED, "all"}, dict[str, str]()
+    for number, raw in enumerate(text.splitlines(), start=1):
+        line, where = raw.strip(), f"{name}:{number}"
+        if not line or line[0] in "#;":
+            continue
+        if section := _SECTION.fullmatch(line):
+            group, kind = section[1], section[2] or "hosts"
+            if kind not in ("hosts", "children", "vars"):
+                raise InputError(f"{where}: section [{group}:{kind}]: expected `hosts`, `children` or `vars`")
+            inventory.group(group)
+            wanted.setdefault(group, where)
+            declared |= set() if kind == "vars" else {group}
+        elif line.startswith("[") and line.endswith("]"):
+            raise InputError(
+                f"{where}: {line} is no section: expected [group], [group:children], [group:vars]"
+            )
+        elif kind == "hosts":
+            _add_hosts(inventory, group, line, where)
+        elif kind == "vars":
+            key, value = _assignment(line, where)
+            inventory.group(group).variables[key] = value
+        else:
+            child = _group_name(line, where)
+            wanted.setdefault(child, where)
+            inventory.add_child(group, child, where)
+    for undeclared in wanted.keys() - declared:
+        raise InputError(
+            f"{wanted[undeclared]}: there is no group {undeclared!r}", remedy=f"add a section [{undeclared}]"
+        )
+    inventory.settle()
+    return inventory
+
+
+def _add_hosts(inventory: Inventory, group: str, line: str, where: str) -> None:
+    try:
+        first, *words = shlex.split(line, comments=True)
+    except ValueError as error:
+        raise InputError(f"{where}: not a host line: {error}") from None
+    pattern, port = split_port(first)
+    variables: Variables = {} if port is None else {"ansible_port": Value(port, where)}
+    for word in words:
+        key, value = _assignment(word, where)
+        variables[key] = value
+    for host in expand_hosts(pattern, where):
+        inventory.add_host(host, group, variables)
+
+
+def _assignment(text: str, where: str) -> tuple[str, Value]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"{where}: expected key=value, found {text!r}")
+    return key.strip(), Value(_literal(value.strip()), where)
+
+
+def _literal(text: str) -> object:
+    """A Python literal where it is one, as in Ansible; else the text itself."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def _group_name(line: str, where: str) -> str:
+    found = _GROUP.fullmatch(line)
+    if not found:
+        raise InputError(f"{where}: expected the name of a group, found {line!r}")
+    return found[1]

@@ -1,0 +1,167 @@
+"""What an Ansible inventory says: groups within groups, hosts, and variables with where they are written.
+
+The files are read by ini.py and tree.py; which variable counts where several are set is decided here, in
+the order that Ansible documents (inventory, then group_vars/, then host_vars/).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from csdctl.errors import InputError
+
+ALL, UNGROUPED = "all", "ungrouped"
+_PRIORITY = "ansible_group_priority"
+
+
+@dataclass(frozen=True)
+class Value:
+    """A variable's value, and the file and line that it comes from."""
+
+    value: object
+    where: str
+
+
+Variables = dict[str, Value]
+
+
+@dataclass
+class Group:
+    """One group: its own variables, and the names of its hosts and of the groups inside it."""
+
+    variables: Variables = field(default_factory=dict)
+    hosts: dict[str, None] = field(default_factory=dict)
+    children: dict[str, None] = field(default_factory=dict)
+
+
+@dataclass
+class Inventory:
+    """All groups and hosts of an inventory, in the order in which they were read."""
+
+    groups: dict[str, Group] = field(default_factory=lambda: {ALL: Group(), UNGROUPED: Group()})
+    hosts: dict[str, Variables] = field(default_factory=dict)
+    group_files: dict[str, Variables] = field(default_factory=dict)
+    """What group_vars/ has, by group."""
+    host_files: dict[str, Variables] = field(default_factory=dict)
+    """What host_vars/ has, by host."""
+    warnings: list[str] = field(default_factory=list)
+
+    def group(self, name: str) -> Group:
+        """The group called `name`; made when there is none yet."""
+        return self.groups.setdefault(name, Group())
+
+    def add_host(self, name: str, group: str, variables: Mapping[str, Value]) -> None:
+        """Put host `name` into `group`; its variables add to those it has."""
+        self.group(group).hosts[name] = None
+        self.hosts.setdefault(name, {}).update(variables)
+
+    def add_child(self, group: str, child: str, where: str) -> None:
+        """Put the group `child` into `group`; raises InputError when that makes a circle."""
+        self.group(child)
+        if group == child or group in self._below(child):
+            raise InputError(f"{where}: group {child!r} holds group {group!r}, so it cannot be inside it")
+        self.group(group).children[child] = None
+
+    def groups_of(self, host: str) -> list[str]:
+        """The groups that `host` is in, outermost first: `all`, then by depth, priority and name."""
+        return sorted(self._memberships[host], key=self._rank)
+
+    def variables_of(self, host: str) -> Variables:
+        """What counts for `host`, where a variable is set more than once."""
+        groups = self.groups_of(host)
+        layers = [self.groups[name].variables for name in groups]
+        layers += [self.group_files.get(name, {}) for name in groups]
+        layers += [self.hosts[host], self.host_files.get(host, {})]
+        return {name: value for layer in layers for name, value in layer.items()}
+
+    def settle(self) -> None:
+        """Work out depths and memberships, once everything is read."""
+        self._depths = {ALL: 0}
+        inside = {child for group in self.groups.values() for child in group.children}
+        for name in self.groups:
+            if name not in inside and name != ALL:
+                self._sink(name, 1)
+        for name in self.groups[ALL].children:
+            self._sink(name, 1)
+        self._memberships: dict[str, set[str]] = {host: {ALL} for host in self.hosts}
+        for name, group in self.groups.items():
+            for host in group.hosts:
+                self._memberships[host].add(name)
+            for below in self._below(name):
+                for host in self.groups[below].hosts:
+                    self._memberships[host].add(name)
+
+    def _sink(self, name: str, depth: int) -> None:
+        if self._depths.get(name, -1) < depth:
+            self._depths[name] = depth
+            for child in self.groups[name].children:
+                self._sink(child, depth + 1)
+
+    def _below(self, name: str) -> set[str]:
+        found: set[str] = set()
+        pending = list(self.groups[name].children)
+        while pending:
+            child = pending.pop()
+            if child not in found:
+                found.add(child)
+                pending += self.groups[child].children
+        return found
+
+    def _rank(self, name: str) -> tuple[int, int, str]:
+        own = {**self.groups[name].variables, **self.group_files.get(name, {})}.get(_PRIORITY)
+        priority = int(str(own.value)) if own and str(own.value).isdigit() else 1
+        return self._depths[name], priority, name
+
+
+def expand_hosts(pattern: str, where: str) -> list[str]:
+    """`csd[00:35]`, `[a:f]`, `[0:10:2]` as the names they stand for; raises InputError."""
+    head, bracket, rest = pattern.partition("[")
+    inner, closing, tail = rest.partition("]")
+    if not bracket or not closing or ":" not in inner:
+        return [pattern]
+    try:
+        names = list(_count(inner))
+    except ValueError as error:
+        raise InputError(f"{where}: range [{inner}] in {pattern!r} is not usable: {error}") from None
+    return [f"{head}{name}{end}" for name in names for end in expand_hosts(tail, where)]
+
+
+def _count(inner: str) -> Iterator[str]:
+    first, last, *steps = inner.split(":")
+    step = int(steps[0]) if steps else 1
+    first = first or "0"
+    if len(steps) > 1 or not last or step < 1:
+        raise ValueError("expected [first:last] or [first:last:step]")
+    if first.isalpha() and last.isalpha() and len(first) == len(last) == 1:
+        letters = range(_letter(first), _letter(last) + 1, step)
+        yield from (_LETTERS[number] for number in letters)
+        return
+    width = len(first) if first.startswith("0") and len(first) > 1 else 0
+    if width and width != len(last):
+        raise ValueError("both ends need the same number of digits")
+    for number in range(int(first), int(last) + 1, step):
+        yield f"{number:0{width}d}"
+
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+
+
+def _letter(letter: str) -> int:
+    return _LETTERS.index(letter)
+
+
+def split_port(pattern: str) -> tuple[str, int | None]:
+    """`name:2222` and `[fd00::1]:2222` as host pattern and port; what has none keeps its text."""
+    head, colon, port = pattern.rpartition(":")
+    if not colon or not port.isdigit():
+        return pattern, None
+    if head.startswith("[") and head.endswith("]") and head.count("[") == 1:
+        return head[1:-1], int(port)
+    if ":" in _without_ranges(head) or head.count("[") != head.count("]"):
+        return pattern, None  # an IPv6 address, or inside a range
+    return head, int(port)
+
+
+def _without_ranges(text: str) -> str:
+    while "[" in text and "]" in text:
+        text = text[: text.index("[")] + text[text.index("]") + 1 :]
+    return text

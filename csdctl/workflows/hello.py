@@ -1,0 +1,157 @@
+"""The common check: a real mpirun, with the options of training, over ranks that only say hello."""
+
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from csdctl.documents import save_text
+from csdctl.errors import CsdctlError
+from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, judge_error
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.launch.last_words import find_cause
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.tools import choose_prefix, find_mpirun
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.shipping.store import StoredFile, deliver, store_bytes
+from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
+from csdctl.transport.session import Session
+from csdctl.transport.ssh_config import build_ssh_config
+from csdctl.worker.contract import Event, Greeted, Started
+from csdctl.workflows.prepare import python_of
+from csdctl.workflows.train import marker_of, sweep
+
+Tell = Callable[[Check], None]
+LOOK_MPI = "look at firewalls and `network:` in the fleet file"
+
+
+def say_hello(
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    deadline_s: float,
+    tell: Tell,
+) -> None:
+    """Start a rank on the host and on every node of `fleet`, sum, and tell the checks that come of it.
+
+    `deadline_s` is for entering MPI, and once more for the sums. Nothing runs anywhere afterwards.
+    """
+    worker = store_bytes(pack_worker(), ".pyz", project.root)
+    nodes = [node.name for node in fleet.nodes]
+    refused = _deliver(worker, {name: sessions[name] for name in nodes})
+    for check in refused:
+        tell(check)
+    if refused:
+        return
+    hello = project.new_hello()
+    try:
+        command = _command(hello, worker, fleet, facts, project)
+        check = _run(
+            command, hello, project, {name: sessions[name] for name in (HOST_NAME, *nodes)}, deadline_s
+        )
+    except CsdctlError as error:
+        check = judge_error(FLEET_NAME, "hello", error)
+    if check.verdict == Verdict.OK:
+        shutil.rmtree(hello.path, ignore_errors=True)
+    tell(check)
+
+
+def _deliver(worker: StoredFile, sessions: Mapping[str, Session]) -> list[Check]:
+    outcomes = run_on_all(sessions, lambda session: deliver(session, [worker]))
+    return [judge_error(name, "deploy", one.error) for name, one in outcomes.items() if one.error]
+
+
+def _command(
+    hello: RunDirectory,
+    worker: StoredFile,
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    project: ProjectDirectory,
+) -> list[str]:
+    nodes = [node.name for node in fleet.nodes]
+    config = hello.path / "ssh_config"
+    save_text(config, build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, project.root)))
+    machines = [HOST_NAME, *nodes]
+    commands = []
+    for rank, name in enumerate(machines):
+        arguments = ["hello", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+        arguments += ["--marker", marker_of(hello, name)]
+        python = python_of(fleet, name)
+        commands.append(RankCommand(name, tuple(build_worker_command(python, worker.path, arguments))))
+    return build_mpirun_command(
+        find_mpirun(), choose_prefix(nodes, facts), config.relative_to(project.root), fleet.network, commands
+    )
+
+
+def _run(
+    command: Sequence[str],
+    hello: RunDirectory,
+    project: ProjectDirectory,
+    sessions: Mapping[str, Session],
+    deadline_s: float,
+) -> Check:
+    events: list[Event] = []
+
+    def log_path(rank: int | None) -> Path:
+        return hello.mpirun_log if rank is None else hello.rank_log(rank)
+
+    job = MpiJob(command, len(sessions), log_path, project.root, os.environ)
+    try:
+        outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
+    finally:
+        sweep(hello, sessions)
+    return judge_hello(list(sessions), events, outcome, deadline_s, hello.logs)
+
+
+def judge_hello(
+    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float, logs: Path
+) -> Check:
+    """What the hello came to; `machines` in order of rank."""
+    greeted = [event for event in events if isinstance(event, Greeted)]
+    if len(outcome.finished) == len(machines):
+        return _judge_greetings(greeted)
+    expected = f"a hello from {len(machines)} machines within {deadline_s:g} s"
+    found, remedy = _why_not(machines, events, outcome, deadline_s)
+    remedy = f"{remedy}; logs: {logs}"
+    return Check(FLEET_NAME, "hello", Verdict.FAIL, found, expected, remedy)
+
+
+def _judge_greetings(greeted: Sequence[Greeted]) -> Check:
+    libraries = {event.mpi_library for event in greeted}
+    if len(libraries) > 1:
+        found = "; ".join(f"{event.node} uses {event.mpi_library}" for event in greeted)
+        remedy = "install one version of openmpi everywhere"
+        return Check(FLEET_NAME, "hello", Verdict.FAIL, found, "one MPI on all machines", remedy)
+    slowest_s = max(event.sum_s for event in greeted)
+    size = greeted[0].vector_bytes >> 20
+    found = f"{len(greeted)} ranks, {libraries.pop()}, a sum of {size} MiB in {slowest_s * 1000:.1f} ms"
+    return Check(FLEET_NAME, "hello", Verdict.OK, found)
+
+
+def _why_not(
+    machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float
+) -> tuple[str, str]:
+    """What went wrong, and what to do."""
+    if outcome.failed:
+        first = next(iter(outcome.failed.values()))
+        return f"{first.node}: {first.message}", first.remedy
+    started = {event.node for event in events if isinstance(event, Started)}
+    silent = [name for name in machines if name not in started]
+    if outcome.overdue and silent:
+        found = f"{', '.join(silent)} never started a rank within {deadline_s:g} s"
+        return found, "try `prted --version` there by hand, and look at firewalls between node and host"
+    stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
+    if outcome.overdue == "start":
+        found = f"{', '.join(stuck)} started, and did not come through MPI_Init within {deadline_s:g} s"
+        return found, LOOK_MPI
+    if outcome.overdue:
+        return f"all entered MPI, and their sum hung for {deadline_s:g} s", LOOK_MPI
+    cause = find_cause(outcome.last_words, list(outcome.exited.values()), machines)
+    where = f"{cause.node}: " if cause.node else ""
+    unheard = f" ({', '.join(silent)} never said hello)" if silent else ""
+    return f"{where}{cause.message}{unheard}", LOOK_MPI

@@ -1,0 +1,98 @@
+"""Finding machines: knocks at every address of some ranges, and takes those where an SSH server answers."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+from csdctl.errors import InputError, NoNodeReachableError
+from csdctl.fleet.model import Node
+from csdctl.fleet.scan import expand_addresses, name_nodes
+
+SCAN_CONNECT_S = 1.0
+SCAN_BANNER_S = 3.0
+SCAN_AT_ONCE = 128
+"""Open sockets at once; well below the usual `ulimit -n` of 256 and more."""
+
+
+def scan(
+    cidrs: Sequence[str],
+    *,
+    user: str,
+    key: Path | None = None,
+    port: int = 22,
+    interface: str = "",
+    connect_timeout_s: float = SCAN_CONNECT_S,
+    banner_timeout_s: float = SCAN_BANNER_S,
+) -> tuple[Node, ...]:
+    """The machines of `cidrs` where an SSH server answers at `port`, as nodes csd0, csd1, …; not this one.
+
+    With `interface`, asks only through that network interface. Raises InputError for a bad range or
+    interface, NoNodeReachableError when nothing answers.
+    """
+    addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
+    check_interface(interface)
+    found = asyncio.run(_scan(addresses, port, interface, connect_timeout_s, banner_timeout_s))
+    if not found:
+        raise NoNodeReachableError(
+            f"none of {len(addresses)} addresses in {', '.join(cidrs)} has an SSH server at port {port}",
+            remedy="check the range and --port, and that the machines are on",
+        )
+    return name_nodes(found, user=user, key=key, port=port)
+
+
+def check_interface(interface: str) -> None:
+    """Raise InputError when a socket cannot be bound to network interface `interface`."""
+    if not interface:
+        return
+    try:
+        with socket.socket() as trial:
+            _bind_to(trial, interface)
+    except PermissionError:
+        raise InputError(
+            f"this user may not bind to network interface {interface!r}",
+            remedy="run as root or with CAP_NET_RAW, or leave --interface out: the range decides the route",
+        ) from None
+    except OSError as error:
+        names = ", ".join(name for _, name in socket.if_nameindex())
+        raise InputError(
+            f"there is no usable network interface {interface!r} ({error.strerror})",
+            remedy=f"there are: {names}",
+        ) from None
+
+
+async def _scan(
+    addresses: Sequence[str], port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
+) -> list[str]:
+    """Those of `addresses`, in their order, where another machine's SSH server greets."""
+    turns = asyncio.Semaphore(SCAN_AT_ONCE)
+
+    async def knock(address: str) -> bool:
+        async with turns:
+            with contextlib.suppress(OSError, TimeoutError):
+                return await _greets(address, port, interface, connect_timeout_s, banner_timeout_s)
+            return False
+
+    answers = await asyncio.gather(*(knock(address) for address in addresses))
+    return [address for address, is_there in zip(addresses, answers, strict=True) if is_there]
+
+
+async def _greets(
+    address: str, port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
+) -> bool:
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as connection:
+        connection.setblocking(False)
+        if interface:
+            _bind_to(connection, interface)
+        async with asyncio.timeout(connect_timeout_s):
+            await loop.sock_connect(connection, (address, port))
+        if connection.getsockname()[0] == address:
+            return False  # this machine itself
+        async with asyncio.timeout(banner_timeout_s):
+            return (await loop.sock_recv(connection, 4)).startswith(b"SSH-")
+
+
+def _bind_to(connection: socket.socket, interface: str) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_BINDTODEVICE, interface.encode() + b"\0")
