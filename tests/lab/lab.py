@@ -83,7 +83,7 @@ class Lab:
         """The gate passes packets on, so that MPI reaches the nodes behind it; SSH must still jump."""
         gate = f"--net={network.NAMESPACES / self.gate.namespace}"
         rules = (
-            "table inet lab { chain forward { type filter hook forward priority 0; tcp dport 22 drop; } }\n"
+            "table inet lab { chain forward { type filter hook forward priority 0; tcp dport 22 drop\n}\n}\n"
         )
         run_command("nsenter", gate, "sysctl", "-qw", "net.ipv4.ip_forward=1")
         run_command("nsenter", gate, "nft", "-f", "-", input_text=rules)
