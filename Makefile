@@ -18,7 +18,7 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test check bench lock build clean
+.PHONY: help setup demo test lab check bench lock build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
@@ -30,6 +30,9 @@ demo: $(STAMP) ## train on an emulated fleet on this machine
 
 test: $(STAMP) ## run all tests
 	@$(BIN)/pytest $(ARGS)
+
+lab: $(STAMP) ## the tests with network namespaces and real SSH servers alone; root on Debian
+	@$(BIN)/pytest tests/lab $(ARGS)
 
 check: $(STAMP) ## lint, formatting, types, import rules, docs
 	@echo "== ruff check";        $(BIN)/ruff check .

@@ -9,12 +9,13 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from csdctl.errors import CsdctlError, RemoteCommandError, RunError
-from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.programs import build_program_command
 from csdctl.transport.session import Conversation, Session
 
@@ -52,12 +53,17 @@ def hold_machines(
             stack.callback(_hold(session, pythons[session.name], me).close)
 
         outcomes = run_on_all(sessions, hold)
-        errors = [outcome.error for outcome in outcomes.values()]
-        if held := [error for error in errors if isinstance(error, MachineHeldError)]:
-            names = ", ".join(error.node for error in held)
-            raise MachineHeldError(names, held[0].holder)
+        raise_if_held(outcomes.values())
         values_or_raise(outcomes, "locking")
         yield
+
+
+def raise_if_held(outcomes: Iterable[Outcome[Any]]) -> None:
+    """Raise one MachineHeldError for all machines of `outcomes` that another csdctl has."""
+    errors = [outcome.error for outcome in outcomes]
+    if held := [error for error in errors if isinstance(error, MachineHeldError)]:
+        names = ", ".join(error.node for error in held)
+        raise MachineHeldError(names, held[0].holder)
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:

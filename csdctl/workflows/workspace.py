@@ -13,7 +13,7 @@ from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import check_machines, is_ready
 from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
-from csdctl.launch.machine_lock import hold_machines
+from csdctl.launch.machine_lock import hold_machines, raise_if_held
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
 from csdctl.transport.session import Session
@@ -64,7 +64,9 @@ def _end_leftovers(
     def visit(session: Session) -> Leftovers:
         return sweep_machine(session, pythons[session.name], Sweeping())
 
-    for name, found in values_or_raise(run_on_all(sessions, visit), "looking for what is left").items():
+    outcomes = run_on_all(sessions, visit)
+    raise_if_held(outcomes.values())
+    for name, found in values_or_raise(outcomes, "looking for what is left").items():
         if found.num_processes:
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""
             say(f"{name}: {found.num_processes} processes{runs} were left by a csdctl that is gone: ended")

@@ -1,0 +1,419 @@
+"""The lab's machines: nodes with a real SSH server each, and the host that csdctl runs on.
+
+A node has namespaces of its own for network, processes, mounts, host name and shared memory, so that its
+home, its /tmp and its processes are its own. Its SSH server is its process 1: when that is killed, all is
+gone at once, as with the power. A machine ends with the process that made it.
+"""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from csdctl.emulation.cgroups import CgroupLimit, open_cgroup
+from csdctl.fleet.model import Node
+from tests.lab import network
+from tests.lab.network import run_command, run_ip
+
+INTERFACE = "csd"
+START_DEADLINE_S = 20.0
+RUN_DEADLINE_S = 120.0
+REPOSITORY = Path(__file__).parents[2]
+FAKETIME = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
+COVERED = (Path("/root"), Path("/tmp"), Path("/run"))
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
+
+# Process 1 of a node. What the nodes must still see of the places that get covered (a Python in /root, a
+# repository in /tmp) is kept aside first.
+_BOOT = """\
+name=$1 place=$2 home=$3; shift 3
+hostname "$name"
+kept=0
+while [ "$1" != -- ]; do
+  kept=$((kept + 1)); mkdir -p "$place/kept/$kept"; mount --rbind "$1" "$place/kept/$kept"
+  eval "kept_$kept=\\$1"; shift
+done; shift
+case $home in
+  tiny) mount -t tmpfs -o size=1m,mode=700 tmpfs /root ;;
+  *) mount --bind "$place/home" /root ;;
+esac
+mount --bind "$place/tmp" /tmp
+mount -t tmpfs -o mode=755 tmpfs /run; mkdir /run/sshd
+mount -t tmpfs tmpfs /dev/shm
+mount --bind "$place/shadow" /etc/shadow
+while [ "$kept" -gt 0 ]; do
+  eval "path=\\$kept_$kept"; mkdir -p "$path"; mount --rbind "$place/kept/$kept" "$path"; kept=$((kept - 1))
+done
+if [ "$home" = read-only ]; then mount -o remount,ro,bind /root; fi
+cd /
+exec "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a node shall be like."""
+
+    name: str
+    address: str
+    other_addresses: tuple[str, ...] = ()
+    port: int = 22
+    sshd: tuple[str, ...] = ()
+    """Lines for its sshd_config; they replace ours that begin with the same word."""
+    server: str = "openssh"
+    has_sftp: bool = True
+    home: str = "disk"
+    """disk, read-only, or tiny: 1 MiB."""
+    start_up: str = ""
+    """Text of its ~/.bashrc, which bash reads when sshd starts it."""
+    cpu: float | None = None
+    clock: str = ""
+    """What libfaketime makes of the clock: '-1d'."""
+
+
+class LabNode:
+    """One node; its namespace and cable are there from the start, `power_on` starts it."""
+
+    def __init__(self, wanted: Wanted, lab: str, directory: Path, key: Path) -> None:
+        self.wanted = wanted
+        self.name = wanted.name
+        self.namespace = f"{lab}-{wanted.name}"
+        self.directory = directory / wanted.name
+        self._key = key
+        self._process: subprocess.Popen[bytes] | None = None
+        self._cgroup: CgroupLimit | None = None
+        network.make_namespace(self.namespace)
+        self._write_files()
+
+    @property
+    def node(self) -> Node:
+        """As fleet.yaml would have it."""
+        wanted = self.wanted
+        return Node(self.name, wanted.address, wanted.port, key=self._key, python=sys.executable)
+
+    @property
+    def root(self) -> Path:
+        """The file system as the node sees it."""
+        return Path(f"/proc/{self._first_process()}/root")
+
+    @property
+    def home(self) -> Path:
+        return self.root / "root"
+
+    @property
+    def public_key(self) -> str:
+        return (self.directory / "host_key.pub").read_text()
+
+    @property
+    def known_hosts_line(self) -> str:
+        place = self.wanted.address
+        return f"{place if self.wanted.port == 22 else f'[{place}]:{self.wanted.port}'} {self.public_key}"
+
+    @property
+    def log(self) -> str:
+        """What its SSH server has said."""
+        return (self.directory / "log").read_text(errors="replace")
+
+    def power_on(self) -> None:
+        """Start it; `wait_until_up` waits for it."""
+        (self.directory / "log").write_text("")
+        if self.wanted.cpu and not self._cgroup:
+            self._cgroup = open_cgroup(self.namespace, self.wanted.cpu)
+            assert self._cgroup, "this system lets nobody make a control group for the CPU"
+        command = [
+            *DIES_WITH_US,
+            *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
+            *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
+            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.wanted.home),
+            *(*_kept_paths(), "--", *self._server_command()),
+        ]
+        with (self.directory / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                self._cgroup.build_command(command) if self._cgroup else command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={"PATH": os.environ["PATH"], "LANG": "C.UTF-8"},
+            )
+
+    def wait_until_up(self) -> None:
+        """Wait until its SSH server listens; raises RuntimeError with its log when it does not."""
+        assert self._process
+        deadline = time.monotonic() + START_DEADLINE_S
+        ready = "Not backgrounding" if self.wanted.server == "dropbear" else "Server listening"
+        while ready not in self.log:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{self.name} does not start: {self.log}")
+            time.sleep(0.01)
+
+    def power_off(self) -> None:
+        """All its processes are gone at once, and nobody says goodbye to those they talked to."""
+        self._set_cable("down")
+        self._end()
+
+    def restart(self, **changes: object) -> None:
+        """Start it again, with some of what was wanted changed."""
+        self._end()
+        self.wanted = replace(self.wanted, **changes)  # type: ignore[arg-type]
+        self._write_files()
+        self.power_on()
+        self.wait_until_up()
+        self._set_cable("up")
+
+    def remove(self) -> None:
+        """End it, and leave nothing of it."""
+        self._end()
+        network.remove_namespace(self.namespace)
+        if self._cgroup:
+            self._cgroup.close()
+
+    def run(self, *command: str) -> str:
+        """What `command` prints on the node itself, without SSH."""
+        return run_command("nsenter", "-t", str(self._first_process()), "--all", *command)
+
+    def commands(self) -> list[str]:
+        """The command lines of all that runs there but its SSH server."""
+        found = []
+        for pid in network.list_processes(self.namespace):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except OSError:
+                continue
+            if line and not line.startswith(("sshd:", "/usr/sbin/dropbear", "unshare ")):
+                found.append(line.strip())
+        return found
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """No power: nobody answers, not even to the question who has the address."""
+        self.power_off()
+        try:
+            yield
+        finally:
+            self.restart()
+
+    @contextmanager
+    def cable_pulled(self) -> Iterator[None]:
+        self._set_cable("down")
+        try:
+            yield
+        finally:
+            self._set_cable("up")
+
+    @contextmanager
+    def packets_swallowed(self) -> Iterator[None]:
+        """It has its address, and drops all that comes in."""
+        self._nft(
+            "add table inet lab",
+            "add chain inet lab input { type filter hook input priority 0; policy drop; }",
+        )
+        try:
+            yield
+        finally:
+            self._nft("delete table inet lab")
+
+    @contextmanager
+    def server_stopped(self) -> Iterator[None]:
+        """The kernel accepts connections for a server that never says a word."""
+        with _stopped([self._first_process()]):
+            yield
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Every process is stopped; the kernel still acknowledges what comes in."""
+        with _stopped(network.list_processes(self.namespace)):
+            yield
+
+    @contextmanager
+    def another_host_key(self) -> Iterator[None]:
+        """It was set up anew, or somebody else answers in its place."""
+        files = {name: (self.directory / name).read_bytes() for name in ("host_key", "host_key.pub")}
+        for name in files:
+            (self.directory / name).unlink()
+        self.restart()
+        try:
+            yield
+        finally:
+            for name, content in files.items():
+                (self.directory / name).write_bytes(content)
+            self.restart()
+
+    @contextmanager
+    def with_sshd(self, *lines: str) -> Iterator[None]:
+        """Its server has these lines in its sshd_config."""
+        before = self.wanted.sshd
+        self.restart(sshd=(*lines, *before))
+        try:
+            yield
+        finally:
+            self.restart(sshd=before)
+
+    @contextmanager
+    def limited_to(self, mbit_per_s: float) -> Iterator[None]:
+        """What leaves it is held to a rate."""
+        network.limit_bandwidth(self.namespace, INTERFACE, mbit_per_s)
+        try:
+            yield
+        finally:
+            network.clear_link(self.namespace, INTERFACE)
+
+    def _set_cable(self, state: str) -> None:
+        run_ip(self.namespace, f"link set {INTERFACE} {state}")
+        # A link that goes down loses its IPv6 addresses.
+        if state == "up":
+            lost = [one for one in (self.wanted.address, *self.wanted.other_addresses) if ":" in one]
+            present = run_command("ip", "-n", self.namespace, "addr", "show", "dev", INTERFACE)
+            network.give_addresses(self.namespace, INTERFACE, [one for one in lost if one not in present])
+
+    def _nft(self, *lines: str) -> None:
+        nft = ("nsenter", f"--net={network.NAMESPACES / self.namespace}", "nft", "-f", "-")
+        run_command(*nft, input_text="\n".join(lines) + "\n")
+
+    def _first_process(self) -> int:
+        assert self._process, f"{self.name} is off"
+        pid = self._process.pid
+        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+
+    def _end(self) -> None:
+        if self._process:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+        network.end_all(lambda: network.list_processes(self.namespace))
+
+    def _server_command(self) -> list[str]:
+        if self.wanted.server == "dropbear":
+            place = str(self.directory / "dropbear_key")
+            return ["/usr/sbin/dropbear", "-F", "-E", "-s", "-r", place, "-p", str(self.wanted.port)]
+        return ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
+
+    def _write_files(self) -> None:
+        home, key = self.directory / "home", self.directory / "host_key"
+        (home / ".ssh").mkdir(parents=True, exist_ok=True, mode=0o700)
+        home.chmod(0o700)
+        (self.directory / "tmp").mkdir(exist_ok=True)
+        (self.directory / "tmp").chmod(0o1777)
+        (self.directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
+        if not key.exists():
+            run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", str(key))
+        if self.wanted.server == "dropbear":
+            run_command("dropbearconvert", "openssh", "dropbear", str(key), f"{self.directory}/dropbear_key")
+        (home / ".ssh" / "authorized_keys").write_text(self._key.with_suffix(".pub").read_text())
+        (home / ".bashrc").write_text(self.wanted.start_up)
+        (self.directory / "sshd_config").write_text(
+            "\n".join([*self.wanted.sshd, *self._sshd_lines()]) + "\n"
+        )
+
+    def _sshd_lines(self) -> list[str]:
+        lines = [
+            f"Port {self.wanted.port}",
+            f"HostKey {self.directory / 'host_key'}",
+            f"AuthorizedKeysFile {self.directory / 'home/.ssh/authorized_keys'}",
+            "PermitRootLogin prohibit-password",
+            "PasswordAuthentication no",
+            "KbdInteractiveAuthentication no",
+            "UsePAM no",
+            "StrictModes no",
+            "UseDNS no",
+            "PidFile none",
+            "MaxStartups 100",
+        ]
+        lines += ["Subsystem sftp internal-sftp"] * self.wanted.has_sftp
+        variables = ["TMPDIR=/tmp"]
+        if self.wanted.clock:
+            variables += [f"LD_PRELOAD={next(FAKETIME)}", f"FAKETIME={self.wanted.clock}"]
+        lines.append(f"SetEnv {' '.join(variables)}")
+        theirs = {line.split()[0] for line in self.wanted.sshd}
+        return [line for line in lines if line.split()[0] not in theirs]
+
+
+class LabHost:
+    """The machine that csdctl runs on: it shares our file system, and has a network and a name of its own."""
+
+    name = "labhost"
+
+    def __init__(self, lab: str, directory: Path) -> None:
+        self.namespace = f"{lab}-host"
+        self.directory = directory / "host"
+        for part in ("home/.ssh", "tmp"):
+            (self.directory / part).mkdir(parents=True)
+        network.make_namespace(self.namespace)
+
+    def start(
+        self, *command: str, cwd: Path, environment: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """Start `command` there; it is a process group's leader, and the one that signals reach."""
+        return subprocess.Popen(
+            self._build_command(command),
+            cwd=cwd,
+            env=self._environment() | (environment or {}),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+
+    def run(
+        self,
+        *command: str,
+        cwd: Path,
+        environment: dict[str, str] | None = None,
+        deadline_s: float = RUN_DEADLINE_S,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run `command` there to its end; raises subprocess.TimeoutExpired."""
+        process = self.start(*command, cwd=cwd, environment=environment)
+        try:
+            stdout, stderr = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+    def remove(self) -> None:
+        network.remove_namespace(self.namespace)
+
+    def _build_command(self, command: Sequence[str]) -> list[str]:
+        return [
+            *DIES_WITH_US,
+            *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
+            *("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command),
+        ]
+
+    def _environment(self) -> dict[str, str]:
+        ours = {name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))}
+        home, temporary = self.directory / "home", self.directory / "tmp"
+        return ours | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}
+
+
+@contextmanager
+def _stopped(pids: Sequence[int]) -> Iterator[None]:
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+
+
+def _kept_paths() -> list[str]:
+    """The directories a node's Python needs that lie in places which get covered."""
+    needed = {Path(path) for path in (sys.prefix, sys.base_prefix, str(REPOSITORY))}
+    needed |= {path.resolve() for path in needed}
+    return sorted(str(path) for path in needed if any(path.is_relative_to(place) for place in COVERED))
+
+
+def quoted(*words: str) -> str:
+    return shlex.join(words)

@@ -1,0 +1,146 @@
+"""The lab's network: one namespace per machine, virtual cables, and bridges as its switches.
+
+The bridges are inside namespaces too, so that no address of the lab exists on the machine itself. Names of
+namespaces begin with the lab's name: that is how the leavings of a lab that was killed are found.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CLONE_NEWNET = 0x40000000
+END_DEADLINE_S = 20.0
+NAMESPACES = Path("/run/netns")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A switch, in the namespace it lies in, and the network that it carries."""
+
+    namespace: str
+    bridge: str
+    ipv4_prefix: str
+    ipv6_prefix: str
+
+    def ipv4(self, number: int) -> str:
+        return f"{self.ipv4_prefix}.{number}"
+
+    def ipv6(self, number: int) -> str:
+        return f"{self.ipv6_prefix}::{number:x}"
+
+
+def run_command(*command: str, input_text: str = "") -> str:
+    """What `command` printed; raises RuntimeError with its own words when it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, input=input_text)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}\n{input_text}")
+    return done.stdout
+
+
+def run_ip(namespace: str, *lines: str) -> None:
+    """Several `ip` commands in one namespace, in one process."""
+    run_command("ip", "-n", namespace, "-batch", "-", input_text="\n".join(lines) + "\n")
+
+
+def make_namespace(name: str) -> None:
+    run_command("ip", "netns", "add", name)
+    run_ip(name, "link set lo up")
+
+
+def make_bridge(segment: Segment) -> None:
+    run_ip(segment.namespace, f"link add {segment.bridge} type bridge", f"link set {segment.bridge} up")
+
+
+def give_addresses(namespace: str, interface: str, addresses: Sequence[str]) -> None:
+    """Put `addresses` on `interface`; without duplicate detection IPv6 ones are there at once."""
+    lines = []
+    for address in addresses:
+        is_ipv6 = ":" in address
+        lines.append(f"addr add {address}/{64 if is_ipv6 else 24} dev {interface}{' nodad' * is_ipv6}")
+    run_ip(namespace, *lines)
+
+
+def lay_cable(namespace: str, interface: str, segment: Segment, port: str, addresses: Sequence[str]) -> None:
+    """A cable from `interface` in `namespace` to the switch, where its end is called `port`."""
+    run_ip(
+        segment.namespace,
+        f"link add {port} type veth peer name {interface} netns {namespace}",
+        f"link set {port} master {segment.bridge} up",
+    )
+    give_addresses(namespace, interface, addresses)
+    run_ip(namespace, f"link set {interface} up")
+
+
+def limit_bandwidth(namespace: str, interface: str, mbit_per_s: float) -> None:
+    """Hold what leaves through `interface` to a rate."""
+    rate = f"rate {mbit_per_s}mbit burst 32k latency 400ms".split()
+    run_command("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *rate)
+
+
+def delay_packets(namespace: str, interface: str, delay_ms: float) -> None:
+    """Delay what leaves through `interface`; raises RuntimeError where the kernel has no netem."""
+    run_command(
+        "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "netem", "delay", f"{delay_ms}ms"
+    )
+
+
+def clear_link(namespace: str, interface: str) -> None:
+    """Undo `limit_bandwidth` and `delay_packets`."""
+    run_command("tc", "-n", namespace, "qdisc", "del", "dev", interface, "root")
+
+
+@contextmanager
+def entered(namespace: str) -> Iterator[None]:
+    """This thread, and those it starts meanwhile, open their sockets in `namespace`."""
+    with open("/proc/thread-self/ns/net") as before, (NAMESPACES / namespace).open() as inside:
+        _set_namespace(inside.fileno())
+        try:
+            yield
+        finally:
+            _set_namespace(before.fileno())
+
+
+def list_namespaces(prefix: str) -> list[str]:
+    if not NAMESPACES.exists():
+        return []
+    return sorted(path.name for path in NAMESPACES.iterdir() if path.name.startswith(prefix))
+
+
+def list_processes(namespace: str) -> list[int]:
+    """The pids, as this process sees them, of all that run in `namespace`, but for this process itself."""
+    pids = (int(pid) for pid in run_command("ip", "netns", "pids", namespace).split())
+    return [pid for pid in pids if pid != os.getpid()]
+
+
+def remove_namespace(name: str) -> None:
+    """End every process in the namespace, then remove it and with it its cables."""
+    end_all(lambda: list_processes(name))
+    run_command("ip", "netns", "del", name)
+
+
+def end_all(list_pids: Callable[[], list[int]]) -> None:
+    """Kill what `list_pids` finds until it finds nothing more; raises RuntimeError after a while."""
+    deadline = time.monotonic() + END_DEADLINE_S
+    while pids := list_pids():
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"processes that do not end: {pids}")
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.01)
+
+
+def _set_namespace(descriptor: int) -> None:
+    # Python has os.setns from 3.12 on.
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))

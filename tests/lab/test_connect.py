@@ -1,0 +1,342 @@
+"""FAULTS 1–15: connecting, as a user of `csdctl discover` sees it, to real SSH servers that misbehave."""
+
+import re
+import socket
+import sys
+import threading
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, UnreachableError
+from csdctl.fleet.model import Fleet
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.many import run_on_nodes
+from csdctl.transport.ssh import connect
+from tests.lab import network
+from tests.lab.lab import GATE_NUMBER, Lab
+from tests.lab.network import run_command
+from tests.lab.project import Project
+
+pytestmark = pytest.mark.lab
+
+Machines = dict[str, dict[str, Any]]
+
+VISIT_MANY = """
+import resource, sys
+from pathlib import Path
+from csdctl.fleet.model import Fleet, Node
+from csdctl.transport.many import run_on_nodes
+key, known, count = sys.argv[1:]
+nodes = tuple(Node(f"n{i}", f"10.78.{i // 250}.{1 + i % 250}", key=Path(key)) for i in range(int(count)))
+outcomes = run_on_nodes(
+    Fleet(nodes), lambda session: session.run(["hostname"]).output.strip(),
+    directory=Path.cwd(), known_hosts=[Path(known)], connect_deadline_s=60,
+)
+assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == 256
+errors = [str(one.error) for one in outcomes.values() if one.error]
+print(len(outcomes), {one.value for one in outcomes.values()}, *errors[:3])
+"""
+
+
+def make_key(path: Path, passphrase: str = "") -> Path:
+    run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", passphrase, "-f", str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Machines, str]:
+    """One discovery of a fleet in which every node but one has something wrong with it."""
+    project = Project(lab, tmp_path_factory.mktemp("sick"))
+    well, other, stopped = lab.near
+    with ExitStack() as stack:
+        deaf = stack.enter_context(lab.node("deaf", 40))
+        stranger = stack.enter_context(lab.node("stranger", 41))
+        changed = stack.enter_context(lab.node("changed", 42))
+        off = stack.enter_context(lab.node("off", 43))
+        project.know(well, other, stopped, deaf, changed, off)
+        stack.enter_context(changed.another_host_key())
+        stack.enter_context(deaf.packets_swallowed())
+        stack.enter_context(stopped.server_stopped())
+        off.power_off()
+        nodes = [
+            well.node,
+            replace(other.node, name="closed", port=23),
+            replace(other.node, name="wrong-key", key=make_key(project.path / "wrong")),
+            replace(other.node, name="locked-key", key=make_key(project.path / "locked", "secret")),
+            replace(stopped.node, name="stopped"),
+            *(one.node for one in (deaf, stranger, changed, off)),
+        ]
+        project.write_fleet(*nodes)
+        return project.discover()
+
+
+@pytest.fixture
+def machines(discovered: tuple[int, Machines, str]) -> Machines:
+    return discovered[1]
+
+
+class TestSickFleet:
+    def test_the_others_go_on_and_the_result_is_partial(
+        self, discovered: tuple[int, Machines, str], machines: Machines
+    ) -> None:
+        code, _, errors = discovered
+        assert code == 3
+        assert "8 of 10 machines failed" in errors
+        assert machines["csd0"]["problem"] is None
+        assert machines["csd0"]["tensorflow_version"]
+
+    @pytest.mark.fault(1)
+    def test_closed_port_is_named(self, machines: Machines) -> None:
+        assert "port 23 cannot be reached (Connection refused)" in machines["closed"]["problem"]
+        assert "check that an SSH server runs there" in machines["closed"]["remedy"]
+
+    @pytest.mark.fault(2)
+    def test_swallowed_packets_end_at_the_connect_deadline(self, machines: Machines) -> None:
+        assert "does not answer within 10 s" in machines["deaf"]["problem"]
+
+    @pytest.mark.fault(2)
+    def test_machine_that_is_off_is_unreachable(self, machines: Machines) -> None:
+        assert "No route to host" in machines["off"]["problem"] or "not answer" in machines["off"]["problem"]
+        assert machines["off"]["remedy"]
+
+    @pytest.mark.fault(3)
+    def test_stopped_server_is_told_from_a_dead_machine(self, machines: Machines) -> None:
+        problem = machines["stopped"]["problem"]
+        assert "accepts connections but its SSH server did not answer within 10 s" in problem
+
+    @pytest.mark.fault(4)
+    def test_unknown_key_is_refused_with_its_fingerprint(self, machines: Machines, lab: Lab) -> None:
+        assert "is unknown: ssh-ed25519 SHA256:" in machines["stranger"]["problem"]
+        assert "csdctl trust --limit stranger" in machines["stranger"]["remedy"]
+
+    @pytest.mark.fault(5)
+    def test_changed_key_is_refused(self, machines: Machines) -> None:
+        assert "has changed: it shows ssh-ed25519 SHA256:" in machines["changed"]["problem"]
+
+    @pytest.mark.fault(6)
+    def test_wrong_key_is_refused_without_a_prompt(self, machines: Machines) -> None:
+        assert "accepts none of our keys for user 'root'" in machines["wrong-key"]["problem"]
+        assert "has a passphrase, and csdctl never asks" in machines["locked-key"]["problem"]
+        assert "ssh-add" in machines["locked-key"]["remedy"]
+
+
+@pytest.mark.fault(4)
+def test_trusted_keys_let_csdctl_in_and_ssh_too(project: Project) -> None:
+    node = project.lab.near[0]
+    project.write_fleet(node)
+    assert project.discover()[0] == 4
+    done = project.csdctl("trust", "--yes")
+    assert done.returncode == 0, done.stderr
+    assert project.discover()[0] == 0
+    words = (project.path / ".csdctl" / "known_hosts").read_text().split()
+    assert words[:2] == node.known_hosts_line.split()[:2]
+
+
+@pytest.mark.fault(5)
+def test_changed_key_is_not_accepted_by_trust_either(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    before = (project.path / ".csdctl" / "known_hosts").read_text()
+    with node.another_host_key():
+        done = project.csdctl("trust", "--yes")
+        assert done.returncode in (1, 4)
+        assert "has changed" in done.stdout + done.stderr
+        assert (project.path / ".csdctl" / "known_hosts").read_text() == before
+        assert project.discover()[0] == 4
+
+
+@pytest.mark.fault(7)
+def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None:
+    lab = project.lab
+    node = lab.near[0]
+    project.know(node)
+    (project.path / "fleet.yaml").write_text(
+        f"nodes: [{{name: csd0, address: {node.node.address}, python: {sys.executable}}}]\n"
+    )
+    place = str(project.path / "agent")
+    agent = lab.host.start("ssh-agent", "-D", "-a", place, cwd=project.path)
+    try:
+        while not Path(place).exists():
+            assert agent.poll() is None
+            time.sleep(0.01)
+        keys = [str(make_key(project.path / f"id{number}")) for number in range(20)]
+        environment = {"SSH_AUTH_SOCK": place}
+        for key in (*keys, str(lab.key)):
+            lab.host.run("ssh-add", "-q", key, cwd=project.path, environment=environment)
+        done = project.csdctl("discover", environment=environment)
+        assert done.returncode == 0, done.stdout
+    finally:
+        agent.kill()
+        agent.communicate()
+
+
+@pytest.mark.fault(8)
+def test_dropped_connections_are_tried_again(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    with node.with_sshd("MaxStartups 1:100:1"), network.entered(project.lab.host.namespace):
+        holder = socket.create_connection((node.node.address, 22))
+        holder.recv(4)
+        process = project.start("discover")
+        deadline = time.monotonic() + 30
+        while "past MaxStartups" not in node.log and "drop connection" not in node.log:
+            assert time.monotonic() < deadline, node.log
+            time.sleep(0.01)
+        holder.close()
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+
+
+@pytest.mark.fault(8)
+def test_server_that_always_drops_is_named_after_three_tries(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    with (
+        node.with_sshd("MaxStartups 1:100:1"),
+        network.entered(project.lab.host.namespace),
+        socket.create_connection((node.node.address, 22)) as holder,
+    ):
+        holder.recv(4)
+        code, machines, _ = project.discover()
+    assert code == 4
+    assert "dropped the connection 3 times" in machines["csd0"]["problem"]
+    assert "MaxStartups" in machines["csd0"]["remedy"]
+
+
+@pytest.mark.fault(9)
+def test_more_commands_than_the_server_opens_channels_are_queued(lab: Lab) -> None:
+    node = lab.near[0]
+    known = KnownHosts.load([_known_hosts(lab, node.known_hosts_line)])
+    with node.with_sshd("MaxSessions 2"), network.entered(lab.host.namespace):
+        session = connect(node.node, known)
+        outputs: list[str] = []
+        script = ["sh", "-c", "sleep 0.2; echo done"]
+        threads = [
+            threading.Thread(target=lambda: outputs.append(session.run(script, deadline_s=30).output))
+            for _ in range(6)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        session.close()
+    assert outputs == ["done\n"] * 6
+
+
+@pytest.mark.fault(10)
+def test_jump_host_that_is_down_is_one_cause_for_all_behind_it(lab: Lab, tmp_path: Path) -> None:
+    gate = lab.gate.node
+    fleet = Fleet(tuple(replace(node.node, jump=gate) for node in lab.far))
+    lines = "".join(node.known_hosts_line for node in (lab.gate, *lab.far))
+    known = [_known_hosts(lab, lines)]
+
+    def names() -> dict[str, Any]:
+        return run_on_nodes(
+            fleet,
+            lambda session: session.run(["hostname"]).output.strip(),
+            directory=tmp_path,
+            known_hosts=known,
+        )
+
+    with network.entered(lab.host.namespace):
+        assert {name: outcome.get() for name, outcome in names().items()} == {"far0": "far0", "far1": "far1"}
+        with lab.gate.switched_off():
+            errors = [outcome.error for outcome in names().values()]
+    assert all(isinstance(error, UnreachableError) for error in errors)
+    assert len({error.message for error in errors if isinstance(error, CsdctlError)}) == 1
+    assert "gate" in str(errors[0])
+
+
+@pytest.mark.fault(11)
+@pytest.mark.parametrize("server", ["openssh without SFTP", "dropbear"])
+def test_server_without_sftp_takes_commands_and_files(lab: Lab, tmp_path: Path, server: str) -> None:
+    source = tmp_path / "source"
+    source.write_bytes(bytes(range(256)) * 4096)
+    kind = "dropbear" if server == "dropbear" else "openssh"
+    with lab.node("plain", 44, server=kind, has_sftp=False) as node:
+        known = KnownHosts.load([_known_hosts(lab, node.known_hosts_line)])
+        with network.entered(lab.host.namespace):
+            session = connect(node.node, known)
+            assert session.upload(source, "there/it is") == 1 << 20
+            assert session.run(["hostname"]).output == "plain\n"
+            session.close()
+        assert (node.home / "there" / "it is").read_bytes() == source.read_bytes()
+
+
+@pytest.mark.fault(12)
+def test_start_up_file_that_prints_is_not_taken_for_an_answer(project: Project) -> None:
+    noise = "echo welcome; echo csdctl is watched >&2; printf 'no line end'; printf '\\377\\0' >&2\n"
+    with project.lab.node("noisy", 45, start_up=noise) as node:
+        project.use(node)
+        code, machines, errors = project.discover()
+        assert code == 0, errors
+        assert machines["noisy"]["problem"] is None
+        assert machines["noisy"]["python_version"].startswith("3.")
+
+
+@pytest.mark.fault(13)
+@pytest.mark.fault(15)
+def test_ipv6_odd_ports_and_one_machine_listed_twice(project: Project) -> None:
+    with project.lab.node("six", 46, is_ipv6=True, port=2222, sshd=("Port 2222", "Port 2223")) as node:
+        twin = replace(node.node, name="twin", port=2223)
+        project.write_fleet(node, twin)
+        address = node.node.address
+        (project.path / ".csdctl").mkdir()
+        (project.path / ".csdctl/known_hosts").write_text(
+            "".join(f"[{address}]:{port} {node.public_key}" for port in (2222, 2223))
+        )
+        done = project.csdctl("discover")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert re.search("warning: (six, twin|twin, six) show the same host key SHA256:", done.stdout)
+
+
+@pytest.mark.fault(13)
+def test_two_nodes_share_an_address_behind_a_forwarding_gate(project: Project) -> None:
+    lab = project.lab
+    rules = "table ip lab { chain in { type nat hook prerouting priority -100;\n"
+    rules += "".join(
+        f"tcp dport {2210 + number} dnat to {far.node.address}:22;\n" for number, far in enumerate(lab.far)
+    )
+    rules += "}\nchain out { type nat hook postrouting priority 100; masquerade;\n}\n}\n"
+    inside = ("nsenter", f"--net={network.NAMESPACES / lab.gate.namespace}")
+    run_command(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=1")
+    run_command(*inside, "nft", "-f", "-", input_text=rules)
+    try:
+        shared = lab.front.ipv4(GATE_NUMBER)
+        nodes = [replace(far.node, address=shared, port=2210 + number) for number, far in enumerate(lab.far)]
+        project.write_fleet(*nodes)
+        (project.path / ".csdctl").mkdir()
+        (project.path / ".csdctl/known_hosts").write_text(
+            "".join(f"[{shared}]:{2210 + number} {far.public_key}" for number, far in enumerate(lab.far))
+        )
+        code, machines, errors = project.discover()
+        assert code == 0, errors
+        assert set(machines) == {"host", "far0", "far1"}
+    finally:
+        run_command(*inside, "nft", "delete table ip lab")
+        run_command(*inside, "sysctl", "-qw", "net.ipv4.ip_forward=0")
+
+
+@pytest.mark.fault(14)
+def test_more_nodes_than_files_may_be_open(lab: Lab, tmp_path: Path) -> None:
+    count = 300
+    with lab.node("many", 47) as node:
+        network.run_ip(node.namespace, "route add local 10.78.0.0/22 dev lo")
+        network.run_ip(lab.host.namespace, f"route add 10.78.0.0/22 via {node.node.address}")
+        known = _known_hosts(lab, f"10.78.* {node.public_key}")
+        program = ["sh", "-c", 'ulimit -Sn 256 && ulimit -Hn 256 && exec "$@"', "sh", sys.executable, "-c"]
+        arguments = [VISIT_MANY, str(lab.key), str(known), str(count)]
+        done = lab.host.run(*program, *arguments, cwd=tmp_path)
+        network.run_ip(lab.host.namespace, "route del 10.78.0.0/22")
+    assert done.stdout.strip() == f"{count} {{'many'}}", done.stdout + done.stderr
+
+
+def _known_hosts(lab: Lab, lines: str) -> Path:
+    path = lab.directory / "known_hosts"
+    path.write_text(lines)
+    return path

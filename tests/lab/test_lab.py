@@ -1,0 +1,71 @@
+"""The lab itself: machines that are apart, addresses that exist inside only, and nothing left behind."""
+
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from csdctl.emulation.cgroups import list_cgroups
+from tests.lab import network
+from tests.lab.lab import PLACE, Lab, sweep
+
+pytestmark = pytest.mark.lab
+
+LEAVES_A_LAB = """
+import sys, time
+from tests.lab.lab import open_lab
+with open_lab() as lab:
+    with lab.node("busy", 99, cpu=0.5) as node:
+        print(lab.name, flush=True)
+        time.sleep(1000)
+"""
+
+
+def test_nodes_have_names_homes_and_processes_of_their_own(lab: Lab) -> None:
+    assert [node.run("hostname").strip() for node in lab.near] == [node.name for node in lab.near]
+    (lab.near[0].home / "mine").touch()
+    assert not (lab.near[1].home / "mine").exists()
+    (lab.near[0].home / "mine").unlink()
+    assert lab.near[0].run("cat", "/proc/1/comm").strip() == "sshd"
+
+
+def test_addresses_exist_inside_the_namespaces_only(lab: Lab) -> None:
+    assert "10.77." not in network.run_command("ip", "addr") + network.run_command("ip", "route")
+    with (
+        network.entered(lab.host.namespace),
+        socket.create_connection((lab.near[0].node.address, 22), 10) as inside,
+    ):
+        assert inside.recv(4) == b"SSH-"
+
+
+def test_far_nodes_are_reached_through_the_gate_only(lab: Lab) -> None:
+    far = lab.far[0].node.address
+    with network.entered(lab.host.namespace), pytest.raises(OSError, match="unreachable"):
+        socket.create_connection((far, 22), 10)
+    with network.entered(lab.gate.namespace), socket.create_connection((far, 22), 10) as inside:
+        assert inside.recv(4) == b"SSH-"
+
+
+def test_lab_that_was_killed_ends_by_itself_and_the_next_one_cleans_up() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", LEAVES_A_LAB],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout
+    name = process.stdout.readline().strip()
+    namespaces = network.list_namespaces(f"{name}-")
+    assert len(namespaces) == 9
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 20
+    while any(network.list_processes(namespace) for namespace in namespaces):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert name in sweep()
+    assert network.list_namespaces(f"{name}-") == list_cgroups(f"{name}-") == []
+    assert not (PLACE / name).exists()

@@ -1,0 +1,160 @@
+"""The main job over real SSH servers, on machines that share nothing; and csdctl ended in its middle."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.fleet.model import Node
+from tests.lab.machines import LabNode
+from tests.lab.project import Project
+
+pytestmark = pytest.mark.lab
+
+NETWORK = "10.77.0.0/23"
+BEGIN_DEADLINE_S = 120.0
+END_DEADLINE_S = 60.0
+
+
+def last_line(text: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(text.splitlines()[-1])
+    return document
+
+
+def long_job(job: Path) -> Path:
+    """The same job, with more epochs than anybody waits for."""
+    path = job.with_name("long.yaml")
+    path.write_text(job.read_text().replace("epochs: 2", "epochs: 100000"))
+    return path
+
+
+def put_private_data(node: LabNode, number: int) -> None:
+    place = node.home / "private"
+    place.mkdir(exist_ok=True)
+    images = np.full((16, 8, 8, 1), 10 + number, dtype=np.uint8)
+    np.save(place / "images.npy", images)
+    np.save(place / "labels.npy", np.zeros(16, dtype=np.int64))
+
+
+def start_training(project: Project, job: Path, *options: str) -> subprocess.Popen[str]:
+    """A training under way on the fleet, after its first epoch."""
+    process = project.start("train", str(long_job(job)), "--batch-size", "8", "--skip-doctor", *options)
+    deadline = time.monotonic() + BEGIN_DEADLINE_S
+    while not any((project.path / ".csdctl/runs").glob("*/checkpoints/*.npz")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            process.kill()
+            raise AssertionError(process.communicate())
+        time.sleep(0.05)
+    return process
+
+
+def test_host_and_nodes_prepare_tune_and_train_with_data_that_stays_private(
+    project: Project, job: Path
+) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    for number, node in enumerate(nodes):
+        put_private_data(node, number)
+    private = job.with_name("private.yaml")
+    private.write_text(job.read_text().replace("path: public}", "path: public}, private: {path: private}"))
+    for command in (["prepare"], ["tune", "--probe-seconds", "0.1"]):
+        done = project.csdctl(*command, str(private))
+        assert done.returncode == 0, done.stderr
+    done = project.csdctl("train", str(private), "--json")
+    assert done.returncode == 0, done.stderr
+    document = last_line(done.stdout)
+    assert (document["state"], document["num_ranks"]) == ("done", 3)
+    assert document["identical_weights"] is True
+    assert [rank["num_private"] for rank in document["ranks"]] == [0, 16, 16]
+
+
+@pytest.mark.fault(10)
+def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path) -> None:
+    lab = project.lab
+    far = lab.far[0]
+    _write_jumping_fleet(project, lab.gate.node, far.node)
+    project.know(lab.gate, far)
+    with lab.routed_but_for_ssh():
+        done = project.csdctl("train", str(job), "--batch-size", "8", "--json")
+    assert done.returncode == 0, done.stderr
+    assert last_line(done.stdout)["num_ranks"] == 2
+
+
+@pytest.mark.fault(10)
+def test_gate_that_is_off_is_named_once_for_all_behind_it(project: Project) -> None:
+    lab = project.lab
+    _write_jumping_fleet(project, lab.gate.node, *(far.node for far in lab.far))
+    project.know(lab.gate, *lab.far)
+    code, machines, errors = project.discover()
+    assert (code, machines["far1"]["problem"]) == (0, None), errors
+    with lab.gate.switched_off():
+        done = project.csdctl("discover")
+    assert done.returncode == 4
+    assert "gate" in done.stdout
+    assert done.stdout.count("→") == 1, done.stdout
+
+
+@pytest.mark.fault(24)
+@pytest.mark.fault(34)
+@pytest.mark.fault(35)
+def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
+    project: Project, job: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    other = Project(project.lab, tmp_path_factory.mktemp("other"))
+    other.use(nodes[1], network=NETWORK)
+    first = start_training(project, job)
+    try:
+        second = other.csdctl("train", str(job), "--batch-size", "8")
+        assert second.returncode == 1, second.stdout + second.stderr
+        assert "csd1: another csdctl works here" in second.stderr
+        assert str(first.pid) in second.stderr
+    finally:
+        first.kill()
+        first.communicate()
+    done = other.csdctl("train", str(job), "--batch-size", "8", "--max-steps", "2", "--skip-doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    cleaned = project.csdctl("clean")
+    assert cleaned.returncode == 0, cleaned.stdout + cleaned.stderr
+    assert [node.commands() for node in nodes] == [[], []]
+
+
+@pytest.mark.fault(23)
+def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Project, job: Path) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    process = start_training(project, job)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.2)  # a person's second press
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
+    assert process.returncode == 130, stdout + stderr
+    assert "Traceback" not in stdout + stderr
+
+
+@pytest.mark.fault(17)
+@pytest.mark.fault(20)
+def test_node_that_loses_power_ends_the_run_by_its_name(project: Project, job: Path) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    process = start_training(project, job)
+    with nodes[1].switched_off():
+        stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
+    assert process.returncode == 1, stdout + stderr
+    assert "csd1" in stderr
+    assert "Traceback" not in stdout + stderr
+
+
+def _write_jumping_fleet(project: Project, gate: Node, *far: Node) -> None:
+    project.write_fleet(*far, network=NETWORK)
+    text = (project.path / "fleet.yaml").read_text()
+    ways = (
+        f"jump_hosts: [{{name: gate, address: {gate.address}, key: {gate.key}}}]\ndefaults: {{jump: gate}}\n"
+    )
+    (project.path / "fleet.yaml").write_text(ways + text)

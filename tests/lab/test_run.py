@@ -1,0 +1,175 @@
+"""FAULTS 16–22: commands that hang, flood, or lose their machine in the middle."""
+
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.ssh import SshSession, connect
+from tests.lab import network
+from tests.lab.lab import Lab
+from tests.lab.machines import LabNode
+from tests.lab.project import Project
+
+pytestmark = pytest.mark.lab
+
+MIB = 1 << 20
+
+READ_A_GIGABYTE = """
+import resource, sys
+from pathlib import Path
+from csdctl.fleet.model import Node
+from csdctl.transport.ssh import connect
+address, key, known = sys.argv[1:]
+session = connect(Node("csd0", address, key=Path(key)), [Path(known)])
+session.run(["true"])
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+flood = "yes \\"$(printf '\\\\377\\\\376text')\\" | tr 'x' '\\\\0' | head -c 1073741824"
+done = session.run(["sh", "-c", flood], deadline_s=300)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+assert done.exit_code == 0, done
+assert b"\\xff\\xfete\\0t\\n" in done.stdout and "\\ufffd" in done.output
+print(len(done.stdout), (after - before) // 1024)
+session.close()
+"""
+
+
+@contextmanager
+def session_to(lab: Lab, node: LabNode) -> Iterator[SshSession]:
+    known = lab.directory / f"known_hosts-{node.name}"
+    known.write_text(node.known_hosts_line)
+    with network.entered(lab.host.namespace):
+        session = connect(node.node, KnownHosts.load([known]))
+        try:
+            yield session
+        finally:
+            session.close()
+
+
+def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> bool:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@pytest.mark.fault(16)
+def test_hanging_command_is_gone_from_the_node_with_all_it_started(lab: Lab) -> None:
+    node = lab.near[0]
+    script = "trap '' TERM HUP INT; sleep 1000 & sh -c 'sleep 1001; true' & wait; sleep 1002"
+    with session_to(lab, node) as session, pytest.raises(DeadlineError) as caught:
+        session.run(["sh", "-c", script], deadline_s=1)
+    assert caught.value.node == "csd0"
+    assert eventually(lambda: node.commands() == []), node.commands()
+
+
+@pytest.mark.fault(16)
+def test_hanging_command_ends_by_itself_when_nobody_can_reach_the_node(lab: Lab) -> None:
+    node = lab.near[0]
+    ends: list[CsdctlError] = []
+
+    def hang(session: SshSession) -> None:
+        try:
+            session.run(["sleep", "1000"], deadline_s=2)
+        except CsdctlError as error:
+            ends.append(error)
+
+    with session_to(lab, node) as session:
+        thread = threading.Thread(target=hang, args=(session,))
+        thread.start()
+        assert eventually(lambda: "sleep 1000" in str(node.commands()))
+        with node.cable_pulled():
+            assert eventually(lambda: "sleep 1000" not in str(node.commands())), node.commands()
+        thread.join(30)
+    assert [error.node for error in ends] == ["csd0"]
+
+
+class TestLostInTheMiddle:
+    """Three nodes are lost at once, each in its own way, while a command runs on each."""
+
+    @pytest.mark.fault(17)
+    @pytest.mark.fault(20)
+    def test_every_loss_is_known_within_15_s_and_never_taken_for_success(self, lab: Lab) -> None:
+        ends: dict[str, object] = {}
+
+        def wait_for(node: LabNode, session: SshSession) -> None:
+            try:
+                ends[node.name] = session.run(["sleep", "100"], deadline_s=100)
+            except CsdctlError as error:
+                ends[node.name] = error
+
+        pulled, rebooted, server_killed = lab.near
+        with (
+            session_to(lab, pulled) as one,
+            session_to(lab, rebooted) as two,
+            session_to(lab, server_killed) as three,
+        ):
+            threads = [
+                threading.Thread(target=wait_for, args=pair)
+                for pair in ((pulled, one), (rebooted, two), (server_killed, three))
+            ]
+            for thread in threads:
+                thread.start()
+            assert eventually(lambda: all("sleep 100" in str(node.commands()) for node in lab.near))
+            rebooted.power_off()
+            rebooted.restart()
+            server_killed.restart()
+            with pulled.cable_pulled():
+                for thread in threads:
+                    thread.join(15)
+        assert {name: type(end) for name, end in ends.items()} == dict.fromkeys(
+            ("csd0", "csd1", "csd2"), UnreachableError
+        )
+        for name, end in ends.items():
+            assert isinstance(end, UnreachableError)
+            assert end.node == name
+            assert "connection was lost" in end.message
+            assert end.remedy
+
+
+@pytest.mark.fault(18)
+def test_gigabyte_of_nuls_and_broken_utf8_takes_a_few_megabytes(lab: Lab, tmp_path: Path) -> None:
+    node = lab.near[0]
+    (tmp_path / "known_hosts").write_text(node.known_hosts_line)
+    arguments = [node.node.address, str(lab.key), str(tmp_path / "known_hosts")]
+    done = lab.host.run(sys.executable, "-c", READ_A_GIGABYTE, *arguments, cwd=tmp_path, deadline_s=250)
+    kept_bytes, grown_mib = map(int, done.stdout.split() or pytest.fail(done.stderr))
+    assert kept_bytes == MIB
+    assert grown_mib < 50
+
+
+@pytest.mark.fault(19)
+def test_full_error_pipe_blocks_nothing(lab: Lab) -> None:
+    script = "head -c 20000000 /dev/zero >&2; echo done"
+    with session_to(lab, lab.near[0]) as session:
+        done = session.run(["sh", "-c", script], deadline_s=60)
+    assert (done.exit_code, done.output) == (0, "done\n")
+    assert len(done.stderr) <= MIB
+
+
+@pytest.mark.fault(21)
+def test_missing_or_wrong_python_is_named_before_anything_starts(project: Project, job: Path) -> None:
+    without, wrong, right = project.lab.near
+    nodes = [
+        replace(without.node, python="/opt/none/bin/python3"),
+        replace(wrong.node, python=str(Path(sys.base_prefix, "bin", "python3"))),
+        right.node,
+    ]
+    project.write_fleet(*nodes)
+    project.know(without, wrong, right)
+    done = project.csdctl("train", str(job), "--batch-size", "8")
+    assert done.returncode == 1
+    assert "csd0: '/opt/none/bin/python3' is no Python that runs" in done.stderr
+    assert re.search("csd1: .*/python3 has no tensorflow", done.stderr)
+    assert "csd2:" not in done.stderr
+    assert "add-a-node" in done.stderr
