@@ -19,7 +19,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.launch.last_words import Cause, find_cause
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, daemon_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.network import check_network
 from csdctl.launch.tools import choose_prefix, find_mpirun
@@ -39,9 +39,9 @@ from csdctl.workflows.prepare import Prepared, python_of
 
 SWEEP_DEADLINE_S = 30.0
 SWEEP_SCRIPT = """\
-read marker
+markers=$(cat)
 for process in /proc/[0-9]*; do
-  if tr '\\0' ' ' < "$process/cmdline" | grep -qF -- "$marker"; then kill -KILL "${process#/proc/}"; fi
+  if tr '\\0' ' ' < "$process/cmdline" | grep -qF -- "$markers"; then kill -KILL "${process#/proc/}"; fi
 done 2>/dev/null
 true
 """
@@ -124,6 +124,7 @@ def train(
         project.ssh_config.relative_to(project.root),
         fleet.network,
         commands,
+        run_id=run.run_id,
     )
     outcome, lost = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
@@ -184,8 +185,8 @@ def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> list[str]:
     """
 
     def on_machine(session: Session) -> None:
-        marker = marker_of(run, session.name)
-        session.run(["sh", "-c", SWEEP_SCRIPT], stdin=f"{marker}\n".encode(), deadline_s=SWEEP_DEADLINE_S)
+        markers = f"{marker_of(run, session.name)}\n{daemon_marker(run.run_id)}"
+        session.run(["sh", "-c", SWEEP_SCRIPT], stdin=markers.encode(), deadline_s=SWEEP_DEADLINE_S)
 
     return [name for name, outcome in run_on_all(sessions, on_machine).items() if outcome.error]
 
