@@ -1,18 +1,20 @@
 """Files that people write and csdctl reads, and files that csdctl writes.
 
 `load_document` turns YAML into a pydantic model; what is wrong with it becomes one InputError with
-the line and, for an unknown key, the nearest known one. `save_text` and `save_json` write aside,
-sync and rename, so that a reader never sees half a file and a crash leaves the old one.
+the line and, for an unknown key, the nearest known one. `save_text`, `save_json` and `write_aside` write
+aside, sync and rename, so that a reader never sees half a file and a crash leaves the old one.
 """
 
+import contextlib
 import difflib
 import json
 import os
 import re
+import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -97,17 +99,51 @@ def save_text(path: Path, text: str) -> None:
 
 def save_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` aside, sync it, and rename it into place."""
+    with write_aside(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def write_aside(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that becomes `path` at the end, synced; after an error, `path` is as it was."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
     except BaseException:
         Path(aside).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def build_aside(directory: Path) -> Iterator[Path]:
+    """An empty directory to fill that becomes `directory` at the end, its files synced.
+
+    What was at `directory` is replaced; after an error it is as it was.
+    """
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    aside = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    try:
+        yield aside
+        for file in aside.rglob("*"):
+            _sync(file)
+        aside.chmod(0o755)  # mkdtemp lets nobody else in
+        shutil.rmtree(directory, ignore_errors=True)
+        aside.rename(directory)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def save_json(path: Path, content: object) -> None:

@@ -22,7 +22,7 @@ COMMANDS: CommandTable = {
     },
     "Data and code": {
         "prepare": "Put data into a form that is read fast, where it lies, the model into one that travels.",
-        "deploy": "Bring worker and model to every node; what is there already is not sent again.",
+        "deploy": "Bring a job's files, or whole trees, to every node; what is there is not sent again.",
     },
     "Training": {
         "tune": "Measure every machine and write a plan (the paper's Algorithm 1 and equation 1).",

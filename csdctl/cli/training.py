@@ -11,7 +11,7 @@ from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Verdict, fold
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.store import Delivery
+from csdctl.shipping.deliver import Delivery
 from csdctl.worker.contract import Event, RunSpec
 from csdctl.workflows.doctor import Examination, describe
 from csdctl.workflows.train import Watcher

@@ -4,6 +4,7 @@ OpenSSH itself works out its configuration (Include, Match, tokens); nothing of 
 """
 
 import getopt
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,16 @@ _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XY
 _KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
 """Arguments that say how a machine is reached; the others say what to do there."""
 
+_TAKEN_OVER = {
+    "hostname",
+    "identitiesonly",
+    "identityfile",
+    "port",
+    "proxycommand",
+    "proxyjump",
+    "stricthostkeychecking",
+    "user",
+}
 _NOT_TAKEN_OVER = {
     "addressfamily": "AddressFamily",
     "bindaddress": "BindAddress",
@@ -71,11 +82,19 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         raise ValueError(error.msg) from None
     kept: list[str] = []
     for letter, value in options:
+        if letter == "-o" and not _is_read(value):
+            continue
         if letter == "-i":
             kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i whose file is not there
         elif letter in _KEPT:
             kept += [letter, value] if value else [letter]
     return Arguments(tuple(kept), dict(options).get("-W", ""), tuple(rest))
+
+
+def _is_read(option: str) -> bool:
+    """Whether an -o sets what is read here; `Match exec`, which runs a program, is never passed on."""
+    keyword = re.split(r"[\s=]", option.strip(), maxsplit=1)[0].lower()
+    return keyword in _TAKEN_OVER or keyword in _NOT_TAKEN_OVER
 
 
 def quote_value(text: str) -> str:

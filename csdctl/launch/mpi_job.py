@@ -137,10 +137,11 @@ class MpiJob:
             now = time.monotonic()
             if len(outcome.finished) == self._num_ranks and now - heard > END_GRACE_S:
                 return  # something a rank left behind keeps mpirun's output open
-            if len(outcome.ready) < self._num_ranks and now - started > deadlines.start_s:
-                outcome.overdue = "start"
-                return
-            if now - heard > deadlines.silence_s:
+            if len(outcome.ready) < self._num_ranks:
+                if now - started > deadlines.start_s:
+                    outcome.overdue = "start"
+                    return
+            elif now - heard > deadlines.silence_s:
                 outcome.overdue = "silence"
                 return
 

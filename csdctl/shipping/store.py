@@ -1,22 +1,19 @@
-"""The content-addressed store on every machine, and what is missing in it.
+"""The host's own content-addressed store.
 
 A stored file lies at `.csdctl/objects/<sha256><suffix>`, relative to where a session starts, on the host
-as on the nodes. What is there with the right content is not sent again; what has the right name and
-wrong content is replaced.
+as on the nodes. What has the right name and wrong content is replaced. `deliver` brings files to the nodes.
 """
 
 import hashlib
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.documents import save_bytes
-from csdctl.errors import NodeError
-from csdctl.transport.session import Session
+from csdctl.documents import save_bytes, write_aside
+from csdctl.shipping.chunks import CHUNK_BYTES, Source, unreadable
+from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
 
 OBJECTS = ".csdctl/objects"
-CHECK_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -32,14 +29,14 @@ class StoredFile:
         """Where it lies on every machine, relative to the session's home."""
         return f"{OBJECTS}/{self.sha256}{self.suffix}"
 
-
-@dataclass(frozen=True)
-class Delivery:
-    """What bringing files to one machine came to."""
-
-    num_sent: int
-    bytes_sent: int
-    num_present: int
+    def as_object(self) -> StoreObject:
+        """What a parcel holds of it; raises InputError when the host has it no more."""
+        try:
+            found = self.source.stat()
+        except OSError as error:
+            raise unreadable(str(self.source), error) from error
+        source = Source(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
+        return StoreObject(f"{self.sha256}{self.suffix}", source)
 
 
 def hash_file(path: Path) -> str:
@@ -53,10 +50,8 @@ def store_file(path: Path, project: Path) -> StoredFile:
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
     if not (target.exists() and hash_file(target) == digest):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        aside = target.with_name(f".part-{target.name}")
-        shutil.copyfile(path, aside)
-        aside.replace(target)
+        with write_aside(target) as file, path.open("rb") as source:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
     return StoredFile(digest, path.suffix, target)
 
 
@@ -67,32 +62,3 @@ def store_bytes(content: bytes, suffix: str, project: Path) -> StoredFile:
     if not (target.exists() and hash_file(target) == digest):
         save_bytes(target, content)
     return StoredFile(digest, suffix, target)
-
-
-def find_missing(session: Session, files: Sequence[StoredFile]) -> list[StoredFile]:
-    """Those of `files` that the machine lacks or has damaged; one round trip, hashed by the machine."""
-    if not files:
-        return []
-    script = 'for f; do [ -f "$f" ] && sha256sum -- "$f"; done; true'
-    done = session.run(
-        ["sh", "-c", script, "sh", *(file.path for file in files)], deadline_s=CHECK_DEADLINE_S
-    )
-    done.check(
-        session.name, doing="looking at what is deployed", remedy="the machine needs sha256sum (coreutils)"
-    )
-    present = {tuple(reversed(line.split(maxsplit=1))) for line in done.output.splitlines()}
-    return [file for file in files if (file.path, file.sha256) not in present]
-
-
-def deliver(session: Session, files: Sequence[StoredFile]) -> Delivery:
-    """Bring `files` to the machine, only what is missing, and verify what arrived; raises NodeError."""
-    missing = find_missing(session, files)
-    sent = sum(session.upload(file.source, file.path) for file in missing)
-    damaged = find_missing(session, missing)
-    if damaged:
-        raise NodeError(
-            f"{len(damaged)} of {len(missing)} files arrived damaged",
-            node=session.name,
-            remedy="look for a full or failing disk and try again",
-        )
-    return Delivery(len(missing), sent, len(files) - len(missing))

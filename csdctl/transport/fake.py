@@ -3,13 +3,12 @@
     fake = FakeSession("csd0").on("uname", stdout="aarch64\\n").on("rm", exit_code=1, stderr="no such file")
     fake.on("python3", replies=lambda line: [line.upper()])      # for `converse`
 
-It keeps what it was asked in `commands` and what it was sent in `files`.
+It keeps what it was asked in `commands`, and what it was sent in `stdins` and in its conversations.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
@@ -37,7 +36,6 @@ class FakeSession:
         self.host_key_fingerprint = ""
         self.commands: list[tuple[str, ...]] = []
         self.stdins: list[bytes] = []
-        self.files: dict[str, bytes] = {}
         self.conversations: list[FakeConversation] = []
         self.is_closed = False
         self._answers: list[Answer] = []
@@ -74,14 +72,6 @@ class FakeSession:
         self.conversations.append(conversation)
         return conversation
 
-    def upload(self, source: Path, destination: str) -> int:
-        """Keep the content of `source` in `files`; returns its size in bytes."""
-        try:
-            content = self.files[destination] = source.read_bytes()
-        except OSError as error:
-            raise InputError(f"{source} cannot be read: {error.strerror}", node=self.name) from error
-        return len(content)
-
     def close(self) -> None:
         """Note that it was closed."""
         self.is_closed = True
@@ -101,6 +91,7 @@ class FakeConversation:
 
     def __init__(self, name: str, command: tuple[str, ...], answer: Answer) -> None:
         self.sent: list[str] = []
+        self.sent_bytes = b""
         self.is_closed = False
         self._name = name
         self._command = command
@@ -114,6 +105,12 @@ class FakeConversation:
             raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
         self.sent.append(line)
         self._lines += self._answer.replies(line)
+
+    def send_bytes(self, data: bytes) -> None:
+        """Keep `data` in `sent_bytes`; raises EOFError when the command has ended."""
+        if self._has_ended or self.is_closed:
+            raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
+        self.sent_bytes += data
 
     def read_line(self, *, deadline_s: float) -> str:
         """The next scripted line; raises DeadlineError, or EOFError after the end."""

@@ -2,15 +2,13 @@
 
 import contextlib
 import os
-import secrets
 import select
-import shutil
 import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from csdctl.errors import InputError, RemoteCommandError
+from csdctl.errors import InputError
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_wrapped_command
@@ -39,22 +37,6 @@ class LocalSession:
         """Start `command` and talk to it by lines."""
         running = self._start(build_wrapped_command(command, deadline_s=None))
         return LineConversation(running, lambda: self._running.discard(running))
-
-    def upload(self, source: Path, destination: str) -> int:
-        """Copy the file `source` to `destination`, aside and renamed; returns its size in bytes."""
-        target = self._directory / destination
-        aside = target.with_name(f"{target.name}.part-{secrets.token_hex(4)}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, aside)
-            num_bytes = aside.stat().st_size
-            os.replace(aside, target)
-        except (OSError, shutil.Error) as error:
-            raise RemoteCommandError(f"writing {destination} failed: {error}", node=self.name) from error
-        finally:
-            with contextlib.suppress(OSError):
-                aside.unlink(missing_ok=True)
-        return num_bytes
 
     def close(self) -> None:
         """End what still runs."""

@@ -182,11 +182,16 @@ class LineConversation:
 
     def send_line(self, line: str) -> None:
         """Write one line; raises EOFError when the command no longer reads."""
+        self.send_bytes(line.encode() + b"\n")
+
+    def send_bytes(self, data: bytes) -> None:
+        """Write `data`; each slice of it has SEND_DEADLINE_S. Raises EOFError when nobody reads any more."""
         try:
-            self._running.process.write_stdin(line.encode() + b"\n", self.SEND_DEADLINE_S)
+            for piece in _slices(data):
+                self._running.process.write_stdin(piece, self.SEND_DEADLINE_S)
         except TimeoutError:
             raise DeadlineError(
-                f"`{self._running.command[0]}` did not read a line within {self.SEND_DEADLINE_S:g} s",
+                f"`{self._running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
                 node=self._running.name,
             ) from None
         except OSError as error:

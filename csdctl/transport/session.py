@@ -8,7 +8,6 @@ same on every machine. The caller owns a session and closes it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 from csdctl.errors import RemoteCommandError
@@ -53,7 +52,10 @@ class Conversation(Protocol):
     """A running command that is spoken to line by line; closing it ends the command."""
 
     def send_line(self, line: str) -> None:
-        """Write one line to the command's standard input."""
+        """Write one line to the command's standard input; raises EOFError when it has ended."""
+
+    def send_bytes(self, data: bytes) -> None:
+        """Write `data` to its standard input; waits while it does not read, raises EOFError when it ended."""
 
     def read_line(self, *, deadline_s: float) -> str:
         """The next line of its standard output, without the line end.
@@ -83,12 +85,6 @@ class Session(Protocol):
 
     def converse(self, command: Sequence[str]) -> Conversation:
         """Start `command` and talk to it."""
-
-    def upload(self, source: Path, destination: str) -> int:
-        """Write the file `source` to `destination` (relative to the session's home).
-
-        Written aside and renamed; parent directories are made. Returns the bytes sent.
-        """
 
     def close(self) -> None:
         """Close the connection."""

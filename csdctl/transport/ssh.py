@@ -1,13 +1,10 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under `shell_wrapper`; `process` holds what is common to all transports. Uploads go through
-`cat` on the node and not through SFTP: one round trip instead of six, servers without SFTP (dropbear)
-work, and a full disk is called so, where SFTP only says "Failure".
+Commands run under `shell_wrapper`; `process` holds what is common to all transports. Files go through the
+standard input of a command and not through SFTP (`shipping.deliver`): servers without it (dropbear) work.
 """
 
 import contextlib
-import os
-import secrets
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -16,7 +13,7 @@ from typing import BinaryIO
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.jump import JumpHosts
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
@@ -29,21 +26,10 @@ MAX_CHANNELS = 8
 """Commands at once on one connection: sshd allows 10 (MaxSessions), and one is kept for ending commands."""
 
 KILL_DEADLINE_S = 5.0
-MIN_UPLOAD_BYTES_PER_S = 256 * 1024
 
 _READ_BYTES = 1 << 16
 _GOING_DOWN_S = 0.5
 _MAX_QUEUE_S = 10.0
-
-# The size ($3) is compared because a lost connection looks like an end of input.
-_UPLOAD = """\
-target=$1 part=$2
-fail() { [ -z "$1" ] || echo "$1" >&2; rm -f -- "$part"; exit 1; }
-case $target in */*) mkdir -p -- "${target%/*}/" || exit ;; esac
-cat >"$part" || fail
-[ "$(wc -c <"$part")" -eq "$3" ] || fail "received $(wc -c <"$part") of $3 bytes"
-[ ! -d "$target" ] || fail "$target is a directory"
-mv -f -- "$part" "$target" || fail"""
 
 
 def connect(
@@ -84,33 +70,6 @@ class SshSession:
         )
         return LineConversation(running, lambda: self._forget(running))
 
-    def upload(self, source: Path, destination: str) -> int:
-        """Send the file `source` to `destination`, aside and renamed; returns the bytes sent.
-
-        Raises InputError for a source that cannot be read or changes meanwhile, RemoteCommandError with the
-        node's own words (disk full, read-only) when it cannot be written. No part remains.
-        """
-        aside = f"{destination}.part-{secrets.token_hex(4)}"
-        # Without a directory, a leading `-` would be an option, and `cat >` and `mv` must name the same file.
-        target, part = (name if "/" in name else f"./{name}" for name in (destination, aside))
-        try:
-            with source.open("rb") as file:
-                num_bytes = os.fstat(file.fileno()).st_size
-                deadline_s = 60.0 + num_bytes / MIN_UPLOAD_BYTES_PER_S
-                command = ["sh", "-c", _UPLOAD, "csdctl", target, part, str(num_bytes)]
-                wrapped = build_wrapped_command(command, deadline_s=deadline_s)
-                try:
-                    completed = self._run(wrapped, file, Deadline(deadline_s))
-                except CsdctlError:
-                    self._remove_quietly(part)
-                    raise
-        except OSError as error:
-            raise InputError(f"{source} cannot be read: {error.strerror or error}", node=self.name) from error
-        completed.check(
-            self.name, doing=f"writing {destination}", remedy="check the disk there: `df -h`, `mount`"
-        )
-        return num_bytes
-
     def close(self) -> None:
         """End what still runs on the node and close the connection."""
         for running in list(self._running):
@@ -147,10 +106,6 @@ class SshSession:
     def _forget(self, running: Running) -> None:
         self._running.discard(running)
         self._free_channels.release()
-
-    def _remove_quietly(self, path: str) -> None:
-        with contextlib.suppress(CsdctlError):
-            self.run(["rm", "-f", "--", path], deadline_s=KILL_DEADLINE_S)
 
 
 class ChannelProcess:

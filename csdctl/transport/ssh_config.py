@@ -27,20 +27,27 @@ def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
     """
     files = " ".join(_quoted(path) for path in known_hosts) or "none"
     nodes = list(nodes)
-    jumps: dict[Node, str] = {}
-    for node in nodes:
-        _name_jumps(node.jump, jumps)
+    jumps = _name_jumps(nodes)
     blocks = [_build_block(node, node.name, jumps) for node in nodes]
     blocks += [_build_block(jump, name, jumps) for jump, name in jumps.items()]
     common = f"Host *\n    UserKnownHostsFile {files}\n    GlobalKnownHostsFile none\n{_COMMON}"
     return "# Written by csdctl; changes are lost.\n" + "\n".join([*blocks, common])
 
 
-def _name_jumps(jump: Node | None, names: dict[Node, str]) -> None:
-    """Give `jump` and those before it aliases that no node can have."""
-    while jump:
-        names.setdefault(jump, f"{len(names) + 1}+{jump.name}")
-        jump = jump.jump
+def _name_jumps(nodes: Sequence[Node]) -> dict[Node, str]:
+    """An alias for every jump host of `nodes`, none of them a node's name."""
+    names = {node.name for node in nodes}
+    jumps: dict[Node, str] = {}
+    for node in nodes:
+        jump = node.jump
+        while jump:
+            if jump not in jumps:
+                alias = f"jump{len(jumps) + 1}-{jump.name}"
+                while alias in names:
+                    alias = f"{alias}-"
+                jumps[jump] = alias
+            jump = jump.jump
+    return jumps
 
 
 def _build_block(node: Node, name: str, jumps: dict[Node, str]) -> str:

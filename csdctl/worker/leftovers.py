@@ -22,7 +22,8 @@ from typing import Any
 RUN_MARKER = "csdctl-run="
 STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
-PARTS = (".csdctl/objects/*.part*", ".csdctl/objects/.*")
+PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/manifests/*.part")
+TREE_LINKS = ".csdctl/trees/*.link"
 
 
 def main() -> None:
@@ -98,7 +99,11 @@ def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
 
 def find_paths(is_all: bool) -> "list[str]":
     """What may be removed; with `is_all`, all that csdctl ever wrote here."""
-    paths = [".csdctl"] if is_all else [path for pattern in PARTS for path in glob.glob(pattern)]
+    paths = (
+        [*find_tree_links(), ".csdctl"]
+        if is_all
+        else [path for pattern in PARTS for path in glob.glob(pattern)]
+    )
     # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
     for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "ompi.*")):
         pid = path.rpartition(".")[2]
@@ -107,6 +112,17 @@ def find_paths(is_all: bool) -> "list[str]":
             if pid.isdigit() and is_mine and not os.path.exists(f"/proc/{pid}"):
                 paths.append(path)
     return [path for path in paths if os.path.lexists(path)]
+
+
+def find_tree_links() -> "list[str]":
+    """The destinations that are links to deployed trees; what a person put in their place is not ours."""
+    found = []
+    for path in glob.glob(TREE_LINKS):
+        with open(path, "rb") as file, contextlib.suppress(OSError):
+            destination = os.fsdecode(file.read())
+            if os.path.realpath(os.readlink(destination)) == os.path.realpath(path[: -len(".link")]):
+                found.append(destination)
+    return found
 
 
 def size_of(path: str) -> int:

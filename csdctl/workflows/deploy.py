@@ -1,23 +1,27 @@
-"""Bringing worker, model and public shards to the machines that need them, only what is missing.
+"""Bringing trees, worker, model and public shards to the machines that need them, only what is missing.
 
 Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
 files; the host reads its own part where it lies.
 """
 
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from csdctl.documents import write_aside
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.store import Delivery, StoredFile, deliver, hash_file
-from csdctl.transport.many import Outcome, run_on_all, values_or_raise
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, OnProgress, deliver
+from csdctl.shipping.parcel import Parcel, pack_parcel
+from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import DatasetInfo, RankSpec, ShardPart
-from csdctl.workflows.prepare import Prepared
+from csdctl.workflows.prepare import Prepared, python_of
 
 OnDelivery = Callable[[str, Delivery], None]
 
@@ -34,20 +38,50 @@ def place(plan: Plan, prepared: Prepared) -> list[Placed]:
 
 
 def deploy_files(
-    files: Mapping[str, Sequence[StoredFile]], sessions: Mapping[str, Session], on_delivery: OnDelivery
+    files: Mapping[str, Sequence[StoredFile]],
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    on_delivery: OnDelivery,
 ) -> dict[str, Delivery]:
     """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
+    chunks = SharedChunks()
 
     def on_done(outcome: Outcome[Delivery]) -> None:
         if outcome.value:
             on_delivery(outcome.name, outcome.value)
 
-    outcomes = run_on_all(
-        {name: sessions[name] for name in files if name != HOST_NAME},
-        lambda session: deliver(session, files[session.name]),
-        on_done=on_done,
-    )
-    return values_or_raise(outcomes, "deploying")
+    def send(session: Session) -> Delivery:
+        parcel = pack_parcel([file.as_object() for file in files[session.name]])
+        return deliver(session, parcel, chunks, python=python_of(fleet, session.name))
+
+    needing = {name: sessions[name] for name in files if name != HOST_NAME}
+    return values_or_raise(run_on_all(needing, send, on_done=on_done), "deploying")
+
+
+def pack_trees(
+    requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
+) -> Parcel:
+    """Read the trees of `requests` from the host's disk; raises InputError for what cannot be deployed."""
+    return pack_parcel(trees=[read_tree(request, chunks, ignored) for request in requests])
+
+
+def deploy_parcel(
+    parcel: Parcel,
+    chunks: SharedChunks,
+    fleet: Fleet,
+    *,
+    directory: Path,
+    dry_run: bool = False,
+    on_progress: OnProgress = lambda progress: None,
+    on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
+) -> dict[str, Outcome[Delivery]]:
+    """Bring `parcel` to every node of `fleet`; one that fails is an outcome, and the others go on."""
+
+    def send(session: Session) -> Delivery:
+        python = fleet.node(session.name).python
+        return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
+
+    return run_on_nodes(fleet, send, directory=directory, on_done=on_done)
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:
@@ -111,15 +145,13 @@ def _cut(
     name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
     targets = [project.shards / f"{name}.{kind}.npy" for kind in ("images", "labels")]
     if not all(target.exists() for target in targets):
-        project.shards.mkdir(parents=True, exist_ok=True)
         # The same rows as ShardPart.start … stop would mean on the host: worker.data.rows_of.
         permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
         for source, target in zip(_arrays(public), targets, strict=True):
             array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
-            with tempfile.NamedTemporaryFile(dir=project.shards, suffix=".npy", delete=False) as aside:
-                np.save(aside, array[rows])
-            Path(aside.name).replace(target)
+            with write_aside(target) as file:
+                np.save(file, array[rows])
     images, labels = (StoredFile(hash_file(target), ".npy", target) for target in targets)
     return images, labels
 

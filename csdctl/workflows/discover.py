@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.errors import CsdctlError, InputError, NoNodeReachableError, PartialError
+from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.drives import match_drives
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts, set_facts_aside
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -41,20 +41,6 @@ class DiscoverResult:
     def drives(self) -> dict[str, Drive]:
         """The drive of the host that a node is, by node, where both show its serial."""
         return match_drives(self.facts)
-
-    def check(self) -> None:
-        """Raise NoNodeReachableError or PartialError when nodes failed."""
-        num_nodes = len(self.fleet.nodes)
-        failed = [name for name in self.failed if name != HOST_NAME]
-        if num_nodes and len(failed) == num_nodes:
-            raise NoNodeReachableError(
-                f"not one of the {num_nodes} nodes of {self.fleet.path} could be reached"
-            )
-        if self.failed:
-            raise PartialError(
-                f"{len(self.failed)} of {num_nodes + 1} machines failed: {show_names(self.failed)}",
-                remedy="mend them as said above, and discover again",
-            )
 
 
 def discover(

@@ -15,7 +15,10 @@ from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.shipping.store import StoredFile, deliver, store_bytes
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
@@ -43,7 +46,7 @@ def say_hello(
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root)
     nodes = [node.name for node in fleet.nodes]
-    refused = _deliver(worker, {name: sessions[name] for name in nodes})
+    refused = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
     for check in refused:
         tell(check)
     if refused:
@@ -61,8 +64,13 @@ def say_hello(
     tell(check)
 
 
-def _deliver(worker: StoredFile, sessions: Mapping[str, Session]) -> list[Check]:
-    outcomes = run_on_all(sessions, lambda session: deliver(session, [worker]))
+def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
+    parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
+
+    def send(session: Session) -> Delivery:
+        return deliver(session, parcel, chunks, python=python_of(fleet, session.name))
+
+    outcomes = run_on_all(sessions, send)
     return [judge_error(name, "deploy", one.error) for name, one in outcomes.items() if one.error]
 
 

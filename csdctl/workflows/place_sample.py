@@ -12,16 +12,22 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from csdctl.documents import save_json
+from csdctl.documents import save_json, write_aside
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
+from csdctl.workflows.prepare import python_of
 from csdctl.workflows.sample import Samples, SampleSplit, fetch_fashion_mnist, split_sample
 
 RECORD = "sample.json"
+ARRAYS = ("images.npy", "labels.npy")
 SAMPLES = ("fashion-mnist",)
 
 Say = Callable[[str], None]
@@ -54,9 +60,10 @@ def place_sample(
 
 
 def _place_on_host(directory: Path, samples: Samples, record: dict[str, object]) -> None:
-    if directory.exists() and any(directory.iterdir()):
-        if _is_same(directory / RECORD, record):
-            return
+    is_ours = _is_same(directory / RECORD, record)
+    if is_ours and all((directory / name).exists() for name in ARRAYS):
+        return
+    if not is_ours and directory.exists() and any(directory.iterdir()):
         raise InputError(
             f"{directory} holds other data",
             remedy="remove it, or name another path in the job's data section",
@@ -72,40 +79,31 @@ def _is_same(path: Path, record: dict[str, object]) -> bool:
 
 
 def _save(directory: Path, samples: Samples, record: dict[str, object]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    _save_array(directory / "images.npy", samples.images)
-    _save_array(directory / "labels.npy", samples.labels.astype(np.int32))
+    """The record comes first: what an interrupted call leaves is known as the sample's, and completed."""
     save_json(directory / RECORD, record)
+    _save_array(directory / ARRAYS[0], samples.images)
+    _save_array(directory / ARRAYS[1], samples.labels.astype(np.int32))
 
 
 def _save_array(path: Path, array: NDArray[np.generic]) -> None:
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".part-", delete=False) as aside:
-        np.save(aside, array)
-    Path(aside.name).replace(path)
+    with write_aside(path) as file:
+        np.save(file, array)
 
 
 def _place_on_nodes(
     job: Job, fleet: Fleet, sessions: Mapping[str, Session], split: SampleSplit, record: dict[str, object]
 ) -> None:
-    # An upload knows no `~`: what it is given starts at the login directory.
-    target = str(job.private_path).removeprefix("~/")
+    """Each node's part as a tree: whole or not there, and never in place of data that is not a sample's."""
     parts = dict(zip((node.name for node in fleet.nodes), split.private, strict=True))
+    # A destination knows no `~`: it starts at the login directory.
+    target = str(job.private_path).removeprefix("~/")
 
     def on_node(session: Session) -> None:
+        chunks = SharedChunks()
         with tempfile.TemporaryDirectory() as scratch:
-            local = Path(scratch)
-            _save(local, parts[session.name], record)
-            found = session.run(
-                ["sh", "-c", 'cat -- "$1/sample.json" 2>/dev/null; ls -A -- "$1" 2>/dev/null', "sh", target]
-            )
-            if found.stdout.startswith((local / RECORD).read_bytes()):
-                return
-            if found.stdout.strip():
-                raise InputError(
-                    f"{job.private_path} holds other data", node=session.name, remedy="remove it first"
-                )
-            for name in ("images.npy", "labels.npy", RECORD):
-                session.upload(local / name, f"{target}/{name}")
+            _save(Path(scratch), parts[session.name], record)
+            tree = read_tree(TreeRequest(Path(scratch), target), chunks, ignored=())
+            deliver(session, pack_parcel(trees=[tree]), chunks, python=python_of(fleet, session.name))
 
     values_or_raise(
         run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "placing the sample"

@@ -6,22 +6,25 @@ own node: the controller itself opens neither. Everything is kept by content, so
 
 import hashlib
 import json
-import shutil
 import sys
-import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import save_json
+from csdctl.documents import build_aside, save_json
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.fit import check_fit
 from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.shipping.store import StoredFile, deliver, store_bytes, store_file
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.worker.contract import DatasetInfo, ModelInfo, from_json, to_json
@@ -78,14 +81,21 @@ def prepare_job(
     return Prepared(worker, model, public, validation, private)
 
 
+def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
+    """Worker and model alone, in the host's store below `directory`; no node has a part in it."""
+    worker = store_bytes(pack_worker(), ".pyz", directory)
+    say("model: " + job.model)
+    with closing(LocalSession(HOST_NAME, directory)) as host:
+        model = carry_model(job, worker, host, ProjectDirectory(directory))
+    return [worker, model.architecture, model.weights]
+
+
 def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDirectory) -> CarriedModel:
     """Build the job's model in a worker process, once for each content of it."""
     directory = project.models / _model_key(job, worker)
     record = directory / "info.json"
     if not record.exists():
-        directory.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(dir=directory.parent, prefix=".part-"))
-        try:
+        with build_aside(directory) as aside:
             arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
             arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
             info = run_worker(
@@ -98,10 +108,6 @@ def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDir
                 deadline_s=BUILD_DEADLINE_S,
             )
             save_json(aside / "info.json", json.loads(to_json(info)))
-            shutil.rmtree(directory, ignore_errors=True)
-            aside.rename(directory)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
     return CarriedModel(
         from_json(ModelInfo, record.read_text()),
         store_file(directory / "architecture.json", project.root),
@@ -127,9 +133,10 @@ def _prepare_private(
     path = str(job.private_path)
     nodes = {node.name: sessions[node.name] for node in fleet.nodes}
     say(f"private data: {path} on {len(nodes)} nodes")
+    parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
 
     def on_node(session: Session) -> DatasetInfo:
-        deliver(session, [worker])
+        deliver(session, parcel, chunks, python=python_of(fleet, session.name))
         return _prepare_on(session, python_of(fleet, session.name), worker, path)
 
     return values_or_raise(run_on_all(nodes, on_node), "preparing private data")

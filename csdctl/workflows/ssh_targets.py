@@ -57,6 +57,8 @@ class _Resolver:
     known_hosts: Sequence[Path]
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     _defaults: Settings = field(init=False)
+    _answers: dict[tuple[str, ...], Settings] = field(default_factory=dict)
+    """Many nodes are behind one jump host."""
 
     def __post_init__(self) -> None:
         self._defaults = self._ask(Target("", "localhost", ("-F", "none")))
@@ -70,7 +72,8 @@ class _Resolver:
             raise InputError(f"{asked_by}: more than {MAX_HOPS} jump hosts, or jumps in a circle")
         settings = self._ask(target)
         for note in list_notes(settings, self._defaults, self.known_hosts, Path.home()):
-            self.notes[note].append(asked_by)
+            where = "" if target.name == asked_by else f"jump host {target.name}: "
+            self.notes[where + note].append(asked_by)
         jump = before or self._jump(target, settings, hops_left - 1, asked_by)
         return build_node(target, written_identities(settings, self._defaults), jump, Path.home())
 
@@ -96,9 +99,15 @@ class _Resolver:
         return before
 
     def _ask(self, target: Target) -> Settings:
+        query = tuple(build_query(target))
+        if query not in self._answers:
+            self._answers[query] = self._ask_ssh(target, query)
+        return self._answers[query]
+
+    def _ask_ssh(self, target: Target, query: tuple[str, ...]) -> Settings:
         try:
             printed = subprocess.run(
-                build_query(target), capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=False
+                query, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=False
             )
         except FileNotFoundError:
             raise InputError("there is no `ssh` here", remedy="install OpenSSH's client") from None

@@ -26,7 +26,8 @@ from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.shipping.store import Delivery, store_bytes
+from csdctl.shipping.deliver import Delivery
+from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import Session
@@ -100,7 +101,7 @@ def train(
     )
     stored = store_bytes(to_json(spec).encode(), ".json", project.root)
     files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
-    deploy_files(files, sessions, watcher.on_delivery)
+    deploy_files(files, fleet, sessions, watcher.on_delivery)
     known_hosts = fleet_known_hosts_paths(fleet, project.root)
     save_text(project.ssh_config, build_ssh_config(fleet.nodes, known_hosts))
     watcher.on_start(run, spec)

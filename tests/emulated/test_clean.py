@@ -87,7 +87,7 @@ def test_process_that_only_looks_like_ours_is_left_alone(project: Path) -> None:
 
 def test_unfinished_files_go_and_finished_ones_stay(project: Path) -> None:
     on_csd0(
-        project, "mkdir -p .csdctl/objects && cd .csdctl/objects && echo 1 >0123.npy && echo 2 >89ab.part-1"
+        project, "mkdir -p .csdctl/objects && cd .csdctl/objects && echo 1 >0123.npy && echo 2 >89ab.npy.part"
     )
     assert "csd0: 1 paths (2 B) removed" in csdctl(project, "clean").stdout
     assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]

@@ -35,6 +35,7 @@ def clean(
 ) -> None:
     """End and remove what an earlier csdctl left on the machines."""
     from csdctl.cli.render.clean import clean_document, render_cleaned
+    from csdctl.cli.render.problems import render_failed
     from csdctl.launch.leftovers import Sweeping
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.clean import clean
@@ -54,5 +55,6 @@ def clean(
         on_done=lambda outcome: render_cleaned(streams.people, outcome, is_dry=dry_run),
     )
     failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+    render_failed(streams.people, failed, chosen)
     streams.result(clean_document(outcomes, failed, is_dry=dry_run))
     settle(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)

@@ -5,7 +5,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from csdctl.cli.options import DEFAULT_FLEET, ExcludeOption, FleetOption, JsonOption, LimitOption
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    ExcludeOption,
+    FailedFromOption,
+    FleetOption,
+    JsonOption,
+    LimitOption,
+)
 from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 
@@ -55,15 +62,17 @@ def discover(
     ] = False,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
+    failed_from: FailedFromOption = None,
     json: JsonOption = False,
     verbose: Annotated[int, typer.Option("--verbose", count=True, help="A row for each machine.")] = 0,
 ) -> None:
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.discovering import DiscoverView
     from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
-    from csdctl.fleet.model import load_fleet
-    from csdctl.fleet.select import select_nodes
+    from csdctl.cli.render.numbers import show_count
+    from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.discover import discover
+    from csdctl.workflows.partial import choose_fleet, settle
     from csdctl.workflows.sources import check_may_write, find_nodes, write_fleet
 
     streams = Streams(is_json=json)
@@ -81,19 +90,19 @@ def discover(
             streams.result(fleet_document(found.fleet))
             return
         write_fleet(found, force=force)
-        streams.say(f"{len(found.fleet.nodes)} machines found in {source.name}: {fleet} written")
+        streams.say(f"{show_count(found.fleet.nodes, 'machine')} found in {source.name}: {fleet} written")
         limit, exclude = [], []  # the file has no others
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force are about writing the fleet file",
             remedy="say what to write it from: --cidr, --inventory or --ssh-config",
         )
-    chosen = select_nodes(load_fleet(fleet), limit, exclude)
+    chosen = choose_fleet(fleet, limit, exclude, failed_from)
     with DiscoverView(streams.people, len(chosen.nodes) + 1) as view:
         result = discover(chosen, directory=streams.directory, on_done=view.show)
     render_fleet(streams.people, result, verbose=verbose > 0)
     streams.result(discover_document(result))
-    result.check()
+    settle(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
 
 
 def _source(

@@ -4,7 +4,14 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import DEFAULT_FLEET, ExcludeOption, FleetOption, JsonOption, LimitOption
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    ExcludeOption,
+    FailedFromOption,
+    FleetOption,
+    JsonOption,
+    LimitOption,
+)
 from csdctl.cli.streams import Streams
 
 
@@ -30,19 +37,19 @@ def doctor(
     ] = 60.0,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
+    failed_from: FailedFromOption = None,
     json: JsonOption = False,
     verbose: Annotated[int, typer.Option("--verbose", count=True, help="The green checks too.")] = 0,
 ) -> None:
     """Examine the machines, and let them say hello over MPI: what is wrong, and the remedy."""
     from csdctl.cli.render.doctor import ExaminationView, doctor_document
     from csdctl.cli.settings import list_settings
-    from csdctl.fleet.model import load_fleet
-    from csdctl.fleet.select import select_nodes
     from csdctl.workflows.doctor import DoctorOptions, examine
+    from csdctl.workflows.partial import choose_fleet
 
     streams = Streams(is_json=json)
     options = DoctorOptions(deadline, connect_deadline, hello_deadline)
-    chosen = select_nodes(load_fleet(fleet), limit or (), exclude or ())
+    chosen = choose_fleet(fleet, limit, exclude, failed_from)
     settings = list_settings(context, chosen)
     with ExaminationView(streams.people, chosen, settings, is_verbose=verbose > 0) as view:
         examination = examine(chosen, streams.directory, options, view.show)

@@ -34,6 +34,7 @@ def inventory(
 ) -> None:
     """Print the nodes of the fleet for other programs: Ansible, ssh, or your own."""
     from csdctl.cli.render.fleet import fleet_document
+    from csdctl.cli.render.numbers import show_count
     from csdctl.documents import save_text
     from csdctl.fleet.model import load_fleet
     from csdctl.fleet.select import select_nodes
@@ -47,6 +48,6 @@ def inventory(
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:
         save_text(output, text)
-        streams.say(f"{len(chosen.nodes)} nodes: {output} written")
+        streams.say(f"{show_count(chosen.nodes, 'node')}: {output} written")
     else:
         streams.stdout.write(text)

@@ -36,7 +36,7 @@ def trust(
     streams = Streams(is_json=json)
     project = ProjectDirectory(streams.directory)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
-    screen = TrustScreen(streams)
+    screen = TrustScreen(streams, chosen)
     if forget:
         screen.show_forgotten(forget_keys(chosen.nodes, project))
         check_forgotten(chosen, streams.directory)

@@ -57,7 +57,7 @@ def tune(
     with open_workspace(streams.directory, chosen_fleet, holding_for="tune", say=streams.say) as space:
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
-        deploy_files(files, space.sessions, lambda *_: None)
+        deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         plan = tune(
             loaded,
             space.fleet,

@@ -6,7 +6,6 @@ from dataclasses import asdict
 from rich.console import Console
 
 from csdctl.cli.render.numbers import show_bytes
-from csdctl.cli.render.problems import render_problem
 from csdctl.errors import CsdctlError
 from csdctl.launch.leftovers import Leftovers
 from csdctl.transport.many import Outcome
@@ -16,9 +15,8 @@ SCHEMA = "csdctl.clean/1"
 
 
 def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:
-    """One line for a machine, more where something went wrong."""
+    """One line for a machine where nothing went wrong."""
     if outcome.error:
-        render_problem(console, outcome.name, outcome.error)
         return
     found = outcome.get()
     parts = []

@@ -1,8 +1,7 @@
 """What `discover` learnt: a table for people, a document for programs."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TypeVar
 
 from rich import box
 from rich.console import Console
@@ -10,21 +9,18 @@ from rich.markup import escape
 from rich.table import Table
 
 from csdctl.cli.render.numbers import show_bytes, show_seconds
+from csdctl.cli.render.problems import bounded, render_problems
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, Node
-from csdctl.fleet.problems import Problem
 from csdctl.fleet.ranges import fold_names, show_names
 from csdctl.workflows.discover import DiscoverResult
+from csdctl.workflows.partial import failed_document
 
 SCHEMA = "csdctl.discover/1"
 INVENTORY_SCHEMA = "csdctl.inventory/1"
 _UNKNOWN = "–"
 _MISSING = "missing"
-MAX_LINES = 20
-"""Of problems, and of notes: a thousand nodes shall not scroll the table away."""
-
-ItemT = TypeVar("ItemT")
 
 
 def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = False) -> None:
@@ -35,8 +31,7 @@ def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = Fa
     console.print(_build_table(escape(title), rows))
     if verbose:
         console.print(_build_details(result.facts))
-    for problem in _bounded(console, result.problems, "problems"):
-        _render_problem(console, problem)
+    render_problems(console, result.problems)
     lines = [f"differs: {show_names(group.names)}: {what}" for group, what in find_differences(groups)]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
@@ -44,7 +39,7 @@ def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = Fa
     ]
     lines += [f"note: {show_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()]
     lines += [f"warning: {warning}" for warning in result.warnings]
-    for line in _bounded(console, lines, "notes"):
+    for line in bounded(console, lines, "notes"):
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"facts: {result.path}", markup=False, soft_wrap=True)
 
@@ -68,6 +63,7 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
         "problems": [asdict(problem) for problem in result.problems],
         "drives": {name: asdict(drive) for name, drive in result.drives.items()},
         "warnings": list(result.warnings),
+        "failed": failed_document(result.failed),
     }
 
 
@@ -94,7 +90,7 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("Python", "TensorFlow", "MPI"):
-        table.add_column(column)
+        table.add_column(column, no_wrap=True)
     table.add_column("trip", justify="right", no_wrap=True)
     for group in groups:
         facts, number = group.first, len(group.names)
@@ -119,13 +115,6 @@ def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
         for note in facts.notes:
             names.setdefault(note, []).append(facts.name)
     return names
-
-
-def _bounded(console: Console, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
-    """The first of `items`, and a line that counts the rest."""
-    yield from items[:MAX_LINES]
-    if len(items) > MAX_LINES:
-        console.print(f"… and {len(items) - MAX_LINES} more {what}; --json has them all")
 
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
@@ -157,10 +146,3 @@ def _new_table(title: str) -> Table:
 def _show_cores(facts: Facts) -> str:
     cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores
-
-
-def _render_problem(console: Console, problem: Problem) -> None:
-    console.print("problem:", style="bold red", end=" ")
-    console.print(f"{show_names(problem.names)}: {problem.message}", markup=False, soft_wrap=True)
-    if problem.remedy:
-        console.print(f"  → {problem.remedy}", markup=False, soft_wrap=True)

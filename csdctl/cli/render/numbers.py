@@ -1,5 +1,7 @@
 """Numbers as people read them; one way for each kind."""
 
+from collections.abc import Sized
+
 
 def show_rate(images_per_s: float | None) -> str:
     """Images a second."""
@@ -44,3 +46,8 @@ def show_loss(loss: float | None) -> str:
 def show_accuracy(accuracy: float | None) -> str:
     """An accuracy 0…1."""
     return "–" if accuracy is None else f"{accuracy:.4f}"
+
+
+def show_count(items: Sized, word: str) -> str:
+    """How many `items`, each called `word`."""
+    return f"{len(items)} {word}" + ("" if len(items) == 1 else "s")

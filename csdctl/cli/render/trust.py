@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from rich import box
 from rich.table import Table
 
-from csdctl.cli.render.problems import render_problem
+from csdctl.cli.render.problems import render_failed
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
+from csdctl.fleet.model import Fleet
 from csdctl.transport.many import Outcome
 from csdctl.workflows.discover import find_shared_host_keys
 from csdctl.workflows.partial import failed_document
@@ -19,8 +20,9 @@ SCHEMA = "csdctl.trust/1"
 class TrustScreen:
     """Shows the keys of one layer of machines after the other, and remembers them."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: Streams, fleet: Fleet) -> None:
         self._streams = streams
+        self._fleet = fleet
         self._keys: dict[str, ShownKey] = {}
         self.failed: dict[str, CsdctlError] = {}
 
@@ -42,8 +44,7 @@ class TrustScreen:
             self._streams.say(f"{num_known} keys are known already")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
-        for name, error in failed.items():
-            render_problem(self._streams.people, name, error)
+        render_failed(self._streams.people, failed, self._fleet)
         return new
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:

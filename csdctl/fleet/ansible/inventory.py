@@ -68,7 +68,9 @@ class Inventory:
     def variables_of(self, host: str) -> Variables:
         """What counts for `host`, where a variable is set more than once."""
         groups = self.groups_of(host)
-        layers = [self.groups[name].variables for name in groups]
+        layers = [{**self.groups[name].variables} for name in groups]
+        for layer in layers:
+            layer.pop(_PRIORITY, None)  # Ansible takes it for the group's rank, and for no variable
         layers += [self.group_files.get(name, {}) for name in groups]
         layers += [self.hosts[host], self.host_files.get(host, {})]
         return {name: value for layer in layers for name, value in layer.items()}
@@ -107,7 +109,7 @@ class Inventory:
         return found
 
     def _rank(self, name: str) -> tuple[int, int, str]:
-        own = {**self.groups[name].variables, **self.group_files.get(name, {})}.get(_PRIORITY)
+        own = self.groups[name].variables.get(_PRIORITY)
         priority = int(str(own.value)) if own and str(own.value).isdigit() else 1
         return self._depths[name], priority, name
 

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import InputError, NoNodeReachableError, PartialError, UnreachableError
-from csdctl.fleet.facts import Facts, load_facts, save_facts
+from csdctl.errors import InputError, NoNodeReachableError, UnreachableError
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.fake import FakeSession
 from csdctl.workflows.discover import (
-    DiscoverResult,
     collect_facts,
     discover,
     find_shared_addresses,
@@ -101,16 +100,6 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     assert saved["host"].num_cores
     assert saved["csd7"].num_cores == 4
     assert sorted(told) == ["csd0", "host"]
-    with pytest.raises(NoNodeReachableError):
-        result.check()
-
-
-def test_result_with_some_failures_is_partial(tmp_path: Path) -> None:
-    fleet = Fleet((Node("csd0", "10.0.0.1"), Node("csd1", "10.0.0.2")))
-    failed = {"csd1": UnreachableError("gone", node="csd1")}
-    with pytest.raises(PartialError, match="csd1"):
-        DiscoverResult(fleet, {}, failed, (), tmp_path).check()
-    DiscoverResult(fleet, {}, {}, (), tmp_path).check()
 
 
 def test_machine_that_cannot_be_probed_has_a_problem_and_stops_nobody() -> None:
@@ -131,3 +120,23 @@ def test_nodes_with_one_address_are_warned_about_and_ports_tell_them_apart() -> 
     nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
     (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
     assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"
+
+
+@pytest.mark.fault(36)
+@pytest.mark.parametrize("content", ['{"machines": {"csd0"', '{"schema": 0, "machines": {}}', "[]", "\xff"])
+def test_facts_that_cannot_be_read_are_kept_aside_and_said(tmp_path: Path, content: str) -> None:
+    fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
+    path = facts_path(fleet)
+    path.write_text(content, encoding="latin-1")
+    result = discover(fleet, directory=tmp_path, known_hosts=[])
+    aside = path.with_name("fleet.facts.json.bak")
+    assert aside.read_text(encoding="latin-1") == content
+    assert set(load_facts(fleet)) == {"host", "csd0"}
+    assert [warning for warning in result.warnings if str(aside) in warning]
+
+
+def test_drives_are_kept_with_the_facts(tmp_path: Path) -> None:
+    fleet = Fleet((), path=tmp_path / "fleet.yaml")
+    facts = {"csd0": Facts("csd0", drives=(Drive("/dev/nvme0", "S0", "CSD", 512),))}
+    save_facts(fleet, facts)
+    assert load_facts(fleet) == facts

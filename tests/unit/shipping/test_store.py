@@ -1,46 +1,19 @@
-"""The store between a host and one machine, both of them directories here."""
+"""The host's own store."""
 
 import hashlib
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from csdctl.errors import NodeError, RemoteCommandError
-from csdctl.shipping.store import (
-    OBJECTS,
-    StoredFile,
-    deliver,
-    find_missing,
-    hash_file,
-    store_bytes,
-    store_file,
-)
-from csdctl.transport.fake import FakeSession
-from csdctl.transport.local import LocalSession
+from csdctl.errors import InputError
+from csdctl.shipping.store import OBJECTS, StoredFile, hash_file, store_bytes, store_file
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Path:
     return tmp_path / "host"
-
-
-@pytest.fixture
-def home(tmp_path: Path) -> Path:
-    (tmp_path / "node").mkdir()
-    return tmp_path / "node"
-
-
-@pytest.fixture
-def node(home: Path) -> Iterator[LocalSession]:
-    session = LocalSession("csd0", home)
-    yield session
-    session.close()
-
-
-@pytest.fixture
-def files(host: Path) -> list[StoredFile]:
-    return [store_bytes(f"content {number}".encode(), ".bin", host) for number in range(3)]
 
 
 def test_stored_file_lies_under_its_own_hash(host: Path) -> None:
@@ -76,58 +49,33 @@ def test_unchanged_file_is_not_written_again(host: Path, tmp_path: Path) -> None
     assert store_bytes(b"abc", ".bin", host).source.stat() == before
 
 
-def test_all_files_arrive_at_an_empty_machine(
-    node: LocalSession, home: Path, files: list[StoredFile]
-) -> None:
-    delivery = deliver(node, files)
-    assert (delivery.num_sent, delivery.bytes_sent, delivery.num_present) == (3, 27, 0)
-    for file in files:
-        assert hash_file(home / file.path) == file.sha256
+def test_stored_file_is_an_object_of_its_own_name(host: Path) -> None:
+    stored = store_bytes(b"abc", ".json", host)
+    found = stored.as_object()
+    assert (f"{OBJECTS}/{found.name}", found.source.sha256, found.source.size) == (
+        stored.path,
+        stored.sha256,
+        3,
+    )
 
 
-def test_only_what_is_missing_is_sent(node: LocalSession, home: Path, files: list[StoredFile]) -> None:
-    deliver(node, files[:2])
-    times = [(home / file.path).stat().st_mtime_ns for file in files[:2]]
-    delivery = deliver(node, files)
-    assert (delivery.num_sent, delivery.bytes_sent, delivery.num_present) == (1, 9, 2)
-    assert [(home / file.path).stat().st_mtime_ns for file in files[:2]] == times
-    assert deliver(node, files).num_sent == 0
+def test_stored_file_that_is_gone_is_named(host: Path) -> None:
+    stored = store_bytes(b"abc", ".json", host)
+    stored.source.unlink()
+    with pytest.raises(InputError, match=stored.sha256):
+        stored.as_object()
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        pytest.param(lambda path: path.write_bytes(b"CONTENT 1"), id="same size, other bytes"),
-        pytest.param(lambda path: path.write_bytes(b"cont"), id="cut short"),
-        pytest.param(lambda path: path.write_bytes(b""), id="empty"),
-        pytest.param(lambda path: path.unlink(), id="gone"),
-    ],
-)
-def test_damaged_file_is_found_and_replaced(
-    node: LocalSession, home: Path, files: list[StoredFile], damage: Callable[[Path], object]
-) -> None:
-    deliver(node, files)
-    damage(home / files[1].path)
-    assert find_missing(node, files) == [files[1]]
-    assert deliver(node, files).num_sent == 1
-    assert (home / files[1].path).read_bytes() == b"content 1"
-
-
-def test_nothing_to_deliver_asks_the_machine_nothing() -> None:
-    session = FakeSession("csd0")
-    assert deliver(session, []).num_sent == 0
-    assert session.commands == []
-
-
-def test_file_that_arrives_damaged_is_an_error_with_the_nodes_name(files: list[StoredFile]) -> None:
-    session = FakeSession("csd4").on("sh", stdout=f"{'0' * 64}  {files[0].path}\n")
-    with pytest.raises(NodeError, match="3 of 3 files arrived damaged") as raised:
-        deliver(session, files)
-    assert raised.value.node == "csd4"
-
-
-def test_machine_that_cannot_hash_is_told_what_it_needs(files: list[StoredFile]) -> None:
-    session = FakeSession("csd4").on("sh", exit_code=127, stderr="sh: not found")
-    with pytest.raises(RemoteCommandError) as raised:
-        deliver(session, files)
-    assert "sha256sum" in raised.value.remedy
+@pytest.mark.fault(25)
+def test_failed_copy_leaves_nothing_in_the_store(host: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(100_000))
+    script = f"""
+import resource, pathlib, signal
+from csdctl.shipping.store import store_file
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))
+store_file(pathlib.Path({str(tmp_path / "a.bin")!r}), pathlib.Path({str(host)!r}))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "File too large" in done.stderr
+    assert list((host / OBJECTS).iterdir()) == []

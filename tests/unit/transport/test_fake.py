@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from csdctl.errors import DeadlineError, InputError, UnreachableError
@@ -61,12 +59,3 @@ def test_conversation_replies_times_out_and_ends() -> None:
     talk.close()
     assert fake.conversations[0].sent == ["probe"]
     assert talk.is_closed
-
-
-def test_uploads_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "source").write_bytes(b"abc")
-    fake = FakeSession("csd0")
-    assert fake.upload(tmp_path / "source", "there") == 3
-    assert fake.files == {"there": b"abc"}
-    with pytest.raises(InputError):
-        fake.upload(tmp_path / "missing", "there")

@@ -253,8 +253,6 @@ def test_lost_connection_is_unreachable_for_everything_after(
     with pytest.raises(UnreachableError):
         ssh.run(["sleep", "5"], deadline_s=30)
     with pytest.raises(UnreachableError):
-        ssh.upload(tmp_path / "source", "there")
-    with pytest.raises(UnreachableError):
         ssh.converse(["cat"])
     ssh.close()
     ssh.close()
@@ -278,42 +276,3 @@ def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
     with pytest.raises(InputError, match="longer than") as caught:
         ssh.run(["echo", "x" * 200_000])
     assert "standard input" in caught.value.remedy
-
-
-def test_write_error_keeps_the_old_file_and_leaves_no_part(server: Server, tmp_path: Path) -> None:
-    (server.home / "there").write_bytes(b"old")
-    (tmp_path / "source").write_bytes(b"x" * 500_000)
-    server.shell_prefix = "trap '' XFSZ; ulimit -f 8"  # writing more fails, as on a full disk
-    session = connect(server.node(), [server.known_hosts])
-    with pytest.raises(RemoteCommandError, match="File too large"):
-        session.upload(tmp_path / "source", "there")
-    assert [path.name for path in server.home.iterdir()] == ["there"]
-    assert (server.home / "there").read_bytes() == b"old"
-    session.close()
-
-
-def test_connection_lost_in_the_middle_of_an_upload_leaves_no_part(
-    server: Server, ssh: Any, tmp_path: Path
-) -> None:
-    with (tmp_path / "source").open("wb") as file:
-        file.truncate(400_000_000)
-    errors: list[CsdctlError] = []
-
-    def upload() -> None:
-        try:
-            ssh.upload(tmp_path / "source", "there")
-        except CsdctlError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=upload)
-    thread.start()
-    end = time.monotonic() + 20
-    while not list(server.home.glob("there.part-*")) and time.monotonic() < end:
-        time.sleep(0.01)
-    server.drop_connections()
-    thread.join(60)
-    assert isinstance(errors[0], UnreachableError)
-    end = time.monotonic() + 20
-    while list(server.home.iterdir()) and time.monotonic() < end:
-        time.sleep(0.02)
-    assert not list(server.home.iterdir())

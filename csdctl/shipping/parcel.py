@@ -1,0 +1,116 @@
+"""What is to be at a machine, as one message: objects of the store, and trees of them; pure.
+
+The same parcel goes to many machines. A long one is named by its digest first, and only sent to a machine
+that does not have it from an earlier time.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from csdctl.errors import InputError
+from csdctl.shipping.chunks import Source, printable
+
+MAX_INLINE_BYTES = 1000
+"""A shorter manifest travels in the command line; dropbear takes one of 9000 bytes in all."""
+
+PLAIN_MODE = 0o644
+
+
+@dataclass(frozen=True)
+class StoreObject:
+    """A file of the store; its name begins with its SHA-256."""
+
+    name: str
+    source: Source
+    mode: int = PLAIN_MODE
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A directory as it is to be at `destination`; all names are relative to it."""
+
+    destination: str
+    directories: tuple[tuple[str, int], ...] = ()
+    """Name and mode, parents first."""
+    files: tuple[tuple[str, StoreObject], ...] = ()
+    links: tuple[tuple[str, str], ...] = ()
+    """Name and target of each symbolic link."""
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """The sum of the sizes of all files."""
+        return sum(stored.source.size for _, stored in self.files)
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Objects in the order that they are sent in, and the manifest that describes them."""
+
+    objects: tuple[StoreObject, ...]
+    trees: tuple[Tree, ...]
+    manifest: dict[str, Any] = field(repr=False)
+    packed: bytes = field(repr=False)
+    """The manifest as it travels by itself; empty when it travels in the command line."""
+
+    @property
+    def destinations(self) -> list[str]:
+        """Where its trees go."""
+        return [tree.destination for tree in self.trees]
+
+    def build_request(self, *, dry_run: bool = False) -> str:
+        """What the receiver is started with."""
+        request: dict[str, Any] = {"dry_run": True} if dry_run else {}
+        if self.packed:
+            request |= {"digest": hashlib.sha256(self.packed).hexdigest(), "num_bytes": len(self.packed)}
+        else:
+            request["manifest"] = self.manifest
+        return _as_json(request)
+
+
+def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[Tree] = ()) -> Parcel:
+    """One message for `objects` and `trees`; raises InputError for trees that lie in each other."""
+    _check_apart([tree.destination for tree in trees])
+    distinct = {stored.name: stored for stored in objects}
+    for tree in trees:
+        distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
+    numbers = {name: number for number, name in enumerate(distinct)}
+    manifest = {
+        "objects": [[it.name, it.source.sha256, it.source.size, it.mode] for it in distinct.values()],
+        "trees": [_describe(tree, numbers) for tree in trees],
+        "keep": sorted({numbers[stored.name] for stored in objects}),
+    }
+    content = _as_json(manifest).encode()
+    packed = zlib.compress(content, 1) if len(content) > MAX_INLINE_BYTES else b""
+    return Parcel(tuple(distinct.values()), tuple(trees), manifest, packed)
+
+
+def _describe(tree: Tree, numbers: dict[str, int]) -> dict[str, Any]:
+    content = {
+        "directories": tree.directories,
+        "files": [(name, numbers[stored.name]) for name, stored in tree.files],
+        "links": tree.links,
+    }
+    named = [tree.directories, [(name, stored.name) for name, stored in tree.files], tree.links]
+    identity = hashlib.sha256(_as_json(named).encode()).hexdigest()[:32]
+    return {"id": identity, "destination": tree.destination, **content}
+
+
+def _check_apart(destinations: Sequence[str]) -> None:
+    ordered = sorted(destination.rstrip("/") + "/" for destination in destinations)
+    for first, second in pairwise(ordered):
+        if second.startswith(first):
+            raise InputError(
+                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} lie in each other",
+                remedy="give each tree a destination of its own",
+            )
+
+
+def _as_json(content: object) -> str:
+    """JSON in ASCII: bytes of names that are not UTF-8 travel as lone surrogates."""
+    return json.dumps(content, separators=(",", ":"))

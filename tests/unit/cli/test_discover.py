@@ -1,0 +1,166 @@
+"""What `discover` shows and writes: on a console that is no terminal, on one that is, and as a document."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from csdctl.cli.render.discovering import DiscoverView
+from csdctl.cli.render.fleet import discover_document, render_fleet
+from csdctl.cli.render.problems import MAX_LINES
+from csdctl.errors import CsdctlError, HostKeyError, UnreachableError
+from csdctl.fleet.facts import Drive, Facts
+from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.workflows.discover import DiscoverResult
+
+CSD = Facts(
+    "csd",
+    architecture="aarch64",
+    cpu_model="Cortex-A53",
+    num_cores=4,
+    memory_bytes=6 << 30,
+    python_version="3.11.9",
+    tensorflow_version="2.21.0",
+    mpi_version="5.0.11",
+)
+HOST = replace(CSD, name="host", cpu_model="AMD EPYC", drives=(Drive("/dev/nvme4", "S4", "CSD 32TB"),))
+
+
+def result_of(*machines: Facts, failed: dict[str, CsdctlError] | None = None) -> DiscoverResult:
+    facts = {one.name: one for one in (HOST, *machines)}
+    nodes = tuple(Node(name, f"10.0.0.{number}") for number, name in enumerate(facts) if name != "host")
+    return DiscoverResult(Fleet(nodes), facts, failed or {}, (), Path("fleet.facts.json"))
+
+
+def shown(result: DiscoverResult, *, verbose: bool = False) -> str:
+    file = StringIO()
+    render_fleet(Console(file=file, width=100, highlight=False), result, verbose=verbose)
+    return file.getvalue()
+
+
+def csds(number: int, **changes: object) -> list[Facts]:
+    return [replace(CSD, name=f"csd{k}", **changes) for k in range(number)]  # type: ignore[arg-type]
+
+
+class TestTable:
+    def test_equal_nodes_have_one_row_and_odd_ones_stand_out(self) -> None:
+        text = shown(result_of(*csds(32), replace(CSD, name="csd32", tensorflow_version="2.20.0")))
+        assert "csd[0-31] (32)" in text
+        assert "differs: csd32: TensorFlow 2.20.0 instead of 2.21.0" in text
+
+    def test_verbose_has_a_row_for_each(self) -> None:
+        text = shown(result_of(*csds(3)), verbose=True)
+        assert all(f"csd{k} " in text for k in range(3))
+
+    def test_node_that_is_a_drive_is_said(self) -> None:
+        node = replace(CSD, name="csd3", drives=(Drive("/dev/nvme0", "S4", "CSD 32TB"),))
+        assert "drive: csd3 is /dev/nvme4 (CSD 32TB, serial S4)" in shown(result_of(node))
+
+    def test_notes_of_many_machines_are_one_line(self) -> None:
+        text = shown(result_of(*csds(9, notes=("Python could not be told",))))
+        assert "note: csd[0-8]: Python could not be told" in text
+
+    def test_thousand_nodes_fit_a_screen(self) -> None:
+        machines = [
+            replace(one, problem=None if k % 3 else "gone", notes=(f"clock {k}",))
+            for k, one in enumerate(csds(1000))
+        ]
+        result = result_of(*machines)
+        failed: dict[str, CsdctlError] = {
+            one.name: HostKeyError(f"shows key {one.name}") for one in machines if one.problem
+        }
+        text = shown(replace(result, failed=failed))
+        assert len(text.splitlines()) < 2 * MAX_LINES + 60
+        assert f"… and {334 - MAX_LINES} more problems; --json has them all" in text
+
+
+class TestDocument:
+    def test_groups_problems_and_drives_are_added_to_the_machines(self) -> None:
+        lost = [Facts(f"csd{k}", problem="closed") for k in (3, 4)]
+        failed: dict[str, CsdctlError] = {
+            one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
+            for k, one in zip((4, 5), lost, strict=True)
+        }
+        document = json.loads(json.dumps(discover_document(result_of(*csds(3), *lost, failed=failed))))
+        assert document["schema"] == "csdctl.discover/1"
+        assert len(document["machines"]) == 6
+        assert document["groups"][1]["ranges"] == ["csd[0-2]"]
+        assert document["problems"] == [
+            {"names": ["csd3", "csd4"], "message": "10.0.0.[4-5] is closed", "remedy": "start it"}
+        ]
+        assert document["drives"] == {}
+
+
+class TestLive:
+    def test_without_a_terminal_every_machine_is_a_line_at_once(self) -> None:
+        file = StringIO()
+        with DiscoverView(Console(file=file, width=100), 2) as view:
+            view.show(replace(CSD, name="csd0"))
+            assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\n"
+            view.show(Facts("csd1", problem="port 22 is closed"))
+        assert file.getvalue().splitlines()[1:] == ["csd1: port 22 is closed"]
+
+    def test_on_a_terminal_it_is_a_bar_with_failures_counted(self) -> None:
+        file = StringIO()
+        with DiscoverView(Console(file=file, width=100, force_terminal=True), 3) as view:
+            view.show(replace(CSD, name="csd0"))
+            view.show(Facts("csd1", problem="closed"))
+        assert "2/3" in file.getvalue()
+        assert "1 failed" in file.getvalue()
+
+
+def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "from csdctl.cli.app import main; main()"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+class TestSources:
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, and 2 are named"),
+            (["--interface", "lo"], "needs --cidr"),
+            (["--dry-run"], "--cidr, --inventory or --ssh-config"),
+            (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
+            (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
+            (["--force", "--inventory", "hosts", "--limit", "nobody"], "matches no node of hosts"),
+            (["--inventory", "hosts"], "fleet.yaml is there already"),
+        ],
+    )
+    def test_bad_use_is_told_with_exit_code_2(self, tmp_path: Path, arguments: list[str], said: str) -> None:
+        (tmp_path / "hosts").write_text("csd0\n")
+        (tmp_path / "fleet.yaml").write_text("nodes: []\n")
+        ended = csdctl(tmp_path, "discover", *arguments)
+        assert ended.returncode == 2
+        assert said in ended.stderr
+        assert "Traceback" not in ended.stderr
+
+    def test_dry_run_prints_the_file_and_writes_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "hosts").write_text("[csds]\ncsd[0:3] ansible_host=127.0.0.1 ansible_user=me\n")
+        ended = csdctl(tmp_path, "discover", "--inventory", "hosts", "--dry-run", "--limit", "csd[1-2]")
+        assert ended.returncode == 0
+        assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
+        (tmp_path / "fleet.yaml").write_text(ended.stdout)
+        assert [node.name for node in load_fleet(tmp_path / "fleet.yaml").nodes] == ["csd1", "csd2"]
+        again = csdctl(tmp_path, "discover", "--inventory", "hosts", "--dry-run", "--json", "--force")
+        assert [node["user"] for node in json.loads(again.stdout)["nodes"]] == ["me"] * 4
+
+    def test_inventory_is_printed_in_each_format(self, tmp_path: Path) -> None:
+        (tmp_path / "fleet.yaml").write_text("nodes: [{name: 'csd[0-1]', address: '10.0.0.[1-2]'}]")
+        document = json.loads(csdctl(tmp_path, "inventory", "--format", "json").stdout)
+        assert [node["address"] for node in document["nodes"]] == ["10.0.0.1", "10.0.0.2"]
+        assert "ansible_host: 10.0.0.2" in csdctl(tmp_path, "inventory", "--limit", "csd1").stdout
+        ended = csdctl(tmp_path, "inventory", "--format", "ssh-config", "--output", "nodes.conf")
+        assert ended.stdout == "2 nodes: nodes.conf written\n"
+        assert "HostName 10.0.0.1\n" in (tmp_path / "nodes.conf").read_text()

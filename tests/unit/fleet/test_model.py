@@ -1,0 +1,210 @@
+"""fleet.yaml: ranges, groups, jump hosts; and what is refused, with its line."""
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.fleet.select import select_nodes
+from csdctl.fleet.writing import render_fleet
+
+
+def load(directory: Path, text: str) -> Fleet:
+    path = directory / "fleet.yaml"
+    path.write_text(text)
+    return load_fleet(path)
+
+
+def refused(directory: Path, text: str) -> str:
+    with pytest.raises(InputError) as raised:
+        load(directory, text)
+    return str(raised.value)
+
+
+class TestRanges:
+    def test_one_entry_stands_for_many_nodes(self, tmp_path: Path) -> None:
+        nodes = load(tmp_path, "nodes: [{name: 'csd[0-35]', address: '10.1.1.[2-37]', port: 2200}]").nodes
+        assert [(node.name, node.address) for node in nodes] == [
+            (f"csd{k}", f"10.1.1.{k + 2}") for k in range(36)
+        ]
+        assert {node.port for node in nodes} == {2200}
+
+    def test_leading_zeros_and_host_names(self, tmp_path: Path) -> None:
+        nodes = load(tmp_path, "nodes: [{name: 'dpu[08-10]', address: 'dpu[08-10].lan'}]").nodes
+        assert [node.address for node in nodes] == ["dpu08.lan", "dpu09.lan", "dpu10.lan"]
+
+    def test_unequal_lengths_are_refused_with_both_counts(self, tmp_path: Path) -> None:
+        said = refused(
+            tmp_path, "nodes:\n- {name: a, address: a}\n- {name: 'c[0-3]', address: '10.0.0.[1-3]'}"
+        )
+        assert "fleet.yaml:3: " in said
+        assert "'c[0-3]' stands for 4 nodes" in said
+        assert "for 3; expected as many of both" in said
+
+    def test_range_too_large_is_refused_with_its_line(self, tmp_path: Path) -> None:
+        said = refused(tmp_path, "nodes:\n- name: c[0-999999999]\n  address: a[0-999999999]")
+        assert "fleet.yaml:2: " in said
+        assert "more than 100,000 names" in said
+
+    def test_name_made_twice_is_refused(self, tmp_path: Path) -> None:
+        text = "nodes: [{name: 'c[0-3]', address: 'a[0-3]'}, {name: c2, address: b}]"
+        assert "two nodes are called 'c2'" in refused(tmp_path, text)
+
+    def test_a_thousand_nodes_are_read_and_chosen_in_no_time_worth_naming(self, tmp_path: Path) -> None:
+        nodes = tuple(Node(f"n{k * 7 % 1000}", f"10.0.{k // 250}.{k % 250}") for k in range(1000))
+        started_s = time.process_time()
+        fleet = load(tmp_path, render_fleet(Fleet(nodes), origin="Found"))
+        assert len(select_nodes(fleet, ["n[0-99999]"], ["n[0-9]"]).nodes) == 990
+        print(f"{time.process_time() - started_s:.2f} s for 1000 nodes")  # no judgement on a loaded machine
+
+
+class TestGroups:
+    def test_node_may_be_in_several_groups(self, tmp_path: Path) -> None:
+        text = "defaults: {group: csds}\nnodes: [{name: a, address: a}, {name: b, address: b, group: [x, y]}]"
+        fleet = load(tmp_path, text)
+        assert [node.groups for node in fleet.nodes] == [("csds",), ("x", "y")]
+        assert [node.name for node in select_nodes(fleet, ["y"]).nodes] == ["b"]
+
+    @pytest.mark.parametrize("group", ["a b", "a,b", "-x", "[x]"])
+    def test_group_that_limit_could_not_name_is_refused(self, tmp_path: Path, group: str) -> None:
+        said = refused(tmp_path, f"nodes: [{{name: a, address: a, group: ['{group}']}}]")
+        assert "not a usable group" in said
+
+
+class TestJumps:
+    def test_jump_host_by_name_has_user_and_key_of_the_defaults(self, tmp_path: Path) -> None:
+        text = (
+            "defaults: {user: me, key: id, port: 2222, jump: gw}\n"
+            "jump_hosts: [{name: gw, address: 10.0.0.1, jump: outer}, "
+            "{name: outer, address: o.lan, user: ops}]\n"
+            "nodes: [{name: a, address: 10.1.0.1}, {name: b, address: 10.1.0.2, jump: none}]"
+        )
+        first, second = load(tmp_path, text).nodes
+        outer = Node("outer", "o.lan", 22, "ops", tmp_path / "id")
+        assert first.jump == Node("gw", "10.0.0.1", 22, "me", tmp_path / "id", jump=outer)
+        assert second.jump is None
+
+    @pytest.mark.parametrize(
+        ("jump", "chain"),
+        [
+            ("10.0.0.9", [("10.0.0.9", "root", 22)]),
+            ("ops@gw.lan:2200", [("gw.lan", "ops", 2200)]),
+            ("ops@[fd00::1]:2200", [("fd00::1", "ops", 2200)]),
+            ("[fd00::1]", [("fd00::1", "root", 22)]),
+            ("first,you@second:23", [("second", "you", 23), ("first", "root", 22)]),
+        ],
+    )
+    def test_jump_may_be_an_address_as_in_proxyjump(
+        self, tmp_path: Path, jump: str, chain: list[tuple[str, str, int]]
+    ) -> None:
+        (node,) = load(tmp_path, f"nodes: [{{name: a, address: b, jump: '{jump}'}}]").nodes
+        found, hop = [], node.jump
+        while hop:
+            found.append((hop.address, hop.user, hop.port))
+            hop = hop.jump
+        assert found == chain
+
+    def test_jump_may_be_a_node(self, tmp_path: Path) -> None:
+        text = "nodes: [{name: a, address: 10.0.0.1, user: x}, {name: b, address: b, jump: a}]"
+        first, second = load(tmp_path, text).nodes
+        assert second.jump == first
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "nodes: [{name: a, address: a, jump: b}, {name: b, address: b, jump: a}]",
+            "nodes: [{name: a, address: a, jump: a}]",
+            "jump_hosts: [{name: g, address: g, jump: g}]\nnodes: [{name: a, address: a, jump: g}]",
+        ],
+    )
+    def test_jumps_in_a_circle_are_refused(self, tmp_path: Path, text: str) -> None:
+        assert "jumps lead in a circle" in refused(tmp_path, text)
+
+    @pytest.mark.fault(40)
+    @pytest.mark.parametrize(
+        "jump",
+        ["-oProxyCommand=x", "$(x)@gw", "a b", "gw:0", "gw:99999", "@gw", "gw:", ",", "-x@gw", "fd00::1"],
+    )
+    def test_jump_that_could_be_taken_for_something_else_is_refused(self, tmp_path: Path, jump: str) -> None:
+        said = refused(tmp_path, f"nodes:\n- {{name: a, address: b, jump: '{jump}'}}")
+        assert "fleet.yaml:2: `nodes.0.jump`" in said
+
+
+@pytest.mark.fault(40)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("address", "-oProxyCommand=touch pwned"),
+        ("address", "a;b"),
+        ("address", "$(id)"),
+        ("name", "-x"),
+        ("name", "a b"),
+        ("user", "$USER"),
+        ("user", "ro\\ot"),
+        ("user", "-lroot"),
+    ],
+)
+@pytest.mark.parametrize("place", ["nodes", "jump_hosts"])
+def test_what_could_be_an_option_or_a_shell_text_is_refused(
+    tmp_path: Path, place: str, key: str, value: str
+) -> None:
+    entry = {"name": "a", "address": "b", key: value}
+    content = {"jump_hosts": [], "nodes": [{"name": "x", "address": "x"}], place: [entry]}
+    said = refused(tmp_path, yaml.safe_dump(content))
+    assert f"`{place}.0.{key}`" in said
+    assert "not a usable" in said
+
+
+@pytest.mark.fault(38)
+def test_unknown_key_is_told_with_its_line_and_the_nearest_one(tmp_path: Path) -> None:
+    said = refused(tmp_path, "nodes:\n- name: a\n  address: b\n  prot: 22\njumphosts: []")
+    assert "fleet.yaml:4: unknown key `nodes.0.prot`, did you mean `port`?" in said
+    assert "fleet.yaml:5: unknown key `jumphosts`, did you mean `jump_hosts`?" in said
+
+
+@pytest.mark.fault(39)
+def test_empty_fleet_is_an_error(tmp_path: Path) -> None:
+    assert "the fleet is empty" in refused(tmp_path, "nodes: []")
+
+
+class TestWriting:
+    GATE = Node("gw", "10.0.0.1", 2200, "ops", Path("/k/gate"), jump=Node("outer", "o.lan", user="ops"))
+
+    @pytest.mark.parametrize(
+        "nodes",
+        [
+            [Node(f"csd{k}", f"10.1.1.{k + 2}", key=Path("/k/id")) for k in range(36)],
+            [Node(f"csd{k:02d}", f"csd{k:02d}.lan", user="me", groups=("a", "b")) for k in range(12)],
+            [Node("a", "fd00::1"), Node("b", "fd00::2", 23, key=Path("/k")), Node("c", "x", groups=("g",))],
+            [Node("a", "a", jump=GATE), Node("b", "b", jump=GATE), Node("c", "c")],
+            [Node("gw", "elsewhere"), Node("b", "b", jump=GATE)],
+            [Node("a", "a", groups=("g",)), Node("b", "b", groups=("g",)), Node("c", "c")],
+        ],
+    )
+    def test_written_fleet_is_read_back_as_the_same_nodes(self, tmp_path: Path, nodes: list[Node]) -> None:
+        fleet = Fleet(tuple(nodes), network="10.1.1.0/24", path=tmp_path / "fleet.yaml")
+        again = load(tmp_path, render_fleet(fleet, origin="Found"))
+        assert [without_jump_names(node) for node in again.nodes] == [without_jump_names(n) for n in nodes]
+        assert again.network == fleet.network
+
+    def test_node_that_is_a_jump_host_is_written_once(self, tmp_path: Path) -> None:
+        gate = Node("a", "10.0.0.1")
+        text = render_fleet(Fleet((gate, Node("b", "10.9.0.2", jump=gate))), origin="Found")
+        assert "jump_hosts" not in text
+        assert load(tmp_path, text).nodes[1].jump == gate
+
+    def test_ranges_are_folded_back(self) -> None:
+        nodes = tuple(Node(f"csd{k}", f"10.1.1.{k + 2}") for k in range(36))
+        text = render_fleet(Fleet(nodes), origin="Found")
+        assert yaml.safe_load(text)["nodes"] == [{"name": "csd[0-35]", "address": "10.1.1.[2-37]"}]
+
+
+def without_jump_names(node: Node | None) -> tuple[object, ...] | None:
+    if node is None:
+        return None
+    name = node.name if node.groups or node.jump is None else ""
+    values = (node.address, node.port, node.user, node.key, node.groups)
+    return (name, *values, without_jump_names(node.jump) and without_jump_names(node.jump)[1:])  # type: ignore[index]

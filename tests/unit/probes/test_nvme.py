@@ -1,0 +1,59 @@
+"""The NVMe probe over a tree like /sys; no machine with such drives was at hand, so the tree is a sample."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from csdctl.fleet.facts import Drive
+from csdctl.probes.nvme import NVME, parse_nvme
+
+
+def probe(sys: Path) -> tuple[Drive, ...]:
+    script = NVME.script.replace("/sys/", f"{sys}/")
+    printed = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    assert printed.stderr == ""
+    return NVME.parse(printed.stdout)["drives"]  # type: ignore[return-value]
+
+
+def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:
+    """As Linux has it: values padded with blanks to the width of the NVMe field."""
+    directory = sys / "class" / "nvme" / controller
+    directory.mkdir(parents=True)
+    (directory / "serial").write_text(f"{serial:<20}\n")
+    (directory / "model").write_text(f"{model:<40}\n")
+    for namespace, size in sectors.items():
+        (directory / namespace).mkdir()
+        block = sys / "block" / namespace.replace("c1n", "n")
+        block.mkdir(parents=True, exist_ok=True)
+        (block / "size").write_text(f"{size}\n")
+
+
+def test_drives_are_told_with_their_sizes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    add_drive(tmp_path, "nvme10", "S10", "NGD Newport", nvme10n1=1000)
+    add_drive(tmp_path, "nvme2", "S2", "Boot drive", nvme2n1=10, nvme2n2=20)
+    add_drive(tmp_path, "nvme3", "S3", "No namespace")
+    assert probe(tmp_path) == (
+        Drive("/dev/nvme2", "S2", "Boot drive", 30 * 512),
+        Drive("/dev/nvme3", "S3", "No namespace", None),
+        Drive("/dev/nvme10", "S10", "NGD Newport", 512_000),
+    )
+
+
+def test_namespace_behind_multipath_is_found(tmp_path: Path) -> None:
+    add_drive(tmp_path, "nvme0", "S0", "Dual port", nvme0c1n1=8)
+    assert probe(tmp_path) == (Drive("/dev/nvme0", "S0", "Dual port", 4096),)
+
+
+def test_drive_without_a_serial_is_left_out(tmp_path: Path) -> None:
+    add_drive(tmp_path, "nvme0", "", "Unnamed", nvme0n1=8)
+    assert probe(tmp_path) == ()
+
+
+def test_machine_without_drives_has_none(tmp_path: Path) -> None:
+    assert probe(tmp_path) == ()
+
+
+def test_probe_that_printed_nothing_is_no_machine_without_drives() -> None:
+    with pytest.raises(ValueError, match="nothing was printed"):
+        parse_nvme("")
