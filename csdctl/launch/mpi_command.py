@@ -71,6 +71,8 @@ def build_mpirun_command(
     options += ["--prtemca", "plm_ssh_agent", f"ssh -F {ssh_config}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
+        # An interface of an IPv4 network may have IPv6 addresses, which nobody said lead anywhere.
+        options += ["--mca", "btl_tcp_disable_family", "4" if ":" in network else "6"]
         # PRRTE never uses the loopback when there is another interface, and fails when told to.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]

@@ -1,0 +1,206 @@
+"""FAULTS 25–33: trees deployed to nodes whose disks, links and clocks misbehave."""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import network
+from tests.lab.lab import Lab
+from tests.lab.machines import LabNode
+from tests.lab.project import Project
+
+pytestmark = pytest.mark.lab
+
+MIB = 1 << 20
+SLOW_MBIT_PER_S = 40
+SLOW_BYTES = 24 * MIB
+
+
+def write_tree(project: Project, **files: bytes) -> Path:
+    source = project.path / "tree"
+    shutil.rmtree(source, ignore_errors=True)
+    source.mkdir()
+    for name, content in files.items():
+        (source / name).write_bytes(content)
+    return source
+
+
+def deploy(project: Project, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """How `csdctl deploy --tree tree:there` ended, and what it tells of each node."""
+    done = project.csdctl("deploy", "--tree", "tree:there", "--json", *options)
+    return done, json.loads(done.stdout)["nodes"] if done.stdout else {}
+
+
+def deployed(node: LabNode) -> dict[str, bytes]:
+    place = node.home / "there"
+    if place.is_symlink():
+        place = node.root / os.readlink(place).lstrip("/")
+    return {str(path.relative_to(place)): path.read_bytes() for path in place.rglob("*") if path.is_file()}
+
+
+@contextmanager
+def slow_link_to(lab: Lab, node: LabNode) -> Iterator[None]:
+    port = f"p-{node.name}"
+    network.limit_bandwidth(lab.host.namespace, port, SLOW_MBIT_PER_S)
+    try:
+        yield
+    finally:
+        network.clear_link(lab.host.namespace, port)
+
+
+def wait_until_half_arrived(node: LabNode, process: subprocess.Popen[str]) -> None:
+    def num_bytes() -> int:
+        sizes = 0
+        for path in (node.home / ".csdctl").rglob("*"):
+            try:
+                sizes += path.stat().st_size if path.is_file() else 0
+            except FileNotFoundError:
+                continue
+        return sizes
+
+    wait_for(lambda: num_bytes() > SLOW_BYTES // 4 or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
+    deadline = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.fault(25)
+def test_full_disk_is_said_and_the_old_tree_stays(project: Project) -> None:
+    with project.lab.node("tiny", 60, home="tiny") as node:
+        project.use(node)
+        write_tree(project, first=b"old")
+        assert deploy(project)[0].returncode == 0
+        write_tree(project, first=b"new", second=os.urandom(3 * MIB))
+        done, _ = deploy(project)
+        assert done.returncode == 1, done.stderr
+        assert "tiny: " in done.stderr
+        assert "No space left" in done.stderr
+        assert deployed(node) == {"first": b"old"}
+        assert sum(path.stat().st_size for path in node.home.rglob("*.part*")) < MIB
+
+
+@pytest.mark.fault(26)
+def test_read_only_home_is_said_and_the_others_go_on(project: Project) -> None:
+    well = project.lab.near[0]
+    with project.lab.node("frozen", 61, home="read-only") as node:
+        project.use(well, node)
+        write_tree(project, first=b"1")
+        done, _ = deploy(project)
+        assert done.returncode == 3, done.stderr
+        assert "frozen: " in done.stderr
+        assert "Read-only file system" in done.stderr
+        assert deployed(well) == {"first": b"1"}
+        assert deployed(node) == {}
+
+
+@pytest.mark.fault(27)
+@pytest.mark.fault(20)
+def test_power_cut_in_the_middle_leaves_no_half_file_and_the_rest_is_sent_later(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    content = os.urandom(SLOW_BYTES)
+    write_tree(project, large=content)
+    with slow_link_to(project.lab, node):
+        process = project.start("deploy", "--tree", "tree:there")
+        wait_until_half_arrived(node, process)
+        with node.switched_off():
+            output = "".join(process.communicate(timeout=60))
+    assert process.returncode == 4, output
+    assert "csd0: " in output
+    assert "Traceback" not in output
+    assert deployed(node) == {}
+    done, nodes = deploy(project)
+    assert done.returncode == 0, done.stderr
+    assert nodes["csd0"]["bytes_sent"] < SLOW_BYTES
+    assert deployed(node) == {"large": content}
+
+
+@pytest.mark.fault(28)
+def test_same_size_and_other_bytes_are_found(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    write_tree(project, first=b"right", second=b"other")
+    assert deploy(project)[0].returncode == 0
+    place = node.root / os.readlink(node.home / "there").lstrip("/") / "first"
+    before = place.stat()
+    place.write_bytes(b"wrong")
+    os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert deploy(project)[0].returncode == 0
+    assert deployed(node) == {"first": b"right", "second": b"other"}
+
+
+@pytest.mark.fault(29)
+def test_source_that_changes_meanwhile_arrives_as_it_was_or_not_at_all(project: Project) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    content = os.urandom(SLOW_BYTES)
+    source = write_tree(project, large=content)
+    with slow_link_to(project.lab, node):
+        process = project.start("deploy", "--tree", "tree:there")
+        wait_until_half_arrived(node, process)
+        (source / "large").write_bytes(os.urandom(MIB))
+        output = "".join(process.communicate(timeout=60))
+    if process.returncode == 0:  # all of it had been read before the change
+        assert deployed(node) == {"large": content}
+    else:
+        assert "large" in output
+        assert "chang" in output
+        assert deployed(node) == {}
+
+
+@pytest.mark.fault(30)
+@pytest.mark.fault(32)
+@pytest.mark.fault(33)
+def test_odd_names_and_ten_thousand_files_on_a_node_whose_clock_is_a_day_off(project: Project) -> None:
+    names = ["a b", "semi;colon", "$(touch owned)", "new\nline", "-rf", "quote'", "back\\slash", "`id`"]
+    with project.lab.node("late", 62, clock="-1d") as node:
+        project.use(node)
+        source = write_tree(project, **{name: name.encode() for name in names})
+        for number in range(10_000):
+            (source / f"{number:05}").write_bytes(b"%d" % number)
+        done, nodes = deploy(project)
+        assert done.returncode == 0, done.stderr
+        assert nodes["late"]["num_sent"] == 10_000 + len(names)
+        found = deployed(node)
+        assert len(found) == 10_000 + len(names)
+        assert {name: found[name] for name in names} == {name: name.encode() for name in names}
+        assert not list(node.home.rglob("owned"))
+        done, nodes = deploy(project)
+        assert (nodes["late"]["num_sent"], nodes["late"]["bytes_sent"]) == (0, 0)
+        _, machines, _ = project.discover()
+        assert machines["late"]["clock_offset_s"] == pytest.approx(-86_400, abs=600)
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../outside"])
+def test_link_that_leads_out_is_refused(project: Project, target: str) -> None:
+    node = project.lab.near[0]
+    project.use(node)
+    source = write_tree(project, first=b"1")
+    (source / "link").symlink_to(target)
+    done, _ = deploy(project)
+    assert done.returncode == 2, done.stderr
+    assert "link" in done.stderr
+    assert deployed(node) == {}
+
+
+@pytest.mark.fault(31)
+def test_destination_that_leads_out_is_refused(project: Project) -> None:
+    project.use(project.lab.near[0])
+    write_tree(project, first=b"1")
+    done = project.csdctl("deploy", "--tree", "tree:../there")
+    assert done.returncode == 2
+    assert "../there" in done.stderr
