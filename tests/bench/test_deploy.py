@@ -2,9 +2,9 @@
 
     make bench ARGS="-k deploy"
 
-Prints tables and judges nothing. Needs root and an OpenSSH server. scp and rsync use their default ciphers and
-sync nothing to the disk; csdctl does. `csdctl` is the whole command, `in process` what it does once it has
-started: read and hash, connect, send, verify.
+Prints tables and judges nothing. Needs root and an OpenSSH server. scp and rsync use their default ciphers
+and sync nothing to the disk; csdctl does. `csdctl` is the whole command, `in process` what it does once it
+has started: read and hash, connect, send, verify.
 """
 
 import os
