@@ -43,6 +43,8 @@ class Inventory:
     """What group_vars/ has, by group."""
     host_files: dict[str, Variables] = field(default_factory=dict)
     """What host_vars/ has, by host."""
+    defaults: Variables = field(default_factory=dict)
+    """What counts for every host that says nothing itself: ansible.cfg."""
     warnings: list[str] = field(default_factory=list)
 
     def group(self, name: str) -> Group:

@@ -129,7 +129,8 @@ class TestSources:
         ("arguments", "said"),
         [
             (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, and 2 are named"),
-            (["--interface", "lo"], "needs --cidr"),
+            (["--interface", "lo"], "--interface is about machines that --cidr finds"),
+            (["--port", "22", "--inventory", "hosts"], "--port is about machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
             (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
