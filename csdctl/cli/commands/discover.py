@@ -1,5 +1,6 @@
 """`csdctl discover`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,7 +115,7 @@ def _source(
 
     sources: list[Source] = []
     if cidrs:
-        path = key and key.expanduser().absolute()
+        path = Path(os.path.abspath(key.expanduser())) if key else None
         sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
     elif given := [name for name, value in _of_cidr(interface, user, key, port) if value]:
         raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")

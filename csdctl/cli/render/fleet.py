@@ -24,6 +24,9 @@ _MISSING = "missing"
 MAX_LINES = 20
 """Of problems, and of notes: a thousand nodes shall not scroll the table away."""
 
+MAX_NAME_WIDTH = 20
+"""Of the column of machines, before it is folded: the table shall fit 80 columns."""
+
 ItemT = TypeVar("ItemT")
 
 
@@ -89,17 +92,21 @@ def _node_document(node: Node) -> dict[str, object]:
 
 def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table = _new_table(title)
-    table.add_column("machines", overflow="fold", min_width=8)
+    names = [_show_machines(group) for group in groups]
+    longest = max(map(len, names), default=0)
+    table.add_column(
+        "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
+    )
     table.add_column("CPU")
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("Python", "TensorFlow", "MPI"):
         table.add_column(column, no_wrap=True)
     table.add_column("trip", justify="right", no_wrap=True)
-    for group in groups:
-        facts, number = group.first, len(group.names)
+    for group, name in zip(groups, names, strict=True):
+        facts = group.first
         table.add_row(
-            escape(show_names(group.names)) + (f" ({number})" if number > 1 else ""),
+            escape(name),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
             _show_cores(facts),
             show_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
@@ -110,6 +117,11 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
             show_seconds(group.most("round_trip_s")),
         )
     return table
+
+
+def _show_machines(group: EqualMachines) -> str:
+    number = len(group.names)
+    return show_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
