@@ -100,23 +100,27 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table.add_column("CPU")
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("Python", "TensorFlow", "MPI"):
+    for column in ("Python", "Tensor\nFlow", "MPI"):
         table.add_column(column, no_wrap=True)
-    table.add_column("trip", justify="right", no_wrap=True)
     for group, name in zip(groups, names, strict=True):
         facts = group.first
         table.add_row(
             escape(name),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
             _show_cores(facts),
-            show_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            show_bytes(group.least("disk_free_bytes")),
+            _show_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            _show_size(group.least("disk_free_bytes")),
             facts.python_version or _MISSING,
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
-            show_seconds(group.most("round_trip_s")),
         )
     return table
+
+
+def _show_size(size: float | None) -> str:
+    """Three digits are enough, and leave room for names."""
+    number, _, unit = show_bytes(size).partition(" ")
+    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else show_bytes(size)
 
 
 def _show_machines(group: EqualMachines) -> str:
@@ -142,7 +146,7 @@ def _bounded(console: Console, items: Sequence[ItemT], what: str) -> Iterator[It
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
     table = _new_table("details")
-    for column in ("machine", "architecture", "glibc", "mpi4py", "clock"):
+    for column in ("machine", "architecture", "glibc", "mpi4py", "trip", "clock"):
         table.add_column(column, no_wrap=True)
     table.add_column("Python prefix", overflow="fold")
     table.add_column("home", overflow="fold")
@@ -153,6 +157,7 @@ def _build_details(machines: Mapping[str, Facts]) -> Table:
                 facts.architecture or _UNKNOWN,
                 facts.glibc_version or _UNKNOWN,
                 facts.mpi4py_version or _MISSING,
+                show_seconds(facts.round_trip_s),
                 _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
                 escape(facts.prefix or _UNKNOWN),
                 escape(facts.home or _UNKNOWN),
