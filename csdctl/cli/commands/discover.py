@@ -1,5 +1,6 @@
 """`csdctl discover`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,14 +35,17 @@ def discover(
         str,
         typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
     ] = "",
-    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds.")] = "root",
+    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds; root.")] = "",
     key: Annotated[
         Path | None,
         typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="SSH port that --cidr looks for.")
-    ] = 22,
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65535, help="SSH port that --cidr looks for; 22.", show_default=False
+        ),
+    ] = None,
     inventory: Annotated[
         Path | None,
         typer.Option(
@@ -110,7 +114,7 @@ def _source(
     interface: str,
     user: str,
     key: Path | None,
-    port: int,
+    port: int | None,
     inventory: Path | None,
     ssh_config: Path | None,
 ) -> "Source | None":
@@ -119,11 +123,10 @@ def _source(
 
     sources: list[Source] = []
     if cidrs:
-        sources.append(
-            AddressRanges(tuple(cidrs), user, key and key.expanduser().absolute(), port, interface)
-        )
-    elif interface:
-        raise InputError("--interface says where to scan, so it needs --cidr", remedy="add --cidr RANGE")
+        path = Path(os.path.abspath(key.expanduser())) if key else None
+        sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
+    elif given := [name for name, value in _of_cidr(interface, user, key, port) if value]:
+        raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")
     sources += [AnsibleInventory(inventory)] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
@@ -132,3 +135,8 @@ def _source(
             remedy="name one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
+
+
+def _of_cidr(interface: str, user: str, key: Path | None, port: int | None) -> tuple[tuple[str, object], ...]:
+    """The options that mean nothing without --cidr."""
+    return ("--interface", interface), ("--user", user), ("--key", key), ("--port", port)
