@@ -86,6 +86,11 @@ def build_mpirun_command(
     return [str(mpirun), *options, *contexts]
 
 
+def rank_marker(run_id: str, node: str) -> str:
+    """What every rank of a run has in its command line, so that it can be found."""
+    return f"csdctl-run={run_id}/{node}"
+
+
 def daemon_marker(run_id: str) -> str:
     """A parameter that nothing reads: mpirun passes it on, so it is in the command line of all it starts."""
     return f"csdctl_run_{run_id}"

@@ -12,7 +12,8 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.last_words import find_cause
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -27,7 +28,6 @@ from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.worker.contract import Event, Greeted, Started
 from csdctl.workflows.prepare import python_of
-from csdctl.workflows.train import marker_of, sweep
 
 Tell = Callable[[Check], None]
 ALONE_DEADLINE_S = 15.0
@@ -98,7 +98,7 @@ def _greet(
     try:
         command = _command(hello, machines, worker, fleet, facts, project)
         outcome = _run(
-            command, hello, project, {name: sessions[name] for name in machines}, deadline_s, events
+            command, hello, fleet, project, {name: sessions[name] for name in machines}, deadline_s, events
         )
     except CsdctlError as error:
         return judge_error(FLEET_NAME, "hello", error), False
@@ -132,7 +132,7 @@ def _command(
     commands = []
     for rank, name in enumerate(machines):
         arguments = ["hello", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-        arguments += ["--marker", marker_of(hello, name)]
+        arguments += ["--marker", rank_marker(hello.run_id, name)]
         python = python_of(fleet, name)
         commands.append(RankCommand(name, tuple(build_worker_command(python, worker.path, arguments))))
     return build_mpirun_command(
@@ -148,6 +148,7 @@ def _command(
 def _run(
     command: Sequence[str],
     hello: RunDirectory,
+    fleet: Fleet,
     project: ProjectDirectory,
     sessions: Mapping[str, Session],
     deadline_s: float,
@@ -162,7 +163,7 @@ def _run(
     try:
         return job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
     finally:
-        sweep(hello, sessions)
+        end_run(hello.run_id, sessions, {name: python_of(fleet, name) for name in sessions})
 
 
 def judge_hello(
