@@ -63,7 +63,7 @@ def find_holder() -> "dict[str, object] | None":
 def find_processes(home: str, run_id: str) -> "list[dict[str, Any]]":
     """The processes of run `run_id`; without one, all of csdctl that were started in `home`.
 
-    Their command lines tell: ranks, MPI's daemons and the ssh that starts them carry the run's id, and whatever
+    Their command lines tell: ranks, MPI's daemons and the ssh that starts them carry the run's id, and what
     else csdctl starts runs a file of its store.
     """
     found: list[dict[str, Any]] = []
