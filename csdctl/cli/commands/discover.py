@@ -127,7 +127,7 @@ def _source(
         sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
     elif given := [name for name, value in _of_cidr(interface, user, key, port) if value]:
         raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")
-    sources += [AnsibleInventory(inventory)] if inventory else []
+    sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
         raise InputError(
