@@ -77,6 +77,7 @@ class Running:
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
         self._started_s = time.monotonic()
+        self._stderr_was_read = threading.Event()
         self._stderr_thread = _start_thread(self._drain_stderr)
 
     def run_to_end(self, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
@@ -110,6 +111,8 @@ class Running:
 
     def kill(self) -> bool:
         """End the command's process group on the machine, if its id is known; says whether that worked."""
+        if self.stdout.has_started:  # then the id is on its way, but the thread that reads it may be late
+            self._stderr_was_read.wait(LEFTOVER_OUTPUT_S)
         return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
@@ -155,6 +158,9 @@ class Running:
     def _drain_stderr(self) -> None:
         while chunk := self.process.read_stderr():
             self.stderr.feed(chunk)
+            if self.stderr.has_started:
+                self._stderr_was_read.set()
+        self._stderr_was_read.set()
 
     def _never_started(self, exit_code: int) -> RemoteCommandError:
         said = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()
