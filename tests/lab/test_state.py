@@ -1,5 +1,6 @@
 """FAULTS 36 and 37: what csdctl wrote itself is damaged, or what a person wrote changes in between."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,15 +14,18 @@ pytestmark = pytest.mark.lab
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("damage", ["cut short", "of another schema"])
-def test_damaged_facts_are_learnt_again(project: Project, damage: str) -> None:
+def test_damaged_facts_are_said_kept_aside_and_learnt_again(project: Project, damage: str) -> None:
     project.use(project.lab.near[0])
     assert project.discover()[0] == 0
     fleet = load_fleet(project.path / "fleet.yaml")
     path = facts_path(fleet)
     text = path.read_text()
     path.write_text(text[: len(text) // 2] if damage == "cut short" else '{"schema": "csdctl.facts/0"}')
+    damaged = path.read_text()
     code, machines, errors = project.discover()
     assert (code, machines["csd0"]["problem"]) == (0, None), errors
+    assert re.search(r"warning: .*facts\.json.* is kept as ", errors)
+    assert damaged in [other.read_text() for other in path.parent.glob("fleet.facts*") if other != path]
     assert set(load_facts(fleet)) == {"host", "csd0"}
 
 
@@ -36,7 +40,7 @@ def test_half_a_plan_is_refused_with_a_remedy(project: Project, job: Path) -> No
 
 
 @pytest.mark.fault(37)
-def test_node_that_was_added_after_tuning_is_noticed(project: Project, job: Path) -> None:
+def test_job_or_fleet_that_changed_after_tuning_is_noticed(project: Project, job: Path) -> None:
     one, two = project.lab.near[:2]
     project.use(one, two)
     project.write_fleet(one)
