@@ -270,6 +270,7 @@ def test_a_daemon_outlives_its_channel_and_stays_the_nodes(fleet: Running) -> No
     wait_until(lambda: not Path(f"/proc/{pid}").exists())  # also reaped
 
 
+@pytest.mark.fault(22)
 def test_a_process_that_grows_too_large_is_killed(fleet: Running) -> None:
     grow = "import time\nblocks = []\nwhile True: blocks.append(bytearray(8 << 20)); time.sleep(0.02)"
     completed = fleet.ssh(f'python3 -c "{grow}"; echo "exit $?"')

@@ -273,6 +273,7 @@ def test_lost_run_fails_names_the_cause_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda one: one.name)
+@pytest.mark.fault(23)
 def test_training_that_is_ended_leaves_nothing_running(demo: Path, number: signal.Signals) -> None:
     process, run = start_training(demo)
     process.send_signal(number)
@@ -282,6 +283,7 @@ def test_training_that_is_ended_leaves_nothing_running(demo: Path, number: signa
     assert nothing_is_left(demo, run)
 
 
+@pytest.mark.fault(37)
 def test_plan_is_refused_after_the_job_has_changed(demo: Path) -> None:
     job_with(demo, "changed.yaml", learning_rate="0.5")
     (demo / ".csdctl/plans/changed.yaml").write_text((demo / ".csdctl/plans/job.yaml").read_text())

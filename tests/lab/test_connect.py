@@ -254,18 +254,17 @@ def test_jump_host_that_is_down_is_one_cause_for_all_behind_it(lab: Lab, tmp_pat
 
 @pytest.mark.fault(11)
 @pytest.mark.parametrize("server", ["openssh without SFTP", "dropbear"])
-def test_server_without_sftp_takes_commands_and_files(lab: Lab, tmp_path: Path, server: str) -> None:
-    source = tmp_path / "source"
-    source.write_bytes(bytes(range(256)) * 4096)
+def test_server_without_sftp_takes_commands_and_files(project: Project, server: str) -> None:
+    content = bytes(range(256)) * 4096
+    (project.path / "tree").mkdir()
+    (project.path / "tree" / "it is").write_bytes(content)
     kind = "dropbear" if server == "dropbear" else "openssh"
-    with lab.node("plain", 44, server=kind, has_sftp=False) as node:
-        known = KnownHosts.load([_known_hosts(lab, node.known_hosts_line)])
-        with network.entered(lab.host.namespace):
-            session = connect(node.node, known)
-            assert session.upload(source, "there/it is") == 1 << 20
-            assert session.run(["hostname"]).output == "plain\n"
-            session.close()
-        assert (node.home / "there" / "it is").read_bytes() == source.read_bytes()
+    with project.lab.node("plain", 44, server=kind, has_sftp=False) as node:
+        project.use(node)
+        done = project.csdctl("deploy", "--tree", "tree:there")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert node.run("cksum", "/root/there/it is").split()[1] == str(len(content))
+        assert project.discover()[0] == 0
 
 
 @pytest.mark.fault(12)

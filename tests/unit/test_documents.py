@@ -212,6 +212,7 @@ class TestSaving:
         assert load_json(tmp_path / "file") == {"a": 1}
         assert len(list(tmp_path.iterdir())) == 1
 
+    @pytest.mark.fault(36)
     def test_half_a_json_file_is_told_with_a_remedy(self, tmp_path: Path) -> None:
         (tmp_path / "file").write_text('{"a": ')
         with pytest.raises(InputError, match="cannot be read") as raised:

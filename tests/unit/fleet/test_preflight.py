@@ -21,6 +21,7 @@ def test_machine_with_all_software_is_ready() -> None:
     assert is_ready(Facts("csd0", **READY))
 
 
+@pytest.mark.fault(21)
 def test_missing_software_is_named_with_the_node_and_its_python() -> None:
     lacking = Facts("csd0", **{**READY, "tensorflow_version": None, "mpi_version": None})
     assert not is_ready(lacking)

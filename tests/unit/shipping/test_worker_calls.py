@@ -74,6 +74,7 @@ def test_worker_without_a_message_is_told_by_its_last_line() -> None:
     assert error.message == "preparing data failed with exit code 1: ImportError: libmpi.so"
 
 
+@pytest.mark.fault(22)
 def test_killed_worker_is_told_as_out_of_memory() -> None:
     assert "out of memory" in failure(exit_code=137).message
 

@@ -89,6 +89,7 @@ def test_missing_program_ends_with_127_and_says_so(machine: Machine) -> None:
     assert "no-such-program" in completed.last_error_line
 
 
+@pytest.mark.fault(22)
 def test_killed_command_counts_as_137(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["sh", "-c", "kill -KILL $$"])
@@ -115,6 +116,7 @@ def test_command_that_does_not_read_its_input_ends(machine: Machine) -> None:
     assert session.run(["sh", "-c", "exit 4"], stdin=b"x" * 3_000_000, deadline_s=30).exit_code == 4
 
 
+@pytest.mark.fault(18)
 def test_large_output_with_nuls_stays_bounded(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["head", "-c", "50000000", "/dev/zero"])
@@ -130,12 +132,14 @@ def test_the_beginning_of_output_and_the_end_of_errors_are_kept(machine: Machine
     assert len(completed.stdout) == len(completed.stderr) == MAX_OUTPUT_BYTES
 
 
+@pytest.mark.fault(19)
 def test_full_error_pipe_does_not_block_output(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["sh", "-c", "head -c 6000000 /dev/zero >&2; echo done"], deadline_s=60)
     assert completed.stdout == b"done\n"
 
 
+@pytest.mark.fault(18)
 def test_broken_utf8_is_kept_and_shown_replaced(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["printf", r"\377\376caf\303"])
@@ -143,6 +147,7 @@ def test_broken_utf8_is_kept_and_shown_replaced(machine: Machine) -> None:
     assert completed.output == "��caf�"
 
 
+@pytest.mark.fault(16)
 def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine: Machine) -> None:
     session, home = machine
     script = "echo $$ >parent; sleep 1000 & echo $! >child; wait"
@@ -154,6 +159,7 @@ def test_hanging_command_is_ended_at_the_deadline_with_all_its_processes(machine
     assert session.run(["true"]).exit_code == 0
 
 
+@pytest.mark.fault(16)
 def test_command_that_ignores_signals_is_ended_too(machine: Machine) -> None:
     session, home = machine
     with pytest.raises(DeadlineError):

@@ -61,6 +61,7 @@ def make_key(path: Path, passphrase: str | None = None) -> Path:
     return path
 
 
+@pytest.mark.fault(1)
 def test_closed_port_is_unreachable_and_says_what_to_check(server: Server) -> None:
     with pytest.raises(UnreachableError, match="refused") as caught:
         connect(server.node(port=closed_port()), [server.known_hosts])
@@ -68,6 +69,7 @@ def test_closed_port_is_unreachable_and_says_what_to_check(server: Server) -> No
     assert "SSH server" in caught.value.remedy
 
 
+@pytest.mark.fault(2)
 def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
     # A full accept queue drops SYNs, as a firewall does.
     with socket.socket() as listening, contextlib.ExitStack() as stack:
@@ -88,6 +90,7 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
         connect(server.node(address="no-such-name.invalid"), [server.known_hosts], connect_deadline_s=5)
 
 
+@pytest.mark.fault(3)
 def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Server) -> None:
     with (
         answering(None) as port,
@@ -97,6 +100,7 @@ def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Serv
     assert caught.value.node == "csd0"
 
 
+@pytest.mark.fault(3)
 def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
     with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not answer"):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
@@ -108,6 +112,7 @@ def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=1.0)
 
 
+@pytest.mark.fault(4)
 def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server, tmp_path: Path) -> None:
     fingerprint = asyncssh.import_public_key(server.public_key).get_fingerprint()
     with pytest.raises(HostKeyError) as caught:
@@ -117,6 +122,7 @@ def test_unknown_host_key_is_refused_with_fingerprint_and_remedy(server: Server,
     assert "csdctl trust --limit csd0" in caught.value.remedy
 
 
+@pytest.mark.fault(5)
 def test_changed_host_key_is_refused_with_file_and_line(server: Server) -> None:
     other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode()
     server.known_hosts.write_text(f"# ours\n[127.0.0.1]:{server.port} {other}")
@@ -136,6 +142,7 @@ def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Pat
     connect(server.node(), [tmp_path / "missing", server.known_hosts]).close()
 
 
+@pytest.mark.fault(6)
 def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
     with pytest.raises(AuthenticationError, match="none of our keys for user 'tester'") as caught:
         connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
@@ -147,6 +154,7 @@ def test_wrong_user_is_refused(server: Server) -> None:
         connect(server.node(user="nobody-here"), [server.known_hosts])
 
 
+@pytest.mark.fault(6)
 def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
     key = make_key(tmp_path / "locked", passphrase="secret")
     with pytest.raises(AuthenticationError, match="passphrase") as caught:
@@ -162,6 +170,7 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
         connect(server.node(key=tmp_path / "damaged"), [server.known_hosts])
 
 
+@pytest.mark.fault(8)
 def test_dropped_connections_are_tried_again(server: Server) -> None:
     server.num_drops = 2
     session = connect(server.node(), [server.known_hosts], connect_deadline_s=20)
@@ -169,6 +178,7 @@ def test_dropped_connections_are_tried_again(server: Server) -> None:
     session.close()
 
 
+@pytest.mark.fault(8)
 def test_server_that_always_drops_is_unreachable_after_three_tries(server: Server) -> None:
     server.num_drops = 100
     with pytest.raises(UnreachableError, match="dropped the connection 3 times"):
@@ -176,6 +186,7 @@ def test_server_that_always_drops_is_unreachable_after_three_tries(server: Serve
     assert server.num_drops == 97
 
 
+@pytest.mark.fault(12)
 def test_login_shell_that_prints_does_not_reach_the_output(server: Server) -> None:
     server.shell_prefix = "echo welcome; echo notice >&2; printf 'no line end'; printf 'nor here' >&2"
     session = connect(server.node(), [server.known_hosts])
@@ -218,6 +229,7 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server) -> No
     session.close()
 
 
+@pytest.mark.fault(16)
 def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Server, ssh: Any) -> None:
     errors: list[CsdctlError] = []
 
@@ -258,6 +270,7 @@ def test_lost_connection_is_unreachable_for_everything_after(
     ssh.close()
 
 
+@pytest.mark.fault(9)
 def test_more_commands_than_channels_wait_for_their_turn(server: Server, ssh: Any) -> None:
     codes: list[int] = []
     threads = [
