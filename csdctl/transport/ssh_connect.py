@@ -87,7 +87,7 @@ def open_transport(
 @contextlib.contextmanager
 def _started(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> Iterator[paramiko.Transport]:
+) -> Iterator[OrderlyTransport]:
     """A connection with keys exchanged, tried again when it was dropped; closed when the body fails."""
     num_drops = 0
     while True:
@@ -150,12 +150,13 @@ def _set_options(connection: socket.socket) -> None:
 
 def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
     """The socket addresses of `node`; name resolution has no deadline of its own, so it gets a thread."""
+    with contextlib.suppress(OSError):  # an address needs no name server
+        return _look_up(node, socket.AI_NUMERICHOST)
     answers: queue.Queue[list[tuple[int, tuple[Any, ...]]] | OSError] = queue.Queue()
 
     def ask() -> None:
         try:
-            found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
-            answers.put([(family, address) for family, _, _, _, address in found])
+            answers.put(_look_up(node))
         except OSError as error:
             answers.put(error)
 
@@ -171,6 +172,11 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
         node=node.name,
         remedy="write an IP address in fleet.yaml, or mend name resolution",
     )
+
+
+def _look_up(node: Node, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
+    found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
 
 
 def load_keys(node: Node) -> list[paramiko.PKey]:
@@ -193,7 +199,7 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
 
 def _start_transport(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> paramiko.Transport:
+) -> OrderlyTransport:
     """A connection with keys exchanged; raises _ConnectionDropped when another try may do."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = OrderlyTransport(connection)
@@ -202,15 +208,9 @@ def _start_transport(
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
     # Ask first for a key of a type we know, as ssh does; the server may have keys of several types.
     options.key_types = sorted(options.key_types, key=lambda name: _known_hosts_type(name) not in known_types)
-    transport.banner_timeout = transport.handshake_timeout = max(0.1, deadline.left_s)
-    transport.auth_timeout = transport.channel_timeout = max(0.1, deadline.left_s)
+    transport.banner_timeout = max(0.1, deadline.left_s)
     try:
-        is_ready = threading.Event()  # paramiko's own waiting asks ten times a second
-        transport.start_client(event=is_ready)
-        is_ready.wait(max(0.1, deadline.left_s))
-        if not is_ready.is_set():
-            raise TimeoutError
-        transport.get_remote_server_key()
+        transport.exchange_keys(max(0.1, deadline.left_s))
     except (paramiko.SSHException, EOFError, OSError) as error:
         transport.close()
         if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
@@ -240,7 +240,7 @@ def _dropped_error(node: Node, num_drops: int, reason: str) -> UnreachableError:
 
 
 def _authenticate(
-    node: Node, transport: paramiko.Transport, keys: list[paramiko.PKey], deadline: Deadline
+    node: Node, transport: OrderlyTransport, keys: list[paramiko.PKey], deadline: Deadline
 ) -> bool:
     """Offer `keys` in turn, dropping each one refused; False when the server hung up in between.
 
@@ -254,13 +254,9 @@ def _authenticate(
             remedy="name a `key:` in fleet.yaml, or make one with ssh-keygen",
         )
     while keys and not deadline.has_passed:
-        transport.auth_timeout = max(0.1, deadline.left_s)
         key = keys[0]
         try:
-            is_answered = threading.Event()
-            transport.auth_publickey(node.user, key, is_answered)
-            is_answered.wait(max(0.1, deadline.left_s))
-            if transport.is_authenticated():
+            if transport.offer_key(node.user, key, max(0.1, deadline.left_s)):
                 return True
             keys.pop(0)  # refused; or accepted, but the server wants a second factor, which we never have
             if not transport.is_active() and keys:
