@@ -118,7 +118,7 @@ class MarkedOutput:
                 del self.preamble[: -self.MAX_PREAMBLE_BYTES]
                 return b""
             self.has_started = True
-            self.group = int(self.preamble[start + len(self._token) : end] or 0)
+            self.group = int(self.preamble[start + len(self._token) : end].strip() or 0)
             data = bytes(self.preamble[end:])
             del self.preamble[start:]
         self._keep(data)
