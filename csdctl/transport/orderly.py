@@ -19,7 +19,7 @@ import threading
 import paramiko
 from paramiko.packet import NeedRekeyException, Packetizer
 
-_WINDOW_ADJUST, _CLOSE, _REQUEST = 93, 97, 98
+_OPEN, _WINDOW_ADJUST, _CLOSE, _REQUEST = 90, 93, 97, 98
 """SSH_MSG_CHANNEL_…, RFC 4254 section 9: all from the first to the last name the channel in bytes 1 to 5."""
 
 _RECEIVE_BYTES = 1 << 17
@@ -28,12 +28,14 @@ _RECEIVE_BYTES = 1 << 17
 class OrderlyTransport(paramiko.Transport):
     """Waits without polling, and drops what would be sent on a channel after its close."""
 
-    # How often a connection on which nothing happens looks whether keys are due, or a keepalive.
-    _active_check_timeout = 1.0
+    # How often a connection on which nothing happens looks whether new keys are due.
+    _active_check_timeout = 10.0
     _closed: frozenset[int] = frozenset()
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
         super().__init__(connection, packetizer_class=GreedyPacketizer)
+        if not isinstance(connection, socket.socket):
+            connection.settimeout(1.0)  # behind a jump host there are keepalives too
 
     def exchange_keys(self, timeout_s: float) -> None:
         """Start the connection and wait for its first keys; raises TimeoutError, SSHException, EOFError."""
@@ -53,6 +55,49 @@ class OrderlyTransport(paramiko.Transport):
         assert self.auth_handler
         return not self.auth_handler.wait_for_response(answered)
 
+    def open_channel(
+        self,
+        kind: str,
+        dest_addr: tuple[str, int] | None = None,
+        src_addr: tuple[str, int] | None = None,
+        window_size: int | None = None,
+        max_packet_size: int | None = None,
+        timeout: float | None = None,
+    ) -> paramiko.Channel:
+        """What paramiko's does, without asking ten times a second; raises SSHException, ChannelException."""
+        if not self.active:
+            raise paramiko.SSHException("SSH session not active")
+        channel, answered = self._register_channel()
+        request = paramiko.Message()
+        request.add_byte(bytes([_OPEN]))
+        request.add_string(kind)
+        for number in (channel.chanid, channel.in_window_size, channel.in_max_packet_size):
+            request.add_int(number)
+        for address in (dest_addr, src_addr):
+            if address:
+                request.add_string(address[0])
+                request.add_int(address[1])
+        self._send_user_message(request)
+        if not answered.wait(timeout):
+            raise paramiko.SSHException("Timeout opening channel.")
+        if self.active and self._channels.get(channel.chanid) is not None:
+            return channel
+        raise self.get_exception() or paramiko.SSHException("Unable to open channel.")
+
+    def _register_channel(self) -> tuple[paramiko.Channel, threading.Event]:
+        """A channel that is not open yet, and what is set when the server has answered."""
+        answered = threading.Event()
+        with self.lock:
+            channel = paramiko.Channel(self._next_channel())
+            self._channels.put(channel.chanid, channel)
+            self.channel_events[channel.chanid] = answered
+            self.channels_seen[channel.chanid] = True
+            channel._set_transport(self)
+            channel._set_window(self.default_window_size, self.default_max_packet_size)
+        if not self.active:  # it ended meanwhile, and may not have seen this channel
+            answered.set()
+        return channel, answered
+
     def stop_thread(self) -> None:
         """Wake the thread that reads, so that it ends."""
         self.active = False
@@ -60,6 +105,10 @@ class OrderlyTransport(paramiko.Transport):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
         super().stop_thread()
+
+    def _filter_algorithm(self, kind: str) -> tuple[str, ...]:
+        """What to offer of a kind of algorithm; none is disabled."""
+        return tuple(getattr(self, f"_preferred_{kind}"))
 
     def _parse_debug(self, message: paramiko.Message) -> None:
         """Nothing: OpenSSH sends some at every login, and paramiko spends a tenth of the login on them."""

@@ -4,8 +4,10 @@ Everything happens within one connect deadline. Nobody is ever asked anything: a
 a key with a passphrase that no agent holds, is an error with a remedy.
 """
 
+import base64
 import contextlib
 import errno
+import functools
 import logging
 import queue
 import random
@@ -35,6 +37,7 @@ KEEPALIVE_INTERVAL_S = 3
 
 # AES-GCM needs no separate MAC and has hardware help on both sides: half the time for large uploads.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+_OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 # Without a handler, Python would print paramiko's errors; they reach people as ours.
@@ -284,16 +287,48 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     try:
-        return paramiko.PKey.from_path(path)
+        status = path.stat()
+        return _read_key(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         raise refused("does not exist", "mend `key:` in fleet.yaml") from None
     except (paramiko.PasswordRequiredException, TypeError):
-        remedy = f"run `ssh-add {path}` and leave `key:` out of fleet.yaml"
-        raise refused("has a passphrase, and csdctl never asks for one", remedy) from None
+        if held := _find_in_agent(path):
+            return held
+        raise refused("has a passphrase, and csdctl never asks for one", f"run `ssh-add {path}`") from None
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "mend its permissions") from None
     except Exception as error:  # the parsers of three libraries, each with errors of its own
         raise refused(f"is not a private key: {error}", "mend `key:` in fleet.yaml") from None
+
+
+@functools.lru_cache
+def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
+    """The private key in a file of that age and size: read once for all nodes."""
+    return paramiko.PKey.from_path(path)
+
+
+def _find_in_agent(path: Path) -> paramiko.PKey | None:
+    """The agent's key whose public part is that of the private key at `path`, if it holds it."""
+    blob = _read_public_blob(path)
+    with contextlib.suppress(paramiko.SSHException, OSError):
+        return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
+    return None
+
+
+def _read_public_blob(path: Path) -> bytes:
+    """The public part of a private key: KEY.pub, or what OpenSSH's format has in clear; b'' if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
+    with contextlib.suppress(OSError, ValueError):
+        lines = path.read_text(encoding="ascii").split("\n")
+        content = base64.b64decode("".join(line for line in lines if line and not line.startswith("-----")))
+        if content.startswith(_OPENSSH_KEY):
+            fields = paramiko.Message(content[len(_OPENSSH_KEY) :])
+            for _ in ("cipher", "kdf", "kdf options"):
+                fields.get_binary()
+            fields.get_int()  # the number of keys, which is always one
+            return fields.get_binary()
+    return b""
 
 
 def _known_hosts_type(algorithm: str) -> str:
