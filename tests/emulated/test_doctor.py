@@ -116,7 +116,7 @@ def test_emulated_fleet_is_green_and_says_hello(project: Path) -> None:
 
 def test_settings_say_where_they_came_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    _, document, screen = examine(project, "--limit", "csd0", "--hello-deadline", "50", "--verbose")
+    _, document, screen = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
     sources = {one["name"]: (one["value"], one["source"]) for one in document["settings"]}
     assert sources["hello-deadline"] == ("50.0", "flag --hello-deadline")
     assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")

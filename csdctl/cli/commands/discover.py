@@ -68,7 +68,6 @@ def discover(
     exclude: ExcludeOption = None,
     failed_from: FailedFromOption = None,
     json: JsonOption = False,
-    verbose: Annotated[int, typer.Option("--verbose", count=True, help="A row for each machine.")] = 0,
 ) -> None:
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.discovering import DiscoverView
@@ -104,7 +103,7 @@ def discover(
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
     with DiscoverView(streams.people, len(chosen.nodes) + 1) as view:
         result = discover(chosen, directory=streams.directory, on_done=view.show)
-    render_fleet(streams.people, result, verbose=verbose > 0)
+    render_fleet(streams.people, result, verbose=streams.is_verbose)
     streams.result(discover_document(result))
     settle(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
 

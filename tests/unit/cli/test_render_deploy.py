@@ -48,12 +48,11 @@ def test_table_has_a_row_for_each_node_and_says_which_failed() -> None:
 
 
 def test_document_has_what_was_sent_and_why_not() -> None:
-    document = deploy_document({"csd0": GOOD, "csd1": BAD}, dry_run=True)
+    assert BAD.error
+    document = deploy_document({"csd0": GOOD, "csd1": BAD}, {"csd1": BAD.error}, dry_run=True)
     assert document == {
         "schema": "csdctl.deploy/1",
-        "dry_run": True,
-        "nodes": {
-            "csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5},
-            "csd1": {"error": "no room", "remedy": "make some", "exit_code": 1},
-        },
+        "is_dry_run": True,
+        "nodes": {"csd0": {"num_sent": 1234, "bytes_sent": 3 << 20, "num_present": 5}},
+        "failed": {"csd1": {"message": "no room", "remedy": "make some"}},
     }
