@@ -11,6 +11,9 @@ channel by then ends the whole connection ("nonexistent channel"), and with it e
 node behind a jump host.
 """
 
+# The types of paramiko do not list what a subclass works with.
+# mypy: disable-error-code="attr-defined"
+
 import contextlib
 import socket
 import struct
@@ -99,12 +102,14 @@ class OrderlyTransport(paramiko.Transport):
         return channel, answered
 
     def stop_thread(self) -> None:
-        """Wake the thread that reads, so that it ends."""
+        """Wake the thread that reads, so that it ends, and whoever waits for a channel."""
         self.active = False
         if isinstance(self.sock, socket.socket):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
         super().stop_thread()
+        for answered in list(self.channel_events.values()):
+            answered.set()
 
     def _filter_algorithm(self, kind: str) -> tuple[str, ...]:
         """What to offer of a kind of algorithm; none is disabled."""
@@ -169,7 +174,7 @@ class GreedyPacketizer(Packetizer):
                 raise EOFError from None
             if check_rekey and self._start == len(self._held) and self.need_rekey():
                 raise NeedRekeyException from None
-            self._check_keepalive()  # type: ignore[attr-defined]
+            self._check_keepalive()
             return
         except OSError:
             if self.closed:
