@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from csdctl.workflows.demo import write_demo_files
+
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(180)]
 
 IS_ROOT = os.geteuid() == 0
@@ -282,3 +284,17 @@ def test_network_that_no_machine_is_in_is_red_and_nothing_is_started(project: Pa
     assert code == 1
     assert set(red(document)) == {(name, "network") for name in ("host", *NODES)}
     assert found(document, "fleet", "hello")["verdict"] == "warn"
+
+
+@pytest.mark.fault(49)
+def test_training_is_refused_before_anything_is_started(project: Path, tmp_path: Path) -> None:
+    write_demo_files(project)
+    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
+    fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
+    done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
+    assert done.returncode == 1
+    assert "the preflight found what would make the run fail" in done.stderr
+    assert "csd1: MPI:" in done.stderr
+    assert "prted is not there" in done.stderr
+    assert "--skip-doctor" in done.stderr
+    assert not (project / ".csdctl" / "runs").exists()

@@ -13,6 +13,7 @@ from csdctl.fleet.checks import (
     judge_hostnames,
     judge_machine,
     judge_network,
+    judge_open_files,
     judge_prefixes,
     red_machines,
 )
@@ -204,3 +205,14 @@ def test_what_is_the_same_of_many_machines_is_told_once() -> None:
     [(check, machines)] = fold(checks)
     assert check.found == "+9 s off"
     assert machines == ["csd0", "csd1", "csd2"]
+
+
+@pytest.mark.fault(14)
+@pytest.mark.parametrize(
+    ("limit", "num_nodes", "verdict"),
+    [(256, 1000, Verdict.FAIL), (256, 8, Verdict.OK), (None, 1000, Verdict.OK), (8192, 1000, Verdict.OK)],
+)
+def test_host_may_open_enough_files_for_its_fleet(
+    limit: int | None, num_nodes: int, verdict: Verdict
+) -> None:
+    assert judge_open_files("host", limit, num_nodes).verdict == verdict
