@@ -5,6 +5,7 @@ One machine that fails never stops the others, and never hides what they did.
 
 import contextlib
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -139,7 +140,8 @@ def run_on_nodes(
             with contextlib.closing(opened) as session:
                 return function(session)
 
-        return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
+        with _patient_threads():
+            return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
 
 
 @contextlib.contextmanager
@@ -205,6 +207,17 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     place = fleet.path.absolute().parent
     around = [parent.parent for parent in (place, *place.parents) if parent.name == ".csdctl"]
     return known_hosts_paths(directory, place, *around)
+
+
+@contextlib.contextmanager
+def _patient_threads() -> Iterator[None]:
+    """Let threads ask for their turn twenty times less often: with hundreds, a sixth of the work is asking."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(0.1)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before_s)
 
 
 def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outcome[ResultT]:

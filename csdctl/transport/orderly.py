@@ -31,14 +31,12 @@ _RECEIVE_BYTES = 1 << 17
 class OrderlyTransport(paramiko.Transport):
     """Waits without polling, and drops what would be sent on a channel after its close."""
 
-    # How often a connection on which nothing happens looks whether new keys are due.
-    _active_check_timeout = 10.0
     _closed: frozenset[int] = frozenset()
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
         super().__init__(connection, packetizer_class=GreedyPacketizer)
-        if not isinstance(connection, socket.socket):
-            connection.settimeout(1.0)  # behind a jump host there are keepalives too
+        # Behind a jump host the connection asks its peer for signs of life, so it wakes by itself.
+        connection.settimeout(None if isinstance(connection, socket.socket) else 1.0)
 
     def exchange_keys(self, timeout_s: float) -> None:
         """Start the connection and wait for its first keys; raises TimeoutError, SSHException, EOFError."""
@@ -102,14 +100,15 @@ class OrderlyTransport(paramiko.Transport):
         return channel, answered
 
     def stop_thread(self) -> None:
-        """Wake the thread that reads, so that it ends, and whoever waits for a channel."""
+        """Wake the thread that reads, so that it ends, and those that wait for channels."""
         self.active = False
+        with self.lock:
+            for answered in self.channel_events.values():
+                answered.set()
         if isinstance(self.sock, socket.socket):
             with contextlib.suppress(OSError):
                 self.sock.shutdown(socket.SHUT_RDWR)
         super().stop_thread()
-        for answered in list(self.channel_events.values()):
-            answered.set()
 
     def _filter_algorithm(self, kind: str) -> tuple[str, ...]:
         """What to offer of a kind of algorithm; none is disabled."""
