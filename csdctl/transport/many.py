@@ -211,7 +211,7 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Let threads ask for their turn twenty times less often: with hundreds, a sixth of the work is asking."""
+    """Let threads ask for their turn less often: with hundreds of them, a sixth of the work is asking."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.1)
     try:
