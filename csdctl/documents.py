@@ -69,7 +69,6 @@ def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
 def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
     """Read YAML `text` as `model`; `name` is what error messages call it."""
     try:
-        tree = yaml.compose(text, Loader=_Loader)
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
@@ -88,6 +87,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
     try:
         return model.model_validate(content)
     except ValidationError as error:
+        tree = yaml.compose(text, Loader=_Loader)  # for the lines; half of the time that reading takes
         problems = [_describe(problem, tree, model) for problem in error.errors()]
     raise InputError("\n".join(f"{name}{problem}" for problem in problems), remedy=f"mend {name}")
 

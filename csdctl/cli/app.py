@@ -10,7 +10,7 @@ import typer
 
 from csdctl import __version__
 from csdctl.cli.lazy import CommandTable, lazy_group
-from csdctl.cli.streams import Streams
+from csdctl.cli.streams import VERBOSE, Streams
 from csdctl.errors import CsdctlError, ExitCode
 
 COMMANDS: CommandTable = {
@@ -39,7 +39,7 @@ COMMANDS: CommandTable = {
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks where the data lies: computational storage devices and their host, in step.",
-    epilog="-vv, anywhere: show the traceback of an error too.",
+    epilog="-v, anywhere: show more; -vv: the traceback of an error too.",
     cls=lazy_group(COMMANDS),
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -62,14 +62,12 @@ def _main(
     """Nothing of its own: the commands do the work."""
 
 
-VERBOSE = ("-v", "-vv")
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPERM)
 
 
 def main() -> None:
     """Run csdctl; every error of ours ends here."""
     streams = Streams()
-    # -v and -vv may stand anywhere, as in `csdctl train -vv`; no command has to know them.
     arguments = [argument for argument in sys.argv[1:] if argument not in VERBOSE]
     signal.signal(signal.SIGTERM, _interrupt)
     try:

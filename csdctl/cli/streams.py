@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+VERBOSE = ("-v", "-vv")
+"""They may stand anywhere, as in `csdctl train -vv`, so no command has to know them."""
+
+
 @dataclass
 class Streams:
     """Streams, terminal and directory of one invocation; a test passes its own."""
@@ -21,6 +25,7 @@ class Streams:
     stderr: TextIO = field(default_factory=lambda: sys.stderr)
     directory: Path = field(default_factory=Path.cwd)
     is_json: bool = False
+    is_verbose: bool = field(default_factory=lambda: any(word in VERBOSE for word in sys.argv))
 
     @cached_property
     def errors(self) -> "Console":

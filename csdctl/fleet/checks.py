@@ -17,6 +17,8 @@ LEAST_PYTHON = (3, 11)
 LEAST_GLIBC = (2, 28)
 MAX_CLOCK_OFFSET_S = 2.0
 LEAST_INODES = 100
+FILES_EACH_NODE = 6
+FILES_SPARE = 128
 MIB = 1 << 20
 INSTALL = "install it there as docs/how-to/add-a-node.md says, or mend `python:` in the fleet file"
 
@@ -84,6 +86,16 @@ def judge_network(name: str, addresses: Sequence[str] | None, network: str) -> C
         remedy = "name the one network that all machines share as `network:` in the fleet file"
         return Check(name, "network", Verdict.WARN, found, "one address", remedy)
     return Check(name, "network", Verdict.OK, ", ".join(inside) or "the loopback only")
+
+
+def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
+    """Whether the host may open enough files: for csdctl's connections, and for mpirun with an ssh a node."""
+    needed = FILES_EACH_NODE * num_nodes + FILES_SPARE
+    if limit is None or limit >= needed:
+        found = "no limit" if limit is None else f"{limit}"
+        return Check(name, "open files", Verdict.OK, found)
+    remedy = f"raise it: `ulimit -Hn {needed}` as root, or `nofile` in /etc/security/limits.conf"
+    return Check(name, "open files", Verdict.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy)
 
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:

@@ -36,7 +36,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
         content["jump_hosts"] = [_jump_entry(node, defaults, jumps) for node in jumps.hosts]
     content["nodes"] = list(_fold(fleet.nodes, [_node_entry(node, defaults, jumps) for node in fleet.nodes]))
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=200)
-    return f"# {origin}; change it as you like.\n{text}"
+    return f"# {' '.join(origin.split())}; change it as you like.\n{text}"
 
 
 class _JumpNames:

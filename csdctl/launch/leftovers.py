@@ -1,15 +1,18 @@
 """What an earlier csdctl left on a machine: asked of it, ended and removed there."""
 
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from csdctl.errors import RemoteCommandError
 from csdctl.launch.machine_lock import MachineHeldError, is_gone
+from csdctl.transport.many import run_on_all
 from csdctl.transport.programs import build_program_command
 from csdctl.transport.session import Session
 
 LOOK_DEADLINE_S = 120.0
+END_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,8 @@ class Sweeping:
     is_removing_all: bool = False
     is_forced: bool = False
     """Also where another csdctl works: that one is ended too."""
+    run_id: str = ""
+    """Only the processes of this run, whoever works there; '' for all that csdctl left."""
 
 
 @dataclass(frozen=True)
@@ -34,24 +39,39 @@ class Leftovers:
     num_bytes: int
 
 
-def sweep_machine(session: Session, python: str, sweeping: Sweeping) -> Leftovers:
+def sweep_machine(
+    session: Session, python: str, sweeping: Sweeping, *, deadline_s: float = LOOK_DEADLINE_S
+) -> Leftovers:
     """Find what is left on the machine of `session`, and do with it as `sweeping` says.
 
     Raises MachineHeldError where another csdctl works, RemoteCommandError when the machine cannot tell.
     """
-    answer = _ask(session, python, sweeping)
+    answer = _ask(session, python, sweeping, deadline_s)
     holder = answer["holder"]
     if holder is not None and not sweeping.is_forced:
         if not is_gone(holder):
             raise MachineHeldError(session.name, holder)
-        answer = _ask(session, python, Sweeping(**{**asdict(sweeping), "is_forced": True}))
+        answer = _ask(session, python, replace(sweeping, is_forced=True), deadline_s)
     runs = dict.fromkeys(process["run"] for process in answer["processes"] if process["run"])
     return Leftovers(len(answer["processes"]), tuple(runs), tuple(answer["paths"]), answer["num_bytes"])
 
 
-def _ask(session: Session, python: str, sweeping: Sweeping) -> dict[str, Any]:
+def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:
+    """End what still carries `run_id` on any machine; returns the machines that no longer answer.
+
+    What runs on a machine that is lost ends by MPI's own keepalive.
+    """
+    sweeping = Sweeping(run_id=run_id)
+
+    def visit(session: Session) -> Leftovers:
+        return sweep_machine(session, pythons[session.name], sweeping, deadline_s=END_DEADLINE_S)
+
+    return [name for name, outcome in run_on_all(sessions, visit).items() if outcome.error]
+
+
+def _ask(session: Session, python: str, sweeping: Sweeping, deadline_s: float) -> dict[str, Any]:
     request = json.dumps(asdict(sweeping)).encode() + b"\n"
-    done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=LOOK_DEADLINE_S)
+    done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=deadline_s)
     done.check(session.name, doing="looking for what is left")
     try:
         return dict(json.loads(done.output))

@@ -52,13 +52,19 @@ class RankCommand:
 
 
 def build_mpirun_command(
-    mpirun: Path, prefix: str, ssh_config: Path, network: str, ranks: Sequence[RankCommand]
+    mpirun: Path,
+    prefix: str,
+    ssh_config: Path,
+    network: str,
+    ranks: Sequence[RankCommand],
+    *,
+    run_id: str = "",
 ) -> list[str]:
     """mpirun with one application context per rank, in order of rank.
 
     `ssh_config` is relative to where mpirun starts: PRRTE splits its agent at spaces and knows no quotes.
     `prefix` is where MPI lies on the nodes (their virtual environment), `network` the CIDR of the
-    interfaces MPI may use ('' lets it choose).
+    interfaces MPI may use ('' lets it choose). With `run_id`, daemons and ssh carry `daemon_marker` of it.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
@@ -70,12 +76,24 @@ def build_mpirun_command(
         # PRRTE never uses the loopback when there is another interface, and fails when told to.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]
+    if run_id:
+        options += ["--prtemca", daemon_marker(run_id), "1"]
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
         contexts += ["--host", f"{'localhost' if rank.is_local else rank.node}:1", "-np", "1"]
         contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
     return [str(mpirun), *options, *contexts]
+
+
+def rank_marker(run_id: str, node: str) -> str:
+    """What every rank of a run has in its command line, so that it can be found."""
+    return f"csdctl-run={run_id}/{node}"
+
+
+def daemon_marker(run_id: str) -> str:
+    """A parameter that nothing reads: mpirun passes it on, so it is in the command line of all it starts."""
+    return f"csdctl_run_{run_id}"
 
 
 def _rank_script(number: int, rank: RankCommand) -> str:

@@ -84,6 +84,7 @@ class MpiJob:
         self._words: deque[str] = deque(maxlen=60)
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
+        self._is_closed = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
@@ -110,9 +111,7 @@ class MpiJob:
             self.end()
             for reader in readers:
                 reader.join(timeout=2)
-            for file in (*self._files.values(), self._process.stdout, self._process.stderr):
-                if file:
-                    file.close()
+            self._close_logs()
         outcome.exit_code = self._process.returncode
         outcome.last_words = list(self._words)
         return outcome
@@ -159,6 +158,11 @@ class MpiJob:
     def _read(self, stream: IO[bytes] | None) -> None:
         """Take in one stream to its end, whatever happens to the logs: a full pipe would stop the run."""
         assert stream is not None
+        # Closed here alone: closing waits for a reader, and an orphan of mpirun may hold the pipe open.
+        with stream:
+            self._read_lines(stream)
+
+    def _read_lines(self, stream: IO[bytes]) -> None:
         while line := stream.readline(MAX_LINE_BYTES):
             tagged = _TAGGED.match(line)
             rank = int(tagged[1]) if tagged else None
@@ -175,9 +179,18 @@ class MpiJob:
                 with contextlib.suppress(OSError):  # no room for a log is no reason to end a run
                     self._log(rank, text)
 
+    def _close_logs(self) -> None:
+        """What an orphan of mpirun still says afterwards is dropped."""
+        with self._lock:
+            self._is_closed = True
+            for file in self._files.values():
+                file.close()
+
     def _log(self, rank: int | None, text: bytes) -> None:
         text = text.replace(b"\0", b"")
         with self._lock:
+            if self._is_closed:
+                return
             if rank is None:
                 self._words.append(text.decode(errors="replace").strip())
             if rank not in self._files:
@@ -199,6 +212,13 @@ class MpiJob:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # ssh clients and local ranks share mpirun's session when they have not left it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        # ssh clients and local ranks share mpirun's session, in groups of their own.
+        _end_session(process.pid)
+
+
+def _end_session(session: int) -> None:
+    """Kill every process of a session, by field 6 of /proc/PID/stat."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
+                os.kill(int(stat.parent.name), signal.SIGKILL)

@@ -5,7 +5,8 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
@@ -13,6 +14,7 @@ from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_wrapped_command
 
+_POLL_S = 0.25
 _READ_BYTES = 1 << 16
 
 
@@ -72,21 +74,30 @@ class PipedProcess:
         os.set_blocking(self._stdin.fileno(), False)
         self._is_released = False
 
-    def read_stdout(self, timeout_s: float) -> bytes:
+    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
         """The next bytes, b'' at the end; raises TimeoutError."""
-        _wait_for(self._stdout.fileno(), select.POLLIN, timeout_s)
+        _wait_for(
+            self._stdout.fileno(), select.POLLIN, min(_POLL_S, timeout_s) if wakes_at_exit else timeout_s
+        )
         return os.read(self._stdout.fileno(), _READ_BYTES)
 
-    def read_stderr(self) -> bytes:
-        """The next bytes, b'' at the end or once released."""
+    def start_stderr(self, take: Callable[[bytes], object]) -> None:
+        """Give what comes on standard error to `take`, by a thread of its own."""
+        self._stderr_thread = threading.Thread(target=self._drain_stderr, args=(take,), daemon=True)
+        self._stderr_thread.start()
+
+    def finish_stderr(self, timeout_s: float) -> None:
+        """Wait for its end no longer than `timeout_s`."""
+        self._stderr_thread.join(timeout_s)
+
+    def _drain_stderr(self, take: Callable[[bytes], object]) -> None:
         while not self._is_released:
             with contextlib.suppress(TimeoutError):
                 _wait_for(self._stderr.fileno(), select.POLLIN, 0.5)
-                if chunk := os.read(self._stderr.fileno(), _READ_BYTES):
-                    return chunk
-                break
+                if not (chunk := os.read(self._stderr.fileno(), _READ_BYTES)):
+                    break
+                take(chunk)
         self._stderr.close()
-        return b""
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""

@@ -21,17 +21,21 @@ SLICE_BYTES = 256 * 1024
 LEFTOVER_OUTPUT_S = 1.0
 """How long to wait for more output after the command itself has ended."""
 
-_POLL_S = 0.25
-
 
 class Process(Protocol):
     """A started command, as a transport sees it."""
 
-    def read_stdout(self, timeout_s: float) -> bytes:
-        """The next bytes, b'' at the end; raises TimeoutError."""
+    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+        """The next bytes, b'' at the end; raises TimeoutError.
 
-    def read_stderr(self) -> bytes:
-        """The next bytes, b'' at the end or once released; may wait for as long as the process lives."""
+        With `wakes_at_exit` also as soon as, or a little after, the command ends and leaves its output open.
+        """
+
+    def start_stderr(self, take: Callable[[bytes], object]) -> None:
+        """Give what comes on standard error to `take`, by any thread, at the latest while stdout is read."""
+
+    def finish_stderr(self, timeout_s: float) -> None:
+        """Give what is left of it to `take`, waiting for its end no longer than `timeout_s`."""
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
@@ -77,12 +81,16 @@ class Running:
         self.stdout = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES)
         self.stderr = MarkedOutput(wrapped.token, max_bytes=MAX_OUTPUT_BYTES, keep_end=True)
         self._started_s = time.monotonic()
-        self._stderr_thread = _start_thread(self._drain_stderr)
+        process.start_stderr(self.stderr.feed)
 
     def run_to_end(self, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
         """Feed `stdin`, drain both outputs and return how it ended; ends the command on any exception."""
-        writer = _start_thread(lambda: self._feed_stdin(stdin, deadline))
+        writer = None
         try:
+            if stdin == b"":
+                self._feed_stdin(b"", deadline)
+            else:
+                writer = _start_thread(lambda: self._feed_stdin(stdin, deadline))
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
                 if deadline.has_passed:  # a command that never stops writing never lets a read time out
@@ -97,12 +105,13 @@ class Running:
             self.kill()
             raise
         finally:
-            writer.join(LEFTOVER_OUTPUT_S)
+            if writer:
+                writer.join(LEFTOVER_OUTPUT_S)
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
         """The result, once the exit code is known; raises RemoteCommandError when it never began."""
-        self._stderr_thread.join(LEFTOVER_OUTPUT_S)
+        self.process.finish_stderr(LEFTOVER_OUTPUT_S)
         if not self.stdout.has_started:
             raise self._never_started(exit_code)
         duration_s = time.monotonic() - self._started_s
@@ -110,6 +119,10 @@ class Running:
 
     def kill(self) -> bool:
         """End the command's process group on the machine, if its id is known; says whether that worked."""
+        deadline = Deadline(LEFTOVER_OUTPUT_S if self.stdout.has_started else 0.0)
+        self.process.finish_stderr(0.0)
+        while not self.stderr.has_started and not deadline.has_passed:  # the id is on its way
+            self.process.finish_stderr(0.02)
         return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
@@ -126,13 +139,14 @@ class Running:
         """The next output; b'' at its end, or when only a process that got away holds it open."""
         ended: Deadline | None = None
         while True:
+            if ended is None and self.has_exited():
+                ended = Deadline(LEFTOVER_OUTPUT_S)
+            left_s = min(deadline.left_s, ended.left_s) if ended else deadline.left_s
             try:
-                return self.process.read_stdout(min(_POLL_S, deadline.left_s))
+                return self.process.read_stdout(left_s, wakes_at_exit=ended is None)
             except TimeoutError:
                 if deadline.has_passed:
                     raise
-            if ended is None and self.has_exited():
-                ended = Deadline(LEFTOVER_OUTPUT_S)
             if ended and ended.has_passed:
                 return b""
 
@@ -151,10 +165,6 @@ class Running:
             self.process.close_stdin()
         except (OSError, ValueError, CsdctlError):
             pass  # the command ended, or was ended, without reading it all: its exit code tells
-
-    def _drain_stderr(self) -> None:
-        while chunk := self.process.read_stderr():
-            self.stderr.feed(chunk)
 
     def _never_started(self, exit_code: int) -> RemoteCommandError:
         said = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()

@@ -10,7 +10,6 @@ output begins; what came before is dropped.
 """
 
 import math
-import re
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -102,7 +101,7 @@ class MarkedOutput:
     MAX_PREAMBLE_BYTES = 1 << 16
 
     def __init__(self, token: str, *, max_bytes: int, keep_end: bool = False) -> None:
-        self._pattern = re.compile(re.escape(token.encode()) + rb"(?: (\d+))?\r?\n")
+        self._token = token.encode()
         self._max_bytes = max_bytes
         self._keep_end = keep_end
         self._kept = bytearray()
@@ -114,16 +113,30 @@ class MarkedOutput:
         """Take the next bytes of the stream; returns those of the command itself."""
         if not self.has_started:
             self.preamble += data
-            match = self._pattern.search(self.preamble)
-            if not match:
+            start, end = self._find_marker()
+            if not end:
                 del self.preamble[: -self.MAX_PREAMBLE_BYTES]
                 return b""
             self.has_started = True
-            self.group = int(match[1] or 0)
-            data = bytes(self.preamble[match.end() :])
-            del self.preamble[match.start() :]
+            self.group = int(self.preamble[start + len(self._token) : end].strip() or 0)
+            data = bytes(self.preamble[end:])
+            del self.preamble[start:]
         self._keep(data)
         return data
+
+    def _find_marker(self) -> tuple[int, int]:
+        """Where the token's line begins and ends, (0, 0) if it is not there; its end is never 0.
+
+        A shell that shows what it runs (`set -x`) shows the token too, with more behind it.
+        """
+        start = self.preamble.find(self._token)
+        while start >= 0:
+            end = self.preamble.find(b"\n", start) + 1
+            rest = self.preamble[start + len(self._token) : end].strip()
+            if end and (not rest or rest.isdigit()):
+                return start, end
+            start = self.preamble.find(self._token, start + 1)
+        return 0, 0
 
     @property
     def kept(self) -> bytes:

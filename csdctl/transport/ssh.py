@@ -7,7 +7,7 @@ standard input of a command and not through SFTP (`shipping.deliver`): servers w
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,6 +30,9 @@ KILL_DEADLINE_S = 5.0
 _READ_BYTES = 1 << 16
 _GOING_DOWN_S = 0.5
 _MAX_QUEUE_S = 10.0
+_SEND_POLL_S = 0.5
+_CHANNEL_REQUEST = 98
+"""SSH_MSG_CHANNEL_REQUEST, RFC 4254 section 9."""
 
 
 def connect(
@@ -108,30 +111,70 @@ class SshSession:
         self._free_channels.release()
 
 
+class _Bell(threading.Event):
+    """An event that sets another one too."""
+
+    def __init__(self, other: threading.Event) -> None:
+        super().__init__()
+        self._other = other
+
+    def set(self) -> None:
+        super().set()
+        self._other.set()
+
+
 class ChannelProcess:
     """A command at the other end of an SSH channel; implements `process.Process`."""
 
     def __init__(self, name: str, channel: paramiko.Channel) -> None:
         self._name = name
         self._channel = channel
+        self._channel.settimeout(_SEND_POLL_S)  # only sending waits by it
+        self._take_stderr: Callable[[bytes], object] = lambda data: None
+        self._stderr_lock = threading.Lock()
+        self._news = threading.Event()
+        for pipe in (channel.in_buffer, channel.in_stderr_buffer):
+            pipe.set_event(self._news)
+        channel.status_event = _Bell(self._news)
+        if channel.closed or channel.exit_status >= 0:
+            channel.status_event.set()
 
-    def read_stdout(self, timeout_s: float) -> bytes:
-        """The next bytes, b'' at the end; raises TimeoutError."""
-        # The timeout belongs to the channel, so only this reader sets it; the others ask again.
-        self._channel.settimeout(max(0.01, timeout_s))
-        with contextlib.suppress(paramiko.SSHException, EOFError):
-            return self._channel.recv(_READ_BYTES)
-        return b""  # the connection is gone; `exit_code` says so
-
-    def read_stderr(self) -> bytes:
-        """The next bytes, b'' at the end or once released."""
+    def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
+        """The next bytes, b'' at the end; raises TimeoutError. Takes in standard error meanwhile."""
+        deadline, had_ended = Deadline(timeout_s), self._channel.status_event.is_set()
         while True:
-            try:
-                return self._channel.recv_stderr(_READ_BYTES)
-            except TimeoutError:
-                continue
-            except (paramiko.SSHException, EOFError, OSError):
-                return b""
+            self._news.clear()
+            self._drain_stderr()
+            if self._channel.in_buffer.read_ready() or self._is_at_end():
+                with contextlib.suppress(paramiko.SSHException, EOFError):
+                    return self._channel.recv(_READ_BYTES)
+                return b""  # the connection is gone; `exit_code` says so
+            has_just_ended = wakes_at_exit and not had_ended and self._channel.status_event.is_set()
+            if has_just_ended or not self._news.wait(deadline.left_s):
+                raise TimeoutError
+
+    def start_stderr(self, take: Callable[[bytes], object]) -> None:
+        """Give to `take` what comes on standard error; whoever waits for the command does it."""
+        self._take_stderr = take
+
+    def finish_stderr(self, timeout_s: float) -> None:
+        """Give what is left of it to `take`, waiting for its end no longer than `timeout_s`."""
+        deadline = Deadline(timeout_s)
+        while True:
+            self._news.clear()
+            is_at_end = self._is_at_end()
+            self._drain_stderr()
+            if is_at_end or not self._news.wait(deadline.left_s):
+                break
+        self._news.set()  # another thread may wait for what was just cleared
+
+    def _is_at_end(self) -> bool:
+        return bool(self._channel.eof_received or self._channel.closed)
+
+    def _drain_stderr(self) -> None:
+        with self._stderr_lock, contextlib.suppress(paramiko.SSHException, EOFError, OSError):
+            while self._channel.in_stderr_buffer.read_ready():
+                self._take_stderr(self._channel.recv_stderr(_READ_BYTES))
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
@@ -206,17 +249,27 @@ def _open_channel(
                 raise _channel_error(name, transport, "opens no more channels", error, deadline) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
-    # paramiko waits without end for the reply to an exec request: closing the channel ends that wait.
-    alarm = threading.Timer(max(0.1, deadline.left_s), channel.close)
-    alarm.daemon = True
-    alarm.start()
     try:
-        channel.exec_command(command_line.encode(errors="surrogateescape"))
+        _request_exec(channel, command_line.encode(errors="surrogateescape"), deadline)
     except (paramiko.SSHException, EOFError, OSError) as error:
+        channel.close()
         raise _channel_error(name, transport, "starts no commands", error, deadline) from None
-    finally:
-        alarm.cancel()
     return channel
+
+
+def _request_exec(channel: paramiko.Channel, command_line: bytes, deadline: Deadline) -> None:
+    """`Channel.exec_command` with a deadline for the server's reply; raises SSHException."""
+    request = paramiko.Message()
+    request.add_byte(bytes([_CHANNEL_REQUEST]))
+    request.add_int(channel.remote_chanid)
+    request.add_string("exec")
+    request.add_boolean(True)
+    request.add_string(command_line)
+    channel._event_pending()  # type: ignore[attr-defined]
+    channel.transport._send_user_message(request)  # type: ignore[union-attr]
+    if not channel.event.wait(max(0.1, deadline.left_s)):
+        raise paramiko.SSHException("no reply")
+    channel._wait_for_event()  # type: ignore[attr-defined]
 
 
 def _channel_error(

@@ -4,8 +4,10 @@ Everything happens within one connect deadline. Nobody is ever asked anything: a
 a key with a passphrase that no agent holds, is an error with a remedy.
 """
 
+import base64
 import contextlib
 import errno
+import functools
 import logging
 import queue
 import random
@@ -35,6 +37,7 @@ KEEPALIVE_INTERVAL_S = 3
 
 # AES-GCM needs no separate MAC and has hardware help on both sides: half the time for large uploads.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
+_OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 # Without a handler, Python would print paramiko's errors; they reach people as ours.
@@ -87,7 +90,7 @@ def open_transport(
 @contextlib.contextmanager
 def _started(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> Iterator[paramiko.Transport]:
+) -> Iterator[OrderlyTransport]:
     """A connection with keys exchanged, tried again when it was dropped; closed when the body fails."""
     num_drops = 0
     while True:
@@ -150,12 +153,13 @@ def _set_options(connection: socket.socket) -> None:
 
 def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
     """The socket addresses of `node`; name resolution has no deadline of its own, so it gets a thread."""
+    with contextlib.suppress(OSError):  # an address needs no name server
+        return _look_up(node, socket.AI_NUMERICHOST)
     answers: queue.Queue[list[tuple[int, tuple[Any, ...]]] | OSError] = queue.Queue()
 
     def ask() -> None:
         try:
-            found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM)
-            answers.put([(family, address) for family, _, _, _, address in found])
+            answers.put(_look_up(node))
         except OSError as error:
             answers.put(error)
 
@@ -171,6 +175,11 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
         node=node.name,
         remedy="write an IP address in fleet.yaml, or mend name resolution",
     )
+
+
+def _look_up(node: Node, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
+    found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in found]
 
 
 def load_keys(node: Node) -> list[paramiko.PKey]:
@@ -193,7 +202,7 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
 
 def _start_transport(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> paramiko.Transport:
+) -> OrderlyTransport:
     """A connection with keys exchanged; raises _ConnectionDropped when another try may do."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = OrderlyTransport(connection)
@@ -202,15 +211,9 @@ def _start_transport(
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
     # Ask first for a key of a type we know, as ssh does; the server may have keys of several types.
     options.key_types = sorted(options.key_types, key=lambda name: _known_hosts_type(name) not in known_types)
-    transport.banner_timeout = transport.handshake_timeout = max(0.1, deadline.left_s)
-    transport.auth_timeout = transport.channel_timeout = max(0.1, deadline.left_s)
+    transport.banner_timeout = max(0.1, deadline.left_s)
     try:
-        is_ready = threading.Event()  # paramiko's own waiting asks ten times a second
-        transport.start_client(event=is_ready)
-        is_ready.wait(max(0.1, deadline.left_s))
-        if not is_ready.is_set():
-            raise TimeoutError
-        transport.get_remote_server_key()
+        transport.exchange_keys(max(0.1, deadline.left_s))
     except (paramiko.SSHException, EOFError, OSError) as error:
         transport.close()
         if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
@@ -240,7 +243,7 @@ def _dropped_error(node: Node, num_drops: int, reason: str) -> UnreachableError:
 
 
 def _authenticate(
-    node: Node, transport: paramiko.Transport, keys: list[paramiko.PKey], deadline: Deadline
+    node: Node, transport: OrderlyTransport, keys: list[paramiko.PKey], deadline: Deadline
 ) -> bool:
     """Offer `keys` in turn, dropping each one refused; False when the server hung up in between.
 
@@ -254,13 +257,9 @@ def _authenticate(
             remedy="name a `key:` in fleet.yaml, or make one with ssh-keygen",
         )
     while keys and not deadline.has_passed:
-        transport.auth_timeout = max(0.1, deadline.left_s)
         key = keys[0]
         try:
-            is_answered = threading.Event()
-            transport.auth_publickey(node.user, key, is_answered)
-            is_answered.wait(max(0.1, deadline.left_s))
-            if transport.is_authenticated():
+            if transport.offer_key(node.user, key, max(0.1, deadline.left_s)):
                 return True
             keys.pop(0)  # refused; or accepted, but the server wants a second factor, which we never have
             if not transport.is_active() and keys:
@@ -288,16 +287,48 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
         return AuthenticationError(f"the key {path} {reason}", node=node.name, remedy=remedy)
 
     try:
-        return paramiko.PKey.from_path(path)
+        status = path.stat()
+        return _read_key(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
         raise refused("does not exist", "mend `key:` in fleet.yaml") from None
     except (paramiko.PasswordRequiredException, TypeError):
-        remedy = f"run `ssh-add {path}` and leave `key:` out of fleet.yaml"
-        raise refused("has a passphrase, and csdctl never asks for one", remedy) from None
+        if held := _find_in_agent(path):
+            return held
+        raise refused("has a passphrase, and csdctl never asks for one", f"run `ssh-add {path}`") from None
     except OSError as error:
         raise refused(f"cannot be read: {error.strerror}", "mend its permissions") from None
     except Exception as error:  # the parsers of three libraries, each with errors of its own
         raise refused(f"is not a private key: {error}", "mend `key:` in fleet.yaml") from None
+
+
+@functools.lru_cache
+def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
+    """The private key in a file of that age and size: read once for all nodes."""
+    return paramiko.PKey.from_path(path)
+
+
+def _find_in_agent(path: Path) -> paramiko.PKey | None:
+    """The agent's key whose public part is that of the private key at `path`, if it holds it."""
+    blob = _read_public_blob(path)
+    with contextlib.suppress(paramiko.SSHException, OSError):
+        return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
+    return None
+
+
+def _read_public_blob(path: Path) -> bytes:
+    """The public part of a private key: KEY.pub, or what OpenSSH's format has in clear; b'' if unknown."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
+    with contextlib.suppress(OSError, ValueError):
+        lines = path.read_text(encoding="ascii").split("\n")
+        content = base64.b64decode("".join(line for line in lines if line and not line.startswith("-----")))
+        if content.startswith(_OPENSSH_KEY):
+            fields = paramiko.Message(content[len(_OPENSSH_KEY) :])
+            for _ in ("cipher", "kdf", "kdf options"):
+                fields.get_binary()
+            fields.get_int()  # the number of keys, which is always one
+            return fields.get_binary()
+    return b""
 
 
 def _known_hosts_type(algorithm: str) -> str:

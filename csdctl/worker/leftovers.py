@@ -1,7 +1,7 @@
 """What an earlier csdctl left on a machine: found, and if asked ended and removed.
 
 Runs alone, from the text of this file: standard library only. The directory is the session's own. Reads
-one JSON object (is_ending, is_removing, is_removing_all, is_forced), writes one:
+one JSON object (run_id, is_ending, is_removing, is_removing_all, is_forced), writes one:
 
 - `holder`: the csdctl that works here now, else null; with one, nothing is touched unless forced
 - `processes`: what was found running, with its run's id
@@ -19,7 +19,8 @@ import sys
 import tempfile
 from typing import Any
 
-RUN_MARKER = "csdctl-run="
+RANK_MARKER = "csdctl-run="
+DAEMON_MARKER = "csdctl_run_"
 STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/manifests/*.part")
@@ -27,19 +28,15 @@ TREE_LINKS = ".csdctl/trees/*.link"
 
 
 def main() -> None:
-    """Answer one request."""
+    """Answer one request: about one run, however it is started, or about all that is here."""
     request = json.loads(sys.stdin.readline())
-    holder = find_holder()
+    run_id = request["run_id"]
+    holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
-    processes = find_processes(os.getcwd()) if is_allowed else []
+    processes = find_processes(os.getcwd(), run_id) if is_allowed else []
     if is_allowed and request["is_ending"]:
-        if holder:
-            end(holder.get("holding_pid"))
-        children = find_children()
-        for process in processes:
-            for pid in with_descendants(process["pid"], children):
-                end(pid)
-    paths = find_paths(request["is_removing_all"]) if is_allowed else []
+        end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
+    paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
     if is_allowed and request["is_removing"]:
         for path in paths:
@@ -63,20 +60,52 @@ def find_holder() -> "dict[str, object] | None":
             return {}
 
 
-def find_processes(home: str) -> "list[dict[str, Any]]":
-    """The processes of csdctl that were started in `home`, by what their command lines carry."""
+def find_processes(home: str, run_id: str) -> "list[dict[str, Any]]":
+    """The processes of run `run_id`; without one, all of csdctl that were started in `home`.
+
+    Their command lines tell: ranks, MPI's daemons and the ssh that starts them carry the run's id, and what
+    else csdctl starts runs a file of its store.
+    """
     found: list[dict[str, Any]] = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = [os.fsdecode(word) for word in file.read().split(b"\0")]
-            is_ours = any(word.startswith((RUN_MARKER, STORED)) for word in words)
-            if is_ours and os.path.samefile(f"/proc/{pid}/cwd", home):
-                runs = [word[len(RUN_MARKER) :] for word in words if word.startswith(RUN_MARKER)]
-                found.append({"pid": int(pid), "run": runs[0].partition("/")[0] if runs else ""})
+            run = run_of(words)
+            is_ours = run == run_id if run_id else is_of_csdctl(words) and is_in(pid, home)
+            if is_ours:
+                found.append({"pid": int(pid), "run": run})
         except OSError:  # it has ended, or is another user's
             continue
     return found
+
+
+def run_of(words: "list[str]") -> str:
+    """The id of the run that a command line carries; '' when there is none."""
+    for word in words:
+        if word.startswith(RANK_MARKER):
+            return word[len(RANK_MARKER) :].partition("/")[0]
+        if word.startswith(DAEMON_MARKER):
+            return word[len(DAEMON_MARKER) :]
+    return ""
+
+
+def is_of_csdctl(words: "list[str]") -> bool:
+    """Whether a command line is one that csdctl starts."""
+    return any(word.startswith((RANK_MARKER, DAEMON_MARKER, STORED)) for word in words)
+
+
+def is_in(pid: str, directory: str) -> bool:
+    """Whether process `pid` works in `directory`; raises OSError when it has ended."""
+    return os.path.samefile(f"/proc/{pid}/cwd", directory)
+
+
+def end_all(processes: "list[dict[str, Any]]") -> None:
+    """End processes at once, and what they have started."""
+    children = find_children()
+    for process in processes:
+        for pid in with_descendants(process["pid"], children):
+            end(pid)
 
 
 def find_children() -> "dict[int, list[int]]":

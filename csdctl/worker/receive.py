@@ -46,6 +46,8 @@ LOCK = STATE + b"/receive.lock"
 
 READ_BYTES = 1 << 20
 INPUT_BYTES = 1 << 17
+FLUSH_BYTES = 8 << 20
+SYNC_FILE_RANGE_WRITE = 2
 RESUME_BYTES = 1 << 20
 """A part shorter than this is sent anew."""
 
@@ -402,9 +404,14 @@ def receive_object(wanted: Wanted, offset: int) -> bool:
         if offset:
             digest = hash_of(part.fileno(), offset)
             part.seek(offset)
+        num_written = 0
         for piece in read_input(wanted.size - offset):
             digest.update(piece)
             write_all(part.fileno(), piece)
+            num_written += len(piece)
+            if num_written >= FLUSH_BYTES:
+                start_flush(part.fileno())
+                num_written = 0
         os.fchmod(part.fileno(), wanted.mode)
     return bool(digest.hexdigest() == wanted.sha256)
 
@@ -414,6 +421,15 @@ def write_all(handle: int, data: bytes) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
+
+
+def start_flush(handle: int) -> None:
+    """Let the system begin to write to the disk what a file holds, so that syncing it later is quick."""
+    with contextlib.suppress(ImportError, OSError, AttributeError):
+        import ctypes
+
+        whole = ctypes.c_int64(0)
+        ctypes.CDLL(None).sync_file_range(handle, whole, whole, SYNC_FILE_RANGE_WRITE)
 
 
 def sync(paths: list[bytes]) -> None:

@@ -40,7 +40,7 @@ class DiscoverResult:
     @property
     def drives(self) -> dict[str, Drive]:
         """The drive of the host that a node is, by node, where both show its serial."""
-        return match_drives(self.facts)
+        return {} if self.fleet.emulated else match_drives(self.facts)
 
 
 def discover(

@@ -24,6 +24,7 @@ from csdctl.fleet.checks import (
     judge_hostnames,
     judge_machine,
     judge_network,
+    judge_open_files,
     judge_prefixes,
     red_machines,
 )
@@ -272,6 +273,9 @@ def _judge(examination: Examination, facts: Facts, condition: Condition, *, host
     python = python_of(examination.fleet, facts.name)
     for check in judge_machine(facts, condition, host, python=python):
         examination.add(check)
+    if facts.name == HOST_NAME:
+        num_nodes = len(examination.fleet.nodes)
+        examination.add(judge_open_files(HOST_NAME, condition.open_files, num_nodes))
     examination.add(judge_network(facts.name, condition.addresses, examination.fleet.network))
 
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from csdctl.documents import save_text
@@ -11,7 +12,8 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.last_words import find_cause
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -26,9 +28,11 @@ from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.worker.contract import Event, Greeted, Started
 from csdctl.workflows.prepare import python_of
-from csdctl.workflows.train import marker_of, sweep
 
 Tell = Callable[[Check], None]
+ALONE_DEADLINE_S = 15.0
+ALONE_AT_ONCE = 8
+TRY_PRTED = "try `prted --version` on the node by hand, and look at firewalls between node and host"
 LOOK_MPI = "look at firewalls and `network:` in the fleet file"
 
 
@@ -51,17 +55,57 @@ def say_hello(
         tell(check)
     if refused:
         return
+    machines = (HOST_NAME, *nodes)
+    check, nobody_started = _greet(machines, worker, fleet, facts, sessions, project, deadline_s)
+    tell(check)
+    if nobody_started and len(nodes) > 1:
+        # mpirun starts no rank before every daemon is there, and does not say which one is missing.
+        for one in _greet_alone(worker, fleet, facts, sessions, project, min(deadline_s, ALONE_DEADLINE_S)):
+            tell(one)
+
+
+def _greet_alone(
+    worker: StoredFile,
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    deadline_s: float,
+) -> list[Check]:
+    """A red check for every node that does not even say hello when it is alone."""
+
+    def alone(name: str) -> Check:
+        check, _ = _greet((name,), worker, fleet, facts, sessions, project, deadline_s)
+        return replace(check, machine=name, found=f"alone: {check.found}")
+
+    names = {node.name: node.name for node in fleet.nodes}
+    outcomes = run_on_all(names, alone, max_workers=ALONE_AT_ONCE)
+    return [one.value for one in outcomes.values() if one.value and one.value.verdict != Verdict.OK]
+
+
+def _greet(
+    machines: Sequence[str],
+    worker: StoredFile,
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    deadline_s: float,
+) -> tuple[Check, bool]:
+    """One mpirun over `machines`: what it came to, and whether no rank at all was started."""
     hello = project.new_hello()
+    events: list[Event] = []
     try:
-        command = _command(hello, worker, fleet, facts, project)
-        check = _run(
-            command, hello, project, {name: sessions[name] for name in (HOST_NAME, *nodes)}, deadline_s
+        command = _command(hello, machines, worker, fleet, facts, project)
+        outcome = _run(
+            command, hello, fleet, project, {name: sessions[name] for name in machines}, deadline_s, events
         )
     except CsdctlError as error:
-        check = judge_error(FLEET_NAME, "hello", error)
+        return judge_error(FLEET_NAME, "hello", error), False
+    check = judge_hello(machines, events, outcome, deadline_s, hello.logs)
     if check.verdict == Verdict.OK:
         shutil.rmtree(hello.path, ignore_errors=True)
-    tell(check)
+    return check, not events
 
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
@@ -76,44 +120,50 @@ def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) 
 
 def _command(
     hello: RunDirectory,
+    machines: Sequence[str],
     worker: StoredFile,
     fleet: Fleet,
     facts: Mapping[str, Facts],
     project: ProjectDirectory,
 ) -> list[str]:
-    nodes = [node.name for node in fleet.nodes]
+    nodes = [name for name in machines if name != HOST_NAME]
     config = hello.path / "ssh_config"
     save_text(config, build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, project.root)))
-    machines = [HOST_NAME, *nodes]
     commands = []
     for rank, name in enumerate(machines):
         arguments = ["hello", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-        arguments += ["--marker", marker_of(hello, name)]
+        arguments += ["--marker", rank_marker(hello.run_id, name)]
         python = python_of(fleet, name)
         commands.append(RankCommand(name, tuple(build_worker_command(python, worker.path, arguments))))
     return build_mpirun_command(
-        find_mpirun(), choose_prefix(nodes, facts), config.relative_to(project.root), fleet.network, commands
+        find_mpirun(),
+        choose_prefix(nodes, facts),
+        config.relative_to(project.root),
+        fleet.network,
+        commands,
+        run_id=hello.run_id,
     )
 
 
 def _run(
     command: Sequence[str],
     hello: RunDirectory,
+    fleet: Fleet,
     project: ProjectDirectory,
     sessions: Mapping[str, Session],
     deadline_s: float,
-) -> Check:
-    events: list[Event] = []
+    events: list[Event],
+) -> JobOutcome:
+    """Run it to its end, keep its `events`, and leave nothing running on any machine."""
 
     def log_path(rank: int | None) -> Path:
         return hello.mpirun_log if rank is None else hello.rank_log(rank)
 
     job = MpiJob(command, len(sessions), log_path, project.root, os.environ)
     try:
-        outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
+        return job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
     finally:
-        sweep(hello, sessions)
-    return judge_hello(list(sessions), events, outcome, deadline_s, hello.logs)
+        end_run(hello.run_id, sessions, {name: python_of(fleet, name) for name in sessions})
 
 
 def judge_hello(
@@ -150,9 +200,14 @@ def _why_not(
         return f"{first.node}: {first.message}", first.remedy
     started = {event.node for event in events if isinstance(event, Started)}
     silent = [name for name in machines if name not in started]
+    if outcome.overdue and not started:
+        found = (
+            f"not one rank was started within {deadline_s:g} s: the MPI daemon (prted) of a node is missing"
+        )
+        return found, TRY_PRTED
     if outcome.overdue and silent:
         found = f"{', '.join(silent)} never started a rank within {deadline_s:g} s"
-        return found, "try `prted --version` there by hand, and look at firewalls between node and host"
+        return found, TRY_PRTED
     stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
     if outcome.overdue == "start":
         found = f"{', '.join(stuck)} started, and did not come through MPI_Init within {deadline_s:g} s"

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
+from csdctl.fleet.ansible.config import load_config
 from csdctl.fleet.ansible.files import load_inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
@@ -99,7 +100,9 @@ class AnsibleInventory:
 
     def find(self, directory: Path, limit: Sequence[str], exclude: Sequence[str]) -> FoundNodes:
         """Its hosts, as Ansible and ssh would reach them."""
-        targets, warnings = list_targets(load_inventory(self.path), str(self.path), limit, exclude)
+        inventory = load_inventory(self.path)
+        inventory.defaults = load_config(directory)
+        targets, warnings = list_targets(inventory, str(self.path), limit, exclude)
         return FoundNodes(*resolve_targets(targets, warnings, directory=directory))
 
 

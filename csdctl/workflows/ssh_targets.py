@@ -107,7 +107,12 @@ class _Resolver:
     def _ask_ssh(self, target: Target, query: tuple[str, ...]) -> Settings:
         try:
             printed = subprocess.run(
-                query, capture_output=True, text=True, timeout=QUERY_DEADLINE_S, check=False
+                query,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                timeout=QUERY_DEADLINE_S,
+                check=False,
             )
         except FileNotFoundError:
             raise InputError("there is no `ssh` here", remedy="install OpenSSH's client") from None

@@ -19,7 +19,8 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.launch.last_words import Cause, find_cause
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.network import check_network
 from csdctl.launch.tools import choose_prefix, find_mpirun
@@ -29,22 +30,13 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
+from csdctl.transport.many import fleet_known_hosts_paths
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import Event, RunSpec, to_json
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
-
-SWEEP_DEADLINE_S = 30.0
-SWEEP_SCRIPT = """\
-read marker
-for process in /proc/[0-9]*; do
-  if tr '\\0' ' ' < "$process/cmdline" | grep -qF -- "$marker"; then kill -KILL "${process#/proc/}"; fi
-done 2>/dev/null
-true
-"""
 
 
 @dataclass(frozen=True)
@@ -112,7 +104,7 @@ def train(
                 build_worker_command(
                     python_of(fleet, rank.node),
                     prepared.worker.path,
-                    ["rank", "--spec", stored.path, "--marker", marker_of(run, rank.node)],
+                    ["rank", "--spec", stored.path, "--marker", rank_marker(run.run_id, rank.node)],
                 )
             ),
         )
@@ -124,8 +116,10 @@ def train(
         project.ssh_config.relative_to(project.root),
         fleet.network,
         commands,
+        run_id=run.run_id,
     )
-    outcome, lost = _run(command, len(plan.ranks), run, project, sessions, nodes, options, watcher)
+    pythons = {name: python_of(fleet, name) for name in (HOST_NAME, *nodes)}
+    outcome, lost = _run(command, len(plan.ranks), run, project, sessions, pythons, options, watcher)
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
     _judge(outcome, lost, plan, run)
     return summary
@@ -153,7 +147,7 @@ def _run(
     run: RunDirectory,
     project: ProjectDirectory,
     sessions: Mapping[str, Session],
-    nodes: list[str],
+    pythons: Mapping[str, str],
     options: TrainOptions,
     watcher: Watcher,
 ) -> tuple[JobOutcome, list[str]]:
@@ -172,27 +166,9 @@ def _run(
         outcome = mpi.run(record, options.deadlines)
     finally:
         # First of all nothing is left running; a full disk must not come before that.
-        lost = sweep(run, {name: sessions[name] for name in (HOST_NAME, *nodes)})
+        lost = end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons)
         log.close()
     return outcome, lost
-
-
-def sweep(run: RunDirectory, sessions: Mapping[str, Session]) -> list[str]:
-    """End what still carries the run's id on any machine; returns the machines that no longer answer.
-
-    What runs on a machine that is lost ends by MPI's own keepalive.
-    """
-
-    def on_machine(session: Session) -> None:
-        marker = marker_of(run, session.name)
-        session.run(["sh", "-c", SWEEP_SCRIPT], stdin=f"{marker}\n".encode(), deadline_s=SWEEP_DEADLINE_S)
-
-    return [name for name, outcome in run_on_all(sessions, on_machine).items() if outcome.error]
-
-
-def marker_of(run: RunDirectory, node: str) -> str:
-    """What every process of `run` on `node` has in its command line, so that it can be found."""
-    return f"csdctl-run={run.run_id}/{node}"
 
 
 def _judge(outcome: JobOutcome, lost: list[str], plan: Plan, run: RunDirectory) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import datetime
 import json
 import resource
@@ -11,12 +12,14 @@ from pydantic import Field
 
 from csdctl.documents import (
     Document,
+    build_aside,
     load_document,
     load_json,
     parse_document,
     save_bytes,
     save_json,
     save_text,
+    write_aside,
 )
 from csdctl.errors import InputError
 
@@ -183,6 +186,24 @@ class TestSaving:
         with pytest.raises(IsADirectoryError):
             save_text(tmp_path / "file", "new")
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+    def test_interrupted_writing_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
+        save_bytes(tmp_path / "file", b"old")
+        with contextlib.suppress(KeyboardInterrupt), write_aside(tmp_path / "file") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"file": b"old"}
+
+    def test_directory_appears_whole_or_not_at_all(self, tmp_path: Path) -> None:
+        with contextlib.suppress(KeyboardInterrupt), build_aside(tmp_path / "model") as aside:
+            (aside / "half").write_bytes(b"x")
+            raise KeyboardInterrupt
+        assert list(tmp_path.iterdir()) == []
+        for content in (b"one", b"two"):
+            with build_aside(tmp_path / "model") as aside:
+                (aside / "file").write_bytes(content)
+            assert [path.name for path in tmp_path.iterdir()] == ["model"]
+            assert (tmp_path / "model" / "file").read_bytes() == content
 
     def test_what_is_no_json_leaves_the_old_file(self, tmp_path: Path) -> None:
         save_json(tmp_path / "file", {"a": 1})

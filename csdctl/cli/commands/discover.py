@@ -1,5 +1,6 @@
 """`csdctl discover`."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -34,14 +35,17 @@ def discover(
         str,
         typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
     ] = "",
-    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds.")] = "root",
+    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds; root.")] = "",
     key: Annotated[
         Path | None,
         typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
     ] = None,
     port: Annotated[
-        int, typer.Option("--port", min=1, max=65535, help="SSH port that --cidr looks for.")
-    ] = 22,
+        int | None,
+        typer.Option(
+            "--port", min=1, max=65535, help="SSH port that --cidr looks for; 22.", show_default=False
+        ),
+    ] = None,
     inventory: Annotated[
         Path | None,
         typer.Option(
@@ -64,7 +68,6 @@ def discover(
     exclude: ExcludeOption = None,
     failed_from: FailedFromOption = None,
     json: JsonOption = False,
-    verbose: Annotated[int, typer.Option("--verbose", count=True, help="A row for each machine.")] = 0,
 ) -> None:
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.discovering import DiscoverView
@@ -100,7 +103,7 @@ def discover(
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
     with DiscoverView(streams.people, len(chosen.nodes) + 1) as view:
         result = discover(chosen, directory=streams.directory, on_done=view.show)
-    render_fleet(streams.people, result, verbose=verbose > 0)
+    render_fleet(streams.people, result, verbose=streams.is_verbose)
     streams.result(discover_document(result))
     settle(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
 
@@ -110,7 +113,7 @@ def _source(
     interface: str,
     user: str,
     key: Path | None,
-    port: int,
+    port: int | None,
     inventory: Path | None,
     ssh_config: Path | None,
 ) -> "Source | None":
@@ -119,12 +122,11 @@ def _source(
 
     sources: list[Source] = []
     if cidrs:
-        sources.append(
-            AddressRanges(tuple(cidrs), user, key and key.expanduser().absolute(), port, interface)
-        )
-    elif interface:
-        raise InputError("--interface says where to scan, so it needs --cidr", remedy="add --cidr RANGE")
-    sources += [AnsibleInventory(inventory)] if inventory else []
+        path = Path(os.path.abspath(key.expanduser())) if key else None
+        sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
+    elif given := [name for name, value in _of_cidr(interface, user, key, port) if value]:
+        raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")
+    sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
         raise InputError(
@@ -132,3 +134,8 @@ def _source(
             remedy="name one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
+
+
+def _of_cidr(interface: str, user: str, key: Path | None, port: int | None) -> tuple[tuple[str, object], ...]:
+    """The options that mean nothing without --cidr."""
+    return ("--interface", interface), ("--user", user), ("--key", key), ("--port", port)

@@ -39,7 +39,6 @@ def doctor(
     exclude: ExcludeOption = None,
     failed_from: FailedFromOption = None,
     json: JsonOption = False,
-    verbose: Annotated[int, typer.Option("--verbose", count=True, help="The green checks too.")] = 0,
 ) -> None:
     """Examine the machines, and let them say hello over MPI: what is wrong, and the remedy."""
     from csdctl.cli.render.doctor import ExaminationView, doctor_document
@@ -51,7 +50,7 @@ def doctor(
     options = DoctorOptions(deadline, connect_deadline, hello_deadline)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
     settings = list_settings(context, chosen)
-    with ExaminationView(streams.people, chosen, settings, is_verbose=verbose > 0) as view:
+    with ExaminationView(streams.people, chosen, settings, is_verbose=streams.is_verbose) as view:
         examination = examine(chosen, streams.directory, options, view.show)
     view.finish(examination)
     streams.result(doctor_document(examination, settings))

@@ -22,6 +22,7 @@ class DiscoverView:
             TextColumn("{task.fields[failed]}", style="red"),
             console=console,
             transient=True,
+            refresh_per_second=4,
             disable=not console.is_terminal,
         )
         self._task = self._progress.add_task("asking", total=num_machines, failed="")

@@ -21,7 +21,7 @@ MAX_ROWS = 40
 COLUMNS = {
     "reach": ("reach", "probe", "ssh", "deploy"),
     "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
-    "machine": ("processor", "memory", "clock", "hostname"),
+    "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports"),
     "hello": ("hello",),
@@ -103,7 +103,7 @@ class ExaminationView:
         worst: dict[str, dict[str, Verdict]] = {name: {} for name in self._machines}
         column_of = {name: column for column, names in COLUMNS.items() for name in names}
         for check in self._checks:
-            row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "machine")
+            row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
             row[column] = max(row.get(column, Verdict.OK), check.verdict, key=_SEVERITY.index)
         rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
         for name, row in rows.items():

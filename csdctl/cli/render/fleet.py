@@ -21,6 +21,8 @@ SCHEMA = "csdctl.discover/1"
 INVENTORY_SCHEMA = "csdctl.inventory/1"
 _UNKNOWN = "–"
 _MISSING = "missing"
+MAX_NAME_WIDTH = 20
+"""Of the column of machines, before it is folded: the table shall fit 80 columns."""
 
 
 def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = False) -> None:
@@ -85,27 +87,40 @@ def _node_document(node: Node) -> dict[str, object]:
 
 def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table = _new_table(title)
-    table.add_column("machines", overflow="fold", min_width=8)
+    names = [_show_machines(group) for group in groups]
+    longest = max(map(len, names), default=0)
+    table.add_column(
+        "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
+    )
     table.add_column("CPU")
     for column in ("cores", "memory", "disk"):
         table.add_column(column, justify="right", no_wrap=True)
-    for column in ("Python", "TensorFlow", "MPI"):
+    for column in ("Python", "Tensor\nFlow", "MPI"):
         table.add_column(column, no_wrap=True)
-    table.add_column("trip", justify="right", no_wrap=True)
-    for group in groups:
-        facts, number = group.first, len(group.names)
+    for group, name in zip(groups, names, strict=True):
+        facts = group.first
         table.add_row(
-            escape(show_names(group.names)) + (f" ({number})" if number > 1 else ""),
+            escape(name),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
             _show_cores(facts),
-            show_bytes(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            show_bytes(group.least("disk_free_bytes")),
+            _show_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            _show_size(group.least("disk_free_bytes")),
             facts.python_version or _MISSING,
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
-            show_seconds(group.most("round_trip_s")),
         )
     return table
+
+
+def _show_size(size: float | None) -> str:
+    """Three digits are enough, and leave room for names."""
+    number, _, unit = show_bytes(size).partition(" ")
+    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else show_bytes(size)
+
+
+def _show_machines(group: EqualMachines) -> str:
+    number = len(group.names)
+    return show_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
@@ -119,7 +134,7 @@ def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
     table = _new_table("details")
-    for column in ("machine", "architecture", "glibc", "mpi4py", "clock"):
+    for column in ("machine", "architecture", "glibc", "mpi4py", "trip", "clock"):
         table.add_column(column, no_wrap=True)
     table.add_column("Python prefix", overflow="fold")
     table.add_column("home", overflow="fold")
@@ -130,6 +145,7 @@ def _build_details(machines: Mapping[str, Facts]) -> Table:
                 facts.architecture or _UNKNOWN,
                 facts.glibc_version or _UNKNOWN,
                 facts.mpi4py_version or _MISSING,
+                show_seconds(facts.round_trip_s),
                 _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
                 escape(facts.prefix or _UNKNOWN),
                 escape(facts.home or _UNKNOWN),

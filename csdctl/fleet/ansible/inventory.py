@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
+from csdctl.fleet.ranges import MAX_RANGE
 
 ALL, UNGROUPED = "all", "ungrouped"
 _PRIORITY = "ansible_group_priority"
@@ -43,6 +44,8 @@ class Inventory:
     """What group_vars/ has, by group."""
     host_files: dict[str, Variables] = field(default_factory=dict)
     """What host_vars/ has, by host."""
+    defaults: Variables = field(default_factory=dict)
+    """What counts for every host that says nothing itself: ansible.cfg."""
     warnings: list[str] = field(default_factory=list)
 
     def group(self, name: str) -> Group:
@@ -124,7 +127,10 @@ def expand_hosts(pattern: str, where: str) -> list[str]:
         names = list(_count(inner))
     except ValueError as error:
         raise InputError(f"{where}: range [{inner}] in {pattern!r} is not usable: {error}") from None
-    return [f"{head}{name}{end}" for name in names for end in expand_hosts(tail, where)]
+    ends = expand_hosts(tail, where)
+    if len(names) * len(ends) > MAX_RANGE:
+        raise InputError(f"{where}: {pattern!r} stands for more than {MAX_RANGE:,} hosts")
+    return [f"{head}{name}{end}" for name in names for end in ends]
 
 
 def _count(inner: str) -> Iterator[str]:
@@ -140,7 +146,10 @@ def _count(inner: str) -> Iterator[str]:
     width = len(first) if first.startswith("0") and len(first) > 1 else 0
     if width and width != len(last):
         raise ValueError("both ends need the same number of digits")
-    for number in range(int(first), int(last) + 1, step):
+    numbers = range(int(first), int(last) + 1, step)
+    if len(numbers) > MAX_RANGE:
+        raise ValueError(f"it stands for more than {MAX_RANGE:,} hosts")
+    for number in numbers:
         yield f"{number:0{width}d}"
 
 

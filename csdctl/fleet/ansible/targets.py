@@ -30,7 +30,7 @@ def list_targets(
     targets: list[Target] = []
     warnings: dict[str, list[str]] = {message: [] for message in inventory.warnings}
     for host in select_names(groups, limit, exclude, where=name):
-        settings = _Settings(inventory.variables_of(host), host, name)
+        settings = _Settings(inventory.defaults | inventory.variables_of(host), host, name)
         target, notes = _target(settings, host, groups[host])
         for note in notes:
             warnings.setdefault(note, []).append(host)

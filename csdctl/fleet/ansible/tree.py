@@ -122,7 +122,10 @@ class _Reader:
         """Keys and values of a mapping, merge keys resolved; raises InputError for anything else."""
         if not isinstance(node, yaml.MappingNode):
             raise InputError(f"{self._where(node)}: expected keys and values, as in `name: value`")
-        self._loader.flatten_mapping(node)
+        try:
+            self._loader.flatten_mapping(node)
+        except yaml.YAMLError as error:
+            raise InputError(f"{self._where(node)}: {getattr(error, 'problem', error)}") from None
         for key, value in node.value:
             yield str(key.value), value
 

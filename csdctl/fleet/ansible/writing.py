@@ -27,7 +27,8 @@ def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> 
     groups = {name: _members(fleet, name) for node in fleet.nodes for name in node.groups}
     tree = {"all": {"vars": shared, "hosts": own, "children": groups}}
     text = yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1 << 20)
-    return f"# Written by `csdctl inventory --format ansible` from {fleet.path}.\n{text}"
+    source = " ".join(str(fleet.path).split())
+    return f"# Written by `csdctl inventory --format ansible` from {source}.\n{text}"
 
 
 def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:

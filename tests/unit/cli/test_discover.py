@@ -53,6 +53,14 @@ class TestTable:
         assert "csd[0-31] (32)" in text
         assert "differs: csd32: TensorFlow 2.20.0 instead of 2.21.0" in text
 
+    def test_table_fits_80_columns_with_names_and_numbers_whole(self) -> None:
+        file = StringIO()
+        sizes = {"memory_bytes": 128 << 30, "disk_free_bytes": 900 << 30}
+        machines = csds(100, **sizes, tensorflow_version=None, mpi_version=None)
+        render_fleet(Console(file=file, width=80, highlight=False), result_of(*machines), verbose=False)
+        (row,) = (line for line in file.getvalue().splitlines() if "csd[0-99] (100)" in line)
+        assert "128 GiB  900 GiB  3.11.9  missing  missing" in row
+
     def test_verbose_has_a_row_for_each(self) -> None:
         text = shown(result_of(*csds(3)), verbose=True)
         assert all(f"csd{k} " in text for k in range(3))
@@ -130,7 +138,8 @@ class TestSources:
         ("arguments", "said"),
         [
             (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, and 2 are named"),
-            (["--interface", "lo"], "needs --cidr"),
+            (["--interface", "lo"], "--interface is about machines that --cidr finds"),
+            (["--port", "22", "--inventory", "hosts"], "--port is about machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
             (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),

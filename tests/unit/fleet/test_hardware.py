@@ -94,6 +94,9 @@ class TestDrives:
         host = Facts("host", drives=(Drive("/dev/nvme0", "S4", "CSD"), Drive("/dev/nvme1", "S4", "boot")))
         assert self.matches(*csds(0, drives=(Drive("/dev/nvme0", "S4", "CSD"),)), host=host) == {}
 
+    def test_node_that_sees_all_drives_of_the_host_is_none_of_them(self) -> None:
+        assert self.matches(*csds(0, drives=self.HOST.drives)) == {}
+
     def test_two_ports_of_one_drive_are_one_drive(self) -> None:
         host = Facts("host", drives=(Drive("/dev/nvme0", "S4", "CSD"), Drive("/dev/nvme1", "S4", "CSD")))
         assert self.matches(*csds(0, drives=(Drive("/dev/nvme0", "S4", "CSD"),)), host=host) == {

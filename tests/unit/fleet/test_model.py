@@ -196,6 +196,11 @@ class TestWriting:
         assert "jump_hosts" not in text
         assert load(tmp_path, text).nodes[1].jump == gate
 
+    def test_origin_stays_in_the_first_line_whatever_it_holds(self, tmp_path: Path) -> None:
+        fleet = Fleet((Node("a", "10.0.0.1"),))
+        text = render_fleet(fleet, origin="Written from x\nnetwork: 10.0.0.0/8\n\u2028y")
+        assert load(tmp_path, text).network == ""
+
     def test_ranges_are_folded_back(self) -> None:
         nodes = tuple(Node(f"csd{k}", f"10.1.1.{k + 2}") for k in range(36))
         text = render_fleet(Fleet(nodes), origin="Found")

@@ -63,6 +63,7 @@ def test_number_without_leading_zeros_is_not_the_one_with_them() -> None:
         chosen("dpu[0-9]")
 
 
+@pytest.mark.fault(39)
 @pytest.mark.parametrize("option", ["--limit", "--exclude"])
 @pytest.mark.parametrize("pattern", ["csd12", "CSD0", "nowhere*", "csd[20-30]"])
 def test_pattern_that_matches_nothing_is_told_with_the_nodes(option: str, pattern: str) -> None:

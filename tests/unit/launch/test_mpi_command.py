@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.launch.mpi_command import RankCommand, build_mpirun_command
+from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, daemon_marker
 from csdctl.worker.contract import Exited, event_from_line
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
@@ -109,3 +109,11 @@ def test_rank_that_ends_badly_is_reported_with_its_node(tmp_path: Path, ending: 
     done = run_context(contexts(build(ranks=ranks))[1], tmp_path)
     assert done.returncode == code
     assert event_from_line(done.stdout.strip()) == Exited(1, "csd-1.a_b", code)
+
+
+def test_daemons_and_ssh_carry_the_runs_id_when_there_is_one() -> None:
+    command = build_mpirun_command(
+        Path("/venv/bin/mpirun"), "/opt/venv", Path("ssh_config"), "", RANKS, run_id="20261121-1-2"
+    )
+    assert after(command, daemon_marker("20261121-1-2")) == "1"
+    assert not any("csdctl_run" in word for word in build())

@@ -1,6 +1,7 @@
 """A job whose mpirun is a small program that prints what mpirun prints."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -201,6 +202,16 @@ class TestEnding:
         outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
         assert outcome.finished.keys() == {0, 1}
         assert nothing_is_left(job.directory)
+
+    def test_child_in_a_group_of_its_own_is_ended_too_as_mpiruns_ssh_is(self, job: Job) -> None:
+        program = "if os.fork() == 0:\n    os.setpgid(0, 0)\n    open('pid', 'w').write(str(os.getpid()))\n"
+        job.run(f"{program}    time.sleep(100)\ntime.sleep(0.5)\n")
+        assert wait_until_gone(int((job.directory / "pid").read_text()))
+
+    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(self, job: Job) -> None:
+        program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
+        job.run(f"{program}    time.sleep(100)\ntime.sleep(100)\n", Deadlines(1, 1))
+        os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:
         job.make("").end()

@@ -1,5 +1,6 @@
 """What every real session keeps: the same tests over the host and over SSH."""
 
+import hashlib
 import os
 import threading
 import time
@@ -215,6 +216,28 @@ def test_conversation_goes_line_by_line(machine: Machine) -> None:
         assert talk.read_line(deadline_s=30) == f"got {line}"
     completed = talk.wait(deadline_s=30)
     assert (completed.exit_code, completed.stdout) == (0, b"")
+    talk.close()
+
+
+def test_conversation_takes_bytes_at_the_pace_that_they_are_read(machine: Machine) -> None:
+    session, _ = machine
+    content = os.urandom(1000) * 5000
+    talk = session.converse(
+        ["sh", "-c", "sleep 0.2; head -c 5000000 | sha256sum; exec 0<&-; echo closed; sleep 60"]
+    )
+    talk.send_bytes(content)
+    assert talk.read_line(deadline_s=30)[:64] == hashlib.sha256(content).hexdigest()
+    assert talk.read_line(deadline_s=30) == "closed"
+    talk.close()
+
+
+def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> None:
+    session, _ = machine
+    talk = session.converse(["sh", "-c", "echo bye; exit 3"])
+    with pytest.raises(EOFError, match="has ended"):
+        talk.send_bytes(bytes(20_000_000))
+    assert talk.read_line(deadline_s=30) == "bye"
+    assert talk.wait(deadline_s=30).exit_code == 3
     talk.close()
 
 

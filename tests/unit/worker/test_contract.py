@@ -19,6 +19,7 @@ from csdctl.worker.contract import (
     Exited,
     Failed,
     Finished,
+    Greeted,
     ModelInfo,
     ProbeRequest,
     ProbeResult,
@@ -29,6 +30,7 @@ from csdctl.worker.contract import (
     Recipe,
     RunSpec,
     ShardPart,
+    Started,
     event_from_line,
     event_to_line,
     from_json,
@@ -63,6 +65,8 @@ VALUES = [
 ]
 PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 SAID = [
+    Started(1, "csd0", "node-7"),
+    Greeted(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
     Ready(1, "csd0", 100, 3.25),
     PROGRESS,
     Evaluating(0, "host", 256, 10_000),

@@ -131,6 +131,23 @@ class TestAnsible:
         )
         assert "name: 'csd[0-1]'" in found.text
 
+    def test_ansible_cfg_counts_where_the_inventory_says_nothing(self, tmp_path: Path, key: Path) -> None:
+        (tmp_path / "ansible.cfg").write_text(
+            "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
+            "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
+        )
+        found = from_ansible(tmp_path, "csd0\ncsd1 ansible_ssh_user=own ansible_ssh_common_args=\n").fleet
+        assert [(node.user, node.key, node.jump and node.jump.name) for node in found.nodes] == [
+            ("cfg", key, "gate"),
+            ("own", key, None),
+        ]
+
+    @pytest.mark.parametrize("text", ["remote_user=x", "[defaults\n", "\xff"])
+    def test_ansible_cfg_that_cannot_be_read_is_an_error(self, tmp_path: Path, text: str) -> None:
+        (tmp_path / "ansible.cfg").write_text(text, encoding="latin-1")
+        with pytest.raises(InputError, match=r"ansible\.cfg cannot be read"):
+            from_ansible(tmp_path, "csd0\n")
+
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a usable address"):

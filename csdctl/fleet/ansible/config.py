@@ -1,0 +1,51 @@
+"""What ansible.cfg says about reaching hosts: the values that count where an inventory says nothing."""
+
+import configparser
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.fleet.ansible.inventory import Value, Variables
+
+_VARIABLES = {
+    ("defaults", "remote_user"): "ansible_user",
+    ("defaults", "remote_port"): "ansible_port",
+    ("defaults", "private_key_file"): "ansible_private_key_file",
+    ("ssh_connection", "ssh_args"): "ansible_ssh_args",
+    ("ssh_connection", "ssh_common_args"): "ansible_ssh_common_args",
+    ("ssh_connection", "ssh_extra_args"): "ansible_ssh_extra_args",
+}
+
+
+def load_config(directory: Path, environment: Mapping[str, str] = os.environ) -> Variables:
+    """The variables that the ansible.cfg of a call in `directory` stands for: of the first that is found.
+
+    Raises InputError for a file that cannot be read.
+    """
+    named = environment.get("ANSIBLE_CONFIG")
+    places = [Path(named)] if named else []
+    places += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
+    files = [place / "ansible.cfg" if place.is_dir() else place for place in places]
+    path = next((file for file in files if file.is_file()), None)
+    return _read(path) if path else {}
+
+
+def _read(path: Path) -> Variables:
+    parser = configparser.ConfigParser(inline_comment_prefixes=(";",), interpolation=None, strict=False)
+    try:
+        parser.read_string(path.read_text(encoding="utf-8"), source=str(path))
+    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+    return {
+        variable: Value(_from_here(path, variable, parser[section][key]), str(path))
+        for (section, key), variable in _VARIABLES.items()
+        if parser.has_option(section, key) and parser[section][key]
+    }
+
+
+def _from_here(path: Path, variable: str, text: str) -> str:
+    """A key's path is relative to the ansible.cfg that names it."""
+    if variable != "ansible_private_key_file" or text.startswith(("/", "~", "{")):
+        return text
+    return str(path.absolute().parent / text)

@@ -1,0 +1,117 @@
+"""What the benchmarks of many nodes run against: one sshd that answers at a thousand addresses.
+
+As root it lives in a network namespace, and a second namespace sees it from 50 ms away: a small router
+between two TUN devices holds every packet for 25 ms on its way, the handshake's too. (`tc netem` would do
+the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine, undelayed.
+"""
+
+import getpass
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROUND_TRIP_S = 0.05
+NEAR = "127.7"
+FAR = "10.77"
+PORT = 2200
+
+
+@dataclass(frozen=True)
+class ManyNodes:
+    """A server that answers at many addresses, and how to be near it or far from it."""
+
+    directory: Path
+    namespace: str
+    """'' without root."""
+    port: int = PORT
+
+    @property
+    def key(self) -> Path:
+        return self.directory / "id"
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "known_hosts"
+
+    def addresses(self, count: int, *, far: bool = False) -> list[str]:
+        prefix = FAR if far else NEAR
+        return [f"{prefix}.{number // 250 + 1}.{number % 250 + 2}" for number in range(count)]
+
+    def prefix(self, *, far: bool = False) -> list[str]:
+        """What to put before a command for it to run near the server, or far from it."""
+        if not self.namespace:
+            return []
+        return ["ip", "netns", "exec", f"{self.namespace}{'-far' if far else ''}"]
+
+
+@pytest.fixture(scope="session")
+def many_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManyNodes]:
+    is_root = os.geteuid() == 0
+    namespace = f"csdctl-bench-{os.getpid()}" if is_root else ""
+    nodes = ManyNodes(tmp_path_factory.mktemp("sshd"), namespace)
+    router = None
+    try:
+        if is_root:
+            for name in (namespace, f"{namespace}-far"):
+                _run("ip", "netns", "add", name)
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", namespace, "route", "add", "local", f"{FAR}.0.0/16", "dev", "lo")
+            router = subprocess.Popen(
+                [
+                    sys.executable,
+                    Path(__file__).with_name("delay_router.py"),
+                    namespace,
+                    str(ROUND_TRIP_S / 2),
+                ],
+                stdout=subprocess.PIPE,
+            )
+            assert router.stdout
+            assert router.stdout.readline()
+        server = _start_sshd(nodes)
+        try:
+            yield nodes
+        finally:
+            server.terminate()
+            server.wait()
+    finally:
+        if router:
+            router.terminate()
+            router.wait()
+        for name in (namespace, f"{namespace}-far") if is_root else ():
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _start_sshd(nodes: ManyNodes) -> subprocess.Popen[bytes]:
+    for name in ("id", "host_key"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(nodes.directory / name))
+    public_key = (nodes.directory / "host_key.pub").read_text().split()
+    names = nodes.addresses(1000) + nodes.addresses(1000, far=True)
+    nodes.known_hosts.write_text("".join(f"[{name}]:{PORT} {' '.join(public_key[:2])}\n" for name in names))
+    config = nodes.directory / "sshd_config"
+    config.write_text(
+        f"Port {PORT}\nListenAddress {'0.0.0.0' if nodes.namespace else f'{NEAR}.1.2'}\n"
+        f"HostKey {nodes.directory}/host_key\nAuthorizedKeysFile {nodes.directory}/id.pub\n"
+        "StrictModes no\nUsePAM no\nUseDNS no\nMaxStartups 2000\nPidFile none\nLogLevel ERROR\n"
+        "PasswordAuthentication no\n"
+    )
+    if nodes.namespace:
+        Path("/run/sshd").mkdir(exist_ok=True)
+    server = subprocess.Popen([*nodes.prefix(), "/usr/sbin/sshd", "-D", "-e", "-f", str(config)])
+    probe = ["ssh", "-F", "none", "-i", nodes.key, "-o", f"UserKnownHostsFile={nodes.known_hosts}"]
+    probe += ["-o", "BatchMode=yes", "-p", str(PORT), f"{getpass.getuser()}@{nodes.addresses(1)[0]}", "true"]
+    deadline_s = time.monotonic() + 20
+    while subprocess.run([*nodes.prefix(), *probe], check=False, stderr=subprocess.DEVNULL).returncode:
+        assert server.poll() is None, "sshd ended"
+        assert time.monotonic() < deadline_s, "sshd does not answer"
+        time.sleep(0.1)
+    return server
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True)

@@ -1,0 +1,136 @@
+"""One command on each of 100 nodes: csdctl against asyncssh, pyinfra, parallel-ssh and Ansible.
+
+Every client is a process of its own, with its start and imports counted. Peers live in environments of their
+own, in the directory CSDCTL_BENCH_PEERS or a temporary one. All check host keys (parallel-ssh cannot), all
+use the same key, and Ansible keeps no connections for later (ControlMaster=no), as one command gains nothing
+by it.
+"""
+
+import getpass
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NUM_NODES = 100
+NUM_ROUNDS = int(os.environ.get("CSDCTL_BENCH_ROUNDS", "5"))
+CLIENTS = Path(__file__).with_name("clients")
+PEERS = {
+    "asyncssh": "asyncssh",
+    "pyinfra": "pyinfra",
+    "parallel-ssh": "parallel-ssh",
+    "ansible": "ansible-core",
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one client used: user and system time with its children, and how long it took."""
+
+    cpu_s: float
+    wall_s: float
+
+
+@pytest.fixture(scope="session")
+def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The bin directories of the peers that could be installed."""
+    cache = Path(os.environ.get("CSDCTL_BENCH_PEERS") or tmp_path_factory.mktemp("peers"))
+    found = {}
+    for peer, package in PEERS.items():
+        place = cache / package
+        if not (place / "done").exists():
+            subprocess.run([sys.executable, "-m", "venv", place], check=True)
+            install = [place / "bin" / "python", "-m", "pip", "install", "-qq", package]
+            if subprocess.run(install, check=False).returncode:
+                print(f"\nNOT MEASURED: {peer} could not be installed")
+                continue
+            (place / "done").touch()
+        found[peer] = place / "bin"
+    return found
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
+def test_one_command_on_a_hundred_nodes(
+    far: bool, many_nodes: Any, peers: dict[str, Path], tmp_path: Path
+) -> None:
+    if far and not many_nodes.namespace:
+        pytest.skip("a delay needs root: network namespaces and TUN devices")
+    commands = build_commands(many_nodes, peers, tmp_path, far)
+    costs: dict[str, list[Cost]] = {name: [] for name in commands}
+    for _ in range(NUM_ROUNDS):
+        for name, command in commands.items():
+            costs[name].append(measure([*many_nodes.prefix(far=far), *command], tmp_path))
+    print(f"\n{NUM_NODES} nodes, one command each, {'50 ms' if far else 'no'} delay, {NUM_ROUNDS} rounds")
+    print_table(costs)
+
+
+def build_commands(nodes: Any, peers: dict[str, Path], directory: Path, far: bool) -> dict[str, list[str]]:
+    """The command line of every client."""
+    addresses = nodes.addresses(NUM_NODES, far=far)
+    arguments = [getpass.getuser(), str(nodes.port), str(nodes.key), str(nodes.known_hosts), *addresses]
+    write_inventories(nodes, addresses, directory)
+    every = {
+        "csdctl": [sys.executable, f"{CLIENTS}/csdctl_client.py", *arguments],
+        "asyncssh": ["python", f"{CLIENTS}/asyncssh_client.py", *arguments],
+        "pyinfra": ["pyinfra", "-y", f"{directory}/inventory.py", "exec", "--", "echo", "hello"],
+        "parallel-ssh": ["python", f"{CLIENTS}/parallel_ssh_client.py", *arguments],
+        "ansible": ["ansible", "all", "-i", "hosts", "-m", "raw", "-a", "echo hello", "-f", str(NUM_NODES)],
+    }
+    return {
+        name: command if name == "csdctl" else [str(peers[name] / command[0]), *command[1:]]
+        for name, command in every.items()
+        if name == "csdctl" or name in peers
+    }
+
+
+def write_inventories(nodes: Any, addresses: list[str], directory: Path) -> None:
+    """The same fleet in pyinfra's words and in Ansible's."""
+    data = {
+        "ssh_user": getpass.getuser(),
+        "ssh_port": nodes.port,
+        "ssh_key": str(nodes.key),
+        "ssh_known_hosts_file": str(nodes.known_hosts),
+        "ssh_strict_host_key_checking": "yes",
+    }
+    (directory / "inventory.py").write_text(f"nodes = ({addresses!r}, {data!r})\n")
+    (directory / "hosts").write_text(
+        "\n".join(addresses) + f"\n[all:vars]\nansible_user={getpass.getuser()}\nansible_port={nodes.port}\n"
+        f"ansible_ssh_private_key_file={nodes.key}\n"
+        f"ansible_ssh_common_args=-F none -o UserKnownHostsFile={nodes.known_hosts}\n"
+    )
+    (directory / "ansible.cfg").write_text("[ssh_connection]\nssh_args = -C -o ControlMaster=no\n")
+
+
+def measure(command: list[str], directory: Path) -> Cost:
+    """Run one client to its end; all nodes must have answered."""
+    environment = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
+    with (directory / "output").open("w+b") as output:
+        started_s = time.perf_counter()
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, env=environment)
+        _, status, usage = os.wait4(process.pid, 0)
+        wall_s = time.perf_counter() - started_s
+        process.returncode = os.waitstatus_to_exitcode(status)
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    assert process.returncode == 0, text[-2000:]
+    assert text.count("hello") >= NUM_NODES, text[-2000:]
+    return Cost(usage.ru_utime + usage.ru_stime, wall_s)
+
+
+def print_table(costs: dict[str, list[Cost]]) -> None:
+    """Medians, and the median of each round's ratio to csdctl."""
+    print(f"{'':14}{'CPU s':>8}{'ratio':>8}{'wall s':>9}{'ratio':>8}")
+    for name, column in costs.items():
+        pairs = list(zip(column, costs["csdctl"], strict=True))
+        cpu_ratio = statistics.median(cost.cpu_s / ours.cpu_s for cost, ours in pairs)
+        wall_ratio = statistics.median(cost.wall_s / ours.wall_s for cost, ours in pairs)
+        cpu_s = statistics.median(cost.cpu_s for cost in column)
+        wall_s = statistics.median(cost.wall_s for cost in column)
+        print(f"{name:14}{cpu_s:8.2f}{cpu_ratio:8.2f}{wall_s:9.2f}{wall_ratio:8.2f}")

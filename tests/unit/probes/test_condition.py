@@ -1,0 +1,63 @@
+"""What a preflight asks of a machine: names, addresses, and where it can write."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from csdctl.probes.condition import collect_condition, parse_condition, parse_places
+from csdctl.transport.local import LocalSession
+
+# df of GNU coreutils, as the script prints it; the second place is a full tmpfs.
+PLACES = """\
+place /root
+space /dev/vda         264212084 24881724  81509188      24% /
+inodes /dev/vda       16777216 447426 16329790    3% /
+place /tmp
+refused sh: 4: printf: printf: I/O error
+space tmpfs                   64    64         0     100% /tmp
+inodes tmpfs          0     0     0     - /tmp
+"""
+
+
+def test_places_are_told_with_their_space_inodes_and_refusal() -> None:
+    home, temporary = parse_places(PLACES).values()
+    assert (home.path, home.free_bytes, home.free_inodes, home.refusal) == (  # type: ignore[attr-defined]
+        "/root",
+        81509188 * 1024,
+        16329790,
+        "",
+    )
+    assert (temporary.free_bytes, temporary.free_inodes) == (0, None)  # type: ignore[attr-defined]
+    assert temporary.refusal == "I/O error"  # type: ignore[attr-defined]
+
+
+def test_place_that_cannot_be_looked_at_is_unknown() -> None:
+    condition = parse_condition("csd0", "csdctl-probe:places\nsh: df: not found\n")
+    assert condition.home is None
+    assert condition.addresses is None
+
+
+def test_this_machine_tells_its_condition(tmp_path: Path) -> None:
+    session = LocalSession("host", tmp_path)
+    facts, condition = collect_condition(session, sys.executable, deadline_s=60)
+    session.close()
+    assert facts.python_version == sys.version.split()[0]
+    assert facts.keras_version
+    assert facts.has_prted is True
+    assert condition.hostname == os.uname().nodename
+    assert "127.0.0.1" in (condition.addresses or ())
+    assert condition.home is not None
+    assert condition.home.path == str(tmp_path)
+    assert condition.home.refusal == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.fault(26)
+def test_home_that_cannot_be_written_says_so() -> None:
+    session = LocalSession("host", Path("/proc"))
+    _, condition = collect_condition(session, sys.executable, deadline_s=60)
+    session.close()
+    assert condition.home is not None
+    assert condition.home.refusal

@@ -1,0 +1,135 @@
+"""What of a directory becomes a tree, and how trees are written on the command line."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.parcel import Tree
+from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, is_ignored, parse_tree, read_tree
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    for name in ("a", ".hidden", ".git/config", "deep/__pycache__/x.pyc", "deep/b.tmp", "deep/c"):
+        path = tmp_path / "source" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path / "source"
+
+
+def read(source: Path, *ignored: str) -> Tree:
+    return read_tree(TreeRequest(source, "there"), SharedChunks(), ignored)
+
+
+def names(tree: Tree) -> list[str]:
+    return [name for name, _ in tree.files]
+
+
+def test_everything_but_what_is_ignored_travels(source: Path) -> None:
+    assert names(read(source, *DEFAULT_IGNORED)) == [".hidden", "a", "deep/b.tmp", "deep/c"]
+    assert names(read(source, *DEFAULT_IGNORED, "*.tmp")) == [".hidden", "a", "deep/c"]
+    assert ".git/config" in names(read(source))
+
+
+def test_directories_come_before_what_they_hold(source: Path) -> None:
+    (source / "deep" / "er" / "est").mkdir(parents=True)
+    found = [name for name, _ in read(source, *DEFAULT_IGNORED).directories]
+    assert found == ["deep", "deep/er", "deep/er/est"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "is_directory", "fits"),
+    [
+        ("*.tmp", "a/b.tmp", False, True),
+        ("*.tmp", "a.tmp/b", False, False),
+        ("build/", "x/build", True, True),
+        ("build/", "x/build", False, False),
+        ("docs/*.pdf", "docs/a.pdf", False, True),
+        ("docs/*.pdf", "x/docs/a.pdf", False, False),
+        ("/top", "top", False, True),
+        ("data[0-3]", "data2", True, True),
+        ("DATA", "data", False, False),
+    ],
+)
+def test_patterns_fit_as_in_gitignore(pattern: str, name: str, is_directory: bool, fits: bool) -> None:
+    assert is_ignored(name, [pattern], is_directory=is_directory) is fits
+
+
+@pytest.mark.fault(31)
+@pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "deep/../../outside", "deep/up/../outside"])
+def test_symbolic_link_that_leads_out_is_refused_with_its_name(source: Path, target: str) -> None:
+    (source / "deep" / "up").symlink_to("..")
+    (source / "link").symlink_to(target)
+    with pytest.raises(InputError, match="source/link leads out of the tree") as raised:
+        read(source)
+    assert "--ignore" in raised.value.remedy
+    assert "link" not in names(read(source, "link", "up"))
+
+
+@pytest.mark.fault(31)
+def test_symbolic_link_to_a_directory_outside_is_not_walked(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside").mkdir()
+    (source / "deep" / "link").symlink_to(tmp_path / "outside")
+    with pytest.raises(InputError, match="leads out"):
+        read(source)
+
+
+def test_links_inside_stay_links(source: Path) -> None:
+    (source / "deep" / "link").symlink_to("../a")
+    (source / "dangling").symlink_to("not-there")
+    assert read(source).links == (("dangling", "not-there"), ("deep/link", "../a"))
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.mknod(path, 0o020666, os.makedev(1, 3))])
+def test_special_files_are_refused_by_name(source: Path, make: object) -> None:
+    try:
+        make(source / "special")  # type: ignore[operator]
+    except PermissionError:
+        pytest.skip("devices can be made by root only")
+    with pytest.raises(InputError, match="source/special is a (pipe|device) and cannot be deployed"):
+        read(source)
+    assert "a" in names(read(source, "special"))
+
+
+def test_same_tree_has_the_same_content_whatever_its_times_are(source: Path) -> None:
+    before = read(source)
+    os.utime(source / "a", (0, 0))
+    after = read(source)
+    assert [(name, stored.name) for name, stored in before.files] == [
+        (name, stored.name) for name, stored in after.files
+    ]
+
+
+class TestWrittenTrees:
+    def test_destination_is_the_sources_name_or_what_follows_the_last_colon(self, tmp_path: Path) -> None:
+        for name in ("tree", "odd:name"):
+            (tmp_path / name).mkdir()
+        tree, odd = tmp_path / "tree", tmp_path / "odd:name"
+        assert parse_tree(str(tree)) == TreeRequest(tree, "tree")
+        assert parse_tree(f"{tree}/") == TreeRequest(tree, "tree")
+        assert parse_tree(f"{tree}:opt/x/") == TreeRequest(tree, "opt/x")
+        assert parse_tree(f"{tree}:~/x") == TreeRequest(tree, "x")
+        assert parse_tree(f"{tree}:/srv/x") == TreeRequest(tree, "/srv/x")
+        assert parse_tree(f"{odd}:") == TreeRequest(odd, "odd:name")
+        assert parse_tree(f"{odd}:x") == TreeRequest(odd, "x")
+
+    def test_directory_behind_a_link_and_the_current_one_can_be_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "tree").mkdir()
+        (tmp_path / "link").symlink_to("tree")
+        assert parse_tree(f"{tmp_path}/link") == TreeRequest(tmp_path / "tree", "tree")
+        monkeypatch.chdir(tmp_path / "tree")
+        assert parse_tree(".") == TreeRequest(tmp_path / "tree", "tree")
+
+    @pytest.mark.parametrize(
+        "written", ["", ":x", "{}/none", "{}/file", "{}:..", "{}:a/../b", "{}:.", "{}:~", "{}:/"]
+    )
+    def test_what_cannot_be_used_is_an_error_with_a_remedy(self, tmp_path: Path, written: str) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(InputError, match="--tree") as raised:
+            parse_tree(written.format(tmp_path))
+        assert raised.value.remedy
