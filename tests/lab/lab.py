@@ -77,6 +77,8 @@ class Lab:
         finally:
             del self.nodes[name]
             node.remove()
+            # Another node may get the address, with another hardware address.
+            run_ip(self.host.namespace, f"neigh flush dev {self.front.bridge}")
 
     @contextmanager
     def routed_but_for_ssh(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from csdctl.fleet.model import Node
+from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 
@@ -53,10 +54,11 @@ def start_training(project: Project, job: Path, *options: str) -> subprocess.Pop
     return process
 
 
-def test_host_and_nodes_prepare_tune_and_train_with_data_that_stays_private(
-    project: Project, job: Path
-) -> None:
-    nodes = project.lab.near[:2]
+@pytest.fixture(scope="module")
+def tuned(lab: Lab, job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path]:
+    """A project whose job, with private data on two nodes, is prepared and tuned."""
+    project = Project(lab, tmp_path_factory.mktemp("tuned"))
+    nodes = lab.near[:2]
     project.use(*nodes, network=NETWORK)
     for number, node in enumerate(nodes):
         put_private_data(node, number)
@@ -65,12 +67,34 @@ def test_host_and_nodes_prepare_tune_and_train_with_data_that_stays_private(
     for command in (["prepare"], ["tune", "--probe-seconds", "0.1"]):
         done = project.csdctl(*command, str(private))
         assert done.returncode == 0, done.stderr
+    return project, private
+
+
+def test_host_and_two_nodes_train_with_data_that_stays_private(tuned: tuple[Project, Path]) -> None:
+    project, private = tuned
     done = project.csdctl("train", str(private), "--json")
     assert done.returncode == 0, done.stderr
     document = last_line(done.stdout)
     assert (document["state"], document["num_ranks"]) == ("done", 3)
     assert document["identical_weights"] is True
     assert [rank["num_private"] for rank in document["ranks"]] == [0, 16, 16]
+
+
+@pytest.mark.fault(37)
+def test_job_or_fleet_that_changed_after_tuning_is_noticed(tuned: tuple[Project, Path]) -> None:
+    project, private = tuned
+    third = project.lab.near[2]
+    project.write_fleet(*project.lab.near, name="larger.yaml")
+    project.know(*project.lab.near[:2], third)
+    done = project.csdctl("train", str(private), "--fleet", "larger.yaml")
+    assert done.returncode == 2, done.stderr
+    assert "the plan has nothing for csd2" in done.stderr
+    edited = private.with_name("edited.yaml")
+    edited.write_text(private.read_text().replace("0.01", "0.02"))
+    plan = project.path / ".csdctl" / "plans" / "private.yaml"
+    done = project.csdctl("train", str(edited), "--plan", str(plan))
+    assert done.returncode == 2, done.stderr
+    assert "changed since tuning" in done.stderr
 
 
 @pytest.mark.fault(10)
@@ -80,7 +104,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
     _write_jumping_fleet(project, lab.gate.node, far.node)
     project.know(lab.gate, far)
     with lab.routed_but_for_ssh():
-        done = project.csdctl("train", str(job), "--batch-size", "8", "--json")
+        done = project.csdctl("train", str(job), "--batch-size", "8", "--json", "--skip-doctor")
     assert done.returncode == 0, done.stderr
     assert last_line(done.stdout)["num_ranks"] == 2
 

@@ -127,6 +127,7 @@ class TestLostInTheMiddle:
             with pulled.cable_pulled():
                 for thread in threads:
                     thread.join(15)
+        pulled.restart()  # its command would go on to its own deadline: nobody told it
         assert {name: type(end) for name, end in ends.items()} == dict.fromkeys(
             ("csd0", "csd1", "csd2"), UnreachableError
         )
