@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from csdctl.errors import (
     CsdctlError,
@@ -127,9 +127,7 @@ def run_on_nodes(
     For fleets of any size: no more than `max_workers` connections are open at a time. `known_hosts` and
     `on_done` are those of `open_sessions` and `run_on_all`.
     """
-    from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
-    from csdctl.transport.ssh_connect import make_jump_hosts
-
+    connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
     nodes = {node.name: node for node in fleet.nodes}
     num_at_once = min(len(nodes), max_workers, _allow_open_files(len(nodes)))
@@ -159,9 +157,7 @@ def open_sessions(
     `known_hosts` None means csdctl's own file in `directory` and beside the fleet file, then the user's.
     Raises InputError when the system allows too few open files.
     """
-    from csdctl.transport.ssh import connect  # paramiko takes 0.1 s to load
-    from csdctl.transport.ssh_connect import make_jump_hosts
-
+    connect, make_jump_hosts = _load_ssh()
     num_allowed = _allow_open_files(len(fleet.nodes))
     if num_allowed < len(fleet.nodes):
         num_files = len(fleet.nodes) + _SPARE_FILES
@@ -207,6 +203,23 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     place = fleet.path.absolute().parent
     around = [parent.parent for parent in (place, *place.parents) if parent.name == ".csdctl"]
     return known_hosts_paths(directory, place, *around)
+
+
+def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:
+    """`ssh.connect` and `ssh_connect.make_jump_hosts`: paramiko takes 0.1 s to load, so not before now.
+
+    It would load invoke too, in half of that time, for a directive of ssh_config that we never give it.
+    """
+    hides_invoke = "invoke" not in sys.modules
+    if hides_invoke:
+        sys.modules["invoke"] = None  # type: ignore[assignment]
+    try:
+        from csdctl.transport.ssh import connect
+        from csdctl.transport.ssh_connect import make_jump_hosts
+    finally:
+        if hides_invoke:
+            del sys.modules["invoke"]
+    return connect, make_jump_hosts
 
 
 @contextlib.contextmanager
