@@ -37,6 +37,8 @@ class Leftovers:
     """Ids of the runs that the processes belonged to."""
     paths: tuple[str, ...]
     num_bytes: int
+    num_unused: int = 0
+    """Stored files that nothing used, if they were to be removed."""
 
 
 def sweep_machine(

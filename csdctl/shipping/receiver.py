@@ -2,9 +2,15 @@
 
 import ast
 import base64
+import json
 import zlib
 from functools import cache
 from importlib import resources
+
+from csdctl.errors import RemoteCommandError
+from csdctl.transport.session import Session
+
+PRUNE_DEADLINE_S = 900.0
 
 # A node gets its first files before its own Python is there; then any other will do.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
@@ -13,6 +19,22 @@ _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; };
 def build_receiver_command(python: str, request: str) -> list[str]:
     """The argument list that serves `request` (JSON) on a machine."""
     return ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", receiver_source(), request]
+
+
+def prune_store(session: Session, python: str) -> int:
+    """Remove from the machine's store what no deployed tree uses; returns how many names that were.
+
+    Raises RemoteCommandError when the machine cannot.
+    """
+    command = build_receiver_command(python, json.dumps({"prune": True}))
+    done = session.run(command, deadline_s=PRUNE_DEADLINE_S)
+    done.check(session.name, doing="removing what is not used")
+    try:
+        return int(json.loads(done.output.splitlines()[-1])["done"]["num_removed"])
+    except (ValueError, KeyError, IndexError, TypeError):
+        raise RemoteCommandError(
+            f"removing what is not used gave no answer: {done.output[-80:]!r}", node=session.name
+        ) from None
 
 
 @cache

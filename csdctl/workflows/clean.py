@@ -11,6 +11,7 @@ from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
+from csdctl.shipping.receiver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
@@ -19,12 +20,22 @@ OnCleaned = Callable[[Outcome[Leftovers]], None]
 
 
 def clean(
-    fleet: Fleet, sweeping: Sweeping, *, directory: Path, on_done: OnCleaned = lambda outcome: None
+    fleet: Fleet,
+    sweeping: Sweeping,
+    *,
+    directory: Path,
+    is_pruning: bool = False,
+    on_done: OnCleaned = lambda outcome: None,
 ) -> dict[str, Outcome[Leftovers]]:
-    """Do as `sweeping` says on the host and all nodes of `fleet`; failures are in the result, not raised."""
+    """Do as `sweeping` says on the host and all nodes of `fleet`; failures are in the result, not raised.
+
+    With `is_pruning`, stored files that no deployed tree uses go from the nodes too.
+    """
 
     def visit(session: Session) -> Leftovers:
-        return sweep_machine(session, fleet.node(session.name).python, sweeping)
+        python = fleet.node(session.name).python
+        found = sweep_machine(session, python, sweeping)
+        return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         on_host = replace(sweeping, is_removing_all=False)

@@ -93,6 +93,24 @@ def test_unfinished_files_go_and_finished_ones_stay(project: Path) -> None:
     assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]
 
 
+def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
+    (project / "tree").mkdir()
+    (project / "tree" / "file").write_text("content")
+    assert csdctl(project, "clean", "--unused").returncode == 0
+    assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
+    assert "csd0: nothing left" in csdctl(project, "clean", "--unused").stdout
+    assert on_csd0(project, "cat tree/file") == "content"
+    on_csd0(project, "rm tree")
+    assert "unused files removed" in csdctl(project, "clean", "--unused").stdout
+    assert on_csd0(project, "ls .csdctl/objects") == ""
+
+
+def test_everything_is_removed_with_the_trees(project: Path) -> None:
+    assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
+    assert csdctl(project, "clean", "--everything", "--yes").returncode == 0
+    assert on_csd0(project, "ls -d tree .csdctl 2>/dev/null; true") == "", "no link leads nowhere"
+
+
 def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     on_csd0(project, "mkdir -p .csdctl/data && echo 1 >.csdctl/data/x")
     refused = csdctl(project, "clean", "--everything")

@@ -23,6 +23,13 @@ def clean(
         bool,
         typer.Option("--everything", help="Remove all that csdctl wrote on the nodes, prepared data too."),
     ] = False,
+    unused: Annotated[
+        bool,
+        typer.Option(
+            "--unused",
+            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
+        ),
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Also end a csdctl that works there now, on whatever host.")
     ] = False,
@@ -52,6 +59,7 @@ def clean(
         chosen,
         sweeping,
         directory=streams.directory,
+        is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(streams.people, outcome, is_dry=dry_run),
     )
     failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}

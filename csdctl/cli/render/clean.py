@@ -26,6 +26,8 @@ def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: boo
     if found.paths:
         verb = "could be removed" if is_dry else "removed"
         parts.append(f"{len(found.paths)} paths ({show_bytes(found.num_bytes)}) {verb}")
+    if found.num_unused:
+        parts.append(f"{found.num_unused} unused files removed")
     line = "; ".join(parts) or "nothing left"
     console.print(f"{outcome.name}: {line}", markup=False, soft_wrap=True)
 
