@@ -224,7 +224,7 @@ def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:
 
 @contextlib.contextmanager
 def _patient_threads() -> Iterator[None]:
-    """Let threads ask for their turn twenty times less often: with hundreds, asking is a sixth of the work."""
+    """Let threads ask for their turn twenty times less often: with hundreds, asking is much of the work."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.1)
     try:
