@@ -18,6 +18,8 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import paramiko
 from paramiko.packet import NeedRekeyException, Packetizer
@@ -31,6 +33,10 @@ _RECEIVE_BYTES = 1 << 17
 class OrderlyTransport(paramiko.Transport):
     """Waits without polling, and drops what would be sent on a channel after its close."""
 
+    # paramiko's own, which its type stubs leave out.
+    _channels: Any
+    _next_channel: Callable[[], int]
+    _send_user_message: Callable[[paramiko.Message], None]
     _closed: frozenset[int] = frozenset()
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
@@ -89,7 +95,7 @@ class OrderlyTransport(paramiko.Transport):
         """A channel that is not open yet, and what is set when the server has answered."""
         answered = threading.Event()
         with self.lock:
-            channel = paramiko.Channel(self._next_channel())
+            channel: Any = paramiko.Channel(self._next_channel())
             self._channels.put(channel.chanid, channel)
             self.channel_events[channel.chanid] = answered
             self.channels_seen[channel.chanid] = True
@@ -140,7 +146,10 @@ class OrderlyTransport(paramiko.Transport):
 class GreedyPacketizer(Packetizer):
     """Reads all that has arrived and keeps what is not asked for yet; has no timer for the handshake."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    _check_keepalive: Callable[[], None]
+    _Packetizer__remainder: bytes
+
+    def __init__(self, connection: Any) -> None:
         super().__init__(connection)
         self._connection = connection
         self._held = b""

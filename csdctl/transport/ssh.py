@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import paramiko
 
@@ -257,7 +257,7 @@ def _open_channel(
     return channel
 
 
-def _request_exec(channel: paramiko.Channel, command_line: bytes, deadline: Deadline) -> None:
+def _request_exec(channel: Any, command_line: bytes, deadline: Deadline) -> None:
     """`Channel.exec_command` with a deadline for the server's reply; raises SSHException."""
     request = paramiko.Message()
     request.add_byte(bytes([_CHANNEL_REQUEST]))

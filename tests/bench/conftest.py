@@ -98,7 +98,8 @@ def _start_sshd(nodes: ManyNodes) -> subprocess.Popen[bytes]:
         f"Port {PORT}\nListenAddress {'0.0.0.0' if nodes.namespace else f'{NEAR}.1.2'}\n"
         f"HostKey {nodes.directory}/host_key\nAuthorizedKeysFile {nodes.directory}/id.pub\n"
         "StrictModes no\nUsePAM no\nUseDNS no\nMaxStartups 2000\nPidFile none\nLogLevel ERROR\n"
-        "PasswordAuthentication no\n"
+        # A shell below another one reads no start-up files: logins cost the same on every machine.
+        "PasswordAuthentication no\nSetEnv SHLVL=2\n"
     )
     if nodes.namespace:
         Path("/run/sshd").mkdir(exist_ok=True)

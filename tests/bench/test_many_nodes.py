@@ -108,7 +108,7 @@ def write_inventories(nodes: Any, addresses: list[str], directory: Path) -> None
     (directory / "ansible.cfg").write_text("[ssh_connection]\nssh_args = -C -o ControlMaster=no\n")
 
 
-def measure(command: list[str], directory: Path) -> Cost:
+def measure(command: list[str], directory: Path, *, num_nodes: int = NUM_NODES) -> Cost:
     """Run one client to its end; all nodes must have answered."""
     environment = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
     with (directory / "output").open("w+b") as output:
@@ -120,7 +120,7 @@ def measure(command: list[str], directory: Path) -> Cost:
         output.seek(0)
         text = output.read().decode(errors="replace")
     assert process.returncode == 0, text[-2000:]
-    assert text.count("hello") >= NUM_NODES, text[-2000:]
+    assert text.count("hello") >= num_nodes, text[-2000:]
     return Cost(usage.ru_utime + usage.ru_stime, wall_s)
 
 
@@ -134,3 +134,17 @@ def print_table(costs: dict[str, list[Cost]]) -> None:
         cpu_s = statistics.median(cost.cpu_s for cost in column)
         wall_s = statistics.median(cost.wall_s for cost in column)
         print(f"{name:14}{cpu_s:8.2f}{cpu_ratio:8.2f}{wall_s:9.2f}{wall_ratio:8.2f}")
+
+
+@pytest.mark.bench
+@pytest.mark.parametrize("max_files", [256, 1024])
+def test_one_command_on_a_thousand_nodes(max_files: int, many_nodes: Any, tmp_path: Path) -> None:
+    addresses = many_nodes.addresses(1000)
+    client = [sys.executable, f"{CLIENTS}/csdctl_progress_client.py", getpass.getuser(), str(many_nodes.port)]
+    command = [*client, str(many_nodes.key), str(many_nodes.known_hosts), *addresses]
+    limited = [*many_nodes.prefix(), "prlimit", f"--nofile={max_files}", *command]
+    cost = measure(limited, tmp_path, num_nodes=1000)
+    last_line = (tmp_path / "output").read_text(errors="replace").splitlines()[-1]
+    print(
+        f"\n1000 nodes, {max_files} open files: CPU {cost.cpu_s:.1f} s, wall {cost.wall_s:.1f} s; {last_line}"
+    )

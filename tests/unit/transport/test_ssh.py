@@ -2,7 +2,9 @@
 
 import contextlib
 import os
+import shutil
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -160,6 +162,38 @@ def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_p
     with pytest.raises(AuthenticationError, match="passphrase") as caught:
         connect(server.node(key=key), [server.known_hosts])
     assert "ssh-add" in caught.value.remedy
+
+
+@pytest.mark.parametrize("has_public_file", [True, False])
+def test_key_with_a_passphrase_works_when_an_agent_holds_it(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_public_file: bool
+) -> None:
+    locked = tmp_path / "locked"
+    shutil.copy(server.key, locked)
+    with _agent_holding([make_key(tmp_path / "other"), locked], tmp_path, monkeypatch):
+        subprocess.run(["ssh-keygen", "-q", "-p", "-N", "secret", "-f", locked], check=True)
+        if has_public_file:
+            shutil.copy(f"{server.key}.pub", f"{locked}.pub")
+        session = connect(server.node(key=locked), [server.known_hosts])
+        assert session.run(["true"]).exit_code == 0
+        session.close()
+
+
+@contextlib.contextmanager
+def _agent_holding(keys: list[Path], directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A real ssh-agent that holds `keys` and that this process knows of."""
+    address = directory / "agent"
+    agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
+    try:
+        while not address.exists():
+            assert agent.poll() is None
+            time.sleep(0.01)
+        monkeypatch.setenv("SSH_AUTH_SOCK", str(address))
+        subprocess.run(["ssh-add", "-q", *keys], check=True)
+        yield
+    finally:
+        agent.terminate()
+        agent.wait()
 
 
 def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path) -> None:

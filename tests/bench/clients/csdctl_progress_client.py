@@ -1,0 +1,40 @@
+"""One command on every node through csdctl's pool; writes each answer as it comes, and what that took."""
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+from csdctl.fleet.model import Fleet, Node
+from csdctl.transport.many import Outcome, run_on_nodes
+from csdctl.transport.session import Session
+
+user, port, key, known_hosts, *addresses = sys.argv[1:]
+nodes = tuple(
+    Node(f"n{number}", address, int(port), user, Path(key)) for number, address in enumerate(addresses)
+)
+answered_s: list[float] = []
+shown_s: list[float] = []
+
+
+def greet(session: Session) -> str:
+    output = session.run(["echo", "hello"]).output
+    answered_s.append(time.monotonic())
+    return output
+
+
+def show(outcome: Outcome[str]) -> None:
+    print(outcome.error or outcome.value, end="", flush=True)
+    shown_s.append(time.monotonic())
+
+
+run_on_nodes(
+    Fleet(nodes),
+    greet,
+    directory=Path(),
+    known_hosts=[Path(known_hosts)],
+    connect_deadline_s=60,
+    on_done=show,
+)
+peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(f"first shown after its answer: {shown_s[0] - min(answered_s):.3f} s; peak memory: {peak_mb:.0f} MB")
