@@ -11,9 +11,6 @@ channel by then ends the whole connection ("nonexistent channel"), and with it e
 node behind a jump host.
 """
 
-# The types of paramiko do not list what a subclass works with.
-# mypy: disable-error-code="attr-defined"
-
 import contextlib
 import socket
 import struct
@@ -163,7 +160,7 @@ class GreedyPacketizer(Packetizer):
         line = super().readline(timeout)
         # Until the greeting has ended, paramiko itself needs what came after the line.
         if line.startswith("SSH-"):
-            self._held, self._Packetizer__remainder = self._Packetizer__remainder, b""  # type: ignore[has-type]
+            self._held, self._Packetizer__remainder = self._Packetizer__remainder, b""
         return line
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:

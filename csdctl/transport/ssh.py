@@ -265,11 +265,11 @@ def _request_exec(channel: Any, command_line: bytes, deadline: Deadline) -> None
     request.add_string("exec")
     request.add_boolean(True)
     request.add_string(command_line)
-    channel._event_pending()  # type: ignore[attr-defined]
-    channel.transport._send_user_message(request)  # type: ignore[union-attr]
+    channel._event_pending()
+    channel.transport._send_user_message(request)
     if not channel.event.wait(max(0.1, deadline.left_s)):
         raise paramiko.SSHException("no reply")
-    channel._wait_for_event()  # type: ignore[attr-defined]
+    channel._wait_for_event()
 
 
 def _channel_error(
