@@ -4,10 +4,11 @@ One machine that fails never stops the others, and never hides what they did.
 """
 
 import contextlib
+import queue
 import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -79,13 +80,21 @@ def run_on_all(
         return {}
     executor = ThreadPoolExecutor(min(max_workers, len(items)), thread_name_prefix="csdctl")
     outcomes: dict[str, Outcome[ResultT]] = {}
+    finished: queue.SimpleQueue[Future[Outcome[ResultT]]] = queue.SimpleQueue()
+
+    def take_finished() -> None:
+        outcome = finished.get().result()
+        outcomes[outcome.name] = outcome
+        on_done(outcome)
+
     try:
-        futures: dict[Future[Outcome[ResultT]], str] = {
-            executor.submit(_call, name, item, function): name for name, item in items.items()
-        }
-        for future in as_completed(futures):
-            outcome = outcomes[futures[future]] = future.result()
-            on_done(outcome)
+        for name, item in items.items():
+            executor.submit(_call, name, item, function).add_done_callback(finished.put)
+            # The first results are shown while the last threads still start, which takes seconds when busy.
+            while not finished.empty():
+                take_finished()
+        while len(outcomes) < len(items):
+            take_finished()
     except BaseException:
         executor.shutdown(wait=False, cancel_futures=True)
         raise
