@@ -9,7 +9,8 @@ from pathlib import Path
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import CsdctlError, ExitCode, InputError, NoNodeReachableError, PartialError
-from csdctl.fleet.model import HOST_NAME, Fleet, load_fleet
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.reading import load_fleet
 from csdctl.fleet.select import select_nodes
 from csdctl.runs.directory import ProjectDirectory
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
-from csdctl.fleet.model import load_fleet
+from csdctl.fleet.reading import load_fleet
 from csdctl.transport.many import open_sessions
 
 pytestmark = pytest.mark.emulated
@@ -156,7 +156,7 @@ def test_clean_leaves_a_csdctl_that_works_there_alone_unless_forced(project: Pat
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from csdctl.fleet.model import load_fleet\n"
+        "from csdctl.fleet.reading import load_fleet\n"
         "from csdctl.workflows.workspace import open_workspace\n"
         "fleet = load_fleet(Path('fleet.yaml'))\n"
         "with open_workspace(Path.cwd(), fleet, holding_for='train'):\n"

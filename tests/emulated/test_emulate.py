@@ -22,7 +22,7 @@ from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start
 from csdctl.emulation.processes import list_carriers, list_descendants, load_stat
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
-from csdctl.fleet.model import load_fleet
+from csdctl.fleet.reading import load_fleet
 
 asyncssh = pytest.importorskip("asyncssh")
 

@@ -10,7 +10,7 @@ import asyncssh
 import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
-from csdctl.fleet.model import load_fleet
+from csdctl.fleet.reading import load_fleet
 
 pytestmark = pytest.mark.emulated
 

@@ -17,7 +17,7 @@ from csdctl.cli.app import app
 from csdctl.cli.reference import list_commands, render_reference
 from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
-from csdctl.fleet.model import FleetFile
+from csdctl.fleet.reading import FleetFile
 from csdctl.job.model import JobFile
 from csdctl.launch.mpi_command import COMMON_OPTIONS
 

@@ -36,7 +36,7 @@ def inventory(
     from csdctl.cli.render.fleet import fleet_document
     from csdctl.cli.render.numbers import show_count
     from csdctl.documents import save_text
-    from csdctl.fleet.model import load_fleet
+    from csdctl.fleet.reading import load_fleet
     from csdctl.fleet.select import select_nodes
     from csdctl.workflows.inventory import TEXT_FORMATS
 

@@ -15,7 +15,8 @@ from csdctl.cli.render.fleet import discover_document, render_fleet
 from csdctl.cli.render.problems import MAX_LINES
 from csdctl.errors import CsdctlError, HostKeyError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts
-from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.reading import load_fleet
 from csdctl.workflows.discover import DiscoverResult
 
 CSD = Facts(

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.reading import load_fleet
 from csdctl.fleet.select import select_nodes
 from csdctl.fleet.writing import render_fleet
 

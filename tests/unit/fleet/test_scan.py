@@ -4,7 +4,8 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts, load_facts, save_facts
-from csdctl.fleet.model import Fleet, load_fleet
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.reading import load_fleet
 from csdctl.fleet.scan import MAX_ADDRESSES, expand_addresses, name_nodes
 from csdctl.fleet.writing import render_fleet
 

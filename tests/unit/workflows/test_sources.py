@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet, Node, load_fleet
+from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.reading import load_fleet
 from csdctl.workflows.inventory import render_ansible, render_ssh_config
 from csdctl.workflows.sources import AnsibleInventory, FoundFleet, SshConfig, find_nodes, write_fleet
 

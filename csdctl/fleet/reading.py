@@ -1,0 +1,227 @@
+"""fleet.yaml as pydantic reads it.
+
+`load_fleet` is the only way from the file to a Fleet. An entry with ranges stands for many nodes.
+"""
+
+import ipaddress
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from csdctl.documents import Document, load_document
+from csdctl.errors import InputError
+from csdctl.fleet.jumps import Hop, parse_jump
+from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
+from csdctl.fleet.names import ADDRESS, GROUP, NAME, USER
+from csdctl.fleet.ranges import expand_range
+
+
+def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> AfterValidator:
+    def check(value: str) -> str:
+        for one in _expand(value) if ranges else [value]:
+            if not pattern.fullmatch(one):
+                raise ValueError(f"not a usable {what}")
+        return value
+
+    return AfterValidator(check)
+
+
+def _expand(value: str) -> list[str]:
+    try:
+        return expand_range(value)
+    except InputError as error:
+        raise ValueError(f"{error.message}; {error.remedy}") from None
+
+
+_A_NAME = "name (letters, digits, '.', '_', '-')"
+Name = Annotated[str, _matching(NAME, _A_NAME)]
+Names = Annotated[str, _matching(NAME, _A_NAME, ranges=True)]
+Address = Annotated[str, _matching(ADDRESS, "address or host name")]
+Addresses = Annotated[str, _matching(ADDRESS, "address or host name", ranges=True)]
+User = Annotated[str, _matching(USER, "user name")]
+Port = Annotated[int, Field(ge=1, le=65535)]
+Group = Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]
+Groups = Annotated[
+    list[Group],
+    BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
+]
+
+
+def _as_jump(value: str) -> str:
+    parse_jump(value)
+    return value
+
+
+Jump = Annotated[str, AfterValidator(_as_jump)]
+
+
+def _as_network(value: str) -> str:
+    return str(ipaddress.ip_network(value, strict=False)) if value else value
+
+
+Network = Annotated[str, AfterValidator(_as_network)]
+Python = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+
+
+class NodeDefaults(Document):
+    """What every node has unless it says otherwise."""
+
+    port: Port = 22
+    user: User = "root"
+    key: Path | None = None
+    python: Python = "python3"
+    group: Groups = []
+    jump: Jump = ""
+
+
+class NodeEntry(Document):
+    """One node in fleet.yaml, or many: `csd[0-35]` with as many addresses."""
+
+    name: Names
+    address: Addresses
+    port: Port | None = None
+    user: User | None = None
+    key: Path | None = None
+    python: Python | None = None
+    group: Groups | None = None
+    jump: Jump | None = None
+
+    @model_validator(mode="after")
+    def _have_equal_lengths(self) -> Self:
+        num_names, num_addresses = len(expand_range(self.name)), len(expand_range(self.address))
+        if num_names != num_addresses:
+            raise ValueError(
+                f"name {self.name!r} stands for {num_names} nodes, and address {self.address!r} "
+                f"for {num_addresses}; expected as many of both"
+            )
+        return self
+
+
+class JumpHostEntry(Document):
+    """A machine that connections go through, and that does not train."""
+
+    name: Name
+    address: Address
+    port: Port = 22
+    user: User | None = None
+    key: Path | None = None
+    jump: Jump = ""
+
+
+class HostEntry(Document):
+    """The host's part of fleet.yaml."""
+
+    threads: Annotated[int, Field(ge=0, le=1024)] = 0
+
+
+class FleetFile(Document):
+    """fleet.yaml."""
+
+    host: HostEntry = HostEntry()
+    network: Network = ""
+    emulated: bool = False
+    defaults: NodeDefaults = NodeDefaults()
+    jump_hosts: list[JumpHostEntry] = []
+    nodes: list[NodeEntry]
+
+
+def load_fleet(path: Path) -> Fleet:
+    """Read fleet.yaml; raises InputError for bad content, no node, a name used twice, jumps in a circle."""
+    file = load_document(path, FleetFile)
+    if not file.nodes:
+        raise InputError(
+            f"{path}: the fleet is empty", remedy="add nodes, or let `csdctl discover --cidr` find them"
+        )
+    ways = {entry.name: _jump_host(entry, file.defaults, path.parent) for entry in file.jump_hosts}
+    nodes = [_nodes(entry, file.defaults, path.parent) for entry in file.nodes]
+    flat = [(node, jump) for entry, jump in nodes for node in entry]
+    _check_names(path, [*(entry.name for entry in file.jump_hosts), *(node.name for node, _ in flat)])
+    ways |= {node.name: (node, jump) for node, jump in flat}
+    resolver = _Jumps(ways, user=file.defaults.user, key=_key(None, file.defaults, path.parent))
+    try:
+        resolved = tuple(resolver.resolve(node, jump) for node, jump in flat)
+    except ValueError as error:
+        raise InputError(f"{path}: {error}", remedy=f"mend `jump` in {path}") from None
+    return Fleet(resolved, Host(file.host.threads), file.network, file.emulated, path)
+
+
+def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[list[Node], str]:
+    """The nodes that `entry` stands for, without their jump hosts, and what its `jump` says."""
+    groups = defaults.group if entry.group is None else entry.group
+    nodes = [
+        Node(
+            name=name,
+            address=address,
+            port=entry.port or defaults.port,
+            user=entry.user or defaults.user,
+            key=_key(entry.key, defaults, directory),
+            python=entry.python or defaults.python,
+            groups=tuple(dict.fromkeys(groups)),
+        )
+        for name, address in zip(expand_range(entry.name), expand_range(entry.address), strict=True)
+    ]
+    return nodes, defaults.jump if entry.jump is None else entry.jump
+
+
+def _jump_host(entry: JumpHostEntry, defaults: NodeDefaults, directory: Path) -> tuple[Node, str]:
+    key = _key(entry.key, defaults, directory)
+    user = entry.user or defaults.user
+    return Node(name=entry.name, address=entry.address, port=entry.port, user=user, key=key), entry.jump
+
+
+def _key(key: Path | None, defaults: NodeDefaults, directory: Path) -> Path | None:
+    chosen = key or defaults.key
+    return directory / chosen.expanduser() if chosen else None
+
+
+def _check_names(path: Path, names: Iterable[str]) -> None:
+    for name, count in Counter(names).items():
+        if name == HOST_NAME or name.lower() == "localhost":
+            raise InputError(f"{path}: a node may not be called {name!r}; that is the host")
+        if count > 1:
+            raise InputError(
+                f"{path}: two nodes are called {name!r}", remedy="give each node a name of its own"
+            )
+
+
+@dataclass
+class _Jumps:
+    """Gives nodes their chains of jump hosts.
+
+    `ways` are the machines that a jump may name, each with what its own `jump` says; `user` and `key` are
+    for those that are written as an address.
+    """
+
+    ways: Mapping[str, tuple[Node, str]]
+    user: str
+    key: Path | None = None
+    _found: dict[str, Node | None] = field(default_factory=dict)
+
+    def resolve(self, node: Node, jump: str) -> Node:
+        """`node` with the chain that `jump` stands for; raises ValueError for a circle."""
+        return replace(node, jump=self._chain(jump, (node.name,)))
+
+    def _chain(self, jump: str, passed: tuple[str, ...]) -> Node | None:
+        if jump not in self._found:
+            self._found[jump] = self._follow(jump, passed)
+        return self._found[jump]
+
+    def _follow(self, jump: str, passed: tuple[str, ...]) -> Node | None:
+        before: Node | None = None
+        for number, hop in enumerate(parse_jump(jump)):
+            if hop.name in passed:
+                raise ValueError(f"jumps lead in a circle: {' → '.join([*passed, hop.name])}")
+            found = self.ways.get(hop.address) if hop.user is None and hop.port is None else None
+            node, own = found or (self._direct(hop), "")
+            # As with ssh -J, only the first of a chain is reached the way it says itself.
+            before = replace(node, jump=before if number else self._chain(own, (*passed, hop.name)))
+        return before
+
+    def _direct(self, hop: Hop) -> Node:
+        user = self.user if hop.user is None else hop.user
+        return Node(name=hop.name, address=hop.address, port=hop.port or 22, user=user, key=self.key)
