@@ -114,7 +114,7 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(demo: Path) -> Non
 
 def test_slow_nodes_get_smaller_batches_than_the_host(demo: Path) -> None:
     sizes = {rank["node"]: rank["batch_size"] for rank in plan(demo)["ranks"]}
-    assert sizes["csd0"] == sizes["csd1"] < sizes["host"]
+    assert max(sizes["csd0"], sizes["csd1"]) < sizes["host"]
 
 
 def test_run_directory_has_checkpoints_and_a_model_that_keras_loads(demo: Path) -> None:
