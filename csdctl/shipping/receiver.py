@@ -5,9 +5,9 @@ import base64
 import json
 import zlib
 from functools import cache
-from importlib import resources
 
 from csdctl.errors import RemoteCommandError
+from csdctl.transport.programs import read_program
 from csdctl.transport.session import Session
 
 PRUNE_DEADLINE_S = 900.0
@@ -40,7 +40,7 @@ def prune_store(session: Session, python: str) -> int:
 @cache
 def receiver_source() -> str:
     """`worker/receive.py` as one line of Python, without its docstrings and comments; 6 kB."""
-    source = (resources.files("csdctl") / "worker" / "receive.py").read_text(encoding="utf-8")
+    source = read_program("receive")
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):

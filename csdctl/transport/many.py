@@ -103,6 +103,11 @@ def run_on_all(
     return {name: outcomes[name] for name in items}
 
 
+def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError]:
+    """Why machines failed, by name; empty when none did."""
+    return {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+
+
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
     """The values when all went well; else one error for all that did not.
 

@@ -9,5 +9,9 @@ from importlib import resources
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
     """The argument list that runs csdctl/worker/MODULE.py by itself."""
-    source = (resources.files("csdctl") / "worker" / f"{module}.py").read_text(encoding="utf-8")
-    return [python, "-I", "-S", "-c", source, *arguments]
+    return [python, "-I", "-S", "-c", read_program(module), *arguments]
+
+
+def read_program(module: str) -> str:
+    """The text of csdctl/worker/MODULE.py."""
+    return (resources.files("csdctl") / "worker" / f"{module}.py").read_text(encoding="utf-8")

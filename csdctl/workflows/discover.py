@@ -15,7 +15,7 @@ from csdctl.fleet.problems import Problem, fold_problems
 from csdctl.fleet.ranges import show_names
 from csdctl.probes.machine import collect_machine_facts
 from csdctl.transport.local import LocalSession
-from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
+from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
 OnDone = Callable[[Facts], None]
@@ -69,7 +69,7 @@ def discover(
         outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
     outcomes |= run_on_nodes(fleet, visit, directory=directory, known_hosts=known_hosts, on_done=tell)
     warnings = (*doubts, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
-    failed = {name: one.error for name, one in outcomes.items() if one.error}
+    failed = errors_of(outcomes)
     names = [HOST_NAME, *(node.name for node in fleet.nodes)]
     facts = {name: _facts_or_problem(outcomes[name]) for name in names}
     path = save_facts(fleet, {**earlier, **facts})

@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from csdctl.errors import DeadlineError, RemoteCommandError
@@ -19,6 +18,7 @@ from csdctl.fleet.doors import Knock, judge_knocks, pairs_to_try
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
 from csdctl.transport.many import Outcome, run_on_all
+from csdctl.transport.programs import build_program_command
 from csdctl.transport.session import Conversation, Session
 from csdctl.workflows.prepare import python_of
 
@@ -62,8 +62,7 @@ def knock(
 
 
 def _open(session: Session, python: str, address: str, token: str, deadline_s: float) -> Doorkeeper:
-    source = (resources.files("csdctl") / "worker" / "ports.py").read_text()
-    conversation = session.converse([python, "-I", "-S", "-c", source])
+    conversation = session.converse(build_program_command(python, "ports"))
     try:
         asked = {
             "name": session.name,

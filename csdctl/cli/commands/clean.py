@@ -45,6 +45,7 @@ def clean(
     from csdctl.cli.render.problems import render_failed
     from csdctl.launch.leftovers import Sweeping
     from csdctl.runs.directory import ProjectDirectory
+    from csdctl.transport.many import errors_of
     from csdctl.workflows.clean import clean
     from csdctl.workflows.partial import choose_fleet, settle
 
@@ -62,7 +63,7 @@ def clean(
         is_pruning=unused and not dry_run,
         on_done=lambda outcome: render_cleaned(streams.people, outcome, is_dry=dry_run),
     )
-    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+    failed = errors_of(outcomes)
     render_failed(streams.people, failed, chosen)
     streams.result(clean_document(outcomes, failed, is_dry=dry_run))
     settle(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)

@@ -54,6 +54,7 @@ def deploy(
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.shipping.chunks import SharedChunks
     from csdctl.shipping.tree import DEFAULT_IGNORED
+    from csdctl.transport.many import errors_of
     from csdctl.workflows.deploy import deploy_parcel
     from csdctl.workflows.partial import choose_fleet, settle
 
@@ -74,7 +75,7 @@ def deploy(
         )
     if streams.people.is_terminal:
         render_deliveries(streams.people, outcomes, dry_run=dry_run)
-    failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+    failed = errors_of(outcomes)
     render_failed(streams.people, failed, chosen)
     streams.result(deploy_document(outcomes, failed, dry_run=dry_run))
     settle(ProjectDirectory(streams.directory), "deploy", list(outcomes), failed)

@@ -36,12 +36,11 @@ def inventory(
     from csdctl.cli.render.fleet import fleet_document
     from csdctl.cli.render.numbers import show_count
     from csdctl.documents import save_text
-    from csdctl.fleet.reading import load_fleet
-    from csdctl.fleet.select import select_nodes
     from csdctl.workflows.inventory import TEXT_FORMATS
+    from csdctl.workflows.partial import choose_fleet
 
     streams = Streams()
-    chosen = select_nodes(load_fleet(fleet), limit or (), exclude or ())
+    chosen = choose_fleet(fleet, limit, exclude)
     if form is Format.JSON:
         text = json_format.dumps(fleet_document(chosen), indent=2) + "\n"
     else:

@@ -9,7 +9,7 @@ from csdctl.cli.render.problems import render_failed
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
-from csdctl.transport.many import Outcome
+from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discover import find_shared_host_keys
 from csdctl.workflows.partial import failed_document
 from csdctl.workflows.trust import KeyState, ShownKey
@@ -34,7 +34,7 @@ class TrustScreen:
     def show_keys(self, outcomes: Mapping[str, Outcome[ShownKey]]) -> list[ShownKey]:
         """A table of the keys that are new, and what went wrong; returns the new ones."""
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
-        failed = {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
+        failed = errors_of(outcomes)
         self._keys |= shown
         self.failed |= failed
         new = [key for key in shown.values() if key.state is KeyState.NEW]
