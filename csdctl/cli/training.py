@@ -14,7 +14,7 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.contract import Event, RunSpec
 from csdctl.workflows.doctor import Examination, describe
-from csdctl.workflows.train import Watcher
+from csdctl.workflows.train import RunStopped, Watcher
 
 
 def show_preflight(streams: Streams, examination: Examination) -> None:
@@ -55,8 +55,7 @@ class TrainingScreen:
     def finish(self, summary: RunSummary) -> None:
         """What came out in two lines; the whole is what `csdctl report` shows."""
         self._stack.close()
-        assert self._run is not None
-        path = str(self._run.path)
+        path = self._path()
         efficiency = (
             "" if summary.efficiency is None else f" ({show_share(summary.efficiency)} of the ranks alone)"
         )
@@ -67,12 +66,23 @@ class TrainingScreen:
         self._streams.say(f"run directory: {path}")
         self._streams.result_line(report_document(summary, path))
 
-    def _started(self, run: RunDirectory, spec: RunSpec) -> None:
+    def stopped(self, stopped: RunStopped) -> None:
+        """The run was asked to stop: what is kept, and how to go on."""
+        self._stack.close()
+        self._streams.say(f"stopped after a whole step; its state is kept in {self._path()}")
+        self._streams.say(f"to go on: csdctl train --resume {stopped.run_id}")
+        self._streams.result_line(report_document(stopped.summary, self._path()))
+
+    def _path(self) -> str:
+        assert self._run is not None
+        return str(self._run.path)
+
+    def _started(self, run: RunDirectory, spec: RunSpec, steps_per_epoch: int) -> None:
         self._run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
-        self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {spec.steps_per_epoch} steps an epoch")
+        self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {steps_per_epoch} steps an epoch")
         self._view = self._stack.enter_context(
-            TrainingView(self._streams.people, spec, emulated=self._emulated)
+            TrainingView(self._streams.people, spec, steps_per_epoch, emulated=self._emulated)
         )
 
     def _delivered(self, node: str, delivery: Delivery) -> None:

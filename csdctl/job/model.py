@@ -5,13 +5,15 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.worker.contract import Recipe
+from csdctl.worker.contract import EarlyStopping, Recipe, ReduceOnPlateau
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,24 @@ class DataEntry(Document):
     input_range: tuple[float, float] | None = (0.0, 1.0)
 
 
+class EarlyStoppingEntry(Document):
+    """End the run when it no longer gets better."""
+
+    monitor: str = "validation_loss"
+    patience: Annotated[int, Field(ge=1)] = 5
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class ReduceOnPlateauEntry(Document):
+    """Lower the learning rate when it no longer gets better."""
+
+    monitor: str = "validation_loss"
+    patience: Annotated[int, Field(ge=1)] = 3
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    min_delta: Annotated[float, Field(ge=0)] = 0.0001
+    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.0001
+
+
 class RecipeEntry(Document):
     """How to train."""
 
@@ -98,6 +118,10 @@ class RecipeEntry(Document):
     loss: str = "sparse_categorical_crossentropy"
     from_logits: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    max_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    metrics: list[Annotated[str, Field(min_length=1)]] = []
+    early_stopping: EarlyStoppingEntry | None = None
+    reduce_on_plateau: ReduceOnPlateauEntry | None = None
 
     @field_validator("optimizer_args")
     @classmethod
@@ -163,9 +187,17 @@ def load_job(path: Path) -> Job:
             from_logits=recipe.from_logits,
             input_range=file.data.input_range,
             seed=recipe.seed,
+            max_learning_rate=recipe.max_learning_rate,
+            metrics=tuple(recipe.metrics),
+            early_stopping=_values(EarlyStopping, recipe.early_stopping),
+            reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),
         ),
     )
     return job
+
+
+def _values(kind: type[ValueT], entry: Document | None) -> ValueT | None:
+    return None if entry is None else kind(**entry.model_dump())
 
 
 def _resolve(directory: Path, written: Path, job_path: Path) -> Path:

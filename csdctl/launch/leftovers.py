@@ -26,6 +26,8 @@ class Sweeping:
     """Also where another csdctl works: that one is ended too."""
     run_id: str = ""
     """Only the processes of this run, whoever works there; '' for all that csdctl left."""
+    node: str = ""
+    """With `run_id`: only the ranks and links of this node."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,12 @@ def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, 
         return sweep_machine(session, pythons[session.name], sweeping, deadline_s=END_DEADLINE_S)
 
     return [name for name, outcome in run_on_all(sessions, visit).items() if outcome.error]
+
+
+def end_rank(run_id: str, session: Session, python: str) -> None:
+    """End what is left of the run's rank on the node of `session`; raises CsdctlError."""
+    sweeping = Sweeping(run_id=run_id, node=session.name)
+    sweep_machine(session, python, sweeping, deadline_s=END_DEADLINE_S)
 
 
 def _ask(session: Session, python: str, sweeping: Sweeping, deadline_s: float) -> dict[str, Any]:

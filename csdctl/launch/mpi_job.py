@@ -25,6 +25,7 @@ from csdctl.worker.contract import ContractError, Event, Exited, Failed, Finishe
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 _NOISE = (b"All log messages before absl", b"oneDNN custom operations are on", b"rebuild TensorFlow with")
 END_GRACE_S = 5.0
+ORPHAN_GRACE_S = 1.0
 _DIES_WITH_US = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -124,6 +125,7 @@ class MpiJob:
         readers: Sequence[threading.Thread],
     ) -> None:
         started = heard = time.monotonic()
+        ended: float | None = None
         while any(reader.is_alive() for reader in readers) or not self._events.empty():
             try:
                 event = self._events.get(timeout=0.2)
@@ -134,6 +136,10 @@ class MpiJob:
                 self._note(outcome, event)
                 on_event(event)
             now = time.monotonic()
+            if self._process and self._process.poll() is not None:
+                ended = ended or now
+                if now - ended > ORPHAN_GRACE_S:
+                    return  # mpirun was killed, and what it had started keeps its output open
             if len(outcome.finished) == self._num_ranks and now - heard > END_GRACE_S:
                 return  # something a rank left behind keeps mpirun's output open
             if len(outcome.ready) < self._num_ranks:

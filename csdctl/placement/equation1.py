@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil
 
+from csdctl.worker.shares import public_shares
+
 
 class PlacementError(ValueError):
     """The samples cannot be placed as asked."""
@@ -65,7 +67,9 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int) -> list[Placed]:
             raise PlacementError(f"{rank.name}: a number of samples cannot be negative")
     if num_public + sum(rank.num_private for rank in ranks) == 0:
         raise PlacementError("there is no sample to train on")
-    wanted = _public_shares(ranks, num_public)
+    wanted = public_shares(
+        [rank.batch_size for rank in ranks], [rank.num_private for rank in ranks], num_public
+    )
     placed, start = [], 0
     for rank, share in zip(ranks, wanted, strict=True):
         placed.append(Placed(rank.name, rank.batch_size, rank.num_private, start, start + share))
@@ -76,21 +80,3 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int) -> list[Placed]:
 def steps_per_epoch(placed: Sequence[Placed]) -> int:
     """Steps of the whole epoch: those of the rank that needs most."""
     return max(shard.num_steps for shard in placed)
-
-
-def _public_shares(ranks: Sequence[RankLoad], num_public: int) -> list[int]:
-    """Public samples of each rank: shard ∝ batch size among the ranks that are not full of private ones."""
-    open_ranks = list(range(len(ranks)))
-    while True:
-        total = num_public + sum(ranks[k].num_private for k in open_ranks)
-        weight = sum(ranks[k].batch_size for k in open_ranks)
-        full = [k for k in open_ranks if ranks[k].num_private * weight > total * ranks[k].batch_size]
-        if not full:
-            break
-        open_ranks = [k for k in open_ranks if k not in full]
-    exact = {k: total * ranks[k].batch_size / weight - ranks[k].num_private for k in open_ranks}
-    shares = [int(max(0.0, exact.get(k, 0.0))) for k in range(len(ranks))]
-    by_remainder = sorted(open_ranks, key=lambda k: (shares[k] - exact[k], k))
-    for k in by_remainder[: num_public - sum(shares)]:
-        shares[k] += 1
-    return shares

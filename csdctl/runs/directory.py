@@ -107,6 +107,11 @@ class RunDirectory:
         return self.path / "manifest.json"
 
     @property
+    def spec(self) -> Path:
+        """What the ranks were told; `train --resume` tells them the same."""
+        return self.path / "spec.json"
+
+    @property
     def events(self) -> Path:
         """Every event of every rank, in order of arrival, as JSON lines."""
         return self.path / "events.jsonl"

@@ -210,6 +210,16 @@ def open_sessions(
         jumps.close()
 
 
+def open_session(fleet: Fleet, name: str, *, directory: Path, connect_deadline_s: float = 10.0) -> Session:
+    """A session of its own to the node `name`; the caller closes it. Raises what connecting raises."""
+    connect, make_jump_hosts = _load_ssh()
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    session: Session = connect(
+        fleet.node(name), known, connect_deadline_s=connect_deadline_s, jumps=make_jump_hosts(known)
+    )
+    return session
+
+
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
     """The known_hosts files for `fleet`, in order; mpirun's ssh must get the same ones.
 

@@ -21,6 +21,10 @@ class RankPlan(Document):
     node: str
     batch_size: Annotated[int, Field(ge=1)]
     threads: Annotated[int, Field(ge=1, le=1024)]
+    micro_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """A larger batch is computed in pieces of this size."""
+    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    """What fits into the machine's memory: batch sizes that move stay below it."""
     step_time_s: Annotated[float, Field(gt=0)] | None = None
     images_per_s: Annotated[float, Field(gt=0)] | None = None
     peak_memory_bytes: int | None = None

@@ -41,14 +41,27 @@ def main(arguments: list[str]) -> int:
     probe.add_argument("--spec", required=True)
     rank = commands.add_parser("rank")
     rank.add_argument("--spec", type=Path, required=True)
+    rank.add_argument("--rank", type=int, required=True)
     rank.add_argument("--marker", default="")
+    link = commands.add_parser("link")
+    link.add_argument("--run", required=True)
+    link.add_argument("--rank", type=int, required=True)
+    link.add_argument("--generation", type=int, required=True)
+    link.add_argument("--marker", default="")
     hello = commands.add_parser("hello")
     hello.add_argument("--rank", type=int, required=True)
     hello.add_argument("--size", type=int, required=True)
     hello.add_argument("--node", required=True)
     hello.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
-    chosen = {"build": _build, "prepare": _prepare, "probe": _probe, "rank": _rank, "hello": _hello}
+    chosen = {
+        "build": _build,
+        "prepare": _prepare,
+        "probe": _probe,
+        "rank": _rank,
+        "link": _link,
+        "hello": _hello,
+    }
     return chosen[options.command](options)
 
 
@@ -96,18 +109,15 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _rank(options: argparse.Namespace) -> int:
-    from csdctl.worker.collective import MpiRanks
-    from csdctl.worker.train_rank import RankTraining
-
-    ranks = MpiRanks()
     node = "?"
     try:
         spec = from_json(RunSpec, options.spec.read_text())
-        me = spec.ranks[ranks.rank]
+        me = spec.ranks[options.rank]
         node = me.node
         from csdctl.worker.backend import load_backend
+        from csdctl.worker.training import RankTraining
 
-        RankTraining(spec, ranks, *load_backend(me.threads)).run()
+        RankTraining(spec, me.rank, *load_backend(me.threads)).run()
     except BaseException as error:
         known = isinstance(error, WorkerError)
         if not known:
@@ -115,10 +125,16 @@ def _rank(options: argparse.Namespace) -> int:
         message = error.message if isinstance(error, WorkerError) else describe(error)
         remedy = error.remedy if isinstance(error, WorkerError) else "see this rank's log"
         code = error.exit_code if isinstance(error, WorkerError) else 1
-        emit(Failed(ranks.rank, node, message, remedy, code))
+        emit(Failed(options.rank, node, message, remedy, code))
         sys.stderr.flush()
-        ranks.abort(code)
+        os._exit(code)
     return 0
+
+
+def _link(options: argparse.Namespace) -> int:
+    from csdctl.worker.link import serve_link
+
+    return serve_link(options.run, options.rank, options.generation)
 
 
 def _hello(options: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """TensorFlow, loaded once, quietly, with the threads a rank may use."""
 
 import os
+import resource
 from typing import Any
 
 
@@ -21,3 +22,8 @@ def load_backend(threads: int) -> tuple[Any, Any]:
     import keras
 
     return tf, keras
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,137 +1,172 @@
 """Collectives in which a waiting rank sleeps.
 
 MPI's blocking calls poll without pause and burn the core that a slow node needs. Here only non-blocking
-ones are used, tested with a sleep in between that grows from 0.1 to 2 ms (docs/decisions/0003).
+ones are used, tested with a sleep in between that grows with the time waited (docs/decisions/0003).
+
+Two ways to sum, of which the fleet at hand chooses the faster by a short measurement: a star around rank
+0, as PCIe is around the host, and MPI's own `Iallreduce`. Both give the same bits on all ranks and in every
+run.
 """
 
 import time
-from typing import Any, Protocol
-
-import numpy as np
-
-from csdctl.worker.data import Array
+from collections.abc import Callable
+from typing import Any
 
 FIRST_SLEEP_S = 0.0001
-LONGEST_SLEEP_S = 0.002
+LONGEST_SLEEP_S = 0.005
+SLEEP_SHARE = 0.02
+"""A wait is looked at again after this share of the time it has lasted."""
 PIECE_SIZE = 1 << 18
 """Elements of a vector that travel as one message: 1 MiB of float32, below mpirun's eager limit."""
 
 _UP, _DOWN = 1, 2
+STAR, ALLREDUCE = "star", "allreduce"
 
 
-class Ranks(Protocol):
-    """What the step needs of the other ranks."""
-
-    rank: int
-    size: int
-
-    def sum(self, vector: Array) -> Array:
-        """The sum of `vector` over all ranks, on all ranks, to the same bit; valid until the next call."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in order of rank, on all ranks."""
+def wait_asleep(request: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+    """Return when an MPI request is done; `meanwhile` is called with the seconds waited, after each sleep."""
+    started_s = time.monotonic()
+    while not request.Test():
+        waited_s = time.monotonic() - started_s
+        time.sleep(min(LONGEST_SLEEP_S, max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE)))
+        meanwhile(waited_s)
 
 
-class MpiRanks:
-    """The ranks of MPI.COMM_WORLD, in a star around rank 0, as PCIe is around the host.
+def load_world() -> tuple[Any, Any]:
+    """mpi4py's MPI, and its world; enters MPI."""
+    import mpi4py
 
-    A sum is gathered, added in order of rank and sent back by rank 0: the same bits on every rank and in
-    every run. In pieces, so that a piece travels while the next is added (docs/decisions/0006).
+    mpi4py.rc.thread_level = "funneled"
+    from mpi4py import MPI
+
+    return MPI, MPI.COMM_WORLD
+
+
+class Star:
+    """A sum that is gathered, added in order of rank and sent back by rank 0 (docs/decisions/0006).
+
+    In pieces, so that a piece travels while the next is added. Rank 0 may take in what arrives before its own
+    vector is there.
     """
 
-    def __init__(self) -> None:
-        import mpi4py
+    def __init__(self, world: Any, local: Any, total: Any) -> None:
+        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
+        self._world = world
+        self._local = local
+        self._total = total
+        self._pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(local), PIECE_SIZE)]
+        self._sending: list[Any] = []
+        self._arriving: list[tuple[slice, int, Any]] = []
+        """Rank 0: what is on its way, in the order in which it is added: piece, rank, request."""
+        if world.rank == 0:
+            import numpy
 
-        mpi4py.rc.thread_level = "funneled"
-        from mpi4py import MPI
+            self._add = numpy.add
+            self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
 
-        self._mpi = MPI
-        self._world = MPI.COMM_WORLD
-        self.rank: int = self._world.rank
-        self.size: int = self._world.size
-        self._total = np.zeros(0, np.float32)
-        self._received: list[Array] = []
-
-    def sum(self, vector: Array) -> Array:
-        """Sum of a contiguous vector, shape (n,); the result is in a buffer that is used again."""
-        if self._total.shape != vector.shape or self._total.dtype != vector.dtype:
-            self._total = np.empty_like(vector)
-            senders = self.size - 1 if self.rank == 0 else 0
-            self._received = [np.empty_like(vector) for _ in range(senders)]
-        pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(vector), PIECE_SIZE)]
-        if self.rank == 0:
-            self._add_and_send(vector, pieces)
-        else:
-            requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in pieces]
-            requests += [self._world.Isend(vector[piece], 0, _UP) for piece in pieces]
-            self._wait_asleep(requests)
-        return self._total
-
-    def _add_and_send(self, vector: Array, pieces: list[slice]) -> None:
-        others = range(1, self.size)
-        arriving = [
-            [
-                self._world.Irecv(buffer[piece], rank, _UP)
-                for rank, buffer in zip(others, self._received, strict=True)
-            ]
-            for piece in pieces
+    def expect(self) -> None:
+        """Rank 0: be ready for the others' vectors of the next sum."""
+        if self._world.rank or self._arriving:
+            return
+        self._arriving = [
+            (piece, rank, self._world.Irecv(buffer[piece], rank, _UP))
+            for piece in self._pieces
+            for rank, buffer in enumerate(self._received, start=1)
         ]
-        sending = []
-        for piece, requests in zip(pieces, arriving, strict=True):
-            total = self._total[piece]
-            total[...] = vector[piece]
-            for request, buffer in zip(requests, self._received, strict=True):
-                self._wait_asleep([request])
-                np.add(total, buffer[piece], out=total)
-            sending += [self._world.Isend(total, rank, _DOWN) for rank in others]
-        self._wait_asleep(sending)
 
-    def gather(self, value: Any) -> list[Any]:
-        """Small Python values; every rank first waits asleep until all are there."""
-        self._wait_asleep([self._world.Ibarrier()])
-        return list(self._world.allgather(value))
+    def take_arrived(self) -> None:
+        """Rank 0: add what has arrived, without waiting."""
+        while self._arriving and self._arriving[0][2].Test():
+            self._add_next()
 
     @property
-    def library(self) -> str:
-        """The MPI that is really in use, as it names itself."""
-        return str(self._mpi.Get_library_version()).split(",")[0]
+    def missing(self) -> list[int]:
+        """Rank 0: the ranks of which something has not arrived yet."""
+        return sorted({rank for _, rank, _ in self._arriving})
 
-    def abort(self, exit_code: int) -> None:
-        """End all ranks at once: the others would wait for ever for one that failed."""
-        self._world.Abort(exit_code)
+    def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Sum `local` over all ranks into `total` on all ranks."""
+        if self._world.rank == 0:
+            self._add_and_send(meanwhile)
+            return
+        requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in self._pieces]
+        sending = [self._world.Isend(self._local[piece], 0, _UP) for piece in self._pieces]
+        for request in [*requests, *sending]:
+            wait_asleep(request, meanwhile)
 
-    def _wait_asleep(self, requests: list[Any]) -> None:
-        """Return when all MPI requests are done, asleep in between."""
-        pause = FIRST_SLEEP_S
-        while not self._mpi.Request.Testall(requests):
-            time.sleep(pause)
-            pause = min(pause * 1.3, LONGEST_SLEEP_S)
+    def _add_next(self) -> None:
+        piece, rank, _ = self._arriving.pop(0)
+        arrived = self._received[rank - 1][piece]
+        if rank == 1:
+            self._total[piece] = arrived
+        else:
+            self._add(self._total[piece], arrived, out=self._total[piece])
+
+    def _add_and_send(self, meanwhile: Callable[[float], None]) -> None:
+        self.expect()
+        sending = []
+        for piece in self._pieces:
+            while self._arriving and self._arriving[0][0] == piece:
+                wait_asleep(self._arriving[0][2], meanwhile)
+                self._add_next()
+            if self._world.size == 1:
+                self._total[piece] = self._local[piece]
+            else:
+                self._add(self._total[piece], self._local[piece], out=self._total[piece])
+            sending += [
+                self._world.Isend(self._total[piece], rank, _DOWN) for rank in range(1, self._world.size)
+            ]
+        for request in sending:
+            wait_asleep(request, meanwhile)
 
 
-def merge_batch_norm(model: Any, samples: int, ranks: Ranks, keras: Any) -> None:
-    """Make the moving statistics of all ranks those of the pooled data, weighted by sample count.
+class Allreduce:
+    """MPI's own non-blocking sum."""
 
-    μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + μ_k²) / N − μ²: the spread between ranks is part of the variance.
+    def __init__(self, world: Any, local: Any, total: Any) -> None:
+        self._world = world
+        self._local = local
+        self._total = total
+        self.missing: list[int] = []
+        """Nobody knows whom an allreduce waits for."""
+
+    def expect(self) -> None:
+        """Nothing: MPI sees to it."""
+
+    def take_arrived(self) -> None:
+        """Nothing: MPI sees to it."""
+
+    def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Sum `local` over all ranks into `total` on all ranks."""
+        wait_asleep(self._world.Iallreduce(self._local, self._total), meanwhile)
+
+
+def gather(world: Any, value: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> list[Any]:
+    """Every rank's small Python value, in order of rank, on all ranks; all first wait asleep for the last."""
+    wait_asleep(world.Ibarrier(), meanwhile)
+    return list(world.allgather(value))
+
+
+def choose_sum(
+    world: Any, local: Any, total: Any, wanted: str = "", *, rounds: int = 2
+) -> tuple[Star | Allreduce, str, float]:
+    """The faster way to sum, its name, and the seconds of its quickest sum on the slowest rank.
+
+    `wanted` names the way to take instead. Call on all ranks.
     """
-    layers = [layer for layer in _all_layers(model) if isinstance(layer, keras.layers.BatchNormalization)]
-    if not layers:
-        return
-    pieces = []
-    for layer in layers:
-        mean = np.asarray(layer.moving_mean.value, np.float64)
-        pieces += [mean, np.asarray(layer.moving_variance.value, np.float64) + mean**2]
-    total = ranks.sum(np.concatenate([*(samples * piece for piece in pieces), [float(samples)]]))
-    if total[-1] == 0:
-        return
-    merged = np.split(total[:-1] / total[-1], np.cumsum([len(piece) for piece in pieces])[:-1])
-    for layer, mean, square in zip(layers, merged[::2], merged[1::2], strict=True):
-        layer.moving_mean.assign(mean.astype(np.float32))
-        layer.moving_variance.assign(np.maximum(square - mean**2, 0.0).astype(np.float32))
+    ways: dict[str, type[Star] | type[Allreduce]] = {STAR: Star, ALLREDUCE: Allreduce}
+    measured: list[tuple[float, str, Star | Allreduce]] = []
+    for name in (wanted,) if wanted in ways else ways:
+        way = ways[name](world, local, total)
+        # One more than is counted: the first one opens connections.
+        times = [_time(world, way) for _ in range(rounds + 1)][1:]
+        measured.append((max(gather(world, min(times))), name, way))
+    seconds, name, way = min(measured, key=lambda one: one[0])
+    return way, name, seconds
 
 
-def _all_layers(model: Any) -> list[Any]:
-    """Layers of `model`, and of models nested in it, in a fixed order."""
-    found = []
-    for layer in model.layers:
-        found += _all_layers(layer) if hasattr(layer, "layers") else [layer]
-    return found
+def _time(world: Any, way: Star | Allreduce) -> float:
+    gather(world, None)
+    started_s = time.perf_counter()
+    way.sum()
+    return time.perf_counter() - started_s

@@ -81,8 +81,38 @@ class RankSpec:
     node: str
     batch_size: int
     threads: int
-    parts: tuple[ShardPart, ...]
-    num_samples: int
+    private: ShardPart | None
+    public: ShardPart | None
+    """Its part of the public samples, as it can read it itself; None when it has none."""
+    num_private: int
+    num_public: int
+    public_start: int = 0
+    """Its part begins here in the permutation of all public samples by the recipe's seed."""
+    max_batch_size: int | None = None
+    """The largest batch that fits into its memory, when that is known."""
+    micro_batch_size: int | None = None
+    """A larger batch is computed in pieces of this size: the same gradient in less memory."""
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """End the run after `patience` epochs in which `monitor` did not get better by more than `min_delta`."""
+
+    monitor: str = "validation_loss"
+    patience: int = 5
+    min_delta: float = 0.0
+
+
+@dataclass(frozen=True)
+class ReduceOnPlateau:
+    """Multiply the learning rate by `factor` after `patience` epochs without a gain in `monitor`."""
+
+    monitor: str = "validation_loss"
+    patience: int = 3
+    factor: float = 0.1
+    min_delta: float = 0.0001
+    min_factor: float = 0.0001
+    """The learning rate never falls below this share of the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +130,11 @@ class Recipe:
     input_range: tuple[float, float] | None = (0.0, 1.0)
     """What uint8 0…255 becomes; None leaves the values as they are."""
     seed: int = 0
+    max_learning_rate: float | None = None
+    """However large the global batch is, the learning rate is at most this."""
+    metrics: tuple[str, ...] = ()
+    early_stopping: EarlyStopping | None = None
+    reduce_on_plateau: ReduceOnPlateau | None = None
 
 
 @dataclass(frozen=True)
@@ -112,11 +147,20 @@ class RunSpec:
     weights: str
     """Path of the model's initial weights (.npz), relative to the session's home."""
     recipe: Recipe
-    steps_per_epoch: int
     ranks: tuple[RankSpec, ...]
+    """The first one is on the host."""
+    public: ShardPart | None
+    """All public samples, as the host reads them."""
     validation: ShardPart | None
     output_directory: str
     """Where rank 0 writes checkpoints and model.keras."""
+    step_file: str = ""
+    """Where rank 0 keeps the state after every step; '' keeps none."""
+    is_balanced: bool = True
+    """Whether batch sizes move when a rank turns out slower or faster than planned."""
+    checkpoint_interval_s: float = 600.0
+    """At the latest after this time, and after every epoch, there is a checkpoint."""
+    num_checkpoints: int = 3
     progress_interval_s: float = 0.5
     max_steps: int | None = None
     """End after this many steps of the whole run: for measuring."""
@@ -186,7 +230,7 @@ class Greeted(Event):
 
 @dataclass(frozen=True)
 class Ready(Event):
-    """The rank has its model and data and enters the first step."""
+    """The rank has its model and data, and waits for the others."""
 
     num_samples: int
     setup_s: float
@@ -206,6 +250,66 @@ class Progress(Event):
     global_samples: int = 0
     loss: float | None = None
     accuracy: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Joined(Event):
+    """The ranks of a group have found each other and hold the same state; from each of them."""
+
+    generation: int
+    epoch: int
+    step: int
+    steps_per_epoch: int
+    total_steps: int
+    batch_sizes: dict[str, int]
+    """Of the group's ranks, by number."""
+    collective: str
+    sum_s: float
+    num_lost: int = 0
+    """Private samples of this epoch that nobody reads any more, because their node is away."""
+
+
+@dataclass(frozen=True)
+class LinkLost(Event):
+    """This rank's way to the others is gone; it waits for a new group."""
+
+    generation: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True)
+class Paused(Event):
+    """The rank has left its group as it was told to, and waits for the next one."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class Alive(Event):
+    """The answer to `AreYouThere`."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class WaitingFor(Event):
+    """Rank 0 has waited for these nodes for some seconds."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rebalanced(Event):
+    """Rank 0 tells the batch sizes from the next step on, and whom they relieve."""
+
+    epoch: int
+    step: int
+    slowest: str
+    slowdown: float
+    """Its step time over that of a balanced step."""
+    batch_sizes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -233,6 +337,10 @@ class EpochEnd(Event):
     validation_loss: float | None = None
     validation_accuracy: float | None = None
     learning_rate: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    validation_metrics: dict[str, float] = field(default_factory=dict)
+    num_lost: int = 0
+    """Private samples that nobody read, because their node was away."""
 
 
 @dataclass(frozen=True)
@@ -240,8 +348,9 @@ class Checkpointed(Event):
     """A checkpoint is on disk, whole."""
 
     epoch: int
+    step: int
     path: str
-    sha256: str
+    is_best: bool = False
 
 
 @dataclass(frozen=True)
@@ -253,6 +362,8 @@ class Finished(Event):
     weights_hash: str
     peak_memory_bytes: int
     model_path: str | None = None
+    reason: str = ""
+    """Why before the last epoch: '' when it was the last, 'early stopping', 'asked to stop', 'max steps'."""
 
 
 @dataclass(frozen=True)
@@ -262,6 +373,18 @@ class Failed(Event):
     message: str
     remedy: str = ""
     exit_code: int = 1
+
+
+@dataclass(frozen=True)
+class NodeLost(Event):
+    """csdctl itself: this rank no longer takes part; the others go on."""
+
+    message: str
+
+
+@dataclass(frozen=True)
+class NodeBack(Event):
+    """csdctl itself: this rank runs again, and joins at the end of the epoch."""
 
 
 @dataclass(frozen=True)
@@ -277,14 +400,60 @@ EVENTS: dict[str, type[Event]] = {
         Started,
         Greeted,
         Ready,
+        Joined,
+        LinkLost,
+        Paused,
+        Alive,
+        WaitingFor,
         Progress,
+        Rebalanced,
         Evaluating,
         EpochEnd,
         Checkpointed,
         Finished,
         Failed,
+        NodeLost,
+        NodeBack,
         Exited,
     )
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """Base of what csdctl tells a running rank, a line on its standard input each."""
+
+
+@dataclass(frozen=True)
+class FormGroup(Order):
+    """Train with these ranks from now on; an earlier group is over."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    """In order of MPI rank; numbers of the run's ranks."""
+    collective: str = ""
+    """The one to use; '' measures."""
+
+
+@dataclass(frozen=True)
+class PauseAtEpochEnd(Order):
+    """Leave the group at the end of the epoch: another one, with more ranks, comes next."""
+
+
+@dataclass(frozen=True)
+class Stop(Order):
+    """Finish the step, keep a checkpoint, and end."""
+
+
+@dataclass(frozen=True)
+class AreYouThere(Order):
+    """Answer with `Alive`."""
+
+    number: int
+
+
+ORDERS: dict[str, type[Order]] = {
+    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, AreYouThere)
 }
 
 ContractT = TypeVar("ContractT")
@@ -324,6 +493,22 @@ def event_from_line(line: str) -> Event | None:
         raise ContractError(f"not an event: {line[:120]!r} ({error})") from None
     event: Event = from_dict(kind, content)
     return event
+
+
+def order_to_line(order: Order) -> str:
+    """An order as the line that a rank reads."""
+    return json.dumps({"order": type(order).__name__, **dataclasses.asdict(order)}, separators=(",", ":"))
+
+
+def order_from_line(line: str) -> Order:
+    """The order in `line`; raises ContractError."""
+    try:
+        content = json.loads(line)
+        kind = ORDERS[content.pop("order")]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ContractError(f"not an order: {line[:120]!r} ({error})") from None
+    order: Order = from_dict(kind, content)
+    return order
 
 
 def from_dict(kind: Any, content: Any) -> Any:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.contract import ShardPart
+from csdctl.worker.contract import RunSpec, ShardPart
 from csdctl.worker.events import WorkerError
+from csdctl.worker.schedule import Piece, Share
 
 Array = np.ndarray[Any, Any]
 
@@ -24,47 +25,139 @@ def rows_of(part: ShardPart, num_rows: int) -> Array:
     return np.sort(permutation[part.start : part.stop])
 
 
-class Shard:
-    """The samples of one epoch that a rank reads, from one or more prepared data sets."""
+class Samples:
+    """A prepared data set, or a part of one: rows of mapped images and labels."""
 
-    def __init__(self, parts: Sequence[ShardPart]) -> None:
-        self._sources: list[tuple[Array, Array]] = []
-        rows = []
-        for number, part in enumerate(parts):
-            images, labels = open_arrays(part.images, part.labels)
-            self._sources.append((images, labels))
-            chosen = rows_of(part, len(images))
-            rows.append(np.stack([np.full(len(chosen), number), chosen], axis=1))
-        self._rows = np.concatenate(rows) if rows else np.zeros((0, 2), dtype=np.int64)
+    def __init__(self, part: ShardPart) -> None:
+        """Raises WorkerError when the files cannot be read."""
+        self._images, self._labels = open_arrays(part.images, part.labels)
+        self._rows = rows_of(part, len(self._images))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def batches(self, batch_size: int, num_steps: int, seed: Sequence[int]) -> Iterator[tuple[Array, Array]]:
-        """One epoch: exactly `num_steps` batches of at most `batch_size`, the last ones partial or empty.
-
-        The order is a permutation of `seed` (the run's seed, the epoch, the rank).
-        """
-        order = self._rows[np.random.default_rng(list(seed)).permutation(len(self._rows))]
-        for step in range(num_steps):
-            yield self.read(order[step * batch_size : (step + 1) * batch_size])
-
-    def read(self, rows: Array) -> tuple[Array, Array]:
-        """Images (n, …) and labels (n, …) of `rows`, shape (n, 2): source and row."""
-        pieces = []
-        for number, (images, labels) in enumerate(self._sources):
-            chosen = np.sort(rows[rows[:, 0] == number, 1])
-            if len(chosen) or number == 0:
-                pieces.append((images[chosen], as_labels(labels[chosen])))
-        if len(pieces) == 1:
-            return pieces[0]
-        all_images, all_labels = zip(*pieces, strict=True)
-        return np.concatenate(all_images), np.concatenate(all_labels)
+    def read(self, places: Array) -> tuple[Array, Array]:
+        """Images (n, …) and labels (n, …) at `places`, shape (n,), in the order of the file."""
+        rows = self._rows[np.sort(places)]
+        return self._images[rows], as_labels(self._labels[rows])
 
     def in_order(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
         """All samples once, in their order: for evaluation."""
-        for start in range(0, len(self._rows), batch_size):
-            yield self.read(self._rows[start : start + batch_size])
+        for start in range(0, len(self), batch_size):
+            yield self.read(np.arange(start, min(len(self), start + batch_size)))
+
+
+class EpochReader:
+    """What a rank reads in an epoch, and, on rank 0, what the others have borrowed.
+
+    The order is a permutation of (seed, epoch, rank, kind), so that any step can be read again.
+    """
+
+    def __init__(self, spec: RunSpec, rank: int) -> None:
+        """Raises WorkerError when data is missing or is not as much as the plan says."""
+        me = spec.ranks[rank]
+        self._spec = spec
+        self._rank = rank
+        self._private = Samples(me.private) if me.private else None
+        self._public = Samples(me.public) if me.public else None
+        self._all_public = Samples(spec.public) if spec.public and rank == 0 else None
+        found = [len(part) if part else 0 for part in (self._private, self._public)]
+        if found != [me.num_private, me.num_public]:
+            raise WorkerError(
+                f"the shard has {found[0]} private and {found[1]} public samples, "
+                f"the plan says {me.num_private} and {me.num_public}",
+                remedy="run `csdctl tune` again",
+            )
+        self._epoch = 0
+        self._orders: dict[tuple[int, int], Array] = {}
+        self._parts: dict[int, Array] = {}
+
+    def example(self) -> tuple[Array, Array]:
+        """No images, shape (0, …), and no labels: for their shapes and types."""
+        source = self._private or self._public
+        if source is None:
+            raise WorkerError("this rank has no data at all", remedy="run `csdctl tune` again")
+        return source.read(np.zeros(0, np.int64))
+
+    def first(self, count: int) -> tuple[Array, Array]:
+        """The first `count` samples there are, fewer when there are fewer: to warm up."""
+        source = self._private if self._private and len(self._private) else self._public
+        if source is None or len(source) == 0:
+            return self.example()
+        return source.read(np.arange(min(count, len(source))))
+
+    def begin(self, epoch: int) -> None:
+        """From now on epoch `epoch` is read."""
+        self._epoch = epoch
+        self._orders = {}
+
+    def read(self, share: Share, borrowed: bytes | bytearray | None = None) -> tuple[Array, Array]:
+        """The samples of one step. `borrowed` is what rank 0 sent; rank 0 itself reads what it borrowed."""
+        pieces = []
+        if share.num_private and self._private:
+            places = self._order(self._rank, _PRIVATE)[share.private_start : share.private_stop]
+            pieces.append(self._private.read(places))
+        if share.num_public and self._public:
+            places = self._order(self._rank, _PUBLIC)[share.public_start : share.public_stop]
+            pieces.append(self._public.read(places))
+        if share.num_borrowed:
+            lent = self.read_borrowed(share.borrowed) if borrowed is None else self._unpack(borrowed)
+            pieces.append(lent)
+        if not pieces:
+            return self.example()
+        if len(pieces) == 1:
+            return pieces[0]
+        images, labels = zip(*pieces, strict=True)
+        return np.concatenate(images), np.concatenate(labels)
+
+    def read_borrowed(self, pieces: Sequence[Piece]) -> tuple[Array, Array]:
+        """Rank 0: the samples of `pieces`, from the host's public data."""
+        if self._all_public is None:
+            raise WorkerError("samples were lent to a rank that cannot read them")
+        places = [
+            self._part(piece.rank)[self._order(piece.rank, _PUBLIC)[piece.start : piece.stop]]
+            for piece in pieces
+        ]
+        return self._all_public.read(np.concatenate(places))
+
+    def pack_borrowed(self, pieces: Sequence[Piece]) -> bytes:
+        """Rank 0: the samples of `pieces` as bytes, for the rank that borrowed them."""
+        images, labels = self.read_borrowed(pieces)
+        return images.tobytes() + labels.tobytes()
+
+    def _unpack(self, packed: bytes | bytearray) -> tuple[Array, Array]:
+        images, labels = self.example()
+        sizes = [one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in (images, labels)]
+        count = len(packed) // sum(sizes)
+        split = count * sizes[0]
+        return (
+            np.frombuffer(packed, images.dtype, offset=0, count=split // images.dtype.itemsize).reshape(
+                count, *images.shape[1:]
+            ),
+            np.frombuffer(packed, labels.dtype, offset=split).reshape(count, *labels.shape[1:]),
+        )
+
+    def _order(self, rank: int, kind: int) -> Array:
+        key = (rank, kind)
+        if key not in self._orders:
+            of_rank = self._spec.ranks[rank]
+            count = of_rank.num_private if kind == _PRIVATE else of_rank.num_public
+            seed = [self._spec.recipe.seed, self._epoch, rank, kind]
+            self._orders[key] = np.random.default_rng(seed).permutation(count)
+        return self._orders[key]
+
+    def _part(self, rank: int) -> Array:
+        """The rows of all public samples that are rank `rank`'s, in the order of its own file."""
+        if rank not in self._parts:
+            of_rank = self._spec.ranks[rank]
+            assert self._all_public is not None
+            start = of_rank.public_start
+            whole = ShardPart("", "", start, start + of_rank.num_public, self._spec.recipe.seed)
+            self._parts[rank] = rows_of(whole, len(self._all_public))
+        return self._parts[rank]
+
+
+_PRIVATE, _PUBLIC = 0, 1
 
 
 def as_labels(labels: Array) -> Array:

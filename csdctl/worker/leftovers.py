@@ -1,7 +1,7 @@
 """What an earlier csdctl left on a machine: found, and if asked ended and removed.
 
 Runs alone, from the text of this file: standard library only. The directory is the session's own. Reads
-one JSON object (run_id, is_ending, is_removing, is_removing_all, is_forced), writes one:
+one JSON object (run_id, node, is_ending, is_removing, is_removing_all, is_forced), writes one:
 
 - `holder`: the csdctl that works here now, else null; with one, nothing is touched unless forced
 - `processes`: what was found running, with its run's id
@@ -11,6 +11,7 @@ one JSON object (run_id, is_ending, is_removing, is_removing_all, is_forced), wr
 import contextlib
 import fcntl
 import glob
+import hashlib
 import json
 import os
 import shutil
@@ -33,7 +34,7 @@ def main() -> None:
     run_id = request["run_id"]
     holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
-    processes = find_processes(os.getcwd(), run_id) if is_allowed else []
+    processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else []
     if is_allowed and request["is_ending"]:
         end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
     paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
@@ -60,8 +61,10 @@ def find_holder() -> "dict[str, object] | None":
             return {}
 
 
-def find_processes(home: str, run_id: str) -> "list[dict[str, Any]]":
+def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
     """The processes of run `run_id`; without one, all of csdctl that were started in `home`.
+
+    With `node`, only the run's ranks and links of that node: others may be on the same machine.
 
     Their command lines tell: ranks, MPI's daemons and the ssh that starts them carry the run's id, and what
     else csdctl starts runs a file of its store.
@@ -72,6 +75,8 @@ def find_processes(home: str, run_id: str) -> "list[dict[str, Any]]":
             with open(f"/proc/{pid}/cmdline", "rb") as file:
                 words = [os.fsdecode(word) for word in file.read().split(b"\0")]
             run = run_of(words)
+            if node and f"{RANK_MARKER}{run_id}/{node}" not in words:
+                continue
             is_ours = run == run_id if run_id else is_of_csdctl(words) and is_in(pid, home)
             if is_ours:
                 found.append({"pid": int(pid), "run": run})
@@ -133,6 +138,7 @@ def find_paths(is_all: bool) -> "list[str]":
         if is_all
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
+    paths += glob.glob(step_files())
     # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
     for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "ompi.*")):
         pid = path.rpartition(".")[2]
@@ -141,6 +147,12 @@ def find_paths(is_all: bool) -> "list[str]":
             if pid.isdigit() and is_mine and not os.path.exists(f"/proc/{pid}"):
                 paths.append(path)
     return [path for path in paths if os.path.lexists(path)]
+
+
+def step_files() -> str:
+    """The states of runs of this directory that were not finished, which `train --resume` begins with."""
+    place = hashlib.sha256(os.path.realpath(os.getcwd()).encode()).hexdigest()[:12]
+    return f"/dev/shm/csdctl-{os.getuid()}-{place}-*"
 
 
 def find_tree_links() -> "list[str]":

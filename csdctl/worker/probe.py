@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.backend import peak_memory_bytes
 from csdctl.worker.contract import ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
 from csdctl.worker.data import Array
 from csdctl.worker.model import load
 from csdctl.worker.step import Step
-from csdctl.worker.train_rank import peak_memory_bytes
 
 READY = "ready"
 WARM_UP_STEPS = 2
@@ -36,7 +36,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
         return images, generator.random((size, *spec.data.label_shape), np.float32)
 
     step = Step(model, spec.recipe, batch(1), tf, keras)
-    step.set_learning_rate(0.0)
+    step.set_step(0, 0.0)
     print(READY, flush=True)
     for line in sys.stdin:
         request = from_json(ProbeRequest, line)

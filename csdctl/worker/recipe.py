@@ -47,3 +47,38 @@ def make_optimizer(recipe: Recipe, keras: Any) -> Any:
             remedy="mend recipe.optimizer in job.yaml",
             exit_code=2,
         ) from None
+
+
+def make_metrics(recipe: Recipe, model: Any, keras: Any) -> tuple[tuple[str, ...], list[Any]]:
+    """The recipe's metrics: their names, and functions (labels, predictions) → one value a sample.
+
+    Without any in the recipe, a classifier has `accuracy`. Raises WorkerError for a metric that is no mean
+    over samples: its value over all ranks is not the mean of theirs.
+    """
+    names = recipe.metrics
+    if not names and "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1:
+        names = ("accuracy",)
+    return names, [_make_metric(name, recipe, model, keras) for name in names]
+
+
+def _make_metric(name: str, recipe: Recipe, model: Any, keras: Any) -> Any:
+    is_sparse = "sparse" in recipe.loss.lower()
+    if name == "accuracy":
+        kind = "SparseCategoricalAccuracy" if is_sparse else "CategoricalAccuracy"
+        if model.output_shape[-1] == 1:
+            kind = "BinaryAccuracy"
+        name = kind
+    try:
+        metric = keras.metrics.get(name)
+        if isinstance(metric, keras.metrics.MeanMetricWrapper):
+            kwargs = dict(getattr(metric, "_fn_kwargs", {}))
+            function = metric._fn
+            return lambda labels, predictions: function(labels, predictions, **kwargs)
+        if callable(metric) and not isinstance(metric, keras.metrics.Metric):
+            return metric
+        problem = "it is no mean over samples, and cannot be added up over ranks"
+    except Exception as error:
+        problem = describe(error)
+    raise WorkerError(
+        f"metric {name!r} cannot be used: {problem}", remedy="mend recipe.metrics in job.yaml", exit_code=2
+    )

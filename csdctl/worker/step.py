@@ -1,10 +1,14 @@
 """The exact weighted step (docs/explanation/exact-gradients.md).
 
-Rank k turns its n_k samples into one flat float32 vector [Σ gradient, Σ loss, Σ correct, n_k]. The sum
-of these vectors over the ranks, divided by its last element, is the mean gradient over all samples,
-whatever the n_k: partial batches and ranks without samples come out right.
+Rank k turns its n_k samples into one flat float32 vector
+
+    [Σ gradient, changes of moving statistics · n_k, Σ loss, Σ of each metric, n_k]
+
+and leaves the model as it was. The sum of these vectors over the ranks, divided by its last element, is the
+mean over all samples, whatever the n_k: partial batches and ranks without samples come out right.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +16,8 @@ import numpy as np
 
 from csdctl.worker.contract import Recipe
 from csdctl.worker.data import Array
-from csdctl.worker.recipe import make_loss, make_optimizer
-
-NUM_SUMS = 3
-"""Elements after the gradient: loss sum, number of correct predictions, number of samples."""
+from csdctl.worker.recipe import make_loss, make_metrics, make_optimizer
+from csdctl.worker.statistics import MovingStatistics, Seeds
 
 
 @dataclass(frozen=True)
@@ -23,92 +25,163 @@ class Sums:
     """What the end of a reduced vector says: sums over all ranks."""
 
     loss: float
-    correct: float
+    metrics: tuple[float, ...]
     samples: float
 
 
 class Step:
     """Computes a rank's vector and applies the reduced one; owns the optimizer."""
 
-    def __init__(self, model: Any, recipe: Recipe, example: tuple[Array, Array], tf: Any, keras: Any) -> None:
-        """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types."""
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        rank: int = 0,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types.
+
+        A batch larger than `micro_batch_size` is computed in pieces whose vectors are added: the same
+        gradient in less memory.
+        """
         self.model = model
         self.optimizer = make_optimizer(recipe, keras)
         self.optimizer.build(model.trainable_variables)
-        self.size = sum(int(np.prod(v.shape)) for v in model.trainable_variables) + NUM_SUMS
         self._tf = tf
         self._loss = make_loss(recipe, keras)
+        self.metric_names, self._metrics = make_metrics(recipe, model, keras)
         self._input_range = recipe.input_range
-        self.has_accuracy = "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1
-        self._empty = np.zeros(self.size, np.float32)
+        self._statistics = MovingStatistics(model, tf, keras)
+        self._seeds = Seeds(model, recipe.seed, rank)
+        self._micro_batch_size = micro_batch_size
+        self._num_sums = 2 + len(self._metrics)
+        self._num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+        self.size = self._num_gradients + self._statistics.size + self._num_sums
         # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
         # temporary directory for each graph of a rank that is killed.
         batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
         self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
+        self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
             self._apply_graph, autograph=False, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
         )
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
 
-    def local(self, images: Array, labels: Array) -> Array:
-        """This rank's vector, shape (size,), float32, not divided by anything."""
+    @property
+    def state(self) -> list[Any]:
+        """The variables that training changes, in a fixed order: weights, then the optimizer's."""
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def set_step(self, step: int, learning_rate: float) -> None:
+        """Before step `step` of the run, from 0: its learning rate and random states."""
+        self._seeds.set_step(step)
+        self.optimizer.learning_rate.assign(learning_rate)
+
+    def local(self, images: Array, labels: Array, out: Array | None = None) -> Array:
+        """This rank's vector, shape (size,), float32, not divided by anything; in `out` when given."""
+        size = self._micro_batch_size or len(images)
+        if out is None and 0 < len(images) <= size:
+            return np.asarray(self._local(self._tensor(images), self._tensor(labels)))
+        vector = np.zeros(self.size, np.float32) if out is None else out
         if len(images) == 0:
-            return self._empty
-        return np.asarray(self._local(self._tensor(images), self._tensor(labels)))
+            vector[:] = 0
+        for start in range(0, len(images), max(1, size)):
+            piece = slice(start, start + size)
+            part = np.asarray(self._local(self._tensor(images[piece]), self._tensor(labels[piece])))
+            if start:
+                np.add(vector, part, out=vector)
+            else:
+                np.copyto(vector, part)
+        return vector
 
     def apply(self, total: Array) -> Sums:
         """Divide the summed vector by its sample count and let the optimizer take one step."""
-        sums = Sums(*(float(value) for value in total[-NUM_SUMS:]))
+        sums = self.read_sums(total)
         if sums.samples:
             self._apply(self._tf.convert_to_tensor(total))
         return sums
 
+    def alone(self, images: Array, labels: Array) -> Sums:
+        """`local` and `apply` of a rank that trains without others, in one graph."""
+        if self._micro_batch_size and len(images) > self._micro_batch_size:
+            return self.apply(self.local(images, labels))
+        return self._sums(np.asarray(self._alone(self._tensor(images), self._tensor(labels))))
+
     def evaluate(self, images: Array, labels: Array) -> Sums:
-        """Loss sum, correct predictions and count of one batch, without training."""
-        loss, correct = self._evaluate(self._tensor(images), self._tensor(labels))
-        return Sums(float(loss), float(correct), float(len(images)))
+        """Loss sum, metric sums and count of one batch, without training."""
+        return self._sums(np.asarray(self._evaluate(self._tensor(images), self._tensor(labels))))
+
+    def read_sums(self, total: Array) -> Sums:
+        """What the end of a vector says, without applying it."""
+        return self._sums(total[-self._num_sums :])
 
     def compile_apply(self) -> None:
         """Trace the graph of `apply` without running it."""
         self._apply.get_concrete_function()
 
-    def set_learning_rate(self, learning_rate: float) -> None:
-        """From the next `apply` on."""
-        self.optimizer.learning_rate.assign(learning_rate)
-
     def _tensor(self, array: Array) -> Any:
         return self._tf.convert_to_tensor(array)
 
-    def _forward(self, images: Any, labels: Any, training: bool) -> tuple[Any, Any]:
+    @staticmethod
+    def _sums(tail: Array) -> Sums:
+        loss, *metrics, samples = (float(value) for value in tail)
+        return Sums(loss, tuple(metrics), samples)
+
+    def _forward(self, images: Any, labels: Any, training: bool) -> tuple[Any, list[Any]]:
+        """The loss, summed, and [loss, metrics…, count] as a list of scalars."""
         tf = self._tf
         predictions = self.model(scale(images, self._input_range, tf), training=training)
-        return tf.cast(self._loss(labels, predictions), tf.float32), num_correct(labels, predictions, tf)
+        loss = tf.cast(self._loss(labels, predictions), tf.float32)
+        metrics = [
+            tf.reduce_sum(tf.cast(per_sample(metric(labels, predictions), tf), tf.float32))
+            for metric in self._metrics
+        ]
+        return loss, [loss, *metrics, tf.cast(tf.shape(images)[0], tf.float32)]
+
+    def _gradients(self, images: Any, labels: Any) -> tuple[list[Any], list[Any]]:
+        """Summed gradients of all trainable variables, and the sums."""
+        tf = self._tf
+        variables = self.model.trainable_variables
+        with tf.GradientTape() as tape:
+            objective, sums = self._forward(images, labels, training=True)
+            if self.model.losses:
+                # A regularisation loss is one number per model: by count, so that it survives the mean.
+                objective += sums[-1] * tf.add_n(self.model.losses)
+        gradients = tape.gradient(objective, [v.value for v in variables])
+        return [
+            tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(gradients, variables, strict=True)
+        ], [objective, *sums[1:]]
 
     def _local_graph(self, images: Any, labels: Any) -> Any:
         tf = self._tf
-        count = tf.cast(tf.shape(images)[0], tf.float32)
-        with tf.GradientTape() as tape:
-            loss, correct = self._forward(images, labels, training=True)
-            if self.model.losses:
-                # A regularisation loss is one number per model: by count, so that it survives the mean.
-                loss += count * tf.add_n(self.model.losses)
-        gradients = tape.gradient(loss, [v.value for v in self.model.trainable_variables])
-        flat = [
-            tf.reshape(gradient if gradient is not None else tf.zeros(variable.shape), [-1])
-            for gradient, variable in zip(gradients, self.model.trainable_variables, strict=True)
-        ]
-        return tf.concat([*flat, [loss, correct, count]], axis=0)
+        before = self._statistics.read()
+        gradients, sums = self._gradients(images, labels)
+        changes = self._statistics.take_changes(before, sums[-1])
+        flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+        return tf.concat([*flat, *changes, sums], axis=0)
 
     def _apply_graph(self, total: Any) -> None:
         tf = self._tf
         variables = self.model.trainable_variables
         sizes = [int(np.prod(v.shape)) for v in variables]
-        pieces = tf.split(total[:-NUM_SUMS] / total[-1], sizes)
+        mean = total[: -self._num_sums] / total[-1]
+        pieces = tf.split(mean[: self._num_gradients], sizes)
         gradients = [tf.reshape(piece, v.shape) for piece, v in zip(pieces, variables, strict=True)]
         self.optimizer.apply(gradients, variables)
+        self._statistics.apply_changes(mean[self._num_gradients :])
 
-    def _evaluate_graph(self, images: Any, labels: Any) -> tuple[Any, Any]:
-        return self._forward(images, labels, training=False)
+    def _alone_graph(self, images: Any, labels: Any) -> Any:
+        gradients, sums = self._gradients(images, labels)
+        self.optimizer.apply([one / sums[-1] for one in gradients], self.model.trainable_variables)
+        return self._tf.stack(sums)
+
+    def _evaluate_graph(self, images: Any, labels: Any) -> Any:
+        return self._tf.stack(self._forward(images, labels, training=False)[1])
 
 
 def scale(images: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
@@ -120,10 +193,16 @@ def scale(images: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
     return values * ((high - low) / 255.0) + low
 
 
-def num_correct(labels: Any, predictions: Any, tf: Any) -> Any:
-    """How many predictions have their largest output at the label; integer or one-hot labels."""
-    if predictions.shape.rank != 2 or predictions.shape[-1] == 1:
-        return tf.constant(0.0)
-    expected = labels if labels.dtype.is_integer and labels.shape.rank == 1 else tf.argmax(labels, axis=-1)
-    hits = tf.equal(tf.cast(expected, tf.int64), tf.argmax(predictions, axis=-1))
-    return tf.reduce_sum(tf.cast(hits, tf.float32))
+def per_sample(values: Any, tf: Any) -> Any:
+    """One value a sample, shape (n,): the mean over what a sample has several of."""
+    axes = list(range(1, values.shape.rank))
+    return tf.reduce_mean(values, axis=axes) if axes else values
+
+
+def mean_of(sums: Sequence[Sums]) -> Sums:
+    """The means over all samples of several sums; `samples` is their number."""
+    count = sum(one.samples for one in sums)
+    columns = zip(*(one.metrics for one in sums), strict=True)
+    return Sums(
+        sum(one.loss for one in sums) / count, tuple(sum(column) / count for column in columns), count
+    )

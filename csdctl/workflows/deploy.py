@@ -113,17 +113,27 @@ def rank_specs(
     """What every rank will read, in order of rank."""
     specs = []
     for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
-        parts = []
-        if rank.node in prepared.private:
-            parts.append(whole(prepared.private[rank.node]))
+        public = None
         if rank.node == HOST_NAME:
             images, labels = _arrays(prepared.public)
-            parts.append(ShardPart(images, labels, shard.public_start, shard.public_stop, seed))
+            public = ShardPart(images, labels, shard.public_start, shard.public_stop, seed)
         elif rank.node in cut:
             images, labels = (file.path for file in cut[rank.node])
-            parts.append(ShardPart(images, labels))
+            public = ShardPart(images, labels)
         specs.append(
-            RankSpec(number, rank.node, rank.batch_size, rank.threads, tuple(parts), shard.num_samples)
+            RankSpec(
+                number,
+                rank.node,
+                rank.batch_size,
+                rank.threads,
+                whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
+                public,
+                shard.num_private,
+                shard.num_public,
+                shard.public_start,
+                rank.max_batch_size,
+                rank.micro_batch_size,
+            )
         )
     return tuple(specs)
 

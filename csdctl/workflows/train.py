@@ -1,42 +1,48 @@
-"""`train`: one run, from the plan to the model.
+"""`train`: one run, from the plan to the model; and `resume`, the rest of one.
 
-Success is a completion record from every rank. Whatever happens, nothing of the run is left on any
-machine: what still carries its id is ended over SSH.
+Success is a completion record from every rank that takes part. Whatever happens, nothing of the run is left
+on any machine: what still carries its id is ended over SSH.
 """
 
+import dataclasses
+import hashlib
 import os
+import queue
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from csdctl import __version__
 from csdctl.documents import save_text
-from csdctl.errors import DeadlineError, InputError, RunError
+from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
-from csdctl.launch.last_words import Cause, find_cause
-from csdctl.launch.leftovers import end_run
+from csdctl.launch.leftovers import end_rank, end_run
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.mpi_job import Deadlines
 from csdctl.launch.network import check_network
+from csdctl.launch.rank_process import Notice, RankProcess
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.deliver import Delivery
-from csdctl.shipping.store import store_bytes
+from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.transport.many import fleet_known_hosts_paths
+from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import Event, RunSpec, to_json
+from csdctl.worker.contract import ContractError, Event, RunSpec, from_json, to_json
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
+from csdctl.workflows.supervise import Supervised, Supervision
 
 
 @dataclass(frozen=True)
@@ -45,84 +51,258 @@ class TrainOptions:
 
     deadlines: Deadlines = Deadlines()
     max_steps: int | None = None
+    min_nodes: int = 1
+    """With fewer nodes left the run ends; it can be resumed."""
+    is_balanced: bool = True
+    checkpoint_interval_s: float = 600.0
+    num_checkpoints: int = 3
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("min-nodes", self.min_nodes, 0),
+            ("checkpoint-seconds", self.checkpoint_interval_s, 1),
+            ("keep", self.num_checkpoints, 1),
+        ):
+            if not value >= least:
+                raise InputError(f"--{name} must be at least {least}, received {value:g}")
 
 
 @dataclass(frozen=True)
 class Watcher:
     """Called while the run goes on; each may be slow only as long as the screen is."""
 
-    on_start: Callable[[RunDirectory, RunSpec], None]
+    on_start: Callable[[RunDirectory, RunSpec, int], None]
+    """With the steps of an epoch."""
     on_delivery: Callable[[str, Delivery], None]
     on_event: Callable[[Event], None]
 
 
+@dataclass(frozen=True)
+class Crew:
+    """The machines of a run and the ways to them."""
+
+    fleet: Fleet
+    facts: Mapping[str, Facts]
+    sessions: Mapping[str, Session]
+    project: ProjectDirectory
+
+
 def train(
-    job: Job,
-    fleet: Fleet,
-    facts: Mapping[str, Facts],
-    plan: Plan,
-    prepared: Prepared,
-    sessions: Mapping[str, Session],
-    project: ProjectDirectory,
-    options: TrainOptions,
-    watcher: Watcher,
+    job: Job, plan: Plan, prepared: Prepared, crew: Crew, options: TrainOptions, watcher: Watcher
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
     The caller holds the machines and has called `check_plan`.
     """
-    nodes = nodes_in(plan, fleet)
-    check_network(fleet.network)
+    nodes_in(plan, crew.fleet)
+    check_network(crew.fleet.network)
     try:
         placed = place(plan, prepared)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
-    run = project.new_run()
-    run.save_manifest(_manifest(job, fleet, facts, plan, placed, prepared))
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, project)
+    run = crew.project.new_run()
+    run.save_manifest(_manifest(job, crew, plan, placed, prepared))
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
     spec = RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
         recipe=job.recipe,
-        steps_per_epoch=steps_per_epoch(placed),
         ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
+        public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(project.root)),
+        output_directory=str(run.path.relative_to(crew.project.root)),
+        step_file=str(choose_step_file(run, crew.project)),
+        is_balanced=options.is_balanced,
+        checkpoint_interval_s=options.checkpoint_interval_s,
+        num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    stored = store_bytes(to_json(spec).encode(), ".json", project.root)
-    files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
-    deploy_files(files, fleet, sessions, watcher.on_delivery)
-    known_hosts = fleet_known_hosts_paths(fleet, project.root)
-    save_text(project.ssh_config, build_ssh_config(fleet.nodes, known_hosts))
-    watcher.on_start(run, spec)
-    commands = [
-        RankCommand(
-            rank.node,
-            tuple(
-                build_worker_command(
-                    python_of(fleet, rank.node),
-                    prepared.worker.path,
-                    ["rank", "--spec", stored.path, "--marker", rank_marker(run.run_id, rank.node)],
-                )
-            ),
+    save_text(run.spec, to_json(spec))
+    return _carry_out(run, spec, placed, prepared, cut, crew, options, watcher)
+
+
+def resume(
+    run: RunDirectory,
+    job: Job,
+    prepared: Prepared,
+    crew: Crew,
+    options: TrainOptions,
+    watcher: Watcher,
+) -> RunSummary:
+    """Go on with `run` from its last completed step, or its newest checkpoint; raises what `train` raises.
+
+    Nodes of the plan that are not in the fleet stay away; the others share their public samples.
+    """
+    check_network(crew.fleet.network)
+    try:
+        spec = from_json(RunSpec, run.spec.read_text())
+    except (OSError, ContractError) as error:
+        raise InputError(f"run {run.run_id} cannot be resumed: {error}", remedy="start a new run") from None
+    manifest: Any = run.load_manifest()
+    before, now = manifest["data"], _fingerprints(prepared)
+    private = {name: before["private"].get(name) for name in prepared.private}
+    if now != {"public": before["public"], "private": private}:
+        raise InputError(f"the data of run {run.run_id} has changed since it began", remedy="start a new run")
+    if spec.recipe != dataclasses.replace(job.recipe, epochs=spec.recipe.epochs):
+        raise InputError(
+            f"the recipe of {job.path} has changed since run {run.run_id} began",
+            remedy="undo the change (epochs may be raised), or start a new run",
         )
-        for rank in plan.ranks
-    ]
-    command = build_mpirun_command(
-        find_mpirun(),
-        choose_prefix(nodes, facts),
-        project.ssh_config.relative_to(project.root),
-        fleet.network,
-        commands,
-        run_id=run.run_id,
+    placed = [Placed(**one) for one in manifest["placed"]]
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
+    spec = dataclasses.replace(
+        spec,
+        recipe=job.recipe,
+        architecture=prepared.model.architecture.path,
+        weights=prepared.model.weights.path,
+        is_balanced=options.is_balanced,
+        max_steps=options.max_steps,
     )
-    pythons = {name: python_of(fleet, name) for name in (HOST_NAME, *nodes)}
-    outcome, lost = _run(command, len(plan.ranks), run, project, sessions, pythons, options, watcher)
+    return _carry_out(run, spec, placed, prepared, cut, crew, options, watcher)
+
+
+def find_resumable(
+    project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Callable[[str], None]
+) -> RunDirectory:
+    """The run to go on with; says which nodes it goes on without. Raises InputError."""
+    run = project.find_run(None if run_id == "latest" else run_id)
+    plan: Any = run.load_manifest()["plan"]
+    if plan["job"] != job.name:
+        raise InputError(f"run {run.run_id} is one of job {plan['job']}, not of {job.name}")
+    present = {HOST_NAME, *(node.name for node in fleet.nodes)}
+    planned = {rank["node"] for rank in plan["ranks"]}
+    if away := sorted(planned - present):
+        say(f"going on without {', '.join(away)}: private data there is not trained on")
+    if new := sorted(present - planned):
+        say(f"{', '.join(new)} did not take part when the run began, and does not now")
+    return run
+
+
+def choose_step_file(run: RunDirectory, project: ProjectDirectory) -> Path:
+    """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK | os.X_OK):
+        return run.path.absolute() / "step.state"
+    # The same name as in worker/leftovers.py, which removes what nobody needs any more.
+    place = hashlib.sha256(os.path.realpath(project.root).encode()).hexdigest()[:12]
+    return shared / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
+
+
+def _carry_out(
+    run: RunDirectory,
+    spec: RunSpec,
+    placed: Sequence[Placed],
+    prepared: Prepared,
+    cut: Mapping[str, tuple[StoredFile, StoredFile]],
+    crew: Crew,
+    options: TrainOptions,
+    watcher: Watcher,
+) -> RunSummary:
+    """Deliver, supervise, end, judge."""
+    stored = store_bytes(to_json(spec).encode(), ".json", crew.project.root)
+    present = {HOST_NAME, *(node.name for node in crew.fleet.nodes)}
+    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
+    deploy_files(files, crew.fleet, crew.sessions, watcher.on_delivery)
+    known_hosts = fleet_known_hosts_paths(crew.fleet, crew.project.root)
+    save_text(crew.project.ssh_config, build_ssh_config(crew.fleet.nodes, known_hosts))
+    watcher.on_start(run, spec, steps_per_epoch(placed))
+    log = EventLog(run)
+
+    def record(event: Event) -> None:
+        log.append(time.time(), event)
+        watcher.on_event(event)
+
+    pythons = {name: python_of(crew.fleet, name) for name in (HOST_NAME, *nodes)}
+    with ExitStack() as stack:
+        supervised = _supervised(run, spec, stored, prepared, crew, options, nodes, stack)
+        supervision = Supervision(supervised, record)
+        try:
+            supervision.run()
+        finally:
+            # First of all nothing is left running; a full disk must not come before that.
+            end_run(run.run_id, {name: crew.sessions[name] for name in pythons}, pythons)
+            log.close()
+    if not supervision.is_stopping:
+        Path(spec.step_file).unlink(missing_ok=True)
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
-    _judge(outcome, lost, plan, run)
+    if supervision.is_stopping:
+        raise RunStopped(run.run_id, summary)
     return summary
+
+
+class RunStopped(KeyboardInterrupt):
+    """The run was asked to stop, and did: its state is kept."""
+
+    def __init__(self, run_id: str, summary: RunSummary) -> None:
+        super().__init__(run_id)
+        self.run_id = run_id
+        self.summary = summary
+
+
+def _supervised(
+    run: RunDirectory,
+    spec: RunSpec,
+    stored: StoredFile,
+    prepared: Prepared,
+    crew: Crew,
+    options: TrainOptions,
+    nodes: Sequence[str],
+    stack: ExitStack,
+) -> Supervised:
+    """The ways to start ranks and links; connections opened later are closed by `stack`."""
+    fleet, project = crew.fleet, crew.project
+
+    def worker_command(rank: int, arguments: Sequence[str]) -> list[str]:
+        node = spec.ranks[rank].node
+        marker = ["--rank", str(rank), "--marker", rank_marker(run.run_id, node)]
+        return build_worker_command(python_of(fleet, node), prepared.worker.path, [*arguments, *marker])
+
+    def log_path(rank: int | None) -> Path:
+        return run.mpirun_log if rank is None else run.rank_log(rank)
+
+    def start(rank: int, session: Session, notices: "queue.Queue[Notice]") -> RankProcess:
+        command = worker_command(rank, ["rank", "--spec", stored.path])
+        return RankProcess(rank, session, command, log_path(rank), notices)
+
+    def restart(rank: int, notices: "queue.Queue[Notice]") -> RankProcess:
+        node = spec.ranks[rank].node
+        session = crew.sessions[node]
+        if node != HOST_NAME:
+            session = open_session(fleet, node, directory=project.root)
+            stack.callback(session.close)
+        end_rank(run.run_id, session, python_of(fleet, node))
+        return start(rank, session, notices)
+
+    def links(group: Sequence[int], generation: int) -> list[str]:
+        commands = [
+            RankCommand(
+                spec.ranks[rank].node,
+                tuple(worker_command(rank, ["link", "--run", run.run_id, "--generation", str(generation)])),
+            )
+            for rank in group
+        ]
+        return build_mpirun_command(
+            find_mpirun(),
+            choose_prefix(nodes, crew.facts),
+            project.ssh_config.relative_to(project.root),
+            fleet.network,
+            commands,
+            run_id=run.run_id,
+        )
+
+    return Supervised(
+        nodes=[rank.node for rank in spec.ranks],
+        start_rank=lambda rank, notices: start(rank, crew.sessions[spec.ranks[rank].node], notices),
+        restart_rank=restart,
+        build_links=links,
+        log_path=log_path,
+        directory=project.root,
+        min_nodes=min(options.min_nodes, len(nodes)),
+        deadlines=options.deadlines,
+        absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
+    )
 
 
 def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
@@ -141,66 +321,16 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
         )
 
 
-def _run(
-    command: list[str],
-    num_ranks: int,
-    run: RunDirectory,
-    project: ProjectDirectory,
-    sessions: Mapping[str, Session],
-    pythons: Mapping[str, str],
-    options: TrainOptions,
-    watcher: Watcher,
-) -> tuple[JobOutcome, list[str]]:
-    """How the job ended, and the machines that no longer answered afterwards."""
-    log = EventLog(run)
-
-    def record(event: Event) -> None:
-        log.append(time.time(), event)
-        watcher.on_event(event)
-
-    def log_path(rank: int | None) -> Path:
-        return run.mpirun_log if rank is None else run.rank_log(rank)
-
-    mpi = MpiJob(command, num_ranks, log_path, project.root, os.environ)
-    try:
-        outcome = mpi.run(record, options.deadlines)
-    finally:
-        # First of all nothing is left running; a full disk must not come before that.
-        lost = end_run(run.run_id, {name: sessions[name] for name in pythons}, pythons)
-        log.close()
-    return outcome, lost
-
-
-def _judge(outcome: JobOutcome, lost: list[str], plan: Plan, run: RunDirectory) -> None:
-    """Raise the error that tells why the run is not done; nothing when every rank has finished."""
-    missing = [rank.node for number, rank in enumerate(plan.ranks) if number not in outcome.finished]
-    if not missing:
-        return
-    logs = f"logs: {run.logs}"
-    if outcome.failed:
-        first = next(iter(outcome.failed.values()))
-        kind = InputError if first.exit_code == InputError.exit_code else RunError
-        raise kind(first.message, node=first.node, remedy=f"{first.remedy}; {logs}" if first.remedy else logs)
-    if outcome.overdue == "start":
-        silent = [rank.node for number, rank in enumerate(plan.ranks) if number not in outcome.ready]
-        raise DeadlineError(
-            f"{', '.join(silent)} did not start in time", remedy=f"raise --start-deadline, or see {logs}"
-        )
-    if outcome.overdue == "silence":
-        raise DeadlineError("no rank has said anything for too long: the run hangs", remedy=f"see {logs}")
-    cause = find_cause(outcome.last_words, list(outcome.exited.values()), [rank.node for rank in plan.ranks])
-    if lost and not cause.node:
-        cause = Cause(", ".join(lost), "lost: it no longer answers over SSH")
-    raise RunError(
-        f"{cause.message}\nThe run has no completion record from {', '.join(missing)} "
-        f"(mpirun exited with {outcome.exit_code}).",
-        node=cause.node,
-        remedy=f"{cause.remedy}; {logs}",
-    )
+def _fingerprints(prepared: Prepared) -> dict[str, object]:
+    """What the data was, to tell whether it still is."""
+    return {
+        "public": prepared.public.fingerprint,
+        "private": {name: info.fingerprint for name, info in prepared.private.items()},
+    }
 
 
 def _manifest(
-    job: Job, fleet: Fleet, facts: Mapping[str, Facts], plan: Plan, placed: list[Placed], prepared: Prepared
+    job: Job, crew: Crew, plan: Plan, placed: list[Placed], prepared: Prepared
 ) -> dict[str, object]:
     return {
         "schema": 1,
@@ -209,13 +339,15 @@ def _manifest(
         "python": sys.version.split()[0],
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
         "recipe": asdict(job.recipe),
+        "data": _fingerprints(prepared),
         "fleet": {
-            "path": str(fleet.path),
-            "emulated": fleet.emulated,
-            "facts": {k: asdict(v) for k, v in facts.items()},
+            "path": str(crew.fleet.path),
+            "emulated": crew.fleet.emulated,
+            "facts": {k: asdict(v) for k, v in crew.facts.items()},
         },
         "plan": plan.model_dump(),
         "predicted_images_per_s": plan.predicted_images_per_s,
+        "placed": [asdict(shard) for shard in placed],
         "placement": [
             {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public}
             for shard in placed

@@ -30,11 +30,29 @@ def train(
     max_steps: Annotated[
         int | None, typer.Option("--max-steps", min=1, help="End after this many steps, for measuring.")
     ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="RUN",
+            help="Go on with this run from its last completed step (`latest` works).",
+        ),
+    ] = None,
+    min_nodes: Annotated[
+        int, typer.Option("--min-nodes", help="Go on without lost nodes as long as so many are left.")
+    ] = 1,
+    rebalance: Annotated[
+        bool, typer.Option("--rebalance/--no-rebalance", help="Move batch sizes when a node's speed changes.")
+    ] = True,
+    checkpoint_seconds: Annotated[
+        float, typer.Option("--checkpoint-seconds", help="A checkpoint after each epoch, and this often.")
+    ] = 600.0,
+    keep: Annotated[int, typer.Option("--keep", help="Checkpoints to keep, besides the best one.")] = 3,
     start_deadline: Annotated[
         float, typer.Option("--start-deadline", help="Seconds until every rank must be ready.")
     ] = 300.0,
     silence_deadline: Annotated[
-        float, typer.Option("--silence-deadline", help="Seconds without a word after which a run is ended.")
+        float, typer.Option("--silence-deadline", help="Seconds without a step after which a run is ended.")
     ] = 300.0,
     skip_doctor: Annotated[
         bool, typer.Option("--skip-doctor", help="Begin without examining the machines first.")
@@ -52,18 +70,25 @@ def train(
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_plan, train
+    from csdctl.workflows.train import Crew, RunStopped, TrainOptions, check_plan, find_resumable
+    from csdctl.workflows.train import resume as resume_run
+    from csdctl.workflows.train import train as train_run
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)
     check_tools()
-    options = TrainOptions(Deadlines(start_deadline, silence_deadline), max_steps)
+    options = TrainOptions(
+        Deadlines(start_deadline, silence_deadline), max_steps, min_nodes, rebalance, checkpoint_seconds, keep
+    )
     chosen_fleet = choose_fleet(fleet, limit, exclude)
     with open_workspace(streams.directory, chosen_fleet, holding_for="train", say=streams.say) as space:
         names = [node.name for node in space.fleet.nodes]
-        if batch_size:
+        run = None
+        if resume:
+            run = find_resumable(space.project, resume, loaded, space.fleet, streams.say)
+        elif batch_size:
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)
         else:
             chosen = load_plan(plan or space.project.plan(loaded.name))
@@ -72,16 +97,14 @@ def train(
             doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
             show_preflight(streams, doctor)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
-            summary = train(
-                loaded,
-                space.fleet,
-                space.facts,
-                chosen,
-                prepared,
-                space.sessions,
-                space.project,
-                options,
-                screen.watcher(),
-            )
+            try:
+                if run:
+                    summary = resume_run(run, loaded, prepared, crew, options, screen.watcher())
+                else:
+                    summary = train_run(loaded, chosen, prepared, crew, options, screen.watcher())
+            except RunStopped as stopped:
+                screen.stopped(stopped)
+                raise
         screen.finish(summary)

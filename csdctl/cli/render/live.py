@@ -11,7 +11,22 @@ from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
-from csdctl.worker.contract import Checkpointed, EpochEnd, Event, Failed, Finished, Progress, Ready, RunSpec
+from csdctl.worker.contract import (
+    Checkpointed,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    Progress,
+    Ready,
+    Rebalanced,
+    RunSpec,
+    WaitingFor,
+)
 
 PLAIN_INTERVAL_S = 5.0
 
@@ -27,9 +42,13 @@ class _RankLine:
 class TrainingView:
     """Shows events as they come; use as a context manager around the run."""
 
-    def __init__(self, console: Console, spec: RunSpec, *, emulated: bool) -> None:
+    def __init__(self, console: Console, spec: RunSpec, steps_per_epoch: int, *, emulated: bool) -> None:
         self._console = console
         self._spec = spec
+        self._steps_per_epoch = steps_per_epoch
+        self._batch_sizes = {rank.rank: rank.batch_size for rank in spec.ranks}
+        self._first_step: int | None = None
+        self._joined: set[int] = set()
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         self._ranks = {rank.rank: _RankLine() for rank in spec.ranks}
         self._last: Progress | None = None
@@ -57,18 +76,65 @@ class TrainingView:
         line = self._ranks[event.rank]
         if isinstance(event, Ready):
             line.state = "ready"
-            if all(one.state != "starting" for one in self._ranks.values()):
-                self._began = time.monotonic()
+        elif isinstance(event, Joined):
+            self._take_joined(event)
         elif isinstance(event, Progress):
             self._progress(event, line)
         elif isinstance(event, EpochEnd) and event.rank == 0:
             self._print(_epoch_line(event, self._spec.recipe.epochs))
+        elif isinstance(event, Rebalanced):
+            self._take_batch_sizes(event.batch_sizes)
+            self._print(self._rebalanced_line(event))
+        elif isinstance(event, LinkLost):
+            line.state = "waiting for the others"
+        elif isinstance(event, WaitingFor):
+            self._print(f"waiting for {', '.join(event.nodes)}")
+        elif isinstance(event, NodeLost):
+            line.state = "lost"
+            self._print(f"{event.node} is lost, the others go on: {event.message}")
+        elif isinstance(event, NodeBack):
+            line.state = "back"
+            self._print(f"{event.node} is back: it joins when the epoch ends")
         elif isinstance(event, Finished):
             line.state = "done"
+            if event.rank == 0 and event.reason == "early stopping":
+                self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
             line.state = "failed"
         elif isinstance(event, Checkpointed) and self._live is None:
             self._print(f"checkpoint {event.path}")
+
+    def _take_joined(self, event: Joined) -> None:
+        """A group of ranks has formed; rank 0 speaks for it."""
+        self._ranks[event.rank].state = "training"
+        self._take_batch_sizes(event.batch_sizes)
+        self._steps_per_epoch = max(1, event.steps_per_epoch)
+        if event.rank != 0:
+            return
+        if self._first_step is None:
+            self._first_step = self._done_before(event.epoch, event.step)
+            self._began = time.monotonic()
+        if event.generation > 1 or event.total_steps:
+            lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
+            self._print(
+                f"{len(event.batch_sizes)} ranks go on at epoch {event.epoch}, step {event.step}, "
+                f"global batch {sum(event.batch_sizes.values())}{lost}"
+            )
+
+    def _take_batch_sizes(self, sizes: dict[str, int]) -> None:
+        self._batch_sizes = {int(rank): size for rank, size in sizes.items()}
+
+    def _rebalanced_line(self, event: Rebalanced) -> str:
+        sizes = ", ".join(
+            f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()
+        )
+        return (
+            f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
+            f"batch sizes from step {event.step + 1} of epoch {event.epoch} on: {sizes}"
+        )
+
+    def _done_before(self, epoch: int, step: int) -> int:
+        return (epoch - 1) * self._steps_per_epoch + step
 
     def _progress(self, event: Progress, line: _RankLine) -> None:
         line.state = "training"
@@ -86,7 +152,7 @@ class TrainingView:
         target.print(line, markup=False, soft_wrap=True)
 
     def _done_steps(self) -> int:
-        return (self._last.epoch - 1) * self._spec.steps_per_epoch + self._last.step if self._last else 0
+        return self._done_before(self._last.epoch, self._last.step) if self._last else 0
 
     def _headline(self) -> str:
         if self._last is None:
@@ -95,11 +161,12 @@ class TrainingView:
                 f"{starting} of {len(self._ranks)} ranks are loading TensorFlow" if starting else "first step"
             )
             return f"{waiting} ({show_seconds(time.monotonic() - self._began)})"
-        done, total = self._done_steps(), self._spec.steps_per_epoch * self._spec.recipe.epochs
-        left = (time.monotonic() - self._began) * (total - done) / done
+        done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
+        done_here = max(1, done - (self._first_step or 0))
+        left = (time.monotonic() - self._began) * max(0, total - done) / done_here
         return (
             f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
-            f"step {self._last.step}/{self._spec.steps_per_epoch}  "
+            f"step {self._last.step}/{self._steps_per_epoch}  "
             f"loss {show_loss(self._last.loss)}  accuracy {show_accuracy(self._last.accuracy)}  "
             f"{show_rate(self._rate)} images/s  {show_seconds(left)} left"
         )
@@ -117,14 +184,14 @@ class TrainingView:
             table.add_row(
                 str(rank.rank),
                 rank.node,
-                str(rank.batch_size),
+                str(self._batch_sizes.get(rank.rank, "")),
                 show_seconds(line.compute_s or None),
                 show_seconds(line.wait_s or None),
                 show_share(line.wait_s / both if both else None),
                 show_rate(line.rate),
                 line.state,
             )
-        total = self._spec.steps_per_epoch * self._spec.recipe.epochs
+        total = self._steps_per_epoch * self._spec.recipe.epochs
         bar = Table.grid()
         bar.add_row(ProgressBar(total=total, completed=self._done_steps(), width=60))
         return Group(Text(self._title, style="bold"), Text(self._headline()), bar, table)

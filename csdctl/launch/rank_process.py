@@ -1,0 +1,125 @@
+"""A rank's process on its machine, started over SSH and spoken to by lines.
+
+What it prints comes into one queue for all ranks, in order of arrival. It ends when its connection ends.
+"""
+
+import contextlib
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from csdctl.errors import CsdctlError, DeadlineError, NodeError
+from csdctl.launch.last_words import MEMORY_REMEDY
+from csdctl.transport.session import Completed, Conversation, Session
+from csdctl.worker.contract import ContractError, Event, Order, event_from_line, order_to_line
+
+_LISTEN_S = 3600.0
+_END_S = 5.0
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
+_SIGNAL = 128
+
+
+@dataclass(frozen=True)
+class ProcessEnded:
+    """A rank's process is no more; `error` says why, `is_clean` whether it left as it should."""
+
+    rank: int
+    node: str
+    error: CsdctlError
+    is_clean: bool = False
+
+
+Notice = Event | ProcessEnded
+
+
+class RankProcess:
+    """One rank; `order` may be called until the process has ended, `close` always."""
+
+    def __init__(
+        self,
+        rank: int,
+        session: Session,
+        command: Sequence[str],
+        log_path: Path,
+        notices: "queue.Queue[Notice]",
+    ) -> None:
+        """Start `command` in `session`; raises CsdctlError when that cannot be done."""
+        self.rank = rank
+        self.node = session.name
+        self._notices = notices
+        self._log_path = log_path
+        self._is_closed = False
+        # One stream for both, in the order in which they were written.
+        words = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command]
+        self._conversation: Conversation = session.converse(words)
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def order(self, order: Order) -> None:
+        """Tell the rank something; what ended does not hear it, and its end is a notice anyway."""
+        with contextlib.suppress(EOFError, CsdctlError):
+            self._conversation.send_line(order_to_line(order))
+
+    def close(self) -> None:
+        """End the process, and whatever it started."""
+        self._is_closed = True
+        with contextlib.suppress(CsdctlError):
+            self._conversation.close()
+
+    def _read(self) -> None:
+        try:
+            with self._log_path.open("a", encoding="utf-8", errors="replace") as log:
+                self._read_lines(log)
+        except OSError:  # no room for a log is no reason to end a run
+            self._read_lines(None)
+
+    def _read_lines(self, log: IO[str] | None) -> None:
+        error: CsdctlError
+        is_clean = False
+        while True:
+            try:
+                line = self._conversation.read_line(deadline_s=_LISTEN_S)
+            except DeadlineError:
+                continue
+            except EOFError:
+                error, is_clean = self._how_it_ended()
+                break
+            except CsdctlError as one:
+                error = one
+                break
+            try:
+                event = event_from_line(line)
+            except ContractError:
+                event = None
+            if event is not None:
+                self._notices.put(event)
+            elif log and line.strip() and not any(noise in line for noise in _NOISE):
+                with contextlib.suppress(OSError):
+                    log.write(line.replace("\0", "") + "\n")
+                    log.flush()
+        if not self._is_closed:
+            self._notices.put(ProcessEnded(self.rank, self.node, error, is_clean))
+
+    def _how_it_ended(self) -> tuple[CsdctlError, bool]:
+        try:
+            done = self._conversation.wait(deadline_s=_END_S)
+        except CsdctlError as error:
+            return error, False
+        return explain_end(self.rank, self.node, done), done.exit_code == 0
+
+
+def explain_end(rank: int, node: str, done: Completed) -> CsdctlError:
+    """Why a rank's process ended, from its exit code."""
+    number = done.exit_code - _SIGNAL
+    if number == 9:
+        return NodeError(
+            f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
+        )
+    if number > 0:
+        return NodeError(f"rank {rank} was killed by signal {number}", node=node)
+    return NodeError(
+        f"rank {rank} ended with exit code {done.exit_code}", node=node, remedy=f"see the log of rank {rank}"
+    )

@@ -1,0 +1,30 @@
+"""Equation 1 of the STANNIS paper, as arithmetic: public samples so that all ranks end together; pure.
+
+    steps per epoch = samples_k / batch_size_k, the same for every rank k
+
+Used before a run (`csdctl.placement`) and within one, when batch sizes move.
+"""
+
+from collections.abc import Sequence
+
+
+def public_shares(batch_sizes: Sequence[int], num_private: Sequence[int], num_public: int) -> list[int]:
+    """Public samples of each rank: all its samples ∝ its batch size, private ones first.
+
+    A rank whose private samples alone are more than its part gets no public ones. `batch_sizes` are at
+    least 1; the sum of what is returned is `num_public`.
+    """
+    open_ranks = list(range(len(batch_sizes)))
+    while True:
+        total = num_public + sum(num_private[k] for k in open_ranks)
+        weight = sum(batch_sizes[k] for k in open_ranks)
+        full = [k for k in open_ranks if num_private[k] * weight > total * batch_sizes[k]]
+        if not full:
+            break
+        open_ranks = [k for k in open_ranks if k not in full]
+    exact = {k: total * batch_sizes[k] / weight - num_private[k] for k in open_ranks}
+    shares = [int(max(0.0, exact.get(k, 0.0))) for k in range(len(batch_sizes))]
+    by_remainder = sorted(open_ranks, key=lambda k: (shares[k] - exact[k], k))
+    for k in by_remainder[: num_public - sum(shares)]:
+        shares[k] += 1
+    return shares

@@ -1,0 +1,614 @@
+"""One rank's training.
+
+Owns the order of things in a run: load, warm up, join the others, step, evaluate, save, say so; and what
+happens when the others are lost: wait for a new group, agree with it on the state of the last completed step,
+go on. Time in compute is taken before the collective, and time in the collective is waiting, so that the
+slow rank can be named and relieved.
+"""
+
+import dataclasses
+import math
+import os
+import queue
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.backend import peak_memory_bytes
+from csdctl.worker.balance import Balancer
+from csdctl.worker.callbacks import after_epoch
+from csdctl.worker.contract import (
+    Alive,
+    Checkpointed,
+    EpochEnd,
+    Evaluating,
+    Finished,
+    FormGroup,
+    Joined,
+    LinkLost,
+    Paused,
+    Progress,
+    RankSpec,
+    Ready,
+    Rebalanced,
+    Recipe,
+    RunSpec,
+    WaitingFor,
+    from_dict,
+)
+from csdctl.worker.data import Array, EpochReader, Samples
+from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
+from csdctl.worker.model import hash_weights, load
+from csdctl.worker.orders import Orders
+from csdctl.worker.ranks import Alone, Ranks
+from csdctl.worker.schedule import Leg, Own, begin_epoch, change_leg
+from csdctl.worker.state import Checkpoints, Position, Progressed, StepFile, Tallied, pack, unpack
+from csdctl.worker.step import Step, Sums, mean_of
+
+EVALUATION_BATCH = 256
+ORPHAN_S = 600.0
+"""A rank that belongs to no group and hears nothing for so long is forgotten, and leaves."""
+STATE_COST_SHARE = 0.01
+"""Of the training time, what keeping the state of the last step may cost when no other rank has it too."""
+GROWTH_LIMIT = 2
+"""A rank whose memory nobody measured gets at most this many times its planned batch size."""
+DIVERGED = (
+    "lower recipe.learning_rate or lengthen recipe.warmup_epochs; "
+    "the model of the last good epoch is in the run directory"
+)
+PAUSED, FINISHED = "paused", "finished"
+MAX_STEPS = "max steps"
+
+
+def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> float:
+    """The rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples a step.
+
+    Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2;
+    paper, section IV), and not above the recipe's cap.
+    """
+    target = recipe.learning_rate * global_batch / recipe.reference_batch
+    if recipe.max_learning_rate is not None:
+        target = min(target, recipe.max_learning_rate)
+    if epochs_done >= recipe.warmup_epochs:
+        return target
+    return recipe.learning_rate + (target - recipe.learning_rate) * epochs_done / recipe.warmup_epochs
+
+
+@dataclass
+class Tally:
+    """What this rank did since the tally was made; times in seconds."""
+
+    started: float = field(default_factory=time.monotonic)
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
+
+    def add(self, samples: int, compute_s: float, wait_s: float, sums: Sums) -> None:
+        """Count one step."""
+        self.steps += 1
+        self.samples += samples
+        self.compute_s += compute_s
+        self.wait_s += wait_s
+        metrics = self.sums.metrics or (0.0,) * len(sums.metrics)
+        self.sums = Sums(
+            self.sums.loss + sums.loss,
+            tuple(a + b for a, b in zip(metrics, sums.metrics, strict=True)),
+            self.sums.samples + sums.samples,
+        )
+
+    def local(self) -> dict[str, Any]:
+        """The fields that every rank's events have."""
+        return {
+            "steps": self.steps,
+            "samples": self.samples,
+            "compute_s": round(self.compute_s, 6),
+            "wait_s": round(self.wait_s, 6),
+            "wall_s": round(time.monotonic() - self.started, 6),
+        }
+
+
+class RankTraining:
+    """Trains rank `rank` of `spec`, as `orders` come, with whom they say."""
+
+    def __init__(self, spec: RunSpec, rank: int, tf: Any, keras: Any) -> None:
+        self._spec = spec
+        self._me: RankSpec = spec.ranks[rank]
+        self._is_root = rank == 0
+        self._tf = tf
+        self._keras = keras
+        self._own = [Own(one.num_private, one.num_public) for one in spec.ranks]
+        self._orders = Orders(lambda number: emit(Alive(rank, self._me.node, number)))
+        sizes = {str(one.rank): one.batch_size for one in spec.ranks}
+        self._position = Position(1, 0, 0, None, sizes)
+        self._checkpoints = Checkpoints(Path(spec.output_directory) / "checkpoints", spec.num_checkpoints)
+        self._step_file: StepFile | None = None
+        self._state_cost_s = 0.0
+        self._kept_at = self._checkpointed_at = time.monotonic()
+        limits = {one.rank: one.max_batch_size or GROWTH_LIMIT * one.batch_size for one in spec.ranks}
+        self._balancer = Balancer(limits)
+        self._apply_s = 0.0
+        self._digest = ""
+
+    def run(self) -> None:
+        """The whole training; raises WorkerError."""
+        started = time.monotonic()
+        self._load()
+        self._warm_up()
+        door = Door(self._spec.run_id, self._me.rank)
+        num_samples = self._me.num_private + self._me.num_public
+        emit(Ready(self._me.rank, self._me.node, num_samples, round(time.monotonic() - started, 3)))
+        while True:
+            group = self._next_group()
+            ranks: Ranks | None = None
+            try:
+                ranks = self._join(group, door)
+                if ranks is None:
+                    continue
+                self._orders.on_group = ranks.interrupt
+                if self._orders.has_group:
+                    raise LinkLostError
+                self._synchronize(ranks, group)
+                outcome, reason = self._train(ranks, group)
+                ranks.close()
+            except LinkLostError:
+                if ranks:
+                    ranks.drop()
+                position = self._position
+                emit(LinkLost(self._me.rank, self._me.node, group.generation, position.epoch, position.step))
+                continue
+            if outcome == PAUSED:
+                emit(Paused(self._me.rank, self._me.node, group.generation))
+                continue
+            self._finish(reason)
+            return
+
+    def _next_group(self) -> FormGroup:
+        try:
+            return self._orders.next_group(ORPHAN_S)
+        except queue.Empty:
+            raise WorkerError(f"nobody has said anything for {ORPHAN_S:g} s: csdctl is gone") from None
+
+    def _load(self) -> None:
+        spec, me = self._spec, self._me
+        self._model = load(Path(spec.architecture), Path(spec.weights), self._keras)
+        self._reader = EpochReader(spec, me.rank)
+        self._validation = Samples(spec.validation) if spec.validation and self._is_root else None
+        self._step = Step(
+            self._model,
+            spec.recipe,
+            self._reader.example(),
+            self._tf,
+            self._keras,
+            rank=me.rank,
+            micro_batch_size=me.micro_batch_size,
+        )
+        # After the vector: whether somebody wants to stop, and every rank's compute time.
+        self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
+        if self._is_root:
+            self._take_kept_state()
+
+    def _take_kept_state(self) -> None:
+        """Go on from what an earlier process of this run kept: the later of step file and checkpoint."""
+        kept = StepFile.read(Path(self._spec.step_file)) if self._spec.step_file else None
+        newest = self._checkpoints.newest()
+        positions = []
+        for state in (newest, kept):
+            if state is not None:
+                positions.append((unpack(state, self._step.state), state))
+        if positions:
+            latest = max(positions, key=lambda one: one[0].total_steps)
+            self._position = unpack(latest[1], self._step.state)
+        if self._spec.step_file:
+            try:
+                self._step_file = StepFile(Path(self._spec.step_file), self._step.state)
+            except OSError as error:
+                # The other ranks hold the state too, and there are checkpoints.
+                print(f"no step file: {error}", flush=True)
+
+    def _warm_up(self) -> None:
+        """Trace the graphs and reach full speed before the clock runs; the weights stay as they were."""
+        images, labels = self._reader.first(self._me.batch_size)
+        self._step.set_step(0, 0.0)
+        for _ in range(2):
+            self._step.local(images, labels)
+        self._step.compile_apply()
+
+    def _join(self, group: FormGroup, door: Door) -> Ranks | None:
+        """The other ranks of `group`; None when there was another order before they were there."""
+        if len(group.ranks) == 1:
+            return Alone(self._memory.local)
+        found = door.wait_for_link(group.generation, lambda: self._orders.has_group)
+        if found is None:
+            return None
+        line, hello = found
+        nodes = [self._spec.ranks[rank].node for rank in group.ranks]
+
+        def on_waiting(missing: list[int]) -> None:
+            if missing:
+                emit(WaitingFor(self._me.rank, self._me.node, tuple(nodes[rank] for rank in missing)))
+
+        door.give_memory(line, self._memory.descriptor)
+        ranks = LinkedRanks(line, hello, self._memory, on_waiting)
+        ranks.agree(group.collective)
+        return ranks
+
+    def _synchronize(self, ranks: Ranks, group: FormGroup) -> None:
+        """All take over the state of the rank that has come farthest."""
+        keys = ranks.gather([self._position.total_steps, self._position.epoch])
+        farthest = max(keys)
+        source = keys.index(farthest)
+        behind = [rank for rank, key in enumerate(keys) if key != farthest]
+        if ranks.rank == source and behind:
+            packed = pack(self._step.state, self._position)
+            for rank in behind:
+                ranks.send(rank, packed)
+        elif ranks.rank in behind:
+            packed = np.frombuffer(ranks.receive(source), np.uint8)
+            self._position = unpack(packed, self._step.state)
+        self._regroup(group)
+        self._balancer.forget()
+        self._apply_s = 0.0
+        position, leg = self._position, self._leg
+        emit(
+            Joined(
+                self._me.rank,
+                self._me.node,
+                group.generation,
+                position.epoch,
+                position.step,
+                leg.stop_step,
+                position.total_steps,
+                {str(share.rank): share.batch_size for share in leg.shares},
+                ranks.collective,
+                round(ranks.sum_s, 6),
+                self._num_lost(group),
+            )
+        )
+
+    @property
+    def _leg(self) -> Leg:
+        leg = self._position.leg
+        assert leg is not None
+        return leg
+
+    def _regroup(self, group: FormGroup) -> None:
+        """Let the members of `group` share what is left of the epoch."""
+        position = self._position
+        sizes = {rank: position.batch_sizes[str(rank)] for rank in group.ranks}
+        leg = position.leg
+        if leg is None:
+            leg = begin_epoch(self._own, sizes)
+        elif {share.rank for share in leg.shares} != set(group.ranks):
+            leg = change_leg(leg, position.step, sizes)
+        self._position = dataclasses.replace(position, leg=leg)
+        self._reader.begin(position.epoch)
+
+    def _num_lost(self, group: FormGroup) -> int:
+        """Private samples of ranks that are away."""
+        return sum(one.num_private for rank, one in enumerate(self._own) if rank not in group.ranks)
+
+    def _train(self, ranks: Ranks, group: FormGroup) -> tuple[str, str]:
+        """Train until the end, or a pause between epochs; says which, and why."""
+        recipe = self._spec.recipe
+        while self._position.epoch <= recipe.epochs:
+            reason = self._epoch(ranks)
+            if reason:
+                self._digest = self._compare(ranks)
+                if reason == MAX_STEPS:
+                    self._emit_epoch_end({}, self._num_lost(group))
+                if self._is_root:
+                    self._checkpoint()
+                return FINISHED, reason
+            is_pausing = self._end_epoch(ranks, group)
+            if self._position.progressed.is_stopping:
+                return FINISHED, "early stopping"
+            if is_pausing and self._position.epoch <= recipe.epochs:
+                return PAUSED, ""
+            self._regroup(group)
+        return FINISHED, ""
+
+    def _epoch(self, ranks: Ranks) -> str:
+        """The rest of the epoch; returns why the run ends within it, ''."""
+        self._whole, since_report = Tally(), Tally()
+        while self._position.step < self._leg.stop_step:
+            samples, compute_s, wait_s, sums, is_stopping = self._one_step(ranks)
+            for tally in (self._whole, since_report):
+                tally.add(samples, compute_s, wait_s, sums)
+            if time.monotonic() - since_report.started >= self._spec.progress_interval_s:
+                self._report(since_report)
+                since_report = Tally()
+            if is_stopping:
+                return "asked to stop"
+            if self._spec.max_steps is not None and self._position.total_steps >= self._spec.max_steps:
+                return MAX_STEPS
+        return ""
+
+    def _one_step(self, ranks: Ranks) -> tuple[int, float, float, Sums, bool]:
+        """One step: samples, compute and waiting seconds of this rank; sums of all; whether to stop."""
+        position, leg, me = self._position, self._leg, self._me.rank
+        begun = time.perf_counter()
+        number = position.step - leg.start_step
+        mine = next(share for share in leg.shares if share.rank == me).batch(number)
+        borrowed = self._exchange_borrowed(ranks, leg, number)
+        received = time.perf_counter()
+        images, labels = self._reader.read(mine, borrowed)
+        self._step.set_step(position.total_steps, self._rate())
+        if ranks.size == 1:
+            sums = self._step.alone(images, labels)
+            self._check(sums, sums.loss)
+            is_stopping, computed = self._orders.is_stopping, time.perf_counter()
+            self._advance(sums)
+            return len(images), time.perf_counter() - received, 0.0, sums, is_stopping
+        vector, size = ranks.local, self._step.size
+        self._step.local(images, labels, vector[:size])
+        computed = time.perf_counter()
+        vector[size:] = 0
+        vector[size] = self._is_root and self._orders.is_stopping
+        vector[size + 1 + me] = self._apply_s + computed - received
+        total = ranks.sum(vector)
+        summed = time.perf_counter()
+        self._check(self._step.read_sums(total[:size]), float(np.add.reduce(total[:size])))
+        sums = self._step.apply(total[:size])
+        is_stopping, times_s = bool(total[size] > 0), total[size + 1 :].astype(float)
+        self._advance(sums)
+        self._balance(leg, times_s)
+        self._apply_s = time.perf_counter() - summed
+        compute_s = computed - received + self._apply_s
+        return len(images), compute_s, summed - computed + received - begun, sums, is_stopping
+
+    def _exchange_borrowed(self, ranks: Ranks, leg: Leg, number: int) -> bytes | bytearray | None:
+        """Rank 0 sends what the others have borrowed for this step; they receive it."""
+        members = [share.rank for share in leg.shares]
+        received: bytes | bytearray | None = None
+        for index, share in enumerate(leg.shares):
+            if index == 0 or not share.borrowed:
+                continue
+            pieces = share.batch(number).borrowed
+            if not pieces:
+                continue
+            if self._is_root:
+                ranks.send(index, self._reader.pack_borrowed(pieces))
+            elif members[index] == self._me.rank:
+                received = ranks.receive(0)
+        return received
+
+    def _rate(self) -> float:
+        position, leg = self._position, self._leg
+        epochs_done = position.epoch - 1 + (position.step + 1) / leg.stop_step
+        rate = learning_rate(self._spec.recipe, leg.global_batch, epochs_done)
+        return rate * position.progressed.rate_factor
+
+    def _advance(self, sums: Sums) -> None:
+        """The step is done: note it, and keep the state where it outlives this process."""
+        position, tallied = self._position, self._position.tallied
+        metrics = tallied.metrics or (0.0,) * len(sums.metrics)
+        self._position = dataclasses.replace(
+            position,
+            step=position.step + 1,
+            total_steps=position.total_steps + 1,
+            tallied=Tallied(
+                tallied.steps + 1,
+                tallied.samples + int(sums.samples),
+                tallied.loss + sums.loss,
+                tuple(a + b for a, b in zip(metrics, sums.metrics, strict=True)),
+            ),
+        )
+        now = time.monotonic()
+        has_others = len(self._leg.shares) > 1
+        is_due = has_others or self._state_cost_s <= STATE_COST_SHARE * (now - self._kept_at)
+        if self._step_file and is_due:
+            self._step_file.write(self._step.state, self._position)
+            self._kept_at = time.monotonic()
+            self._state_cost_s = self._kept_at - now
+        if self._is_root and now - self._checkpointed_at >= self._spec.checkpoint_interval_s:
+            self._checkpoint()
+
+    def _balance(self, leg: Leg, times_s: Array) -> None:
+        """Move batch sizes when a rank has become slower or faster; the same on every rank."""
+        position = self._position
+        if not self._spec.is_balanced or position.step >= leg.stop_step - 1:
+            return
+        sizes = {share.rank: share.batch_size for share in leg.shares}
+        self._balancer.observe({rank: float(times_s[rank]) for rank in sizes})
+        proposal = self._balancer.propose(sizes)
+        if proposal is None:
+            return
+        if self._is_root:
+            slowest, slowdown = self._balancer.slowest(sizes)
+            emit(
+                Rebalanced(
+                    self._me.rank,
+                    self._me.node,
+                    position.epoch,
+                    position.step,
+                    self._spec.ranks[slowest].node,
+                    round(slowdown, 3),
+                    {str(rank): size for rank, size in proposal.items()},
+                )
+            )
+        self._balancer.forget()
+        self._position = dataclasses.replace(
+            position,
+            leg=change_leg(leg, position.step, proposal),
+            batch_sizes={**position.batch_sizes, **{str(rank): size for rank, size in proposal.items()}},
+        )
+
+    def _check(self, sums: Sums, whole: float) -> None:
+        """What would spoil the weights is noticed before it is applied; all ranks see the same sum."""
+        if math.isfinite(sums.loss) and math.isfinite(whole):
+            return
+        position = self._position
+        if self._is_root:
+            self._save_last_good()
+        what = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
+        raise WorkerError(f"{what} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
+
+    def _save_last_good(self) -> None:
+        """The model of the newest checkpoint, where there is one."""
+        newest = self._checkpoints.newest()
+        if newest is not None:
+            unpack(newest, self._step.state)
+            self._save_model("model.keras")
+
+    def _report(self, tally: Tally) -> None:
+        position = self._position
+        more = self._means(tally.sums) if self._is_root else {}
+        if self._is_root:
+            more["global_samples"] = int(tally.sums.samples)
+        emit(
+            Progress(
+                rank=self._me.rank,
+                node=self._me.node,
+                epoch=position.epoch,
+                step=position.step,
+                **tally.local(),
+                **more,
+            )
+        )
+
+    def _means(self, sums: Sums) -> dict[str, Any]:
+        """Loss, accuracy and other metrics for an event."""
+        count = sums.samples or math.nan
+        metrics = {
+            name: value / count for name, value in zip(self._step.metric_names, sums.metrics, strict=False)
+        }
+        return {"loss": sums.loss / count, "accuracy": metrics.get("accuracy"), "metrics": metrics}
+
+    def _end_epoch(self, ranks: Ranks, group: FormGroup) -> bool:
+        """Compare, evaluate, decide, keep; returns whether to pause for a new group."""
+        self._digest = self._compare(ranks)
+        results: dict[str, Any] = {}
+        decided: tuple[Any, bool, bool] | None = None
+        if self._is_root:
+            results = self._evaluate()
+            progressed, is_best = self._decide(results)
+            decided = (dataclasses.asdict(progressed), is_best, self._orders.is_pausing)
+        self._emit_epoch_end(results, self._num_lost(group))
+        progressed_dict, is_best, is_pausing = ranks.gather(decided)[0]
+        position = self._position
+        self._position = dataclasses.replace(
+            position,
+            epoch=position.epoch + 1,
+            step=0,
+            leg=None,
+            tallied=Tallied(),
+            progressed=from_dict(Progressed, progressed_dict),
+        )
+        if self._is_root:
+            self._checkpoint(is_best=is_best)
+            if self._step_file:
+                self._step_file.write(self._step.state, self._position)
+            if is_best and self._validation is not None:
+                self._save_model("best.keras")
+        # All wait for rank 0 here, so that it does not count as waiting in the next epoch.
+        ranks.gather(None)
+        return bool(is_pausing)
+
+    def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
+        tallied = self._position.tallied
+        sums = Sums(tallied.loss, tallied.metrics, float(tallied.samples))
+        found: dict[str, float | None] = {"loss": sums.loss / (sums.samples or math.nan)}
+        found |= self._means(sums)["metrics"]
+        found["validation_loss"] = results.get("validation_loss")
+        found |= {f"validation_{name}": one for name, one in results.get("validation_metrics", {}).items()}
+        return after_epoch(self._spec.recipe, self._position.progressed, self._position.epoch, found)
+
+    def _emit_epoch_end(self, results: dict[str, Any], num_lost: int) -> None:
+        position, tallied = self._position, self._position.tallied
+        more: dict[str, Any] = {}
+        if self._is_root:
+            sums = Sums(tallied.loss, tallied.metrics, float(tallied.samples))
+            more = {
+                **self._means(sums),
+                "global_samples": tallied.samples,
+                "learning_rate": float(np.asarray(self._step.optimizer.learning_rate.value)),
+                "num_lost": num_lost,
+                **results,
+            }
+        emit(
+            EpochEnd(
+                rank=self._me.rank,
+                node=self._me.node,
+                epoch=position.epoch,
+                weights_hash=self._digest,
+                **self._whole.local(),
+                **more,
+            )
+        )
+
+    def _compare(self, ranks: Ranks) -> str:
+        """All ranks must hold the same weights, to the bit."""
+        if not all(np.isfinite(weights).all() for weights in self._model.get_weights()):
+            raise WorkerError(
+                f"the weights are no longer finite after epoch {self._position.epoch}", remedy=DIVERGED
+            )
+        digest = hash_weights(self._model)
+        digests = ranks.gather(digest)
+        if len(set(digests)) > 1:
+            nodes = [self._spec.ranks[share.rank].node for share in self._leg.shares]
+            different = [node for node, one in zip(nodes, digests, strict=True) if one != digests[0]]
+            raise WorkerError(
+                f"after epoch {self._position.epoch} the weights of {', '.join(different)} "
+                "differ from rank 0's",
+                remedy="look for a failing memory or differing TensorFlow versions: `csdctl discover`",
+            )
+        return digest
+
+    def _evaluate(self) -> dict[str, Any]:
+        if self._validation is None:
+            return {}
+        results: list[Sums] = []
+        spoken = time.monotonic()
+        for batch in self._validation.in_order(EVALUATION_BATCH):
+            results.append(self._step.evaluate(*batch))
+            if time.monotonic() - spoken >= self._spec.progress_interval_s:
+                spoken = time.monotonic()
+                done = sum(int(result.samples) for result in results)
+                emit(Evaluating(self._me.rank, self._me.node, done, len(self._validation)))
+        mean = mean_of(results)
+        metrics = dict(zip(self._step.metric_names, mean.metrics, strict=True))
+        return {
+            "validation_loss": mean.loss,
+            "validation_accuracy": metrics.get("accuracy"),
+            "validation_metrics": metrics,
+        }
+
+    def _checkpoint(self, *, is_best: bool = False) -> None:
+        position = self._position
+        path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
+        self._checkpointed_at = time.monotonic()
+        emit(
+            Checkpointed(
+                self._me.rank, self._me.node, position.epoch, position.total_steps, str(path), is_best
+            )
+        )
+
+    def _save_model(self, name: str) -> str:
+        path = Path(self._spec.output_directory) / name
+        aside = path.with_name(f"part-{name}")
+        self._model.save(aside)
+        os.replace(aside, path)
+        return str(path)
+
+    def _finish(self, reason: str) -> None:
+        model_path = self._save_model("model.keras") if self._is_root else None
+        position = self._position
+        epochs_done = position.epoch - (0 if position.leg else 1)
+        emit(
+            Finished(
+                self._me.rank,
+                self._me.node,
+                epochs_done,
+                position.total_steps,
+                self._digest,
+                peak_memory_bytes(),
+                model_path,
+                reason,
+            )
+        )

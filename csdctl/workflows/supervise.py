@@ -1,0 +1,460 @@
+"""A run from its ranks' start to their end, whatever is lost on the way.
+
+Ranks are started over SSH and stay; mpirun's links join those that are there into a group. When something is
+lost, the group is over: who no longer answers is left out, and a new group goes on from the last completed
+step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
+"""
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.last_words import find_cause
+from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
+from csdctl.worker.contract import (
+    Alive,
+    AreYouThere,
+    EpochEnd,
+    Evaluating,
+    Event,
+    Failed,
+    Finished,
+    FormGroup,
+    Joined,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    PauseAtEpochEnd,
+    Paused,
+    Progress,
+    Ready,
+    Stop,
+    WaitingFor,
+)
+
+ANSWER_S = 8.0
+"""A rank that lives answers within this, however busy its machine is."""
+STALL_S = 20.0
+"""A rank that others wait for and that does not answer for so long is lost."""
+SETTLE_S = 0.5
+END_S = 30.0
+RETURN_INTERVAL_S = 10.0
+MAX_RETURNS = 3
+"""How often a node may come back: one that is lost again and again only stops the others."""
+MAX_ATTEMPTS = 3
+"""Groups in a row that come to nothing before the run is given up."""
+LINK_DEADLINES = Deadlines(start_s=10**9, silence_s=10**9)
+PROGRESSING = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """What supervision needs to start and join ranks; every callable may raise CsdctlError."""
+
+    nodes: Sequence[str]
+    """The machine of every rank, in order; rank 0 is on the host."""
+    start_rank: Callable[[int, "queue.Queue[Notice]"], RankProcess]
+    restart_rank: Callable[[int, "queue.Queue[Notice]"], RankProcess]
+    """The same on a machine that was lost: over a new connection, after ending what is left there."""
+    build_links: Callable[[Sequence[int], int], list[str]]
+    """mpirun's command line for these ranks and generation."""
+    log_path: Callable[[int | None], Path]
+    directory: Path
+    min_nodes: int
+    deadlines: Deadlines
+    absent: tuple[int, ...] = ()
+    """Ranks that do not take part from the beginning."""
+
+
+@dataclass
+class Ended:
+    """How a run ended."""
+
+    finished: dict[int, Finished] = field(default_factory=dict)
+    lost: dict[int, CsdctlError] = field(default_factory=dict)
+
+
+class Supervision:
+    """One run; call `run` once."""
+
+    def __init__(self, supervised: Supervised, record: Callable[[Event], None]) -> None:
+        """`record` is called with every event, in order, by the thread that calls `run`."""
+        self._run = supervised
+        self._record = record
+        self._notices: queue.Queue[Notice] = queue.Queue()
+        self._ranks: dict[int, RankProcess] = {}
+        self._ready: set[int] = set()
+        self._returning: set[int] = set()
+        self._num_returns: dict[int, int] = {}
+        self._group: tuple[int, ...] = ()
+        self._generation = 0
+        self._collectives: dict[tuple[int, ...], str] = {}
+        self._links: _Links | None = None
+        self._has_joined = False
+        self._attempts = 0
+        self._answered: dict[int, float] = {}
+        self._asked: dict[int, float] = {}
+        self._joined: set[int] = set()
+        self._paused: set[int] = set()
+        self._is_stopping = False
+        self._is_over = threading.Event()
+        self._heard = time.monotonic()
+        self.ended = Ended()
+
+    def run(self) -> Ended:
+        """Train to the end; raises RunError, DeadlineError, InputError; KeyboardInterrupt the second time."""
+        try:
+            self._start()
+            self._form_group(sorted(self._ranks))
+            while set(self.ended.finished) < set(self._group):
+                self._interruptible(self._turn)
+            self._await_ends()
+            return self.ended
+        finally:
+            self._is_over.set()
+            for rank in list(self._ranks.values()):
+                rank.close()
+            if self._links:
+                self._links.end()
+
+    def _interruptible(self, do: Callable[[], None]) -> None:
+        """The first Ctrl-C lets the ranks finish their step; the second one ends everything."""
+        try:
+            do()
+        except KeyboardInterrupt:
+            if self._is_stopping or not self._has_joined:
+                raise
+            self._is_stopping = True
+            self._ranks[0].order(Stop())
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether somebody asked the run to stop."""
+        return self._is_stopping
+
+    def _start(self) -> None:
+        """Start all ranks and wait until they are ready; before the first step every failure is fatal."""
+        for rank in range(len(self._run.nodes)):
+            if rank not in self._run.absent:
+                self._ranks[rank] = self._run.start_rank(rank, self._notices)
+        deadline = time.monotonic() + self._run.deadlines.start_s
+        while self._ready < set(self._ranks):
+            notice = self._next(1.0)
+            if isinstance(notice, ProcessEnded):
+                raise _fatal(notice.error)
+            if isinstance(notice, Failed):
+                raise _failure(notice)
+            if time.monotonic() > deadline:
+                silent = ", ".join(self._run.nodes[rank] for rank in sorted(set(self._ranks) - self._ready))
+                raise DeadlineError(
+                    f"{silent} did not start in time", remedy="raise --start-deadline, or see its log"
+                )
+
+    def _next(self, timeout_s: float) -> Notice | None:
+        """The next notice, recorded."""
+        try:
+            notice = self._notices.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(notice, ProcessEnded):
+            return notice
+        if isinstance(notice, PROGRESSING):
+            self._heard = time.monotonic()
+        if isinstance(notice, Ready):
+            self._ready.add(notice.rank)
+        elif isinstance(notice, Alive):
+            self._answered[notice.rank] = time.monotonic()
+            return notice  # nobody wants to read these
+        self._record(notice)
+        return notice
+
+    def _form_group(self, ranks: Sequence[int]) -> None:
+        self._generation += 1
+        self._group = tuple(ranks)
+        self._joined, self._paused = set(), set()
+        self._asked, self._answered = {}, {}
+        order = FormGroup(self._generation, self._group, self._collectives.get(self._group, ""))
+        for rank in self._group:
+            self._ranks[rank].order(order)
+        if len(self._group) > 1:
+            self._links = _Links(
+                self._run.build_links(self._group, self._generation), len(self._group), self._run
+            )
+
+    def _turn(self) -> None:
+        """Take one notice in, and look whether the group still lives."""
+        notice = self._next(0.2)
+        if isinstance(notice, ProcessEnded):
+            self._take_end(notice)
+        elif isinstance(notice, Failed):
+            self._take_failure(notice)
+        elif isinstance(notice, Joined) and notice.generation == self._generation:
+            self._joined.add(notice.rank)
+            self._collectives[self._group] = notice.collective
+            if self._joined == set(self._group):
+                self._has_joined = True
+        elif isinstance(notice, Progress):
+            self._attempts = 0
+        elif isinstance(notice, Finished):
+            self.ended.finished[notice.rank] = notice
+        elif isinstance(notice, Paused) and notice.generation == self._generation:
+            self._paused.add(notice.rank)
+            if self._paused == set(self._group):
+                self._end_links()
+                self._form_group(sorted(self._ranks))
+        elif isinstance(notice, LinkLost) and notice.generation == self._generation:
+            self._regroup("the connection between the ranks broke")
+        elif isinstance(notice, WaitingFor):
+            self._ask(notice.nodes)
+        elif isinstance(notice, Ready) and notice.rank in self._returning:
+            self._welcome(notice)
+        if self._links and self._links.has_ended and not self.ended.finished and not self._paused:
+            self._regroup("mpirun ended")
+        self._look_at_stalled()
+        self._look_at_silence()
+
+    def _take_end(self, ended: ProcessEnded) -> None:
+        if ended.rank in self.ended.finished:
+            if not ended.is_clean:
+                raise _fatal(ended.error)
+            del self._ranks[ended.rank]
+            return
+        self._lose(ended.rank, ended.error)
+        if ended.rank in self._group:
+            self._regroup(f"{ended.node} is lost")
+
+    def _await_ends(self) -> None:
+        """A run is done when every rank has left as it should."""
+        deadline = time.monotonic() + END_S
+        while set(self._group) & set(self._ranks):
+            notice = self._next(0.2)
+            if isinstance(notice, ProcessEnded):
+                self._take_end(notice)
+            if time.monotonic() > deadline:
+                late = ", ".join(self._ranks[rank].node for rank in self._group if rank in self._ranks)
+                raise RunError(f"{late} finished and did not end", remedy=self._logs())
+
+    def _take_failure(self, failed: Failed) -> None:
+        """A rank gave up by itself: on one node, the others go on; what would fail on all ends the run."""
+        if failed.rank == 0 or failed.exit_code == InputError.exit_code or not self._has_joined:
+            raise _failure(failed)
+        # All ranks see the same sums: what one finds wrong with them, rank 0 finds too.
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline:
+            notice = self._next(0.1)
+            if isinstance(notice, Failed) and notice.rank == 0:
+                raise _failure(notice)
+            if isinstance(notice, ProcessEnded):
+                self._lose(notice.rank, notice.error)
+        self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
+        self._regroup(f"{failed.node} gave up")
+
+    def _lose(self, rank: int, error: CsdctlError) -> None:
+        """Leave `rank` out from now on, and let it come back when it can."""
+        if rank not in self._ranks or rank in self.ended.finished:
+            return
+        process = self._ranks.pop(rank)
+        process.close()
+        self._ready.discard(rank)
+        self._returning.discard(rank)
+        self.ended.lost[rank] = error
+        self._record(NodeLost(rank, process.node, str(error)))
+        if not self._has_joined or not isinstance(error, CsdctlError):
+            raise _fatal(error)
+        num_returns = self._num_returns.get(rank, 0)
+        if num_returns < MAX_RETURNS:
+            self._num_returns[rank] = num_returns + 1
+            threading.Thread(target=self._bring_back, args=(rank,), daemon=True).start()
+
+    def _bring_back(self, rank: int) -> None:
+        """Try to start `rank` again until that works or the run is over; in a thread of its own."""
+        while not self._is_over.is_set():
+            try:
+                process = self._run.restart_rank(rank, self._notices)
+            except CsdctlError:
+                self._is_over.wait(RETURN_INTERVAL_S)
+                continue
+            if self._is_over.is_set():
+                process.close()
+                return
+            self._returning.add(rank)
+            self._ranks[rank] = process
+            return
+
+    def _welcome(self, ready: Ready) -> None:
+        """A rank that was lost is ready again: it joins when the epoch ends."""
+        self._returning.discard(ready.rank)
+        self.ended.lost.pop(ready.rank, None)
+        self._record(NodeBack(ready.rank, ready.node))
+        if 0 in self._group and 0 in self._ranks:
+            self._ranks[0].order(PauseAtEpochEnd())
+
+    def _regroup(self, why: str) -> None:
+        """The group is over: find out who is left, and form a new one."""
+        if self.ended.finished:
+            missing = [self._run.nodes[rank] for rank in self._group if rank not in self.ended.finished]
+            error = next(iter(self.ended.lost.values()), None)
+            raise RunError(
+                f"{error.message if error else why}\n"
+                f"The run has no completion record from {', '.join(missing)}",
+                node=error.node if error else "",
+                remedy=f"the model of the other ranks is in the run directory; {self._logs()}",
+            )
+        outcome = self._end_links()
+        self._attempts += 1
+        group = set(self._group)
+        self._settle(group)
+        left = sorted(rank for rank in group if rank in self._ranks)
+        cause = self._cause(outcome)
+        if not self._has_joined or self._attempts > MAX_ATTEMPTS:
+            raise cause or RunError(f"{why}, and no new group of ranks comes about", remedy=self._logs())
+        if 0 not in left:
+            self._await_host()
+            left = sorted({0, *left})
+        num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
+        if num_nodes < self._run.min_nodes:
+            lost = "\n".join(f"  {error}" for error in self.ended.lost.values())
+            raise RunError(
+                f"{num_nodes} nodes are left, and --min-nodes is {self._run.min_nodes}; lost:\n{lost}",
+                remedy="mend them, then go on from the last completed step: csdctl train --resume "
+                f"{self._run.log_path(0).parent.parent.name}",
+            )
+        if self._attempts == MAX_ATTEMPTS and cause and cause.node in self._run.nodes:
+            # It answers, and still no group with it comes about.
+            self._lose(self._run.nodes.index(cause.node), cause)
+            left = [rank for rank in left if rank in self._ranks]
+        self._form_group(left)
+
+    def _settle(self, group: set[int]) -> None:
+        """Hear who ended, and ask the others whether they are there."""
+        begun = time.monotonic()
+        number = self._generation
+        for rank in group & set(self._ranks):
+            self._ranks[rank].order(AreYouThere(number))
+        while time.monotonic() - begun < ANSWER_S:
+            waiting = {rank for rank in group & set(self._ranks) if self._answered.get(rank, 0.0) < begun}
+            if not waiting and time.monotonic() - begun > SETTLE_S:
+                return
+            notice = self._next(0.1)
+            if isinstance(notice, ProcessEnded):
+                self._lose(notice.rank, notice.error)
+            elif isinstance(notice, Failed):
+                if notice.rank == 0:
+                    raise _failure(notice)
+                self._lose(notice.rank, NodeError(notice.message, node=notice.node, remedy=notice.remedy))
+            elif isinstance(notice, Finished):
+                self.ended.finished[notice.rank] = notice
+            elif isinstance(notice, Ready) and notice.rank in self._returning:
+                self._welcome(notice)
+        for rank in waiting:
+            node = self._run.nodes[rank]
+            self._lose(
+                rank,
+                NodeError(
+                    f"lost: rank {rank} no longer answers (node down, link cut, or process stopped)",
+                    node=node,
+                    remedy="look after the node",
+                ),
+            )
+
+    def _await_host(self) -> None:
+        """Rank 0 is being started again, on this machine: nobody can go on without it."""
+        deadline = time.monotonic() + self._run.deadlines.start_s
+        while 0 not in self._ready:
+            notice = self._next(0.2)
+            if isinstance(notice, ProcessEnded):
+                self._lose(notice.rank, notice.error)
+            elif isinstance(notice, Failed):
+                raise _failure(notice)
+            elif isinstance(notice, Ready) and notice.rank in self._returning:
+                self._returning.discard(notice.rank)
+                self.ended.lost.pop(notice.rank, None)
+                self._record(NodeBack(notice.rank, notice.node))
+            if time.monotonic() > deadline or self._num_returns.get(0, 0) >= MAX_RETURNS:
+                raise _fatal(self.ended.lost.get(0, RunError("rank 0 cannot be started again")))
+
+    def _ask(self, nodes: Sequence[str]) -> None:
+        """Ask the ranks that others wait for whether they are there."""
+        now = time.monotonic()
+        for rank in (self._run.nodes.index(node) for node in nodes):
+            if rank in self._ranks and rank not in self._asked:
+                self._asked[rank] = now
+                self._ranks[rank].order(AreYouThere(self._generation))
+
+    def _look_at_stalled(self) -> None:
+        """Who was asked and has not answered for too long is lost."""
+        now = time.monotonic()
+        for rank, asked in list(self._asked.items()):
+            if self._answered.get(rank, 0.0) >= asked:
+                del self._asked[rank]
+            elif now - asked > STALL_S:
+                del self._asked[rank]
+                node = self._run.nodes[rank]
+                self._lose(rank, NodeError(f"rank {rank} is stopped, or its machine hangs", node=node))
+                self._regroup(f"{node} does not answer")
+
+    def _look_at_silence(self) -> None:
+        if time.monotonic() - self._heard > self._run.deadlines.silence_s:
+            raise DeadlineError(
+                "no rank has done a step for too long: the run hangs", remedy=f"see {self._logs()}"
+            )
+
+    def _end_links(self) -> JobOutcome | None:
+        links, self._links = self._links, None
+        return links.end() if links else None
+
+    def _cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
+        """What mpirun's last words tell."""
+        if self.ended.lost:
+            return next(reversed(self.ended.lost.values()))
+        if outcome is None:
+            return None
+        found = find_cause(
+            outcome.last_words,
+            list(outcome.exited.values()),
+            [self._run.nodes[rank] for rank in self._group],
+        )
+        return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {self._logs()}")
+
+    def _logs(self) -> str:
+        return f"logs: {self._run.log_path(0).parent}"
+
+
+class _Links:
+    """mpirun with a group's links, in a thread."""
+
+    def __init__(self, command: list[str], num_links: int, run: Supervised) -> None:
+        self._job = MpiJob(command, num_links, run.log_path, run.directory, os.environ)
+        self._outcome: JobOutcome | None = None
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        self._outcome = self._job.run(lambda event: None, LINK_DEADLINES)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether mpirun is gone."""
+        return not self._thread.is_alive()
+
+    def end(self) -> JobOutcome | None:
+        """End it if it still runs; returns how it ended."""
+        self._job.end()
+        self._thread.join(timeout=10)
+        return self._outcome
+
+
+def _failure(failed: Failed) -> CsdctlError:
+    kind = InputError if failed.exit_code == InputError.exit_code else RunError
+    return kind(failed.message, node=failed.node, remedy=failed.remedy)
+
+
+def _fatal(error: CsdctlError) -> CsdctlError:
+    return RunError(error.message, node=error.node, remedy=error.remedy)
