@@ -20,6 +20,8 @@ _LISTEN_S = 3600.0
 _END_S = 5.0
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _SIGNAL = 128
+_NO_CODE = 255
+"""SSH gave no exit code."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ class RankProcess:
             except CsdctlError as one:
                 error = one
                 break
+            except (OSError, ValueError):  # closed from here
+                return
             try:
                 event = event_from_line(line)
             except ContractError:
@@ -113,13 +117,15 @@ class RankProcess:
 
 def explain_end(rank: int, node: str, done: Completed) -> CsdctlError:
     """Why a rank's process ended, from its exit code."""
-    number = done.exit_code - _SIGNAL
+    number = done.exit_code - _SIGNAL if done.exit_code < _NO_CODE else 0
     if number == 9:
         return NodeError(
             f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
         )
     if number > 0:
         return NodeError(f"rank {rank} was killed by signal {number}", node=node)
+    if done.exit_code == _NO_CODE:
+        return NodeError(f"rank {rank} was killed, or its SSH session was", node=node)
     return NodeError(
         f"rank {rank} ended with exit code {done.exit_code}", node=node, remedy=f"see the log of rank {rank}"
     )

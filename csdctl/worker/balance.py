@@ -4,30 +4,40 @@ Every rank sees the same times (they travel with the gradient) and so comes to t
 global batch stays as it is.
 """
 
-import statistics
-from collections import deque
 from collections.abc import Mapping
 
-WINDOW = 5
-"""Steps whose median counts: one slow step is no slow node."""
-DEAD_BAND = 0.08
+MIN_STEPS = 5
+"""Steps that are looked at together; the longest of them does not count."""
+MIN_DURATION_S = 4.0
+"""And for how long at least: a machine held to a share of a core works in bursts of a tenth of a second."""
+DEAD_BAND = 0.1
 """How much longer than a balanced step the slowest rank may take before anything is moved."""
+URGENT = 0.3
+"""From here on once is enough; below, the same rank must be slowest twice in a row."""
 
 
 class Balancer:
     """Watches the compute time of every rank and says when batch sizes should move."""
 
-    def __init__(self, limits: Mapping[int, int], *, window: int = WINDOW, dead_band: float = DEAD_BAND):
+    def __init__(
+        self,
+        limits: Mapping[int, int],
+        *,
+        min_steps: int = MIN_STEPS,
+        min_duration_s: float = MIN_DURATION_S,
+        dead_band: float = DEAD_BAND,
+    ) -> None:
         """`limits`: the largest batch size of each rank (its memory)."""
         self._limits = dict(limits)
-        self._window = window
+        self._min_steps = min_steps
+        self._min_duration_s = min_duration_s
         self._dead_band = dead_band
-        self._times: dict[int, deque[float]] = {}
-        self._has_skipped = False
+        self._suspect: int | None = None
+        self.forget()
 
     def forget(self) -> None:
         """Begin anew: batch sizes or members have changed."""
-        self._times = {}
+        self._times: dict[int, list[float]] = {}
         self._has_skipped = False
 
     def observe(self, times_s: Mapping[int, float]) -> None:
@@ -36,19 +46,26 @@ class Balancer:
             self._has_skipped = True
             return
         for rank, time_s in times_s.items():
-            self._times.setdefault(rank, deque(maxlen=self._window)).append(time_s)
+            self._times.setdefault(rank, []).append(time_s)
 
     def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Better batch sizes with the same sum, or None when they are good as they are."""
-        if any(len(self._times.get(rank, ())) < self._window for rank in batch_sizes):
+        """Better batch sizes with the same sum, or None when they are good as they are, or not known yet."""
+        times = [self._times.get(rank, []) for rank in batch_sizes]
+        if min(map(len, times)) < self._min_steps or max(map(sum, times)) < self._min_duration_s:
             return None
+        rank, slowdown = self.slowest(batch_sizes)
+        is_due = slowdown > 1 + URGENT or (slowdown > 1 + self._dead_band and rank == self._suspect)
+        self._suspect = rank if slowdown > 1 + self._dead_band else None
         step_s = self._step_times(batch_sizes)
         speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
         sizes = share_out(sum(batch_sizes.values()), speeds, self._limits)
-        predicted_s = max(size / speeds[rank] for rank, size in sizes.items())
-        if max(step_s.values()) <= predicted_s * (1 + self._dead_band):
-            return None
-        return sizes if sizes != dict(batch_sizes) else None
+        # Where a limit holds somebody back, balance is out of reach, and nothing more is gained.
+        gain = max(step_s.values()) / max(size / speeds[one] for one, size in sizes.items())
+        if is_due and gain > 1 + self._dead_band / 2 and sizes != dict(batch_sizes):
+            self._suspect = None
+            return sizes
+        self._times = {}
+        return None
 
     def slowest(self, batch_sizes: Mapping[int, int]) -> tuple[int, float]:
         """The rank that takes longest, and its time over that of a balanced step."""
@@ -58,7 +75,8 @@ class Balancer:
         return rank, step_s[rank] * speed / sum(batch_sizes.values())
 
     def _step_times(self, batch_sizes: Mapping[int, int]) -> dict[int, float]:
-        return {rank: max(1e-9, statistics.median(self._times[rank])) for rank in batch_sizes}
+        """The mean step of each rank, without the longest one: one slow step is no slow node."""
+        return {rank: max(1e-9, _mean_without_longest(self._times[rank])) for rank in batch_sizes}
 
 
 def share_out(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
@@ -94,3 +112,9 @@ def share_out(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
             sizes[rank] += 1 if missing > 0 else -1
             missing += -1 if missing > 0 else 1
     return dict(sorted(sizes.items()))
+
+
+def _mean_without_longest(times_s: list[float]) -> float:
+    if len(times_s) < MIN_STEPS:
+        return sum(times_s) / len(times_s)
+    return (sum(times_s) - max(times_s)) / (len(times_s) - 1)

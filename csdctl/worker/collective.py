@@ -55,7 +55,7 @@ class Star:
         self._local = local
         self._total = total
         self._pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(local), PIECE_SIZE)]
-        self._sending: list[Any] = []
+        self._is_expecting = False
         self._arriving: list[tuple[slice, int, Any]] = []
         """Rank 0: what is on its way, in the order in which it is added: piece, rank, request."""
         if world.rank == 0:
@@ -66,8 +66,9 @@ class Star:
 
     def expect(self) -> None:
         """Rank 0: be ready for the others' vectors of the next sum."""
-        if self._world.rank or self._arriving:
+        if self._world.rank or self._is_expecting:
             return
+        self._is_expecting = True
         self._arriving = [
             (piece, rank, self._world.Irecv(buffer[piece], rank, _UP))
             for piece in self._pieces
@@ -118,6 +119,7 @@ class Star:
             ]
         for request in sending:
             wait_asleep(request, meanwhile)
+        self._is_expecting = False
 
 
 class Allreduce:

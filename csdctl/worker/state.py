@@ -168,7 +168,7 @@ class StepFile:
                 continue
             step, used, check = cls._MARK.unpack(head.tobytes())
             packed = content[start + cls._MARK.size : start + cls._MARK.size + used]
-            is_whole = step >= 0 and len(packed) == used and zlib.crc32(packed[:4096].tobytes()) == check
+            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
             if is_whole and (found is None or step > found[0]):
                 found = (step, packed)
         return found[1] if found else None

@@ -9,7 +9,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,8 @@ class Supervised:
     directory: Path
     min_nodes: int
     deadlines: Deadlines
+    collective: str = ""
+    """'star' or 'allreduce'; '' measures which is faster."""
     absent: tuple[int, ...] = ()
     """Ranks that do not take part from the beginning."""
 
@@ -180,7 +182,9 @@ class Supervision:
         self._group = tuple(ranks)
         self._joined, self._paused = set(), set()
         self._asked, self._answered = {}, {}
-        order = FormGroup(self._generation, self._group, self._collectives.get(self._group, ""))
+        order = FormGroup(
+            self._generation, self._group, self._collectives.get(self._group, self._run.collective)
+        )
         for rank in self._group:
             self._ranks[rank].order(order)
         if len(self._group) > 1:
@@ -208,7 +212,7 @@ class Supervision:
             self._paused.add(notice.rank)
             if self._paused == set(self._group):
                 self._end_links()
-                self._form_group(sorted(self._ranks))
+                self._form_group(sorted(self._present(self._ranks)))
         elif isinstance(notice, LinkLost) and notice.generation == self._generation:
             self._regroup("the connection between the ranks broke")
         elif isinstance(notice, WaitingFor):
@@ -311,7 +315,7 @@ class Supervision:
         self._attempts += 1
         group = set(self._group)
         self._settle(group)
-        left = sorted(rank for rank in group if rank in self._ranks)
+        left = sorted(self._present(group))
         cause = self._cause(outcome)
         if not self._has_joined or self._attempts > MAX_ATTEMPTS:
             raise cause or RunError(f"{why}, and no new group of ranks comes about", remedy=self._logs())
@@ -329,17 +333,21 @@ class Supervision:
         if self._attempts == MAX_ATTEMPTS and cause and cause.node in self._run.nodes:
             # It answers, and still no group with it comes about.
             self._lose(self._run.nodes.index(cause.node), cause)
-            left = [rank for rank in left if rank in self._ranks]
+            left = sorted(self._present(left))
         self._form_group(left)
+
+    def _present(self, ranks: Iterable[int]) -> set[int]:
+        """Those of `ranks` that can train now: one that is being started again cannot."""
+        return {rank for rank in ranks if rank in self._ranks and rank in self._ready}
 
     def _settle(self, group: set[int]) -> None:
         """Hear who ended, and ask the others whether they are there."""
         begun = time.monotonic()
         number = self._generation
-        for rank in group & set(self._ranks):
+        for rank in self._present(group):
             self._ranks[rank].order(AreYouThere(number))
         while time.monotonic() - begun < ANSWER_S:
-            waiting = {rank for rank in group & set(self._ranks) if self._answered.get(rank, 0.0) < begun}
+            waiting = {rank for rank in self._present(group) if self._answered.get(rank, 0.0) < begun}
             if not waiting and time.monotonic() - begun > SETTLE_S:
                 return
             notice = self._next(0.1)

@@ -39,10 +39,12 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import ContractError, Event, RunSpec, from_json, to_json
+from csdctl.worker.contract import ContractError, Event, Joined, RunSpec, from_json, to_json
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.supervise import Supervised, Supervision
+
+COLLECTIVES = ("auto", "star", "allreduce")
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,13 @@ class TrainOptions:
     is_balanced: bool = True
     checkpoint_interval_s: float = 600.0
     num_checkpoints: int = 3
+    collective: str = "auto"
 
     def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise InputError(
+                f"there is no collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
+            )
         for name, value, least in (
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
@@ -301,6 +308,7 @@ def _supervised(
         directory=project.root,
         min_nodes=min(options.min_nodes, len(nodes)),
         deadlines=options.deadlines,
+        collective=_collective(run, options),
         absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
     )
 
@@ -319,6 +327,16 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
             f"the plan does not fit {job.path}: job, model or recipe changed since tuning",
             remedy="run `csdctl tune` again",
         )
+
+
+def _collective(run: RunDirectory, options: TrainOptions) -> str:
+    """The collective to use, '' to measure; a run that goes on keeps its own, to the last bit."""
+    if options.collective != "auto":
+        return options.collective
+    if not run.events.exists():
+        return ""
+    joined = [event for _, event in run.read_events() if isinstance(event, Joined)]
+    return joined[0].collective if joined and joined[0].collective in COLLECTIVES else ""
 
 
 def _fingerprints(prepared: Prepared) -> dict[str, object]:

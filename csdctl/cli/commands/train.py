@@ -44,6 +44,12 @@ def train(
     rebalance: Annotated[
         bool, typer.Option("--rebalance/--no-rebalance", help="Move batch sizes when a node's speed changes.")
     ] = True,
+    collective: Annotated[
+        str,
+        typer.Option(
+            "--collective", metavar="WAY", help="How gradients are summed: `star`, `allreduce`, or `auto`."
+        ),
+    ] = "auto",
     checkpoint_seconds: Annotated[
         float, typer.Option("--checkpoint-seconds", help="A checkpoint after each epoch, and this often.")
     ] = 600.0,
@@ -80,7 +86,13 @@ def train(
     loaded = load_job(job)
     check_tools()
     options = TrainOptions(
-        Deadlines(start_deadline, silence_deadline), max_steps, min_nodes, rebalance, checkpoint_seconds, keep
+        Deadlines(start_deadline, silence_deadline),
+        max_steps,
+        min_nodes,
+        rebalance,
+        checkpoint_seconds,
+        keep,
+        collective,
     )
     chosen_fleet = choose_fleet(fleet, limit, exclude)
     with open_workspace(streams.directory, chosen_fleet, holding_for="train", say=streams.say) as space:

@@ -28,10 +28,13 @@ from csdctl.worker.contract import (
     Event,
     Failed,
     Finished,
+    Joined,
+    NodeLost,
     ProbeResult,
     Progress,
     RankSpec,
     Ready,
+    Rebalanced,
     Recipe,
     RunSpec,
 )
@@ -124,8 +127,11 @@ SPEC = RunSpec(
     architecture="a.json",
     weights="w.npz",
     recipe=Recipe(epochs=2),
-    steps_per_epoch=10,
-    ranks=(RankSpec(0, "host", 60, 8, (), 600), RankSpec(1, "csd0", 10, 4, (), 100)),
+    ranks=(
+        RankSpec(0, "host", 60, 8, None, None, 0, 600),
+        RankSpec(1, "csd0", 10, 4, None, None, 100, 0),
+    ),
+    public=None,
     validation=None,
     output_directory=".csdctl/runs/x",
 )
@@ -138,7 +144,7 @@ EVENTS: list[Event] = [
     replace(PROGRESS, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
     EPOCH_END,
     replace(EPOCH_END, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
-    Checkpointed(0, "host", 1, "checkpoints/epoch-0001.weights.npz", "sha"),
+    Checkpointed(0, "host", 1, 10, "checkpoints/step-00000010.npz"),
     Failed(1, "csd0", "gone"),
     Finished(0, "host", 2, 20, "hash", 1),
 ]
@@ -146,7 +152,7 @@ EVENTS: list[Event] = [
 
 def lines_of(*events: Event) -> list[str]:
     to, file = console()
-    with TrainingView(to, SPEC, emulated=True) as view:
+    with TrainingView(to, SPEC, 10, emulated=True) as view:
         for event in events:
             view.show(event)
     return file.getvalue().splitlines()
@@ -172,6 +178,20 @@ class TestViewWithoutATerminal:
     def test_only_rank_0_speaks_of_the_epoch(self) -> None:
         assert lines_of(replace(EPOCH_END, rank=1, node="csd0", loss=None)) == []
 
+    def test_what_is_lost_and_who_goes_on_is_said(self) -> None:
+        again = Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)
+        lost, goes_on = lines_of(*READY, PROGRESS, NodeLost(1, "csd0", "killed"), again)
+        assert "csd0" in lost
+        assert "killed" in lost
+        for words in ("1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"):
+            assert words in goes_on
+
+    def test_slow_node_is_named_with_the_new_batch_sizes(self) -> None:
+        moved = Rebalanced(0, "host", 1, 7, "csd0", 1.84, {"0": 65, "1": 5})
+        (line,) = lines_of(*READY, moved)
+        for words in ("csd0 took 1.84 times", "step 8", "host 65", "csd0 5"):
+            assert words in line
+
     def test_progress_does_not_flood_a_log(self) -> None:
         assert len(lines_of(*READY, *[PROGRESS] * 100)) <= 2
 
@@ -180,7 +200,7 @@ class TestViewOnATerminal:
     def shown(self, *events: Event) -> str:
         file = StringIO()
         terminal = Console(file=file, width=100, height=30, force_terminal=True, highlight=False)
-        with TrainingView(terminal, SPEC, emulated=True) as view:
+        with TrainingView(terminal, SPEC, 10, emulated=True) as view:
             for event in events:
                 view.show(event)
         return file.getvalue()

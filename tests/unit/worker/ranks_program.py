@@ -10,34 +10,43 @@ from pathlib import Path
 import numpy as np
 
 from csdctl.worker.backend import load_backend
-from csdctl.worker.collective import MpiRanks, merge_batch_norm
+from csdctl.worker.collective import choose_sum, load_world
 from csdctl.worker.contract import Recipe
 from csdctl.worker.model import load
 from csdctl.worker.step import Step
 
 directory = Path(sys.argv[1])
 ways: list[list[int]] = json.loads(sys.argv[2])
-ranks = MpiRanks()
+_, world = load_world()
 tf, keras = load_backend(threads=1)
 keras.utils.set_random_seed(1)
 images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 recipe = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
 
 
-def load_step() -> Step:
+def load_step(micro_batch_size: int | None = None) -> Step:
     model = load(directory / "architecture.json", directory / "weights.npz", keras)
-    return Step(model, recipe, (images, labels), tf, keras)
+    return Step(model, recipe, (images, labels), tf, keras, micro_batch_size=micro_batch_size)
 
 
-if ranks.rank == 0:
-    np.save(directory / "alone.npy", load_step().local(images, labels))
+if world.rank == 0:
+    alone = load_step()
+    before = alone.model.get_weights()
+    np.save(directory / "alone.npy", alone.local(images, labels))
+    assert all(np.array_equal(one, two) for one, two in zip(before, alone.model.get_weights(), strict=True))
+    np.save(directory / "pieces.npy", load_step(micro_batch_size=5).local(images, labels))
+    alone.apply(np.load(directory / "alone.npy"))
+    np.savez(directory / "alone-weights.npz", *alone.model.get_weights())
+    fused = load_step()
+    fused.alone(images, labels)
+    np.savez(directory / "fused-weights.npz", *fused.model.get_weights())
 for number, counts in enumerate(ways):
-    start = sum(counts[: ranks.rank])
-    mine = slice(start, start + counts[ranks.rank])
+    start = sum(counts[: world.rank])
+    mine = slice(start, start + counts[world.rank])
     step = load_step()
-    local = step.local(images[mine], labels[mine])
-    total = ranks.sum(local)
-    np.savez(directory / f"way-{number}-rank-{ranks.rank}.npz", local=local, total=total)
+    local = np.array(step.local(images[mine], labels[mine]))
+    total = np.zeros_like(local)
+    choose_sum(world, local, total, "star", rounds=1)
+    np.savez(directory / f"way-{number}-rank-{world.rank}.npz", local=local, total=total)
     step.apply(total)
-    merge_batch_norm(step.model, counts[ranks.rank], ranks, keras)
-    np.savez(directory / f"way-{number}-weights-{ranks.rank}.npz", *step.model.get_weights())
+    np.savez(directory / f"way-{number}-weights-{world.rank}.npz", *step.model.get_weights())

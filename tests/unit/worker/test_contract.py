@@ -10,45 +10,70 @@ from csdctl.worker.contract import (
     EVENT_PREFIX,
     EVENTS,
     SCHEMA,
+    Alive,
+    AreYouThere,
     Checkpointed,
     ContractError,
     DatasetInfo,
+    EarlyStopping,
     EpochEnd,
     Evaluating,
     Event,
     Exited,
     Failed,
     Finished,
+    FormGroup,
     Greeted,
+    Joined,
+    LinkLost,
     ModelInfo,
+    NodeBack,
+    NodeLost,
+    Order,
+    PauseAtEpochEnd,
+    Paused,
     ProbeRequest,
     ProbeResult,
     ProbeSpec,
     Progress,
     RankSpec,
     Ready,
+    Rebalanced,
     Recipe,
+    ReduceOnPlateau,
     RunSpec,
     ShardPart,
     Started,
+    Stop,
+    WaitingFor,
     event_from_line,
     event_to_line,
     from_json,
+    order_from_line,
+    order_to_line,
     to_json,
 )
 
-RECIPE = Recipe(optimizer_args={"momentum": 0.9, "nesterov": True}, input_range=(-1.0, 1.0), seed=7)
+RECIPE = Recipe(
+    optimizer_args={"momentum": 0.9, "nesterov": True},
+    input_range=(-1.0, 1.0),
+    seed=7,
+    max_learning_rate=0.5,
+    metrics=("accuracy", "mae"),
+    early_stopping=EarlyStopping("loss", 2, 0.1),
+    reduce_on_plateau=ReduceOnPlateau(factor=0.5),
+)
 PART = ShardPart("a/images.npy", "a/labels.npy", 3, 9, 7)
 RUN = RunSpec(
     run_id="20260101-120000-ab12",
     architecture=".csdctl/objects/a.json",
     weights=".csdctl/objects/w.npz",
     recipe=RECIPE,
-    steps_per_epoch=4,
     ranks=(
-        RankSpec(0, "host", 32, 8, (PART, ShardPart("b/i.npy", "b/l.npy")), 100),
-        RankSpec(1, "csd0", 4, 4, (), 0),
+        RankSpec(0, "host", 32, 8, PART, ShardPart("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
+        RankSpec(1, "csd0", 4, 4, None, None, 0, 0),
     ),
+    public=PART,
     validation=PART,
     output_directory=".csdctl/runs/x",
 )
@@ -71,7 +96,15 @@ SAID = [
     PROGRESS,
     Evaluating(0, "host", 256, 10_000),
     EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
-    Checkpointed(0, "host", 1, "epoch-0001.weights.npz", "sha"),
+    Checkpointed(0, "host", 1, 40, "step-00000040.npz", True),
+    Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
+    LinkLost(1, "csd0", 2, 1, 7),
+    Paused(1, "csd0", 2),
+    Alive(1, "csd0", 3),
+    WaitingFor(0, "host", ("csd0", "csd1")),
+    Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
+    NodeLost(1, "csd0", "killed"),
+    NodeBack(1, "csd0"),
     Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),
     Failed(1, "csd0", "a tab\t, a line\nend, “quotes” and ü", "see the log", 2),
     Exited(1, "csd0", 137),
@@ -85,6 +118,21 @@ def test_what_is_written_is_read_back_the_same(value: object) -> None:
     read = from_json(type(value), text)
     assert read == value
     assert hash(repr(read)) == hash(repr(value))  # tuples are tuples again, not lists
+
+
+@pytest.mark.parametrize(
+    "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), AreYouThere(4)], ids=repr
+)
+def test_order_is_one_line_and_is_read_back_the_same(order: Order) -> None:
+    line = order_to_line(order)
+    assert "\n" not in line
+    assert order_from_line(line) == order
+
+
+@pytest.mark.parametrize("line", ["", "{}", "[]", '{"order":"Dance"}', '{"order":"Stop","colour":1}'])
+def test_line_that_is_no_order_is_refused(line: str) -> None:
+    with pytest.raises(ContractError):
+        order_from_line(line)
 
 
 @pytest.mark.parametrize("event", SAID, ids=lambda event: type(event).__name__)
@@ -134,8 +182,8 @@ def test_unknown_field_inside_a_rank_is_named() -> None:
 
 def test_missing_field_is_named() -> None:
     content = json.loads(to_json(RUN))
-    del content["steps_per_epoch"]
-    with pytest.raises(ContractError, match=r"RunSpec: .*steps_per_epoch"):
+    del content["output_directory"]
+    with pytest.raises(ContractError, match=r"RunSpec: .*output_directory"):
         from_json(RunSpec, json.dumps(content))
 
 

@@ -1,5 +1,6 @@
 """Shards over small data sets whose labels number the rows."""
 
+import dataclasses
 from itertools import chain, pairwise
 from pathlib import Path
 
@@ -10,9 +11,10 @@ from hypothesis import strategies as st
 
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.contract import DatasetInfo, ShardPart
-from csdctl.worker.data import Shard, open_arrays, rows_of
+from csdctl.worker.contract import DatasetInfo, RankSpec, Recipe, RunSpec, ShardPart
+from csdctl.worker.data import EpochReader, Samples, open_arrays, rows_of
 from csdctl.worker.events import WorkerError
+from csdctl.worker.schedule import Own, Piece, Share, begin_epoch
 from csdctl.workflows.deploy import cut_shards
 
 
@@ -40,9 +42,22 @@ def some(part: ShardPart, start: int, stop: int, seed: int = 5) -> ShardPart:
     return ShardPart(part.images, part.labels, start, stop, seed)
 
 
-def labels_of(shard: Shard, batch_size: int, num_steps: int, seed: tuple[int, int, int]) -> list[list[int]]:
+def one_rank(private: ShardPart | None, public: ShardPart | None, sizes: tuple[int, int]) -> RunSpec:
+    """A run of one rank with so many private and public samples."""
+    rank = RankSpec(0, "host", 8, 1, private, public, *sizes)
+    whole = ShardPart(public.images, public.labels) if public else None
+    return RunSpec("run", "", "", Recipe(seed=7), (rank,), whole, None, "")
+
+
+def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> list[list[int]]:
+    """The labels of every batch of an epoch."""
+    me = spec.ranks[rank]
+    reader = EpochReader(spec, rank)
+    reader.begin(epoch)
+    leg = begin_epoch([Own(me.num_private, me.num_public)], {0: batch_size})
     batches = []
-    for images, labels in shard.batches(batch_size, num_steps, seed):
+    for step in range(leg.stop_step):
+        images, labels = reader.read(leg.batch(step)[0])
         assert images.shape == (len(labels), 2, 2, 1)
         assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
         batches.append(labels.tolist())
@@ -50,17 +65,14 @@ def labels_of(shard: Shard, batch_size: int, num_steps: int, seed: tuple[int, in
 
 
 @settings(deadline=None)
-@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 30), st.integers(0, 99))
+@given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
 def test_epoch_reads_every_row_exactly_once(
-    part: ShardPart, other: ShardPart, start: int, stop: int, batch_size: int, seed: int
+    part: ShardPart, other: ShardPart, start: int, stop: int, batch_size: int, epoch: int
 ) -> None:
     mine = some(part, start, stop)
-    shard = Shard([mine, other])
-    num_steps = -(-len(shard) // batch_size) + 1
-    batches = labels_of(shard, batch_size, num_steps, (seed, 1, 0))
+    spec = one_rank(other, mine, (20, max(0, stop - start)))
     expected = [*rows_of(mine, 60).tolist(), *range(100, 120)]
-    assert sorted(chain(*batches)) == sorted(expected)
-    assert len(shard) == len(expected)
+    assert sorted(chain(*epoch_of(spec, batch_size, epoch))) == sorted(expected)
 
 
 @settings(deadline=None)
@@ -72,48 +84,56 @@ def test_parts_that_share_a_permutation_share_no_row_and_leave_none(cuts: list[i
     assert all(np.array_equal(one, np.sort(one)) for one in rows)
 
 
-def test_order_follows_seed_epoch_and_rank_and_comes_again(part: ShardPart) -> None:
-    shard = Shard([part])
-    orders = {
-        seed: labels_of(shard, 7, 9, seed) for seed in [(7, 1, 0), (7, 2, 0), (7, 1, 1), (8, 1, 0), (1, 7, 0)]
-    }
-    assert len({str(order) for order in orders.values()}) == len(orders)
-    for seed, order in orders.items():
-        assert labels_of(Shard([part]), 7, 9, seed) == order
+def test_order_follows_epoch_and_comes_again(part: ShardPart) -> None:
+    spec = one_rank(None, part, (0, 60))
+    assert epoch_of(spec, 7, 1) != epoch_of(spec, 7, 2)
+    assert epoch_of(spec, 7, 1) == epoch_of(spec, 7, 1)
+    other_seed = dataclasses.replace(spec, recipe=Recipe(seed=8))
+    assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
 
 
-def test_last_batches_are_partial_and_empty(part: ShardPart) -> None:
-    batches = labels_of(Shard([some(part, 0, 10)]), 4, 5, (0, 1, 0))
-    assert [len(batch) for batch in batches] == [4, 4, 2, 0, 0]
+def test_rank_without_data_on_its_disk_is_refused(part: ShardPart) -> None:
+    with pytest.raises(WorkerError, match="no data at all"):
+        EpochReader(one_rank(None, None, (0, 0)), 0).example()
 
 
-def test_empty_batch_keeps_shape_and_type_of_a_sample(part: ShardPart, other: ShardPart) -> None:
-    for parts in ([some(part, 0, 4)], [some(part, 0, 4), other]):
-        *_, (images, labels) = Shard(parts).batches(50, 2, (0, 1, 0))
-        assert (images.shape, images.dtype) == ((0, 2, 2, 1), np.uint8)
-        assert (labels.shape, labels.dtype) == ((0,), np.int32)
+def test_shard_of_another_size_than_planned_is_refused(part: ShardPart) -> None:
+    with pytest.raises(WorkerError, match="0 private and 60 public samples, the plan says 0 and 59"):
+        EpochReader(one_rank(None, part, (0, 59)), 0)
 
 
-def test_fewer_steps_than_needed_read_only_so_many(part: ShardPart) -> None:
-    assert [len(batch) for batch in labels_of(Shard([part]), 8, 2, (0, 1, 0))] == [8, 8]
+def test_private_and_public_samples_are_mixed_within_batches(part: ShardPart, other: ShardPart) -> None:
+    batches = epoch_of(one_rank(other, part, (20, 60)), 16)
+    for batch in batches:
+        assert sum(label >= 100 for label in batch) == len(batch) // 4
 
 
-def test_shard_without_rows_has_empty_batches(part: ShardPart, tmp_path: Path) -> None:
-    for parts in ([some(part, 6, 6)], [write(tmp_path, 0)]):
-        shard = Shard(parts)
-        assert len(shard) == 0
-        assert labels_of(shard, 4, 2, (0, 1, 0)) == [[], []]
-        assert list(shard.in_order(4)) == []
-
-
-def test_two_parts_are_mixed_within_batches(part: ShardPart, other: ShardPart) -> None:
-    batches = labels_of(Shard([part, other]), 40, 2, (3, 1, 0))
-    assert all(any(label < 100 for label in batch) for batch in batches)
-    assert all(any(label >= 100 for label in batch) for batch in batches)
+def test_what_others_borrowed_is_read_on_the_host_as_they_would_have_read_it(
+    part: ShardPart, tmp_path: Path
+) -> None:
+    """Rank 1 has public[40:60]; the host lends it what rank 1 itself would have taken from its own file."""
+    ranks = (
+        RankSpec(0, "host", 8, 1, None, some(part, 0, 40, 7), 0, 40),
+        RankSpec(1, "csd0", 8, 1, None, None, 0, 20, 40),
+    )
+    whole = ShardPart(part.images, part.labels)
+    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, whole, None, "")
+    host = EpochReader(spec, 0)
+    host.begin(3)
+    images, labels = host.read_borrowed([Piece(1, 5, 12)])
+    its_rows = rows_of(some(part, 40, 60, 7), 60)
+    assert set(labels.tolist()) <= set(its_rows.tolist())
+    assert len(set(labels.tolist())) == 7
+    assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
+    packed = host.pack_borrowed([Piece(1, 5, 12)])
+    share = Share(0, 8, 0, 0, 0, 0, (Piece(1, 5, 12),))
+    unpacked = host.read(share, packed)
+    assert np.array_equal(unpacked[0], images)
+    assert np.array_equal(unpacked[1], labels)
 
 
 def test_evaluation_reads_all_in_order(part: ShardPart) -> None:
-    batches = [labels.tolist() for _, labels in Shard([part]).in_order(25)]
+    batches = [labels.tolist() for _, labels in Samples(part).in_order(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]
     assert list(chain(*batches)) == list(range(60))
 
@@ -147,7 +167,8 @@ def test_what_a_node_is_sent_is_what_the_host_would_read(tmp_path: Path) -> None
     assert labels.tolist() == rows.tolist() == np.load(part.labels)[rows].tolist()
     assert np.array_equal(images, np.load(part.images)[rows])
     sent = ShardPart(*(str(file.source) for file in cut["csd0"]))
-    assert labels_of(Shard([sent]), 3, 5, (9, 1, 1)) == labels_of(Shard([on_host]), 3, 5, (9, 1, 1))
+    places = np.arange(len(rows))
+    assert np.array_equal(Samples(sent).read(places)[1], Samples(on_host).read(places)[1])
     assert sorted(rows.tolist() + rows_of(some(part, 0, placed[0].public_stop, seed=9), 50).tolist()) == list(
         range(50)
     )
@@ -169,7 +190,7 @@ def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: 
     elif damage != "missing":
         path.write_bytes({"empty": b"", "short": content[:-4], "text": b"1, 2, 3\n"}[damage])
     with pytest.raises(WorkerError, match="cannot be read") as raised:
-        Shard([part])
+        Samples(part)
     assert str(tmp_path) not in raised.value.message
     assert "labels" not in raised.value.message
 
@@ -178,4 +199,4 @@ def test_images_without_as_many_labels_are_refused_with_both_numbers(tmp_path: P
     part = write(tmp_path, 5)
     np.save(part.labels, np.zeros(4))
     with pytest.raises(WorkerError, match="5 images but 4 labels"):
-        Shard([part])
+        Samples(part)

@@ -19,6 +19,10 @@ NUM_SAMPLES = 23
 NUM_RANKS = 3
 WAYS = {"unequal": [12, 7, 4], "a rank with 0 samples": [20, 3, 0], "rank 0 with 0 samples": [0, 22, 1]}
 TOLERANCE = 1e-6
+NUM_SUMS = 3
+"""Loss, accuracy and count at the end of a vector."""
+STATISTICS = (4, 5)
+"""Where the model's weights have the moving mean and variance: after the convolution's and BN's own."""
 BUILD = """
 import sys, keras
 from pathlib import Path
@@ -67,7 +71,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def mean_gradient(vector: np.ndarray) -> np.ndarray:
-    return vector[:-3] / vector[-1]
+    return vector[:-NUM_SUMS] / vector[-1]
 
 
 def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
@@ -81,7 +85,7 @@ def test_ranks_with_unequal_batches_give_the_gradient_of_one_process(results: Pa
     difference = relative_difference(mean_gradient(total), mean_gradient(alone))
     print(f"relative difference of the gradient: {difference:.1e}")
     assert difference <= TOLERANCE
-    assert relative_difference(total[-3:], alone[-3:]) <= TOLERANCE
+    assert relative_difference(total[-NUM_SUMS:], alone[-NUM_SUMS:]) <= TOLERANCE
     assert total[-1] == NUM_SAMPLES
 
 
@@ -104,8 +108,28 @@ def test_all_ranks_hold_the_same_bits_after_a_step(results: Path, way: str) -> N
         assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
 
 
-def test_moving_statistics_that_differ_become_the_same_bits_on_all_ranks(tmp_path: Path) -> None:
+def test_a_batch_computed_in_pieces_gives_the_same_gradient(results: Path) -> None:
+    alone, pieces = np.load(results / "alone.npy"), np.load(results / "pieces.npy")
+    assert relative_difference(mean_gradient(pieces), mean_gradient(alone)) <= TOLERANCE
+    assert pieces[-1] == NUM_SAMPLES
+
+
+def test_a_rank_without_others_takes_the_same_step_in_one_graph(results: Path) -> None:
+    apart = np.load(results / "alone-weights.npz")
+    for one, its in zip(apart.values(), np.load(results / "fused-weights.npz").values(), strict=True):
+        assert np.allclose(one, its, rtol=1e-5, atol=1e-7)
+
+
+def test_moving_statistics_become_those_of_the_pooled_batch_on_all_ranks(tmp_path: Path) -> None:
+    """The bits are the same on all ranks, and mean and spread those of all samples together."""
     run_ranks(tmp_path, "batch norm trained")
-    weights = [list(np.load(tmp_path / f"way-0-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)]
-    for other in weights[1:]:
-        assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
+    for number in range(len(WAYS)):
+        weights = [
+            list(np.load(tmp_path / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
+        ]
+        for other in weights[1:]:
+            assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
+        # One process with all samples in one batch sees the pooled mean and variance.
+        alone = list(np.load(tmp_path / "alone-weights.npz").values())
+        for index in STATISTICS:
+            assert np.allclose(weights[0][index], alone[index], rtol=1e-4, atol=1e-6)

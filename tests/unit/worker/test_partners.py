@@ -14,12 +14,13 @@ from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 NUM_RANKS = 7
 PROGRAM = """
 import numpy as np
-from csdctl.worker.collective import MpiRanks
-ranks = MpiRanks()
-ranks.gather(None)
-ranks.sum(np.ones(1 << 18, np.float32))
-ranks.gather("x" * (10 + ranks.rank))
-ranks.gather("y" * 200_000)
+from csdctl.worker.collective import choose_sum, gather, load_world
+_, world = load_world()
+gather(world, None)
+for way in ("", "star", "allreduce"):
+    choose_sum(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
+gather(world, "x" * (10 + world.rank))
+gather(world, "y" * 200_000)
 """
 CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\d+,1\],(\d+)\]")
 
