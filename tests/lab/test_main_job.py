@@ -54,6 +54,13 @@ def start_training(project: Project, job: Path, *options: str) -> subprocess.Pop
     return process
 
 
+def has_joined(events: Path, *, generation: int) -> bool:
+    """Whether rank 0 has found the others of that group."""
+    lines = [json.loads(line)["line"].removeprefix("@csdctl ") for line in events.read_text().splitlines()]
+    said = [json.loads(line) for line in lines if '"Joined"' in line]
+    return any(one["rank"] == 0 and one["generation"] == generation for one in said)
+
+
 @pytest.fixture(scope="module")
 def tuned(lab: Lab, job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path]:
     """A project whose job, with private data on two nodes, is prepared and tuned."""
@@ -164,14 +171,22 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Proje
 
 @pytest.mark.fault(17)
 @pytest.mark.fault(20)
-def test_node_that_loses_power_ends_the_run_by_its_name(project: Project, job: Path) -> None:
+def test_node_that_loses_power_is_named_and_the_others_go_on_without_it(project: Project, job: Path) -> None:
     nodes = project.lab.near[:2]
     project.use(*nodes, network=NETWORK)
     process = start_training(project, job)
     with nodes[1].switched_off():
+        (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
+        deadline = time.monotonic() + END_DEADLINE_S
+        while not has_joined(events, generation=2):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
-    assert process.returncode == 1, stdout + stderr
-    assert "csd1" in stderr
+    assert process.returncode == 130, stdout + stderr
+    assert "csd1 is lost" in stdout + stderr
+    assert "2 ranks go on" in stdout + stderr
     assert "Traceback" not in stdout + stderr
 
 
