@@ -5,78 +5,90 @@ global batch stays as it is.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
-MIN_STEPS = 5
-"""Steps that are looked at together; the longest of them does not count."""
-MIN_DURATION_S = 4.0
-"""And for how long at least: a machine held to a share of a core works in bursts of a tenth of a second."""
-DEAD_BAND = 0.1
-"""How much longer than a balanced step the slowest rank may take before anything is moved."""
-URGENT = 0.3
-"""From here on once is enough; below, the same rank must be slowest twice in a row."""
+
+@dataclass(frozen=True)
+class Look:
+    """A way to look at the steps that went by: over how many, for how long, and what is worth a change."""
+
+    min_steps: int
+    min_duration_s: float
+    """A machine held to a share of a core works in bursts of a tenth of a second."""
+    dead_band: float
+    """How much longer than a balanced step the slowest rank may take."""
+    times: int
+    """How often in a row the same rank must be the slowest."""
+
+
+URGENT = Look(5, 4.0, 0.3, 1)
+SOON = Look(5, 4.0, 0.1, 2)
+FINE = Look(15, 15.0, 0.025, 1)
+"""Small imbalance is certain only after many steps, and then it is gain for the rest of the run."""
+LOOKS = (URGENT, SOON, FINE)
 
 
 class Balancer:
     """Watches the compute time of every rank and says when batch sizes should move."""
 
-    def __init__(
-        self,
-        limits: Mapping[int, int],
-        *,
-        min_steps: int = MIN_STEPS,
-        min_duration_s: float = MIN_DURATION_S,
-        dead_band: float = DEAD_BAND,
-    ) -> None:
+    def __init__(self, limits: Mapping[int, int]) -> None:
         """`limits`: the largest batch size of each rank (its memory)."""
         self._limits = dict(limits)
-        self._min_steps = min_steps
-        self._min_duration_s = min_duration_s
-        self._dead_band = dead_band
-        self._suspect: int | None = None
         self.forget()
 
     def forget(self) -> None:
         """Begin anew: batch sizes or members have changed."""
-        self._times: dict[int, list[float]] = {}
         self._has_skipped = False
+        self._times: dict[Look, list[dict[int, float]]] = {look: [] for look in LOOKS}
+        self._suspects: dict[Look, list[int]] = {look: [] for look in LOOKS}
+        self._slowest = (0, 1.0)
 
     def observe(self, times_s: Mapping[int, float]) -> None:
         """Take in the compute seconds of one full step, by rank; the first after a change does not count."""
         if not self._has_skipped:
             self._has_skipped = True
             return
-        for rank, time_s in times_s.items():
-            self._times.setdefault(rank, []).append(time_s)
+        for steps in self._times.values():
+            steps.append(dict(times_s))
 
     def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
         """Better batch sizes with the same sum, or None when they are good as they are, or not known yet."""
-        times = [self._times.get(rank, []) for rank in batch_sizes]
-        if min(map(len, times)) < self._min_steps or max(map(sum, times)) < self._min_duration_s:
-            return None
-        rank, slowdown = self.slowest(batch_sizes)
-        is_due = slowdown > 1 + URGENT or (slowdown > 1 + self._dead_band and rank == self._suspect)
-        self._suspect = rank if slowdown > 1 + self._dead_band else None
-        step_s = self._step_times(batch_sizes)
-        speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
-        sizes = share_out(sum(batch_sizes.values()), speeds, self._limits)
-        # Where a limit holds somebody back, balance is out of reach, and nothing more is gained.
-        gain = max(step_s.values()) / max(size / speeds[one] for one, size in sizes.items())
-        if is_due and gain > 1 + self._dead_band / 2 and sizes != dict(batch_sizes):
-            self._suspect = None
-            return sizes
-        self._times = {}
+        for look, steps in self._times.items():
+            longest_s = max((sum(step[rank] for step in steps) for rank in batch_sizes), default=0.0)
+            if len(steps) < look.min_steps or longest_s < look.min_duration_s:
+                continue
+            step_s = {
+                rank: max(1e-9, mean_without_longest([step[rank] for step in steps])) for rank in batch_sizes
+            }
+            steps.clear()
+            sizes = self._better(look, batch_sizes, step_s)
+            if sizes is not None:
+                return sizes
         return None
 
-    def slowest(self, batch_sizes: Mapping[int, int]) -> tuple[int, float]:
-        """The rank that takes longest, and its time over that of a balanced step."""
-        step_s = self._step_times(batch_sizes)
-        rank = max(step_s, key=lambda one: step_s[one])
-        speed = sum(size / step_s[one] for one, size in batch_sizes.items())
-        return rank, step_s[rank] * speed / sum(batch_sizes.values())
+    def _better(
+        self, look: Look, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
+    ) -> dict[int, int] | None:
+        speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
+        total = sum(batch_sizes.values())
+        slowest = max(step_s, key=lambda rank: step_s[rank])
+        self._slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
+        suspects = self._suspects[look]
+        if self._slowest[1] <= 1 + look.dead_band:
+            suspects.clear()
+            return None
+        suspects.append(slowest)
+        if suspects[-look.times :] != [slowest] * look.times:
+            return None
+        sizes = share_out(total, speeds, self._limits)
+        # Where a limit holds somebody back, balance is out of reach, and nothing more is gained.
+        gain = step_s[slowest] / max(size / speeds[rank] for rank, size in sizes.items())
+        return sizes if gain > 1 + look.dead_band / 2 and sizes != dict(batch_sizes) else None
 
-    def _step_times(self, batch_sizes: Mapping[int, int]) -> dict[int, float]:
-        """The mean step of each rank, without the longest one: one slow step is no slow node."""
-        return {rank: max(1e-9, _mean_without_longest(self._times[rank])) for rank in batch_sizes}
+    @property
+    def slowest(self) -> tuple[int, float]:
+        """The rank that took longest at the last look, and its time over that of a balanced step."""
+        return self._slowest
 
 
 def share_out(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
@@ -114,7 +126,8 @@ def share_out(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
     return dict(sorted(sizes.items()))
 
 
-def _mean_without_longest(times_s: list[float]) -> float:
-    if len(times_s) < MIN_STEPS:
+def mean_without_longest(times_s: list[float]) -> float:
+    """The mean step; the longest one does not count: one slow step is no slow node."""
+    if len(times_s) < URGENT.min_steps:
         return sum(times_s) / len(times_s)
     return (sum(times_s) - max(times_s)) / (len(times_s) - 1)

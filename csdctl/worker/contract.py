@@ -164,6 +164,8 @@ class RunSpec:
     progress_interval_s: float = 0.5
     max_steps: int | None = None
     """End after this many steps of the whole run: for measuring."""
+    is_verified: bool = False
+    """Take one step with random samples, compare it with one process, and end."""
     schema: int = SCHEMA
 
 
@@ -313,6 +315,20 @@ class Rebalanced(Event):
 
 
 @dataclass(frozen=True)
+class Verified(Event):
+    """The ranks' gradient was compared with that of one process; relative differences, Euclidean norm."""
+
+    global_batch: int
+    batch_sizes: tuple[int, ...]
+    by_parts: float
+    """One process that computes every rank's batch in turn."""
+    as_one_batch: float | None
+    """One process with one batch of all samples; None where a batch's samples depend on each other."""
+    weights_hash: str
+    collective: str
+
+
+@dataclass(frozen=True)
 class Evaluating(Event):
     """Rank 0 evaluates: `num_done` of `num_samples` validation samples."""
 
@@ -407,6 +423,7 @@ EVENTS: dict[str, type[Event]] = {
         WaitingFor,
         Progress,
         Rebalanced,
+        Verified,
         Evaluating,
         EpochEnd,
         Checkpointed,

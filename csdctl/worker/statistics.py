@@ -71,6 +71,11 @@ class Seeds:
             key = zlib.crc32(f"{seed}/{rank}/{number}".encode())
             self._states.append((generator.state, key))
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the model draws anything."""
+        return bool(self._states)
+
     def set_step(self, step: int) -> None:
         """Before step `step` of the run, from 0."""
         for state, key in self._states:

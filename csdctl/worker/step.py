@@ -59,8 +59,8 @@ class Step:
         self._seeds = Seeds(model, recipe.seed, rank)
         self._micro_batch_size = micro_batch_size
         self._num_sums = 2 + len(self._metrics)
-        self._num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-        self.size = self._num_gradients + self._statistics.size + self._num_sums
+        self.num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
+        self.size = self.num_gradients + self._statistics.size + self._num_sums
         # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
         # temporary directory for each graph of a rank that is killed.
         batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
@@ -70,6 +70,11 @@ class Step:
             self._apply_graph, autograph=False, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
         )
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
+
+    @property
+    def mixes_samples(self) -> bool:
+        """Whether a sample's output depends on the others of its batch (batch norm), or on chance."""
+        return self._statistics.size > 0 or self._seeds.is_needed
 
     @property
     def state(self) -> list[Any]:
@@ -170,10 +175,10 @@ class Step:
         variables = self.model.trainable_variables
         sizes = [int(np.prod(v.shape)) for v in variables]
         mean = total[: -self._num_sums] / total[-1]
-        pieces = tf.split(mean[: self._num_gradients], sizes)
+        pieces = tf.split(mean[: self.num_gradients], sizes)
         gradients = [tf.reshape(piece, v.shape) for piece, v in zip(pieces, variables, strict=True)]
         self.optimizer.apply(gradients, variables)
-        self._statistics.apply_changes(mean[self._num_gradients :])
+        self._statistics.apply_changes(mean[self.num_gradients :])
 
     def _alone_graph(self, images: Any, labels: Any) -> Any:
         gradients, sums = self._gradients(images, labels)

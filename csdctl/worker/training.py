@@ -48,6 +48,7 @@ from csdctl.worker.ranks import Alone, Ranks
 from csdctl.worker.schedule import Leg, Own, begin_epoch, change_leg
 from csdctl.worker.state import Checkpoints, Position, Progressed, StepFile, Tallied, pack, unpack
 from csdctl.worker.step import Step, Sums, mean_of
+from csdctl.worker.verify import verify
 
 EVALUATION_BATCH = 256
 ORPHAN_S = 600.0
@@ -153,6 +154,11 @@ class RankTraining:
                 self._orders.on_group = ranks.interrupt
                 if self._orders.has_group:
                     raise LinkLostError
+                if self._spec.is_verified:
+                    self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.example())
+                    ranks.close()
+                    self._finish("verified")
+                    return
                 self._synchronize(ranks, group)
                 outcome, reason = self._train(ranks, group)
                 ranks.close()
@@ -420,7 +426,7 @@ class RankTraining:
         if proposal is None:
             return
         if self._is_root:
-            slowest, slowdown = self._balancer.slowest(sizes)
+            slowest, slowdown = self._balancer.slowest
             emit(
                 Rebalanced(
                     self._me.rank,
@@ -597,7 +603,8 @@ class RankTraining:
         return str(path)
 
     def _finish(self, reason: str) -> None:
-        model_path = self._save_model("model.keras") if self._is_root else None
+        is_saving = self._is_root and not self._spec.is_verified
+        model_path = self._save_model("model.keras") if is_saving else None
         position = self._position
         epochs_done = position.epoch - (0 if position.leg else 1)
         emit(

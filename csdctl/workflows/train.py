@@ -1,4 +1,4 @@
-"""`train`: one run, from the plan to the model; and `resume`, the rest of one.
+"""`train`: one run, from the plan to the model; `resume`, the rest of one; `verify`, one step of it.
 
 Success is a completion record from every rank that takes part. Whatever happens, nothing of the run is left
 on any machine: what still carries its id is ended over SSH.
@@ -8,6 +8,7 @@ import dataclasses
 import hashlib
 import os
 import queue
+import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 from csdctl import __version__
 from csdctl.documents import save_text
-from csdctl.errors import InputError
+from csdctl.errors import InputError, RunError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
@@ -39,7 +40,7 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import ContractError, Event, Joined, RunSpec, from_json, to_json
+from csdctl.worker.contract import ContractError, Event, Joined, RunSpec, Verified, from_json, to_json
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.supervise import Supervised, Supervision
@@ -74,6 +75,9 @@ class TrainOptions:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
 
 
+OnEvent = Callable[[Event], None]
+
+
 @dataclass(frozen=True)
 class Watcher:
     """Called while the run goes on; each may be slow only as long as the screen is."""
@@ -81,7 +85,7 @@ class Watcher:
     on_start: Callable[[RunDirectory, RunSpec, int], None]
     """With the steps of an epoch."""
     on_delivery: Callable[[str, Delivery], None]
-    on_event: Callable[[Event], None]
+    on_event: OnEvent
 
 
 @dataclass(frozen=True)
@@ -101,24 +105,12 @@ def train(
 
     The caller holds the machines and has called `check_plan`.
     """
-    nodes_in(plan, crew.fleet)
-    check_network(crew.fleet.network)
-    try:
-        placed = place(plan, prepared)
-    except PlacementError as error:
-        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
+    placed = _place(plan, prepared, crew)
     run = crew.project.new_run()
     run.save_manifest(_manifest(job, crew, plan, placed, prepared))
     cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
-    spec = RunSpec(
-        run_id=run.run_id,
-        architecture=prepared.model.architecture.path,
-        weights=prepared.model.weights.path,
-        recipe=job.recipe,
-        ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
-        public=whole(prepared.public),
-        validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(crew.project.root)),
+    spec = dataclasses.replace(
+        _build_spec(run, job, plan, placed, prepared, cut, crew),
         step_file=str(choose_step_file(run, crew.project)),
         is_balanced=options.is_balanced,
         checkpoint_interval_s=options.checkpoint_interval_s,
@@ -127,6 +119,60 @@ def train(
     )
     save_text(run.spec, to_json(spec))
     return _carry_out(run, spec, placed, prepared, cut, crew, options, watcher)
+
+
+def verify(
+    job: Job, plan: Plan, prepared: Prepared, crew: Crew, options: TrainOptions, on_event: OnEvent
+) -> Verified:
+    """One step of all ranks, compared with one process; raises what `train` raises."""
+    placed = _place(plan, prepared, crew)
+    run = crew.project.new_hello()
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
+    spec = _build_spec(run, job, plan, placed, prepared, cut, crew)
+    spec = dataclasses.replace(spec, validation=None, is_verified=True)
+    found: list[Verified] = []
+
+    def record(event: Event) -> None:
+        on_event(event)
+        if isinstance(event, Verified):
+            found.append(event)
+
+    _supervise(run, spec, prepared, cut, crew, options, lambda *_: None, record)
+    shutil.rmtree(run.path, ignore_errors=True)
+    if not found:
+        raise RunError("the ranks ended and compared nothing")
+    return found[0]
+
+
+def _place(plan: Plan, prepared: Prepared, crew: Crew) -> list[Placed]:
+    """Equation 1, once it is known that the fleet can carry the plan out; raises InputError."""
+    nodes_in(plan, crew.fleet)
+    check_network(crew.fleet.network)
+    try:
+        return place(plan, prepared)
+    except PlacementError as error:
+        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
+
+
+def _build_spec(
+    run: RunDirectory,
+    job: Job,
+    plan: Plan,
+    placed: Sequence[Placed],
+    prepared: Prepared,
+    cut: Mapping[str, tuple[StoredFile, StoredFile]],
+    crew: Crew,
+) -> RunSpec:
+    return RunSpec(
+        run_id=run.run_id,
+        architecture=prepared.model.architecture.path,
+        weights=prepared.model.weights.path,
+        recipe=job.recipe,
+        ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
+        public=whole(prepared.public),
+        validation=whole(prepared.validation) if prepared.validation else None,
+        output_directory=str(run.path.relative_to(crew.project.root)),
+    )
 
 
 def resume(
@@ -206,14 +252,7 @@ def _carry_out(
     options: TrainOptions,
     watcher: Watcher,
 ) -> RunSummary:
-    """Deliver, supervise, end, judge."""
-    stored = store_bytes(to_json(spec).encode(), ".json", crew.project.root)
-    present = {HOST_NAME, *(node.name for node in crew.fleet.nodes)}
-    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
-    files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
-    deploy_files(files, crew.fleet, crew.sessions, watcher.on_delivery)
-    known_hosts = fleet_known_hosts_paths(crew.fleet, crew.project.root)
-    save_text(crew.project.ssh_config, build_ssh_config(crew.fleet.nodes, known_hosts))
+    """Supervise to the end, and add up."""
     watcher.on_start(run, spec, steps_per_epoch(placed))
     log = EventLog(run)
 
@@ -221,6 +260,35 @@ def _carry_out(
         log.append(time.time(), event)
         watcher.on_event(event)
 
+    try:
+        is_stopped = _supervise(run, spec, prepared, cut, crew, options, watcher.on_delivery, record)
+    finally:
+        log.close()
+    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+    if is_stopped:
+        raise RunStopped(run.run_id, summary)
+    Path(spec.step_file).unlink(missing_ok=True)
+    return summary
+
+
+def _supervise(
+    run: RunDirectory,
+    spec: RunSpec,
+    prepared: Prepared,
+    cut: Mapping[str, tuple[StoredFile, StoredFile]],
+    crew: Crew,
+    options: TrainOptions,
+    on_delivery: Callable[[str, Delivery], None],
+    record: OnEvent,
+) -> bool:
+    """Deliver what is missing and see the ranks through; says whether somebody stopped them."""
+    stored = store_bytes(to_json(spec).encode(), ".json", crew.project.root)
+    present = {HOST_NAME, *(node.name for node in crew.fleet.nodes)}
+    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
+    deploy_files(files, crew.fleet, crew.sessions, on_delivery)
+    known_hosts = fleet_known_hosts_paths(crew.fleet, crew.project.root)
+    save_text(crew.project.ssh_config, build_ssh_config(crew.fleet.nodes, known_hosts))
     pythons = {name: python_of(crew.fleet, name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
         supervised = _supervised(run, spec, stored, prepared, crew, options, nodes, stack)
@@ -230,13 +298,7 @@ def _carry_out(
         finally:
             # First of all nothing is left running; a full disk must not come before that.
             end_run(run.run_id, {name: crew.sessions[name] for name in pythons}, pythons)
-            log.close()
-    if not supervision.is_stopping:
-        Path(spec.step_file).unlink(missing_ok=True)
-    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
-    if supervision.is_stopping:
-        raise RunStopped(run.run_id, summary)
-    return summary
+    return supervision.is_stopping
 
 
 class RunStopped(KeyboardInterrupt):

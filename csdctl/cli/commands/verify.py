@@ -1,0 +1,64 @@
+"""`csdctl verify`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DEFAULT_JOB,
+    ExcludeOption,
+    FleetOption,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+)
+from csdctl.cli.streams import Streams
+
+
+def verify(
+    job: JobArgument = DEFAULT_JOB,
+    fleet: FleetOption = DEFAULT_FLEET,
+    plan: Annotated[
+        Path | None,
+        typer.Option(
+            "--plan", help="The plan to follow; default: the one `tune` wrote, or 16 samples a rank."
+        ),
+    ] = None,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Prove on your model and fleet that the ranks compute what one process would."""
+    from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
+    from csdctl.job.model import load_job
+    from csdctl.launch.tools import check_tools
+    from csdctl.tuning.plan import load_plan
+    from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.prepare import prepare_job
+    from csdctl.workflows.train import Crew, TrainOptions, check_plan
+    from csdctl.workflows.train import verify as verify_run
+    from csdctl.workflows.tune import equal_plan
+    from csdctl.workflows.workspace import open_workspace
+
+    streams = Streams(is_json=json)
+    loaded = load_job(job)
+    check_tools()
+    chosen_fleet = choose_fleet(fleet, limit, exclude)
+    with open_workspace(streams.directory, chosen_fleet, holding_for="verify", say=streams.say) as space:
+        path = plan or space.project.plan(loaded.name)
+        if plan or path.exists():
+            chosen = load_plan(path)
+            check_plan(chosen, loaded, space.fleet)
+        else:
+            names = [node.name for node in space.fleet.nodes]
+            chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)
+        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
+        streams.say(f"starting {len(chosen.ranks)} ranks")
+        verified = verify_run(loaded, chosen, prepared, crew, TrainOptions(), lambda event: None)
+    nodes = [rank.node for rank in chosen.ranks]
+    render_verified(streams.people, verified, nodes, emulated=space.fleet.emulated)
+    streams.result(verify_document(verified, nodes, emulated=space.fleet.emulated))
+    judge_verified(verified)

@@ -1,0 +1,63 @@
+"""What a user of Horovod writes: DistributedOptimizer in a custom loop, one batch size a rank.
+
+    mpirun … python horovod_client.py SECONDS BATCH_SIZES       such as 30 128,32,32,32,32
+
+Rank 0 prints images/s over all ranks. Random pictures: the time of a step does not depend on them.
+"""
+
+import os
+import sys
+import time
+
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+
+WARM_UP_STEPS = 3
+
+seconds, sizes = float(sys.argv[1]), [int(size) for size in sys.argv[2].split(",")]
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
+hvd.init()
+size = sizes[hvd.rank()]
+model = tf.keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
+optimizer = tf.keras.optimizers.SGD(0.01, momentum=0.9)
+loss_function = tf.keras.losses.SparseCategoricalCrossentropy()
+generator = np.random.default_rng(hvd.rank())
+images = generator.integers(0, 256, (1000, 64, 64, 3), np.uint8)
+labels = generator.integers(0, 200, 1000, np.int32)
+
+
+@tf.function
+def step(images, labels, first):
+    with tf.GradientTape() as tape:
+        loss = loss_function(labels, model(tf.cast(images, tf.float32) / 255.0, training=True))
+    tape = hvd.DistributedGradientTape(tape)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+    if first:
+        hvd.broadcast_variables(model.variables, root_rank=0)
+    return loss
+
+
+def one(first=False):
+    chosen = generator.integers(0, 1000, size)
+    step(images[chosen], labels[chosen], first)
+
+
+one(first=True)
+for _ in range(WARM_UP_STEPS):
+    one()
+started = time.perf_counter()
+steps = 0
+going = True
+while going:
+    one()
+    steps += 1
+    going = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
+elapsed = time.perf_counter() - started
+if hvd.rank() == 0:
+    print(f"images_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)

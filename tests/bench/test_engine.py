@@ -1,0 +1,395 @@
+"""The training engine in the lab: a host and four nodes at 22% of a core each, one thread a rank.
+
+    make bench ARGS="-k engine"
+
+MobileNetV2, 64×64×3, 200 classes. Prints figures and judges nothing. Horovod 0.28.1 is built into an
+environment of its own below CSDCTL_BENCH_PEERS, once (about ten minutes, Debian's packages, root); without it
+its lines are missing and say so.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from csdctl.emulation.cgroups import plan_quota
+from tests.lab.lab import Lab, open_lab
+from tests.lab.machines import LabNode
+from tests.lab.project import Project
+from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
+
+NUM_NODES = 4
+CPU = 0.22
+BATCH_SIZES = (512, 112)
+"""Of the host and of a node, before rebalancing."""
+MICRO_BATCH = 64
+HOROVOD_EQUAL = 32
+HOROVOD_S = 40
+NETWORK = "10.77.0.0/23"
+NUM_IMAGES = 12_000
+WATCH_STEPS = 20
+JOB = """\
+model: keras.applications:MobileNetV2
+model_args: {input_shape: [64, 64, 3], classes: 200, weights: null}
+data: {public: {path: public}}
+recipe: {epochs: 1000, learning_rate: 0.01, reference_batch: 256, momentum: 0.9}
+"""
+ROUND_TRIP = "round trip"
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if reason := why_not_here():
+        pytest.skip(f"the lab does not run: {reason}")
+    if packages := find_missing_packages():
+        pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
+    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
+    with open_lab() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def nodes(lab: Lab) -> Iterator[list[LabNode]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(lab.node(f"slow{n}", 40 + n, cpu=CPU)) for n in range(NUM_NODES)]
+
+
+@pytest.fixture(scope="module")
+def project(lab: Lab, nodes: list[LabNode], tmp_path_factory: pytest.TempPathFactory) -> Project:
+    """A project with data and a plan."""
+    project = Project(lab, tmp_path_factory.mktemp("engine"))
+    project.use(*nodes, network=NETWORK)
+    fleet = yaml.safe_load((project.path / "fleet.yaml").read_text())
+    fleet["host"] = {"threads": 1}
+    (project.path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+    (project.path / "job.yaml").write_text(JOB)
+    (project.path / "public").mkdir()
+    generator = np.random.default_rng(7)
+    images = generator.integers(0, 256, (NUM_IMAGES, 64, 64, 3), np.uint8)
+    np.save(project.path / "public/images.npy", images)
+    np.save(project.path / "public/labels.npy", generator.integers(0, 200, NUM_IMAGES).astype(np.int32))
+    return project
+
+
+@dataclass
+class Running:
+    """A training under way, seen through its events."""
+
+    process: subprocess.Popen[str]
+    events_path: Path
+
+    def events(self, *kinds: str) -> list[tuple[float, dict[str, Any]]]:
+        """Time of arrival and content of the events of these kinds so far."""
+        found = []
+        for line in self.events_path.read_text().splitlines():
+            try:
+                outer = json.loads(line)
+                event = json.loads(outer["line"].removeprefix("@csdctl "))
+            except ValueError:
+                continue
+            if event["event"] in kinds:
+                found.append((outer["time"], event))
+        return found
+
+    def progress(self, rank: int = 0) -> list[tuple[float, dict[str, Any]]]:
+        return [(at, one) for at, one in self.events("Progress") if one["rank"] == rank]
+
+    def wait_for(self, is_there: Callable[[], bool], deadline_s: float = 300) -> None:
+        end = time.monotonic() + deadline_s
+        while not is_there():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < end
+            time.sleep(0.2)
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until rank 0 has done `count` more steps."""
+        before = sum(one["steps"] for _, one in self.progress())
+        self.wait_for(lambda: sum(one["steps"] for _, one in self.progress()) >= before + count)
+
+
+def start(project: Project, *options: str) -> Running:
+    """`csdctl train`, after its first steps."""
+    plan = {
+        "job": "job",
+        "job_fingerprint": "",
+        "method": "by hand",
+        "ranks": [
+            {"node": name, "batch_size": size, "threads": 1, "micro_batch_size": MICRO_BATCH}
+            for name, size in zip(
+                ["host", *(f"slow{n}" for n in range(NUM_NODES))],
+                [BATCH_SIZES[0]] + [BATCH_SIZES[1]] * NUM_NODES,
+                strict=True,
+            )
+        ],
+    }
+    from csdctl.job.model import load_job
+
+    plan["job_fingerprint"] = load_job(project.path / "job.yaml").fingerprint()
+    (project.path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    before = set((project.path / ".csdctl").glob("runs/*"))
+    process = project.start("train", "job.yaml", "--plan", "plan.yaml", "--skip-doctor", *options)
+    end = time.monotonic() + 400
+    while not (new := set((project.path / ".csdctl").glob("runs/*/events.jsonl"))) or new == before:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.2)
+        new = {path for path in new if path.parent not in before}
+        if new:
+            break
+    running = Running(process, new.pop())
+    running.wait_for(lambda: bool(running.progress()), 400)
+    return running
+
+
+def stop(running: Running) -> None:
+    running.process.send_signal(2)
+    running.process.communicate(timeout=120)
+
+
+def rates(running: Running, since: float, until: float) -> tuple[float, float]:
+    """Images/s of the run, and the sum of what its ranks reach while they compute, in a span of time."""
+    of_run = [one for at, one in running.progress() if since < at <= until]
+    together = sum(one["global_samples"] for one in of_run) / sum(one["wall_s"] for one in of_run)
+    apart = 0.0
+    for rank in range(NUM_NODES + 1):
+        own = [one for at, one in running.progress(rank) if since < at <= until]
+        if own:
+            apart += sum(one["samples"] for one in own) / sum(one["compute_s"] for one in own)
+    return together, apart
+
+
+def cpu_seconds(pids: list[int]) -> float:
+    total = 0.0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+            total += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        except OSError:
+            continue
+    return total
+
+
+def pids_of(run: str, node: str) -> list[int]:
+    """The processes of a rank and its link."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if f"csdctl-run={run}/{node}".encode() in words and words[0] != b"sh":
+            found.append(int(entry.name))
+    return found
+
+
+def set_cpu(node: LabNode, cpu: float) -> None:
+    assert node._cgroup
+    quota, period = plan_quota(cpu)
+    path = node._cgroup.path
+    if (path / "cpu.max").exists():
+        (path / "cpu.max").write_text(f"{quota} {period}")
+    else:
+        (path / "cpu.cfs_quota_us").write_text(str(quota))
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(3600)
+def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
+    say = print
+    running = start(project)
+    run = running.events_path.parent.name
+    try:
+        running.wait_for_steps(22)
+        begun = time.time()
+        running.wait_for_steps(20)
+        together, apart = rates(running, begun, time.time())
+        say(
+            f"\nin step {together:.0f} images/s, the same ranks computing {apart:.0f}: {together / apart:.3f}"
+        )
+        joined = running.events("Joined")[0][1]
+        say(f"collective {joined['collective']}, {joined['sum_s'] * 1000:.0f} ms a sum when idle")
+        sizes = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
+        say(f"batch sizes {sizes}")
+
+        node = nodes[1]
+        set_cpu(node, CPU / 2)
+        slowed = time.time()
+        running.wait_for_steps(WATCH_STEPS)
+        after = time.time()
+        running.wait_for_steps(15)
+        slow_together, slow_apart = rates(running, after, time.time())
+        say(
+            f"a node halved: {slow_together:.0f} images/s from step {WATCH_STEPS} on, "
+            f"ceiling {slow_apart:.0f}: {slow_together / slow_apart:.3f} (before: {together / apart:.3f})"
+        )
+        first = [at for at, _ in running.events("Rebalanced") if at > slowed]
+        say(f"first moved after {first[0] - slowed:.1f} s" if first else "never moved")
+        set_cpu(node, CPU)
+
+        with nodes[2].frozen():
+            time.sleep(1)
+            waiting = {
+                name: pids_of(run, name) for name in ["host", *(one.name for one in nodes if one != nodes[2])]
+            }
+            time.sleep(4)
+            before = {name: cpu_seconds(pids) for name, pids in waiting.items()}
+            time.sleep(10)
+            used = {name: (cpu_seconds(pids) - before[name]) / 10 for name, pids in waiting.items()}
+        say("a waiting rank uses " + ", ".join(f"{name} {share:.1%}" for name, share in used.items()))
+        running.wait_for_steps(3)
+
+        killed = time.time()
+        subprocess.run(["pkill", "-9", "-f", "^[^ ]*prterun|^[^ ]*mpirun"], check=False)
+        tell_gap(running, killed, "mpirun killed")
+        running.wait_for_steps(2)
+        killed = time.time()
+        nodes[3].power_off()
+        tell_gap(running, killed, "node switched off")
+        nodes[3].restart()
+    finally:
+        stop(running)
+
+
+def tell_gap(running: Running, killed: float, what: str) -> None:
+    """How long until the next step, and how many steps were lost."""
+    running.wait_for(lambda: any(at > killed and one["rank"] == 0 for at, one in running.events("Joined")))
+    joined = next((at, one) for at, one in running.events("Joined") if at > killed and one["rank"] == 0)
+    running.wait_for(lambda: any(at > joined[0] for at, _ in running.progress()))
+    again = min(at for at, _ in running.progress() if at > joined[0])
+    lost = [one["step"] for at, one in running.events("LinkLost") if at > killed]
+    print(
+        f"{what}: joined again after {joined[0] - killed:.1f} s, "
+        f"first steps told after {again - killed:.1f} s, {max(lost) - joined[1]['step']} steps lost"
+    )
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(3600)
+def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod: Path) -> None:
+    ours: list[float] = []
+    theirs: dict[str, list[float]] = {"equal": [], "our batch sizes": []}
+    for _ in range(2):
+        running = start(project)
+        try:
+            running.wait_for_steps(12)
+            begun = time.time()
+            running.wait_for_steps(12)
+            ours.append(rates(running, begun, time.time())[0])
+            last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
+        finally:
+            stop(running)
+        equal = [HOROVOD_EQUAL] * (NUM_NODES + 1)
+        theirs["equal"].append(run_horovod(project, nodes, horovod, equal))
+        theirs["our batch sizes"].append(run_horovod(project, nodes, horovod, list(last.values())))
+    mine = statistics.median(ours)
+    print(f"\ncsdctl {mine:.0f} images/s (runs: {', '.join(f'{one:.0f}' for one in ours)})")
+    for name, measured in theirs.items():
+        middle = statistics.median(measured)
+        runs = ", ".join(f"{one:.0f}" for one in measured)
+        print(f"Horovod, {name}: {middle:.0f} images/s (runs: {runs}); csdctl is {mine / middle:.1f} ×")
+
+
+@pytest.fixture(scope="module")
+def horovod() -> Path:
+    """The Python of an environment with Horovod; built when it is not there."""
+    place = Path(os.environ.get("CSDCTL_BENCH_PEERS", "/var/tmp/csdctl-peers")) / "horovod"
+    if not (place / "done").exists():
+        build = Path(__file__).parent / "clients" / "build_horovod.sh"
+        if subprocess.run(["bash", build, place], check=False).returncode:
+            pytest.skip("NOT MEASURED: Horovod could not be built")
+    return place / "bin" / "python"
+
+
+def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: list[int]) -> float:
+    """Images/s of Horovod with these batch sizes, by Debian's Open MPI over the lab's SSH."""
+    config = project.path / "horovod_ssh_config"
+    config.write_text(
+        "".join(f"Host {node.name}\n  HostName {node.wanted.address}\n  User root\n" for node in nodes)
+        + f"Host *\n  IdentityFile {project.lab.key}\n"
+        f"  UserKnownHostsFile {project.path}/.csdctl/known_hosts\n  BatchMode yes\n  ConnectTimeout 20\n"
+        + "".join(f"Host {node.name}\n  HostKeyAlias {node.wanted.address}\n" for node in nodes)
+    )
+    hosts = ",".join(["localhost:1", *(f"{node.name}:1" for node in nodes)])
+    command = [
+        *("/usr/bin/mpirun", "--allow-run-as-root", "--host", hosts, "--map-by", "node", "--bind-to", "none"),
+        *("--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NETWORK),
+        *("--mca", "oob_tcp_if_include", NETWORK, "--mca", "plm_rsh_agent", f"ssh -F {config}"),
+        *("--mca", "plm_rsh_no_tree_spawn", "1", "-x", "PATH"),
+        *(str(python), str(Path(__file__).parent / "clients" / "horovod_client.py"), str(HOROVOD_S)),
+        ",".join(map(str, sizes)),
+    ]
+    done = project.lab.host.run(
+        *command,
+        cwd=project.path,
+        deadline_s=900,
+        environment={"PATH": f"/usr/bin:/bin:{os.environ['PATH']}", "TMPDIR": "/tmp"},
+    )
+    found = [line for line in done.stdout.splitlines() if "images_per_s" in line]
+    assert found, done.stdout[-2000:] + done.stderr[-3000:]
+    return float(found[0].split()[1])
+
+
+ALONE = """
+import statistics, sys, time
+import numpy as np
+from csdctl.worker.backend import load_backend
+tf, keras = load_backend(1)
+from csdctl.worker.contract import Recipe
+from csdctl.worker.step import Step
+
+SIZE, STEPS, ROUNDS = 32, 12, 9
+recipe = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.01)
+generator = np.random.default_rng(0)
+images = generator.integers(0, 256, (SIZE * STEPS, 64, 64, 3), np.uint8)
+labels = generator.integers(0, 200, SIZE * STEPS).astype(np.int32)
+
+def build():
+    return keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
+
+inputs = keras.Input((64, 64, 3), dtype="uint8")
+peer = keras.Model(inputs, build()(keras.layers.Rescaling(1 / 255.0)(inputs)))
+sgd = keras.optimizers.SGD(0.01, momentum=0.9)
+peer.compile(sgd, "sparse_categorical_crossentropy", ["accuracy"], jit_compile=False)
+step = Step(build(), recipe, (images[:0], labels[:0]), tf, keras)
+
+def fit():
+    peer.fit(images, labels, batch_size=SIZE, epochs=1, verbose=0, shuffle=True)
+
+def ours():
+    order = generator.permutation(len(images))
+    for start in range(0, len(order), SIZE):
+        rows = np.sort(order[start : start + SIZE])
+        step.set_step(start, 0.01)
+        step.alone(images[rows], labels[rows])
+
+fit(); ours()
+ratios, times = [], {"fit": [], "ours": []}
+for number in range(ROUNDS):
+    for name, do in (("fit", fit), ("ours", ours)) if number % 2 else (("ours", ours), ("fit", fit)):
+        started = time.perf_counter()
+        do()
+        times[name].append((time.perf_counter() - started) / STEPS)
+    ratios.append(times["ours"][-1] / times["fit"][-1])
+fit_ms, our_ms = (statistics.median(times[name]) * 1000 for name in ("fit", "ours"))
+print(f"Keras fit {fit_ms:.1f} ms a step, csdctl {our_ms:.1f} ms; "
+      f"ratio {statistics.median(ratios):.3f} (rounds: {', '.join(f'{one:.2f}' for one in ratios)})")
+"""
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(900)
+def test_one_rank_against_keras_fit() -> None:
+    done = subprocess.run([sys.executable, "-c", ALONE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    print("\n" + done.stdout.strip())
