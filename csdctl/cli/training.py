@@ -69,7 +69,8 @@ class TrainingScreen:
     def stopped(self, stopped: RunStopped) -> None:
         """The run was asked to stop: what is kept, and how to go on."""
         self._stack.close()
-        self._streams.say(f"stopped after a whole step; its state is kept in {self._path()}")
+        self._streams.say("stopped; the state of the last completed step is kept")
+        self._streams.say(f"run directory: {self._path()}")
         self._streams.say(f"to go on: csdctl train --resume {stopped.run_id}")
         self._streams.result_line(report_document(stopped.summary, self._path()))
 

@@ -1,10 +1,13 @@
 """What a run came to, from its events and its plan."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.worker.contract import EpochEnd, Event, Failed, Finished
+from csdctl.worker.contract import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Rebalanced
+
+STOPPED = "asked to stop"
+"""The reason of `Finished` when the run was interrupted."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,8 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'done' with a completion record from every rank, else 'failed'."""
+    """'done' with a completion record from every rank that took part to the end, 'stopped' when somebody
+    asked it to stop and it did, else 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -55,6 +59,12 @@ class RunSummary:
     validation_accuracy: float | None
     identical_weights: bool
     failures: tuple[str, ...]
+    lost_nodes: tuple[str, ...]
+    """Nodes that were lost on the way, also those that came back."""
+    num_private_unread: int
+    """Private samples, counted once for each epoch, that nobody read because their node was away."""
+    num_rebalanced: int
+    """How often batch sizes moved."""
     ranks: tuple[RankSummary, ...]
 
 
@@ -64,7 +74,6 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     plan = manifest["plan"]
     epochs = [event for event in kept if isinstance(event, EpochEnd)]
     of_host = [event for event in epochs if event.rank == 0]
-    finished = {event.rank for event in kept if isinstance(event, Finished)}
     training_s = sum(event.wall_s for event in of_host)
     samples = sum(event.global_samples for event in of_host)
     ranks = tuple(
@@ -79,7 +88,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     last = of_host[-1] if of_host else None
     return RunSummary(
         run_id=run_id,
-        state="done" if len(finished) == len(ranks) else "failed",
+        state=_state(kept, len(ranks)),
         emulated=bool(plan.get("emulated")),
         method=plan["method"],
         num_ranks=len(ranks),
@@ -96,10 +105,28 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         accuracy=last.accuracy if last else None,
         validation_loss=last.validation_loss if last else None,
         validation_accuracy=last.validation_accuracy if last else None,
-        identical_weights=_identical(epochs, len(ranks)),
+        identical_weights=_identical(kept, len(ranks)),
         failures=tuple(f"{event.node}: {event.message}" for event in kept if isinstance(event, Failed)),
+        lost_nodes=tuple(dict.fromkeys(event.node for event in kept if isinstance(event, NodeLost))),
+        num_private_unread=sum(event.num_lost for event in of_host),
+        num_rebalanced=sum(isinstance(event, Rebalanced) for event in kept),
         ranks=ranks,
     )
+
+
+def _state(events: Sequence[Event], num_ranks: int) -> str:
+    """What became of the ranks that belonged to the last group."""
+    joined = [event for event in events if isinstance(event, Joined)]
+    members = {int(rank) for rank in joined[-1].batch_sizes} if joined else set(range(num_ranks))
+    last: dict[int, Finished] = {}
+    for event in events:
+        if isinstance(event, Joined):
+            last.pop(event.rank, None)  # a run that was resumed
+        elif isinstance(event, Finished):
+            last[event.rank] = event
+    if members - set(last):
+        return "failed"
+    return "stopped" if any(event.reason == STOPPED for event in last.values()) else "done"
 
 
 def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: list[EpochEnd]) -> RankSummary:
@@ -118,9 +145,17 @@ def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: lis
     )
 
 
-def _identical(epochs: list[EpochEnd], num_ranks: int) -> bool:
-    """Whether at every epoch's end every rank reported the same weights."""
-    hashes: dict[int, list[str]] = {}
-    for event in epochs:
-        hashes.setdefault(event.epoch, []).append(event.weights_hash)
-    return bool(hashes) and all(len(one) == num_ranks and len(set(one)) == 1 for one in hashes.values())
+def _identical(events: Sequence[Event], num_ranks: int) -> bool:
+    """Whether at every epoch's end all ranks that took part then reported the same weights."""
+    members = set(range(num_ranks))
+    wanted: dict[int, set[int]] = {}
+    hashes: dict[int, dict[int, str]] = {}
+    for event in events:
+        if isinstance(event, Joined):
+            members = {int(rank) for rank in event.batch_sizes}
+        elif isinstance(event, EpochEnd):
+            wanted[event.epoch] = members
+            hashes.setdefault(event.epoch, {})[event.rank] = event.weights_hash
+    return bool(hashes) and all(
+        wanted[epoch] <= set(one) and len(set(one.values())) == 1 for epoch, one in hashes.items()
+    )

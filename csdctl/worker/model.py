@@ -17,13 +17,13 @@ import numpy as np
 
 from csdctl.worker.contract import ModelInfo, Recipe
 from csdctl.worker.events import WorkerError, describe
-from csdctl.worker.recipe import make_loss, make_optimizer
+from csdctl.worker.recipe import make_loss, make_metrics, make_optimizer
 
 
 def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Path, keras: Any) -> ModelInfo:
     """Find the model `reference`, write architecture.json and weights.npz into `output`.
 
-    The recipe's loss and optimizer are tried too, so that a wrong name is told before anything is sent.
+    The recipe's loss, optimizer and metrics are tried too: a wrong name is told before anything is sent.
 
     `reference` is `keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`. Raises WorkerError with
     exit code 2 when it cannot be found, built, or carried.
@@ -42,6 +42,7 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
         )
     if not model.trainable_variables:
         raise WorkerError(f"{reference}: the model has no trainable variable", exit_code=2)
+    make_metrics(recipe, model, keras)
     try:
         architecture = model.to_json()
         # The nodes do not have the user's code: what it registered must not help here either.

@@ -41,6 +41,8 @@ from csdctl.worker.contract import (
 
 ANSWER_S = 8.0
 """A rank that lives answers within this, however busy its machine is."""
+LEAST_ANSWER_S = 3.0
+"""And when all others have answered at once, it gets this long."""
 STALL_S = 20.0
 """A rank that others wait for and that does not answer for so long is lost."""
 SETTLE_S = 0.5
@@ -106,6 +108,7 @@ class Supervision:
         self._joined: set[int] = set()
         self._paused: set[int] = set()
         self._is_stopping = False
+        self._is_regrouping = False
         self._is_over = threading.Event()
         self._heard = time.monotonic()
         self.ended = Ended()
@@ -131,7 +134,7 @@ class Supervision:
         try:
             do()
         except KeyboardInterrupt:
-            if self._is_stopping or not self._has_joined:
+            if self._is_stopping or not self._has_joined or self._is_regrouping:
                 raise
             self._is_stopping = True
             self._ranks[0].order(Stop())
@@ -311,6 +314,7 @@ class Supervision:
                 node=error.node if error else "",
                 remedy=f"the model of the other ranks is in the run directory; {self._logs()}",
             )
+        self._is_regrouping = True  # until the end of this method: an interrupt in its middle ends the run
         outcome = self._end_links()
         self._attempts += 1
         group = set(self._group)
@@ -335,6 +339,7 @@ class Supervision:
             self._lose(self._run.nodes.index(cause.node), cause)
             left = sorted(self._present(left))
         self._form_group(left)
+        self._is_regrouping = False
 
     def _present(self, ranks: Iterable[int]) -> set[int]:
         """Those of `ranks` that can train now: one that is being started again cannot."""
@@ -346,10 +351,15 @@ class Supervision:
         number = self._generation
         for rank in self._present(group):
             self._ranks[rank].order(AreYouThere(number))
-        while time.monotonic() - begun < ANSWER_S:
+        patience_s = ANSWER_S
+        while time.monotonic() - begun < patience_s:
             waiting = {rank for rank in self._present(group) if self._answered.get(rank, 0.0) < begun}
             if not waiting and time.monotonic() - begun > SETTLE_S:
                 return
+            if len(waiting) == 1 and len(group) > len(waiting):
+                # What all others could do in this time, one that lives could do in four times of it.
+                slowest_s = max([at - begun for at in self._answered.values() if at > begun], default=0.0)
+                patience_s = min(ANSWER_S, max(LEAST_ANSWER_S, 4 * slowest_s))
             notice = self._next(0.1)
             if isinstance(notice, ProcessEnded):
                 self._lose(notice.rank, notice.error)

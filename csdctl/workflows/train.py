@@ -48,6 +48,10 @@ from csdctl.workflows.supervise import Supervised, Supervision
 COLLECTIVES = ("auto", "star", "allreduce")
 
 
+RANKS_HEARD_PER_S = 100
+"""How many ranks tell of their progress in a second: the host reads all of it."""
+
+
 @dataclass(frozen=True)
 class TrainOptions:
     """What a user may change of one run."""
@@ -172,6 +176,7 @@ def _build_spec(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(crew.project.root)),
+        progress_interval_s=max(0.5, len(plan.ranks) / RANKS_HEARD_PER_S),
     )
 
 
@@ -260,8 +265,11 @@ def _carry_out(
         log.append(time.time(), event)
         watcher.on_event(event)
 
+    is_stopped = False
     try:
         is_stopped = _supervise(run, spec, prepared, cut, crew, options, watcher.on_delivery, record)
+    except KeyboardInterrupt:
+        is_stopped = True  # at once; the state of the last completed step is kept all the same
     finally:
         log.close()
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))

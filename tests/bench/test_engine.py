@@ -360,7 +360,7 @@ def build():
 inputs = keras.Input((64, 64, 3), dtype="uint8")
 peer = keras.Model(inputs, build()(keras.layers.Rescaling(1 / 255.0)(inputs)))
 sgd = keras.optimizers.SGD(0.01, momentum=0.9)
-peer.compile(sgd, "sparse_categorical_crossentropy", ["accuracy"], jit_compile=False)
+peer.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
 step = Step(build(), recipe, (images[:0], labels[:0]), tf, keras)
 
 def fit():

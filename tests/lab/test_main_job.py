@@ -1,5 +1,6 @@
 """The main job over real SSH servers, on machines that share nothing; and csdctl ended in its middle."""
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -54,11 +55,30 @@ def start_training(project: Project, job: Path, *options: str) -> subprocess.Pop
     return process
 
 
-def has_joined(events: Path, *, generation: int) -> bool:
-    """Whether rank 0 has found the others of that group."""
-    lines = [json.loads(line)["line"].removeprefix("@csdctl ") for line in events.read_text().splitlines()]
-    said = [json.loads(line) for line in lines if '"Joined"' in line]
-    return any(one["rank"] == 0 and one["generation"] == generation for one in said)
+def said_in(events: Path) -> list[dict[str, Any]]:
+    """All events so far; the last line may be half there."""
+    found = []
+    for line in events.read_text().splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(json.loads(line)["line"].removeprefix("@csdctl ")))
+    return found
+
+
+def members_at_the_end(events: Path) -> set[int]:
+    """The ranks of the latest group, once rank 0 has done steps in it; none before."""
+    found: set[int] = set()
+    for event in said_in(events):
+        if event["rank"] == 0 and event["event"] == "Joined":
+            joined = {int(rank) for rank in event["batch_sizes"]}
+            found = set()
+        elif event["rank"] == 0 and event["event"] in ("Progress", "EpochEnd"):
+            found = joined
+    return found
+
+
+def last_steps(events: Path) -> int:
+    """Steps of the whole run, as the completion records say."""
+    return int([event for event in said_in(events) if event["event"] == "Finished"][-1]["steps"])
 
 
 @pytest.fixture(scope="module")
@@ -169,25 +189,50 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Proje
     assert "Traceback" not in stdout + stderr
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.fault(17)
 @pytest.mark.fault(20)
-def test_node_that_loses_power_is_named_and_the_others_go_on_without_it(project: Project, job: Path) -> None:
+@pytest.mark.fault(46)
+@pytest.mark.fault(47)
+@pytest.mark.fault(54)
+def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Project, job: Path) -> None:
     nodes = project.lab.near[:2]
     project.use(*nodes, network=NETWORK)
     process = start_training(project, job)
-    with nodes[1].switched_off():
-        (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
-        deadline = time.monotonic() + END_DEADLINE_S
-        while not has_joined(events, generation=2):
+    (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
+
+    def wait_until_trained_by(*ranks: int) -> None:
+        """Wait for a group of these ranks, and for steps of it."""
+        deadline = time.monotonic() + 2 * END_DEADLINE_S
+        while members_at_the_end(events) != set(ranks):
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline
+            assert time.monotonic() < deadline, events.read_text()[-3000:]
             time.sleep(0.1)
+
+    wait_until_trained_by(0, 1, 2)
+    with nodes[1].cable_pulled():
+        wait_until_trained_by(0, 1)
+    wait_until_trained_by(0, 1, 2)
+    with nodes[0].frozen():
+        wait_until_trained_by(0, 2)
+    wait_until_trained_by(0, 1, 2)
+    with nodes[1].switched_off():
+        wait_until_trained_by(0, 1)
         process.send_signal(signal.SIGINT)
         stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
-    assert process.returncode == 130, stdout + stderr
-    assert "csd1 is lost" in stdout + stderr
-    assert "2 ranks go on" in stdout + stderr
-    assert "Traceback" not in stdout + stderr
+        assert process.returncode == 130, stdout + stderr
+        text = stdout + stderr
+        for words in ("csd0 is lost", "csd1 is lost", "csd0 is back", "csd1 is back", "2 ranks go on"):
+            assert words in text, text
+        assert "Traceback" not in text
+        steps = last_steps(events)
+        done = project.csdctl(
+            *("train", str(long_job(job)), "--resume", "latest", "--exclude", "csd1", "--skip-doctor"),
+            *("--max-steps", str(steps + 5)),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "going on without csd1" in done.stdout
+        assert last_steps(events) == steps + 5
 
 
 def _write_jumping_fleet(project: Project, gate: Node, *far: Node) -> None:

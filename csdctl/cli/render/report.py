@@ -55,6 +55,15 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
             "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared",
         ),
     ]
+    if summary.lost_nodes:
+        unread = (
+            f"; {summary.num_private_unread:,} private samples were not read"
+            if summary.num_private_unread
+            else ""
+        )
+        rows.append(("lost", f"{', '.join(summary.lost_nodes)}, and the others went on{unread}"))
+    if summary.num_rebalanced:
+        rows.append(("balance", f"batch sizes moved {summary.num_rebalanced} times"))
     if summary.efficiency is None:
         rows[1] = ("efficiency", f"not known: no rank was measured alone (method {summary.method})")
     return rows

@@ -64,6 +64,9 @@ SUMMARY = RunSummary(
     validation_accuracy=0.7125,
     identical_weights=True,
     failures=(),
+    lost_nodes=(),
+    num_private_unread=0,
+    num_rebalanced=0,
     ranks=RANKS,
 )
 

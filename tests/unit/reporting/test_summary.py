@@ -3,12 +3,23 @@
 The host: 2 × 600 samples; each node: 2 × 100. An epoch takes 10 s.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from csdctl.reporting.summary import RunSummary, summarize
-from csdctl.worker.contract import Checkpointed, EpochEnd, Event, Failed, Finished, Progress, Ready
+from csdctl.reporting.summary import STOPPED, RunSummary, summarize
+from csdctl.worker.contract import (
+    Checkpointed,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    NodeLost,
+    Progress,
+    Ready,
+)
 
 NODES = ("host", "csd0", "csd1")
 MANIFEST: dict[str, Any] = {
@@ -56,7 +67,7 @@ WHOLE: list[Event] = [
     *(epoch_end(rank, 1) for rank in (2, 0, 1)),
     Progress(0, "host", 2, 5, 5, 300, 3.0, 1.5, 5.0, 400, 9.9, 0.9),
     *(epoch_end(rank, 2) for rank in (0, 1, 2)),
-    Checkpointed(0, "host", 2, "checkpoints/epoch-0002.weights.npz", "sha"),
+    Checkpointed(0, "host", 2, 20, "checkpoints/step-00000020.npz"),
     *(finished(rank) for rank in (1, 2, 0)),
 ]
 
@@ -151,3 +162,32 @@ def test_without_every_ranks_own_speed_there_is_no_efficiency(rank: int) -> None
     found = summary(manifest=without_speed(rank))
     assert (found.alone_images_per_s, found.efficiency) == (None, None)
     assert found.images_per_s == pytest.approx(80.0)
+
+
+def joined(rank: int, *members: int) -> Joined:
+    return Joined(rank, NODES[rank], 2, 2, 0, 10, 10, {str(one): 10 for one in members}, "star", 0.1, 100)
+
+
+LOST: list[Event] = [
+    *(epoch_end(rank, 1) for rank in (0, 1, 2)),
+    NodeLost(2, "csd1", "no longer answers"),
+    *(joined(rank, 0, 1) for rank in (0, 1)),
+    epoch_end(1, 2),
+    replace(epoch_end(0, 2), num_lost=100),
+    *(finished(rank) for rank in (0, 1)),
+]
+
+
+@pytest.mark.fault(20)
+def test_run_that_went_on_without_a_node_is_done_and_says_what_was_not_read() -> None:
+    found = summary(LOST)
+    assert (found.state, found.lost_nodes, found.num_private_unread) == ("done", ("csd1",), 100)
+    assert found.identical_weights
+
+
+def test_run_that_was_asked_to_stop_is_stopped_and_one_that_was_resumed_is_done() -> None:
+    stopped = [*WHOLE[:8], *(replace(finished(rank), reason=STOPPED) for rank in range(3))]
+    assert summary(stopped).state == "stopped"
+    resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]
+    assert summary(resumed).state == "failed"
+    assert summary([*resumed, *(finished(rank) for rank in range(3))]).state == "done"

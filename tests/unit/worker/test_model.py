@@ -1,0 +1,131 @@
+"""Models that a user brings: what is carried to the nodes, and what is refused."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, ModelInfo, Recipe, from_json, to_json
+
+MAKE = """
+import sys, keras
+from keras import layers
+kind, path = sys.argv[1:]
+middle = layers.Lambda(lambda x: x * 2) if kind == "lambda" else layers.Rescaling(2.0)
+keras.Sequential([keras.Input((4, 4, 1)), middle, layers.Flatten(), layers.Dense(3)]).save(path)
+"""
+FUNCTION = """
+import keras
+from keras import layers
+
+
+def with_lambda():
+    return keras.Sequential([keras.Input((4,)), layers.Lambda(lambda x: x * 2), layers.Dense(3)])
+
+
+def own_layer():
+    class Mine(layers.Layer):
+        def call(self, x):
+            return x
+
+    return keras.Sequential([keras.Input((4,)), Mine(), layers.Dense(3)])
+
+
+def fine():
+    return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
+"""
+QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def build(directory: Path, reference: str, **recipe: object) -> tuple[ModelInfo | None, str]:
+    """What `build` tells of the model, or why not."""
+    output = directory / "output"
+    output.mkdir(exist_ok=True)
+    arguments = ["--reference", reference, "--recipe", to_json(Recipe(**recipe)), "--output", str(output)]  # type: ignore[arg-type]
+    done = subprocess.run(
+        [sys.executable, "-m", "csdctl.worker", "build", *arguments],
+        capture_output=True,
+        text=True,
+        env=QUIET,
+        check=False,
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith(ANSWER_PREFIX):
+            return from_json(ModelInfo, line.removeprefix(ANSWER_PREFIX)), ""
+    lines = [line for line in done.stderr.splitlines() if line.startswith(WORKER_ERROR_PREFIX)]
+    assert lines, done.stderr
+    assert done.returncode == 2
+    return None, str(json.loads(lines[-1].removeprefix(WORKER_ERROR_PREFIX))["message"])
+
+
+def make_keras_file(kind: str, path: Path) -> None:
+    subprocess.run([sys.executable, "-c", MAKE, kind, str(path)], check=True, capture_output=True, env=QUIET)
+
+
+def test_keras_file_is_carried_as_architecture_and_weights(tmp_path: Path) -> None:
+    make_keras_file("plain", tmp_path / "model.keras")
+    info, _ = build(tmp_path, str(tmp_path / "model.keras"))
+    assert info
+    assert (info.input_shape, info.output_shape) == ((4, 4, 1), (3,))
+    assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
+        "architecture.json",
+        "weights.npz",
+    ]
+
+
+@pytest.mark.fault(42)
+def test_keras_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
+    make_keras_file("lambda", tmp_path / "model.keras")
+    info, why = build(tmp_path, str(tmp_path / "model.keras"))
+    assert info is None
+    assert "not a model that can be loaded safely" in why
+
+
+@pytest.mark.fault(42)
+def test_pickle_under_the_name_of_a_keras_file_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Runs:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return os.system, (f"touch {tmp_path}/was-run",)
+
+    (tmp_path / "model.keras").write_bytes(pickle.dumps(Runs()))
+    info, why = build(tmp_path, str(tmp_path / "model.keras"))
+    assert info is None
+    assert "not a model that can be loaded safely" in why
+    assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.fault(42)
+@pytest.mark.parametrize("function", ["with_lambda", "own_layer"])
+def test_layer_that_only_the_users_code_knows_is_refused(tmp_path: Path, function: str) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    info, why = build(tmp_path, f"{tmp_path}/mine.py:{function}")
+    assert info is None
+    assert "cannot be carried" in why
+
+
+@pytest.mark.parametrize(
+    ("metrics", "why"),
+    [
+        (("AUC",), "no mean over samples"),
+        (("nonsense",), "cannot be used"),
+        (("Precision",), "no mean over samples"),
+    ],
+)
+def test_metric_that_cannot_be_added_up_is_refused(
+    tmp_path: Path, metrics: tuple[str, ...], why: str
+) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    info, found = build(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
+    assert info is None
+    assert why in found
+
+
+def test_metrics_by_either_name_are_taken(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    metrics = ("accuracy", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
+    info, found = build(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
+    assert info, found
