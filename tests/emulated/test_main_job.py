@@ -290,10 +290,12 @@ def expected_hash(demo: Path) -> str:
 @pytest.mark.parametrize(
     "fault",
     [
-        pytest.param(kill_daemon("csd1"), marks=pytest.mark.fault(45), id="an MPI daemon is killed"),
-        pytest.param(kill_mpirun, marks=pytest.mark.fault(48), id="mpirun is killed"),
+        pytest.param(kill_daemon("csd1"), id="an MPI daemon is killed"),
+        pytest.param(kill_mpirun, id="mpirun is killed"),
     ],
 )
+@pytest.mark.fault(45)
+@pytest.mark.fault(48)
 def test_run_whose_mpi_breaks_goes_on_to_the_same_bits(
     demo: Path, fault: Callable[[Path, Path], None], expected_hash: str
 ) -> None:
@@ -385,6 +387,17 @@ def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the
     assert events_of(run, "Joined")[-1]["step"] >= seen
     last = [event["weights_hash"] for event in events_of(run, "Finished")][-NUM_NODES - 1 :]
     assert set(last) == {expected_hash}
+
+
+@pytest.mark.fault(57)
+def test_loss_that_is_no_number_ends_the_run_and_says_what_to_change(demo: Path) -> None:
+    job_with(demo, "wild.yaml", learning_rate="1e12")
+    done = csdctl(demo, "train", "wild.yaml", "--batch-size", "16", "--skip-doctor")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "recipe.learning_rate" in done.stderr
+    assert "epoch 1, step" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert nothing_is_left(demo, max((demo / ".csdctl" / "runs").iterdir()))
 
 
 def test_verify_proves_the_gradient_on_the_fleet_at_hand(demo: Path) -> None:

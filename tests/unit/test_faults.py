@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAULTS = range(1, 38)
+FAULTS = [*range(1, 38), 42, *range(44, 55), 56, 57]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 
 
