@@ -83,7 +83,7 @@ class Star:
     @property
     def missing(self) -> list[int]:
         """Rank 0: the ranks of which something has not arrived yet."""
-        return sorted({rank for _, rank, _ in self._arriving})
+        return sorted({rank for _, rank, request in self._arriving if not request.Test()})
 
     def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
         """Sum `local` over all ranks into `total` on all ranks."""

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from csdctl.worker.events import WorkerError
+
 SUM, GATHER, SEND, RECEIVE, CLOSE = b"S", b"G", b"P", b"R", b"C"
 DONE, WAITING = b"D", b"W"
 _HEAD = struct.Struct("<cQ")
@@ -87,6 +89,13 @@ def door_name(run_id: str, rank: int) -> str:
     return f"\0csdctl/{run_id}/{rank}"
 
 
+def is_of_same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket runs as this one's user."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    _, uid, _ = _PEER.unpack(peer)
+    return bool(uid == os.getuid())
+
+
 class Door:
     """The rank's side before a link is there."""
 
@@ -106,8 +115,7 @@ class Door:
             if not select.select([self._socket], [], [], 0.1)[0]:
                 continue
             connection, _ = self._socket.accept()
-            _, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-            if uid != os.getuid():
+            if not is_of_same_user(connection):
                 connection.close()
                 continue
             line = Line(connection)
@@ -219,6 +227,8 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(door_name(run_id, node_rank))
+    if not is_of_same_user(connection):
+        raise WorkerError(f"rank {node_rank} of run {run_id} is another user's process")
     from csdctl.worker.collective import load_world
 
     mpi, world = load_world()

@@ -8,10 +8,8 @@ slow rank can be named and relieved.
 
 import dataclasses
 import math
-import os
 import queue
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,7 @@ from csdctl.worker.balance import Balancer
 from csdctl.worker.callbacks import after_epoch
 from csdctl.worker.contract import (
     Alive,
-    Checkpointed,
     EpochEnd,
-    Evaluating,
     Finished,
     FormGroup,
     Joined,
@@ -40,21 +36,21 @@ from csdctl.worker.contract import (
     from_dict,
 )
 from csdctl.worker.data import Array, EpochReader, Samples
+from csdctl.worker.evaluation import evaluate
 from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.keeping import BEST_MODEL, LAST_MODEL, Keeping
 from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
 from csdctl.worker.model import hash_weights, load
 from csdctl.worker.orders import Orders
 from csdctl.worker.ranks import Alone, Ranks
 from csdctl.worker.schedule import Leg, Own, begin_epoch, change_leg
-from csdctl.worker.state import Checkpoints, Position, Progressed, StepFile, Tallied, pack, unpack
-from csdctl.worker.step import Step, Sums, mean_of
+from csdctl.worker.state import Position, Progressed, Tallied, pack, unpack
+from csdctl.worker.step import Step, Sums
+from csdctl.worker.tally import Tally, add_sums, overall
 from csdctl.worker.verify import verify
 
-EVALUATION_BATCH = 256
 ORPHAN_S = 600.0
 """A rank that belongs to no group and hears nothing for so long is forgotten, and leaves."""
-STATE_COST_SHARE = 0.01
-"""Of the training time, what keeping the state of the last step may cost when no other rank has it too."""
 GROWTH_LIMIT = 2
 """A rank whose memory nobody measured gets at most this many times its planned batch size."""
 DIVERGED = (
@@ -79,41 +75,6 @@ def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> floa
     return recipe.learning_rate + (target - recipe.learning_rate) * epochs_done / recipe.warmup_epochs
 
 
-@dataclass
-class Tally:
-    """What this rank did since the tally was made; times in seconds."""
-
-    started: float = field(default_factory=time.monotonic)
-    steps: int = 0
-    samples: int = 0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
-
-    def add(self, samples: int, compute_s: float, wait_s: float, sums: Sums) -> None:
-        """Count one step."""
-        self.steps += 1
-        self.samples += samples
-        self.compute_s += compute_s
-        self.wait_s += wait_s
-        metrics = self.sums.metrics or (0.0,) * len(sums.metrics)
-        self.sums = Sums(
-            self.sums.loss + sums.loss,
-            tuple(a + b for a, b in zip(metrics, sums.metrics, strict=True)),
-            self.sums.samples + sums.samples,
-        )
-
-    def local(self) -> dict[str, Any]:
-        """The fields that every rank's events have."""
-        return {
-            "steps": self.steps,
-            "samples": self.samples,
-            "compute_s": round(self.compute_s, 6),
-            "wait_s": round(self.wait_s, 6),
-            "wall_s": round(time.monotonic() - self.started, 6),
-        }
-
-
 class RankTraining:
     """Trains rank `rank` of `spec`, as `orders` come, with whom they say."""
 
@@ -127,10 +88,6 @@ class RankTraining:
         self._orders = Orders(lambda number: emit(Alive(rank, self._me.node, number)))
         sizes = {str(one.rank): one.batch_size for one in spec.ranks}
         self._position = Position(1, 0, 0, None, sizes)
-        self._checkpoints = Checkpoints(Path(spec.output_directory) / "checkpoints", spec.num_checkpoints)
-        self._step_file: StepFile | None = None
-        self._state_cost_s = 0.0
-        self._kept_at = self._checkpointed_at = time.monotonic()
         limits = {one.rank: one.max_batch_size or GROWTH_LIMIT * one.batch_size for one in spec.ranks}
         self._balancer = Balancer(limits)
         self._apply_s = 0.0
@@ -196,26 +153,9 @@ class RankTraining:
         )
         # After the vector: whether somebody wants to stop, and every rank's compute time.
         self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
-        if self._is_root:
-            self._take_kept_state()
-
-    def _take_kept_state(self) -> None:
-        """Go on from what an earlier process of this run kept: the later of step file and checkpoint."""
-        kept = StepFile.read(Path(self._spec.step_file)) if self._spec.step_file else None
-        newest = self._checkpoints.newest()
-        positions = []
-        for state in (newest, kept):
-            if state is not None:
-                positions.append((unpack(state, self._step.state), state))
-        if positions:
-            latest = max(positions, key=lambda one: one[0].total_steps)
-            self._position = unpack(latest[1], self._step.state)
-        if self._spec.step_file:
-            try:
-                self._step_file = StepFile(Path(self._spec.step_file), self._step.state)
-            except OSError as error:
-                # The other ranks hold the state too, and there are checkpoints.
-                print(f"no step file: {error}", flush=True)
+        self._keeping = Keeping(spec, me, self._step) if self._is_root else None
+        if self._keeping and self._keeping.position:
+            self._position = self._keeping.position
 
     def _warm_up(self) -> None:
         """Trace the graphs and reach full speed before the clock runs; the weights stay as they were."""
@@ -308,8 +248,8 @@ class RankTraining:
                 self._digest = self._compare(ranks)
                 if reason == MAX_STEPS:
                     self._emit_epoch_end({}, self._num_lost(group))
-                if self._is_root:
-                    self._checkpoint()
+                if self._keeping:
+                    self._keeping.checkpoint(self._position)
                 return FINISHED, reason
             is_pausing = self._end_epoch(ranks, group)
             if self._position.progressed.is_stopping:
@@ -393,27 +333,15 @@ class RankTraining:
     def _advance(self, sums: Sums) -> None:
         """The step is done: note it, and keep the state where it outlives this process."""
         position, tallied = self._position, self._position.tallied
-        metrics = tallied.metrics or (0.0,) * len(sums.metrics)
+        so_far = add_sums(Sums(tallied.loss, tallied.metrics, tallied.samples), sums)
         self._position = dataclasses.replace(
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            tallied=Tallied(
-                tallied.steps + 1,
-                tallied.samples + int(sums.samples),
-                tallied.loss + sums.loss,
-                tuple(a + b for a, b in zip(metrics, sums.metrics, strict=True)),
-            ),
+            tallied=Tallied(tallied.steps + 1, int(so_far.samples), so_far.loss, so_far.metrics),
         )
-        now = time.monotonic()
-        has_others = len(self._leg.shares) > 1
-        is_due = has_others or self._state_cost_s <= STATE_COST_SHARE * (now - self._kept_at)
-        if self._step_file and is_due:
-            self._step_file.write(self._step.state, self._position)
-            self._kept_at = time.monotonic()
-            self._state_cost_s = self._kept_at - now
-        if self._is_root and now - self._checkpointed_at >= self._spec.checkpoint_interval_s:
-            self._checkpoint()
+        if self._keeping:
+            self._keeping.after_step(self._position, has_others=len(self._leg.shares) > 1)
 
     def _balance(self, leg: Leg, times_s: Array) -> None:
         """Move batch sizes when a rank has become slower or faster; the same on every rank."""
@@ -450,23 +378,14 @@ class RankTraining:
         if math.isfinite(sums.loss) and math.isfinite(whole):
             return
         position = self._position
-        if self._is_root:
-            self._save_last_good()
+        if self._keeping:
+            self._keeping.save_last_good()
         what = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
         raise WorkerError(f"{what} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
 
-    def _save_last_good(self) -> None:
-        """The model of the newest checkpoint, where there is one."""
-        newest = self._checkpoints.newest()
-        if newest is not None:
-            unpack(newest, self._step.state)
-            self._save_model("model.keras")
-
     def _report(self, tally: Tally) -> None:
         position = self._position
-        more = self._means(tally.sums) if self._is_root else {}
-        if self._is_root:
-            more["global_samples"] = int(tally.sums.samples)
+        more = overall(tally.sums, self._step.metric_names) if self._is_root else {}
         emit(
             Progress(
                 rank=self._me.rank,
@@ -478,21 +397,14 @@ class RankTraining:
             )
         )
 
-    def _means(self, sums: Sums) -> dict[str, Any]:
-        """Loss, accuracy and other metrics for an event."""
-        count = sums.samples or math.nan
-        metrics = {
-            name: value / count for name, value in zip(self._step.metric_names, sums.metrics, strict=False)
-        }
-        return {"loss": sums.loss / count, "accuracy": metrics.get("accuracy"), "metrics": metrics}
-
     def _end_epoch(self, ranks: Ranks, group: FormGroup) -> bool:
         """Compare, evaluate, decide, keep; returns whether to pause for a new group."""
         self._digest = self._compare(ranks)
         results: dict[str, Any] = {}
         decided: tuple[Any, bool, bool] | None = None
         if self._is_root:
-            results = self._evaluate()
+            if self._validation is not None:
+                results = evaluate(self._step, self._validation, self._me, self._spec.progress_interval_s)
             progressed, is_best = self._decide(results)
             decided = (dataclasses.asdict(progressed), is_best, self._orders.is_pausing)
         self._emit_epoch_end(results, self._num_lost(group))
@@ -506,42 +418,37 @@ class RankTraining:
             tallied=Tallied(),
             progressed=from_dict(Progressed, progressed_dict),
         )
-        if self._is_root:
-            self._checkpoint(is_best=is_best)
-            if self._step_file:
-                self._step_file.write(self._step.state, self._position)
+        if self._keeping:
+            self._keeping.checkpoint(self._position, is_best=is_best)
+            self._keeping.keep(self._position)
             if is_best and self._validation is not None:
-                self._save_model("best.keras")
+                self._keeping.save_model(BEST_MODEL)
         # All wait for rank 0 here, so that it does not count as waiting in the next epoch.
         ranks.gather(None)
         return bool(is_pausing)
 
     def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
-        tallied = self._position.tallied
-        sums = Sums(tallied.loss, tallied.metrics, float(tallied.samples))
-        found: dict[str, float | None] = {"loss": sums.loss / (sums.samples or math.nan)}
-        found |= self._means(sums)["metrics"]
+        of_epoch = self._of_epoch()
+        found: dict[str, float | None] = {"loss": of_epoch["loss"], **of_epoch["metrics"]}
         found["validation_loss"] = results.get("validation_loss")
         found |= {f"validation_{name}": one for name, one in results.get("validation_metrics", {}).items()}
         return after_epoch(self._spec.recipe, self._position.progressed, self._position.epoch, found)
 
+    def _of_epoch(self) -> dict[str, Any]:
+        """Samples, loss and metrics of the epoch so far, of all ranks, also before a loss."""
+        tallied = self._position.tallied
+        return overall(Sums(tallied.loss, tallied.metrics, tallied.samples), self._step.metric_names)
+
     def _emit_epoch_end(self, results: dict[str, Any], num_lost: int) -> None:
-        position, tallied = self._position, self._position.tallied
         more: dict[str, Any] = {}
         if self._is_root:
-            sums = Sums(tallied.loss, tallied.metrics, float(tallied.samples))
-            more = {
-                **self._means(sums),
-                "global_samples": tallied.samples,
-                "learning_rate": float(np.asarray(self._step.optimizer.learning_rate.value)),
-                "num_lost": num_lost,
-                **results,
-            }
+            rate = float(np.asarray(self._step.optimizer.learning_rate.value))
+            more = {**self._of_epoch(), "learning_rate": rate, "num_lost": num_lost, **results}
         emit(
             EpochEnd(
                 rank=self._me.rank,
                 node=self._me.node,
-                epoch=position.epoch,
+                epoch=self._position.epoch,
                 weights_hash=self._digest,
                 **self._whole.local(),
                 **more,
@@ -566,45 +473,9 @@ class RankTraining:
             )
         return digest
 
-    def _evaluate(self) -> dict[str, Any]:
-        if self._validation is None:
-            return {}
-        results: list[Sums] = []
-        spoken = time.monotonic()
-        for batch in self._validation.in_order(EVALUATION_BATCH):
-            results.append(self._step.evaluate(*batch))
-            if time.monotonic() - spoken >= self._spec.progress_interval_s:
-                spoken = time.monotonic()
-                done = sum(int(result.samples) for result in results)
-                emit(Evaluating(self._me.rank, self._me.node, done, len(self._validation)))
-        mean = mean_of(results)
-        metrics = dict(zip(self._step.metric_names, mean.metrics, strict=True))
-        return {
-            "validation_loss": mean.loss,
-            "validation_accuracy": metrics.get("accuracy"),
-            "validation_metrics": metrics,
-        }
-
-    def _checkpoint(self, *, is_best: bool = False) -> None:
-        position = self._position
-        path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
-        self._checkpointed_at = time.monotonic()
-        emit(
-            Checkpointed(
-                self._me.rank, self._me.node, position.epoch, position.total_steps, str(path), is_best
-            )
-        )
-
-    def _save_model(self, name: str) -> str:
-        path = Path(self._spec.output_directory) / name
-        aside = path.with_name(f"part-{name}")
-        self._model.save(aside)
-        os.replace(aside, path)
-        return str(path)
-
     def _finish(self, reason: str) -> None:
-        is_saving = self._is_root and not self._spec.is_verified
-        model_path = self._save_model("model.keras") if is_saving else None
+        is_saving = self._keeping and not self._spec.is_verified
+        model_path = self._keeping.save_model(LAST_MODEL) if self._keeping and is_saving else None
         position = self._position
         epochs_done = position.epoch - (0 if position.leg else 1)
         emit(

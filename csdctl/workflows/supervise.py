@@ -5,7 +5,6 @@ lost, the group is over: who no longer answers is left out, and a new group goes
 step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
 """
 
-import os
 import queue
 import threading
 import time
@@ -16,7 +15,8 @@ from pathlib import Path
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.last_words import find_cause
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.links import Links
+from csdctl.launch.mpi_job import Deadlines, JobOutcome
 from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
 from csdctl.worker.contract import (
     Alive,
@@ -43,6 +43,8 @@ ANSWER_S = 8.0
 """A rank that lives answers within this, however busy its machine is."""
 LEAST_ANSWER_S = 3.0
 """And when all others have answered at once, it gets this long."""
+JOIN_S, JOIN_EACH_S = 60.0, 0.5
+"""How long mpirun may take to bring the ranks together: at all, and more for each of them."""
 STALL_S = 20.0
 """A rank that others wait for and that does not answer for so long is lost."""
 SETTLE_S = 0.5
@@ -52,7 +54,6 @@ MAX_RETURNS = 3
 """How often a node may come back: one that is lost again and again only stops the others."""
 MAX_ATTEMPTS = 3
 """Groups in a row that come to nothing before the run is given up."""
-LINK_DEADLINES = Deadlines(start_s=10**9, silence_s=10**9)
 PROGRESSING = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
 
 
@@ -100,7 +101,7 @@ class Supervision:
         self._group: tuple[int, ...] = ()
         self._generation = 0
         self._collectives: dict[tuple[int, ...], str] = {}
-        self._links: _Links | None = None
+        self._links: Links | None = None
         self._has_joined = False
         self._attempts = 0
         self._answered: dict[int, float] = {}
@@ -191,8 +192,11 @@ class Supervision:
         for rank in self._group:
             self._ranks[rank].order(order)
         if len(self._group) > 1:
-            self._links = _Links(
-                self._run.build_links(self._group, self._generation), len(self._group), self._run
+            self._links = Links(
+                self._run.build_links(self._group, self._generation),
+                len(self._group),
+                self._run.log_path,
+                self._run.directory,
             )
 
     def _turn(self) -> None:
@@ -222,8 +226,8 @@ class Supervision:
             self._ask(notice.nodes)
         elif isinstance(notice, Ready) and notice.rank in self._returning:
             self._welcome(notice)
-        if self._links and self._links.has_ended and not self.ended.finished and not self._paused:
-            self._regroup("mpirun ended")
+        if self._links and not self.ended.finished and not self._paused:
+            self._look_at_links(self._links)
         self._look_at_stalled()
         self._look_at_silence()
 
@@ -261,7 +265,8 @@ class Supervision:
             if isinstance(notice, ProcessEnded):
                 self._lose(notice.rank, notice.error)
         self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
-        self._regroup(f"{failed.node} gave up")
+        if failed.rank in self._group:
+            self._regroup(f"{failed.node} gave up")
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         """Leave `rank` out from now on, and let it come back when it can."""
@@ -343,7 +348,7 @@ class Supervision:
 
     def _present(self, ranks: Iterable[int]) -> set[int]:
         """Those of `ranks` that can train now: one that is being started again cannot."""
-        return {rank for rank in ranks if rank in self._ranks and rank in self._ready}
+        return {rank for rank in list(ranks) if rank in self._ranks and rank in self._ready}
 
     def _settle(self, group: set[int]) -> None:
         """Hear who ended, and ask the others whether they are there."""
@@ -418,6 +423,15 @@ class Supervision:
                 self._lose(rank, NodeError(f"rank {rank} is stopped, or its machine hangs", node=node))
                 self._regroup(f"{node} does not answer")
 
+    def _look_at_links(self, links: Links) -> None:
+        """Is mpirun there, and have the ranks found each other by now?"""
+        if links.failed_for_s > 0:
+            self._regroup("mpirun ended")
+        elif len(self._joined) < len(self._group):
+            limit_s = JOIN_S + JOIN_EACH_S * len(self._group)
+            if time.monotonic() - links.started > limit_s:
+                self._regroup(f"the ranks did not find each other within {limit_s:.0f} s")
+
     def _look_at_silence(self) -> None:
         if time.monotonic() - self._heard > self._run.deadlines.silence_s:
             raise DeadlineError(
@@ -443,30 +457,6 @@ class Supervision:
 
     def _logs(self) -> str:
         return f"logs: {self._run.log_path(0).parent}"
-
-
-class _Links:
-    """mpirun with a group's links, in a thread."""
-
-    def __init__(self, command: list[str], num_links: int, run: Supervised) -> None:
-        self._job = MpiJob(command, num_links, run.log_path, run.directory, os.environ)
-        self._outcome: JobOutcome | None = None
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        self._outcome = self._job.run(lambda event: None, LINK_DEADLINES)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether mpirun is gone."""
-        return not self._thread.is_alive()
-
-    def end(self) -> JobOutcome | None:
-        """End it if it still runs; returns how it ended."""
-        self._job.end()
-        self._thread.join(timeout=10)
-        return self._outcome
 
 
 def _failure(failed: Failed) -> CsdctlError:
