@@ -17,6 +17,9 @@ import numpy as np
 import pytest
 import yaml
 
+from csdctl.emulation.cgroups import list_cgroups
+from csdctl.emulation.limits import cgroup_prefix
+
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
 CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
@@ -279,9 +282,20 @@ def hash_at_the_end(run: Path) -> str:
     return hashes.pop()
 
 
+def unleash(demo: Path) -> None:
+    """Let the nodes have all of the CPU: what follows is about faults, and most of its time is starting."""
+    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
+    for group in list_cgroups(cgroup_prefix(fleet_id)):
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text("max")
+        else:
+            (group / "cpu.cfs_quota_us").write_text("-1")
+
+
 @pytest.fixture(scope="module")
 def expected_hash(demo: Path) -> str:
     """The weights of a short run that nothing happens to."""
+    unleash(demo)
     done = csdctl(demo, "train", *SHORT_RUN, "--no-rebalance")
     assert done.returncode == 0, done.stdout + done.stderr
     return hash_at_the_end(max((demo / ".csdctl" / "runs").iterdir()))
@@ -381,9 +395,9 @@ def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the
     process.kill()
     process.communicate(timeout=100)
     assert nothing_is_left(demo, run)
+    seen = max(event["step"] for event in events_of(run, "Progress"))
     done = csdctl(demo, "train", *SHORT_RUN[2:], "--no-rebalance", "--resume", run.name)
     assert done.returncode == 0, done.stdout + done.stderr
-    seen = max(event["step"] for event in events_of(run, "Progress"))
     assert events_of(run, "Joined")[-1]["step"] >= seen
     last = [event["weights_hash"] for event in events_of(run, "Finished")][-NUM_NODES - 1 :]
     assert set(last) == {expected_hash}
