@@ -13,9 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 FIRST_SLEEP_S = 0.0001
-LONGEST_SLEEP_S = 0.005
-SLEEP_SHARE = 0.02
-"""A wait is looked at again after this share of the time it has lasted."""
+SLEEP_GROWTH = 1.3
+SHORT_SLEEP_S, LONGEST_SLEEP_S = 0.002, 0.005
+SLEEP_SHARE = 0.05
+"""In a long wait, a look after this share of the time it has lasted: waking costs a slow node more than the delay."""
+QUIET_S = 0.05
+"""Within this, nobody looks whether something else has happened."""
 PIECE_SIZE = 1 << 18
 """Elements of a vector that travel as one message: 1 MiB of float32, below mpirun's eager limit."""
 
@@ -25,11 +28,14 @@ STAR, ALLREDUCE = "star", "allreduce"
 
 def wait_asleep(request: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
     """Return when an MPI request is done; `meanwhile` is called with the seconds waited, after each sleep."""
-    started_s = time.monotonic()
+    started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
     while not request.Test():
         waited_s = time.monotonic() - started_s
-        time.sleep(min(LONGEST_SLEEP_S, max(FIRST_SLEEP_S, waited_s * SLEEP_SHARE)))
-        meanwhile(waited_s)
+        time.sleep(pause_s)
+        longest_s = min(LONGEST_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SLEEP_SHARE))
+        pause_s = min(longest_s, pause_s * SLEEP_GROWTH)
+        if waited_s > QUIET_S:
+            meanwhile(waited_s)
 
 
 def load_world() -> tuple[Any, Any]:
