@@ -16,7 +16,7 @@ FIRST_SLEEP_S = 0.0001
 SLEEP_GROWTH = 1.3
 SHORT_SLEEP_S, LONGEST_SLEEP_S = 0.002, 0.005
 SLEEP_SHARE = 0.05
-"""In a long wait, a look after this share of the time it has lasted: waking costs a slow node more than the delay."""
+"""In a long wait, a look after this share of the time it has lasted: waking costs a slow node more."""
 QUIET_S = 0.05
 """Within this, nobody looks whether something else has happened."""
 PIECE_SIZE = 1 << 18
