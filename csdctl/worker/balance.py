@@ -26,6 +26,9 @@ SOON = Look(5, 4.0, 0.1, 2)
 FINE = Look(15, 15.0, 0.025, 1)
 """Small imbalance is certain only after many steps, and then it is gain for the rest of the run."""
 LOOKS = (URGENT, SOON, FINE)
+GRAIN_S = 0.02
+"""A step's time is no better known than this: a machine that is held to a share of a core, or is busy, gives
+time in portions, and one that has waited has a portion ready. Short steps are moved only for much."""
 
 
 class Balancer:
@@ -74,7 +77,8 @@ class Balancer:
         slowest = max(step_s, key=lambda rank: step_s[rank])
         self._slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
         suspects = self._suspects[look]
-        if self._slowest[1] <= 1 + look.dead_band:
+        grain = GRAIN_S * sum(speeds.values()) / total
+        if self._slowest[1] <= 1 + look.dead_band + grain:
             suspects.clear()
             return None
         suspects.append(slowest)

@@ -66,6 +66,13 @@ def test_one_slow_step_is_no_slow_node() -> None:
     assert balancer.propose(sizes) is None
 
 
+def test_short_steps_that_differ_by_a_portion_of_the_scheduler_are_left_alone() -> None:
+    balancer, sizes = Balancer({}), {0: 299, 1: 64, 2: 68}
+    for _ in range(500):
+        balancer.observe({0: 0.070, 1: 0.058, 2: 0.057})
+        assert balancer.propose(sizes) is None
+
+
 def test_slowdown_that_goes_away_is_taken_back() -> None:
     speeds = {0: 100.0, 1: 100.0}
     slow = balanced({0: 200, 1: 200}, {**speeds, 1: 40.0}, 30)
