@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.errors import InputError
+from csdctl.launch.last_words import is_noise
 from csdctl.launch.mpi_command import ALLOW_ROOT
-from csdctl.worker.contract import ContractError, Event, Exited, Failed, Finished, Ready, event_from_line
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import Event, Exited, Failed, Finished, Ready, event_from_line
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
-_NOISE = (b"All log messages before absl", b"oneDNN custom operations are on", b"rebuild TensorFlow with")
 END_GRACE_S = 5.0
 ORPHAN_GRACE_S = 1.0
 _DIES_WITH_US = """\
@@ -181,7 +182,7 @@ class MpiJob:
                 if event is not None:
                     self._events.put(event)
                     continue
-            if text.strip() and not any(noise in text for noise in _NOISE):
+            if text.strip() and not is_noise(text.decode(errors="replace")):
                 with contextlib.suppress(OSError):  # no room for a log is no reason to end a run
                     self._log(rank, text)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError
-from csdctl.launch.last_words import MEMORY_REMEDY
+from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.contract import ContractError, Event, Order, event_from_line, order_to_line
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import Event, Order, event_from_line, order_to_line
 
 _LISTEN_S = 3600.0
 _END_S = 5.0
-_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _SIGNAL = 128
 _NO_CODE = 255
 """SSH gave no exit code."""
@@ -100,7 +100,7 @@ class RankProcess:
                 event = None
             if event is not None:
                 self._notices.put(event)
-            elif log and line.strip() and not any(noise in line for noise in _NOISE):
+            elif log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):
                     log.write(line.replace("\0", "") + "\n")
                     log.flush()

@@ -15,7 +15,6 @@ from csdctl.worker.contract import (
     ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
     ContractError,
-    Failed,
     ProbeSpec,
     Recipe,
     RunSpec,
@@ -23,6 +22,7 @@ from csdctl.worker.contract import (
     to_json,
 )
 from csdctl.worker.events import WorkerError, describe, emit
+from csdctl.worker.messages import Failed
 
 
 def main(arguments: list[str]) -> int:

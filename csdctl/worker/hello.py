@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
-from csdctl.worker.contract import Failed, Finished, Greeted, Ready, Started
 from csdctl.worker.events import describe, emit
+from csdctl.worker.messages import Failed, Finished, Greeted, Ready, Started
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""

@@ -147,7 +147,6 @@ class LinkedRanks:
         """`on_waiting` gets the ranks that a sum has been waiting for, every few seconds."""
         self.rank: int = hello["rank"]
         self.size: int = hello["size"]
-        self.library: str = hello["library"]
         self._line = line
         self._memory = memory
         self._on_waiting = on_waiting
@@ -233,8 +232,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
 
     mpi, world = load_world()
     line = Line(connection)
-    library = str(mpi.Get_library_version()).split(",")[0]
-    hello = {"generation": generation, "rank": world.rank, "size": world.size, "library": library}
+    hello = {"generation": generation, "rank": world.rank, "size": world.size}
     try:
         line.send(b"H", json.dumps(hello).encode())
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)

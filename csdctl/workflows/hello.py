@@ -26,7 +26,7 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.worker.contract import Event, Greeted, Started
+from csdctl.worker.messages import Event, Greeted, Started
 from csdctl.workflows.prepare import python_of
 
 Tell = Callable[[Check], None]

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RunError
@@ -18,7 +18,7 @@ from csdctl.launch.last_words import find_cause
 from csdctl.launch.links import Links
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
 from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
-from csdctl.worker.contract import (
+from csdctl.worker.messages import (
     Alive,
     AreYouThere,
     EpochEnd,
@@ -78,14 +78,6 @@ class Supervised:
     """Ranks that do not take part from the beginning."""
 
 
-@dataclass
-class Ended:
-    """How a run ended."""
-
-    finished: dict[int, Finished] = field(default_factory=dict)
-    lost: dict[int, CsdctlError] = field(default_factory=dict)
-
-
 class Supervision:
     """One run; call `run` once."""
 
@@ -112,17 +104,17 @@ class Supervision:
         self._is_regrouping = False
         self._is_over = threading.Event()
         self._heard = time.monotonic()
-        self.ended = Ended()
+        self._finished: dict[int, Finished] = {}
+        self._lost: dict[int, CsdctlError] = {}
 
-    def run(self) -> Ended:
+    def run(self) -> None:
         """Train to the end; raises RunError, DeadlineError, InputError; KeyboardInterrupt the second time."""
         try:
             self._start()
             self._form_group(sorted(self._ranks))
-            while set(self.ended.finished) < set(self._group):
+            while set(self._finished) < set(self._group):
                 self._interruptible(self._turn)
             self._await_ends()
-            return self.ended
         finally:
             self._is_over.set()
             for rank in list(self._ranks.values()):
@@ -214,7 +206,7 @@ class Supervision:
         elif isinstance(notice, Progress):
             self._attempts = 0
         elif isinstance(notice, Finished):
-            self.ended.finished[notice.rank] = notice
+            self._finished[notice.rank] = notice
         elif isinstance(notice, Paused) and notice.generation == self._generation:
             self._paused.add(notice.rank)
             if self._paused == set(self._group):
@@ -226,13 +218,13 @@ class Supervision:
             self._ask(notice.nodes)
         elif isinstance(notice, Ready) and notice.rank in self._returning:
             self._welcome(notice)
-        if self._links and not self.ended.finished and not self._paused:
+        if self._links and not self._finished and not self._paused:
             self._look_at_links(self._links)
         self._look_at_stalled()
         self._look_at_silence()
 
     def _take_end(self, ended: ProcessEnded) -> None:
-        if ended.rank in self.ended.finished:
+        if ended.rank in self._finished:
             if not ended.is_clean:
                 raise _fatal(ended.error)
             del self._ranks[ended.rank]
@@ -270,15 +262,15 @@ class Supervision:
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         """Leave `rank` out from now on, and let it come back when it can."""
-        if rank not in self._ranks or rank in self.ended.finished:
+        if rank not in self._ranks or rank in self._finished:
             return
         process = self._ranks.pop(rank)
         process.close()
         self._ready.discard(rank)
         self._returning.discard(rank)
-        self.ended.lost[rank] = error
+        self._lost[rank] = error
         self._record(NodeLost(rank, process.node, str(error)))
-        if not self._has_joined or not isinstance(error, CsdctlError):
+        if not self._has_joined:
             raise _fatal(error)
         num_returns = self._num_returns.get(rank, 0)
         if num_returns < MAX_RETURNS:
@@ -303,16 +295,16 @@ class Supervision:
     def _welcome(self, ready: Ready) -> None:
         """A rank that was lost is ready again: it joins when the epoch ends."""
         self._returning.discard(ready.rank)
-        self.ended.lost.pop(ready.rank, None)
+        self._lost.pop(ready.rank, None)
         self._record(NodeBack(ready.rank, ready.node))
         if 0 in self._group and 0 in self._ranks:
             self._ranks[0].order(PauseAtEpochEnd())
 
     def _regroup(self, why: str) -> None:
         """The group is over: find out who is left, and form a new one."""
-        if self.ended.finished:
-            missing = [self._run.nodes[rank] for rank in self._group if rank not in self.ended.finished]
-            error = next(iter(self.ended.lost.values()), None)
+        if self._finished:
+            missing = [self._run.nodes[rank] for rank in self._group if rank not in self._finished]
+            error = next(iter(self._lost.values()), None)
             raise RunError(
                 f"{error.message if error else why}\n"
                 f"The run has no completion record from {', '.join(missing)}",
@@ -333,7 +325,7 @@ class Supervision:
             left = sorted({0, *left})
         num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
         if num_nodes < self._run.min_nodes:
-            lost = "\n".join(f"  {error}" for error in self.ended.lost.values())
+            lost = "\n".join(f"  {error}" for error in self._lost.values())
             raise RunError(
                 f"{num_nodes} nodes are left, and --min-nodes is {self._run.min_nodes}; lost:\n{lost}",
                 remedy="mend them, then go on from the last completed step: csdctl train --resume "
@@ -373,7 +365,7 @@ class Supervision:
                     raise _failure(notice)
                 self._lose(notice.rank, NodeError(notice.message, node=notice.node, remedy=notice.remedy))
             elif isinstance(notice, Finished):
-                self.ended.finished[notice.rank] = notice
+                self._finished[notice.rank] = notice
             elif isinstance(notice, Ready) and notice.rank in self._returning:
                 self._welcome(notice)
         for rank in waiting:
@@ -398,10 +390,10 @@ class Supervision:
                 raise _failure(notice)
             elif isinstance(notice, Ready) and notice.rank in self._returning:
                 self._returning.discard(notice.rank)
-                self.ended.lost.pop(notice.rank, None)
+                self._lost.pop(notice.rank, None)
                 self._record(NodeBack(notice.rank, notice.node))
             if time.monotonic() > deadline or self._num_returns.get(0, 0) >= MAX_RETURNS:
-                raise _fatal(self.ended.lost.get(0, RunError("rank 0 cannot be started again")))
+                raise _fatal(self._lost.get(0, RunError("rank 0 cannot be started again")))
 
     def _ask(self, nodes: Sequence[str]) -> None:
         """Ask the ranks that others wait for whether they are there."""
@@ -444,8 +436,8 @@ class Supervision:
 
     def _cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
         """What mpirun's last words tell."""
-        if self.ended.lost:
-            return next(reversed(self.ended.lost.values()))
+        if self._lost:
+            return next(reversed(self._lost.values()))
         if outcome is None:
             return None
         found = find_cause(

@@ -76,7 +76,7 @@ def train(
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import Crew, RunStopped, TrainOptions, check_plan, find_resumable
+    from csdctl.workflows.train import RunStopped, TrainOptions, check_plan, find_resumable
     from csdctl.workflows.train import resume as resume_run
     from csdctl.workflows.train import train as train_run
     from csdctl.workflows.tune import equal_plan
@@ -109,13 +109,12 @@ def train(
             doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
             show_preflight(streams, doctor)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
-        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             try:
                 if run:
-                    summary = resume_run(run, loaded, prepared, crew, options, screen.watcher())
+                    summary = resume_run(run, loaded, prepared, space, options, screen.watcher())
                 else:
-                    summary = train_run(loaded, chosen, prepared, crew, options, screen.watcher())
+                    summary = train_run(loaded, chosen, prepared, space, options, screen.watcher())
             except RunStopped as stopped:
                 screen.stopped(stopped)
                 raise

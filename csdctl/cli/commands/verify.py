@@ -37,7 +37,7 @@ def verify(
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import Crew, TrainOptions, check_plan
+    from csdctl.workflows.train import TrainOptions, check_plan
     from csdctl.workflows.train import verify as verify_run
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
@@ -55,9 +55,8 @@ def verify(
             names = [node.name for node in space.fleet.nodes]
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)
         prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
-        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
         streams.say(f"starting {len(chosen.ranks)} ranks")
-        verified = verify_run(loaded, chosen, prepared, crew, TrainOptions(), lambda event: None)
+        verified = verify_run(loaded, chosen, prepared, space, TrainOptions())
     nodes = [rank.node for rank in chosen.ranks]
     render_verified(streams.people, verified, nodes, emulated=space.fleet.emulated)
     streams.result(verify_document(verified, nodes, emulated=space.fleet.emulated))

@@ -11,7 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
-from csdctl.worker.contract import (
+from csdctl.worker.contract import RunSpec
+from csdctl.worker.messages import (
+    EARLY_STOPPING,
     Checkpointed,
     EpochEnd,
     Event,
@@ -24,7 +26,6 @@ from csdctl.worker.contract import (
     Progress,
     Ready,
     Rebalanced,
-    RunSpec,
     WaitingFor,
 )
 
@@ -48,7 +49,6 @@ class TrainingView:
         self._steps_per_epoch = steps_per_epoch
         self._batch_sizes = {rank.rank: rank.batch_size for rank in spec.ranks}
         self._first_step: int | None = None
-        self._joined: set[int] = set()
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         self._ranks = {rank.rank: _RankLine() for rank in spec.ranks}
         self._last: Progress | None = None
@@ -97,7 +97,7 @@ class TrainingView:
             self._print(f"{event.node} is back: it joins when the epoch ends")
         elif isinstance(event, Finished):
             line.state = "done"
-            if event.rank == 0 and event.reason == "early stopping":
+            if event.rank == 0 and event.reason == EARLY_STOPPING:
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
             line.state = "failed"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
-from csdctl.worker.contract import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
+from csdctl.worker.messages import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
