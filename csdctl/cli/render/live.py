@@ -2,15 +2,14 @@
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
+from csdctl.cli.render.view import View, live_on
 from csdctl.worker.contract import RunSpec
 from csdctl.worker.messages import (
     EARLY_STOPPING,
@@ -40,7 +39,7 @@ class _RankLine:
     rate: float | None = None
 
 
-class TrainingView:
+class TrainingView(View):
     """Shows events as they come; use as a context manager around the run."""
 
     def __init__(self, console: Console, spec: RunSpec, steps_per_epoch: int, *, emulated: bool) -> None:
@@ -54,22 +53,8 @@ class TrainingView:
         self._last: Progress | None = None
         self._rate: float | None = None
         self._began = self._said = time.monotonic()
-        self._live = (
-            Live(get_renderable=self._view, console=console, refresh_per_second=4, transient=True)
-            if console.is_terminal
-            else None
-        )
-
-    def __enter__(self) -> "TrainingView":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        self._live = live_on(console, self._view)
+        super().__init__(self._live)
 
     def show(self, event: Event) -> None:
         """Take one event in."""
