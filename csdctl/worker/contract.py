@@ -129,6 +129,9 @@ class Recipe:
     seed: int = 0
     max_learning_rate: float | None = None
     """However large the global batch is, the learning rate is at most this."""
+    decay: str = "none"
+    """How the learning rate falls from the end of the warm-up to the end of the last epoch: 'none', 'linear'
+    or 'cosine', to zero."""
     metrics: tuple[str, ...] = ()
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None

@@ -62,6 +62,7 @@ RECIPE = Recipe(
     input_range=(-1.0, 1.0),
     seed=7,
     max_learning_rate=0.5,
+    decay="cosine",
     metrics=("accuracy", "mae"),
     early_stopping=EarlyStopping("loss", 2, 0.1),
     reduce_on_plateau=ReduceOnPlateau(factor=0.5),
