@@ -13,6 +13,7 @@ from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError
 from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
+from csdctl.transport.meter import Kind
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.contract import ContractError
 from csdctl.worker.messages import Event, Order, event_from_line, order_to_line
@@ -51,6 +52,7 @@ class RankProcess:
         """Start `command` in `session`; raises CsdctlError when that cannot be done."""
         self.rank = rank
         self.node = session.name
+        self._meter = session.meter
         self._notices = notices
         self._log_path = log_path
         self._is_closed = False
@@ -100,7 +102,9 @@ class RankProcess:
                 event = None
             if event is not None:
                 self._notices.put(event)
-            elif log and line.strip() and not is_noise(line):
+                continue
+            self._meter.note(Kind.LOG, received=len(line) + 1)
+            if log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):
                     log.write(line.replace("\0", "") + "\n")
                     log.flush()

@@ -38,6 +38,11 @@ class ProjectDirectory:
         return self.state / "ssh_config"
 
     @property
+    def ledger(self) -> Path:
+        """Every byte that was sent, by command, link and kind."""
+        return self.state / "ledger.jsonl"
+
+    @property
     def failed(self) -> Path:
         """On which nodes the latest command failed."""
         return self.state / "failed.json"

@@ -12,6 +12,9 @@ EVENT_PREFIX = "@csdctl "
 EARLY_STOPPING, STOPPED, MAX_STEPS = "early stopping", "asked to stop", "max steps"
 """Why a run ends before its last epoch."""
 
+SUMS, SAMPLES, STATE = "sums", "samples", "state"
+"""What ranks send each other: gradients to be summed, public samples that were lent, the state of a run."""
+
 
 @dataclass(frozen=True)
 class Event:
@@ -119,6 +122,27 @@ class Rebalanced(Event):
     slowdown: float
     """Its step time over that of a balanced step."""
     batch_sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes that one rank of a group sent to another; `what` is SUMS, SAMPLES or STATE."""
+
+    what: str
+    sender: int
+    receiver: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Traffic(Event):
+    """Rank 0 tells what the ranks of a group have sent to each other over MPI since they met.
+
+    Ranks are numbers of the run, and bytes payload of TCP.
+    """
+
+    generation: int
+    sent: tuple[Sent, ...]
 
 
 @dataclass(frozen=True)
@@ -230,6 +254,7 @@ EVENTS: dict[str, type[Event]] = {
         WaitingFor,
         Progress,
         Rebalanced,
+        Traffic,
         Verified,
         Evaluating,
         EpochEnd,

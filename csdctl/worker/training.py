@@ -27,6 +27,8 @@ from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
 from csdctl.worker.messages import (
     EARLY_STOPPING,
     MAX_STEPS,
+    SAMPLES,
+    STATE,
     STOPPED,
     Alive,
     EpochEnd,
@@ -38,6 +40,7 @@ from csdctl.worker.messages import (
     Progress,
     Ready,
     Rebalanced,
+    Traffic,
     WaitingFor,
 )
 from csdctl.worker.model import hash_weights, load
@@ -122,11 +125,13 @@ class RankTraining:
                     raise LinkLostError
                 if self._spec.is_verified:
                     self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.example())
+                    self._tell_traffic(ranks, group)
                     ranks.close()
                     self._finish("verified")
                     return
                 self._synchronize(ranks, group)
                 outcome, reason = self._train(ranks, group)
+                self._tell_traffic(ranks, group)
                 ranks.close()
             except LinkLostError:
                 if ranks:
@@ -202,7 +207,7 @@ class RankTraining:
         if ranks.rank == source and behind:
             packed = pack(self._step.state, self._position)
             for rank in behind:
-                ranks.send(rank, packed)
+                ranks.send(rank, packed, STATE)
         elif ranks.rank in behind:
             packed = np.frombuffer(ranks.receive(source), np.uint8)
             self._position = unpack(packed, self._step.state)
@@ -325,7 +330,7 @@ class RankTraining:
             return ranks.receive(0) if mine.borrowed else None
         for index, share in enumerate(leg.shares[1:], start=1):
             if share.borrowed and (pieces := share.batch(number).borrowed):
-                ranks.send(index, self._reader.pack_borrowed(pieces))
+                ranks.send(index, self._reader.pack_borrowed(pieces), SAMPLES)
         return None
 
     def _rate(self) -> float:
@@ -427,9 +432,19 @@ class RankTraining:
             self._keeping.keep(self._position)
             if is_best and self._validation is not None:
                 self._keeping.save_model(BEST_MODEL)
+        self._tell_traffic(ranks, group)
         # All wait for rank 0 here, so that it does not count as waiting in the next epoch.
         ranks.gather(None)
         return bool(is_pausing)
+
+    def _tell_traffic(self, ranks: Ranks, group: FormGroup) -> None:
+        """Rank 0 tells what all have sent; asked by all together."""
+        sent = tuple(
+            dataclasses.replace(one, sender=group.ranks[one.sender], receiver=group.ranks[one.receiver])
+            for one in ranks.traffic()
+        )
+        if self._is_root and sent:
+            emit(Traffic(self._me.rank, self._me.node, group.generation, sent))
 
     def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
         of_epoch = self._of_epoch()

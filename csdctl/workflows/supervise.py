@@ -104,6 +104,8 @@ class Supervision:
         self._is_regrouping = False
         self._is_over = threading.Event()
         self._heard = time.monotonic()
+        self.outcomes: list[JobOutcome] = []
+        """How each mpirun ended."""
         self._finished: dict[int, Finished] = {}
         self._lost: dict[int, CsdctlError] = {}
 
@@ -119,8 +121,7 @@ class Supervision:
             self._is_over.set()
             for rank in list(self._ranks.values()):
                 rank.close()
-            if self._links:
-                self._links.end()
+            self._end_links()
 
     def _interruptible(self, do: Callable[[], None]) -> None:
         """The first Ctrl-C lets the ranks finish their step; the second one ends everything."""
@@ -432,7 +433,12 @@ class Supervision:
 
     def _end_links(self) -> JobOutcome | None:
         links, self._links = self._links, None
-        return links.end() if links else None
+        if links is None:
+            return None
+        outcome = links.end()
+        if outcome:
+            self.outcomes.append(outcome)
+        return outcome
 
     def _cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
         """What mpirun's last words tell."""

@@ -38,10 +38,11 @@ from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import ContractError, RunSpec, from_json, to_json
-from csdctl.worker.messages import Event, Joined, Verified
+from csdctl.worker.messages import Event, Joined, Traffic, Verified
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.supervise import Supervised, Supervision
+from csdctl.workflows.traffic import between_ranks, of_mpirun
 from csdctl.workflows.workspace import Workspace
 
 COLLECTIVES = ("auto", "star", "allreduce")
@@ -274,10 +275,20 @@ def _supervise(
     pythons = {name: python_of(space.fleet, name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
         supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack)
-        supervision = Supervision(supervised, record)
+        traffic: list[Traffic] = []
+
+        def take(event: Event) -> None:
+            if isinstance(event, Traffic):
+                traffic.append(event)
+            record(event)
+
+        supervision = Supervision(supervised, take)
         try:
             supervision.run()
         finally:
+            space.ledger.run = run.run_id
+            space.ledger.add(between_ranks(traffic, [rank.node for rank in spec.ranks]))
+            space.ledger.add(of_mpirun(supervision.outcomes, space.fleet))
             # First of all nothing is left running; a full disk must not come before that.
             end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
     return supervision.is_stopping
@@ -321,8 +332,9 @@ def _supervised(
         node = spec.ranks[rank].node
         session = space.sessions[node]
         if node != HOST_NAME:
-            session = open_session(fleet, node, directory=project.root)
-            stack.callback(session.close)
+            session = stack.enter_context(
+                open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
+            )
         end_rank(run.run_id, session, python_of(fleet, node))
         return start(rank, session, notices)
 

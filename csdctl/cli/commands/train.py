@@ -95,7 +95,7 @@ def train(
         collective,
     )
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, holding_for="train", say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "train", is_holding=True, say=streams.say) as space:
         names = [node.name for node in space.fleet.nodes]
         run = None
         if resume:

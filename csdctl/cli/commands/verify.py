@@ -46,7 +46,7 @@ def verify(
     loaded = load_job(job)
     check_tools()
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, holding_for="verify", say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "verify", is_holding=True, say=streams.say) as space:
         path = plan or space.project.plan(loaded.name)
         if plan or path.exists():
             chosen = load_plan(path)
