@@ -45,6 +45,7 @@ def say_hello(rank: int, size: int, node: str) -> int:
         return 1
     library = str(mpi.Get_library_version()).split(",")[0]
     emit(Greeted(rank, node, library, vector.nbytes, min(times)))
+    star.settle()
     sent = gather_traffic(world)
     if rank == 0:
         emit(Traffic(rank, node, 0, tuple(sent)))

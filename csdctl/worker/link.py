@@ -30,8 +30,8 @@ DONE, WAITING = b"D", b"W"
 _HEAD = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")
 WAITING_INTERVAL_S = 5.0
-PROGRESS_INTERVAL_S = 0.005
-"""How often rank 0's link looks for what has arrived while its own rank still computes."""
+PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
+"""How often rank 0's link looks for what has arrived while its own rank computes, and while a sum leaves."""
 FLOAT_BYTES = 4
 _SIZE_TAG, _CONTENT_TAG = 3, 4
 
@@ -291,9 +291,11 @@ def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
     while True:
         if way:
             way.expect()
-            while world.rank == 0 and not select.select([line], [], [], PROGRESS_INTERVAL_S)[0]:
+            while world.rank == 0 and not select.select([line], [], [], _progress_interval_s(way))[0]:
                 way.take_arrived()
         letter, content = line.receive()
+        if way and letter != SUM:
+            way.settle(meanwhile)
         if letter == SUM and content:
             way, name, seconds = choose_sum(world, local, total, json.loads(content)["choose"])
             line.send(DONE, json.dumps({"collective": name, "sum_s": seconds}).encode())
@@ -316,6 +318,10 @@ def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
             return
         else:
             raise LinkLostError
+
+
+def _progress_interval_s(way: Any) -> float:
+    return SENDING_INTERVAL_S if way.is_sending else PROGRESS_INTERVAL_S
 
 
 def _send_to(world: Any, rank: int, content: memoryview, meanwhile: Callable[[float], None]) -> None:
