@@ -407,14 +407,16 @@ class Supervision:
     def _look_at_stalled(self) -> None:
         """Who was asked and has not answered for too long is lost."""
         now = time.monotonic()
-        for rank, asked in list(self._asked.items()):
-            if self._answered.get(rank, 0.0) >= asked:
-                del self._asked[rank]
-            elif now - asked > STALL_S:
-                del self._asked[rank]
-                node = self._run.nodes[rank]
-                self._lose(rank, NodeError(f"rank {rank} is stopped, or its machine hangs", node=node))
-                self._regroup(f"{node} does not answer")
+        self._asked = {
+            rank: asked for rank, asked in self._asked.items() if self._answered.get(rank, 0.0) < asked
+        }
+        stalled = [rank for rank, asked in self._asked.items() if now - asked > STALL_S]
+        for rank in stalled:
+            node = self._run.nodes[rank]
+            self._lose(rank, NodeError(f"rank {rank} is stopped, or its machine hangs", node=node))
+        if stalled:
+            nodes = ", ".join(self._run.nodes[rank] for rank in stalled)
+            self._regroup(f"{nodes} did not answer")
 
     def _look_at_links(self, links: Links) -> None:
         """Is mpirun there, and have the ranks found each other by now?"""

@@ -285,6 +285,17 @@ def test_rank_that_others_wait_for_in_vain_is_lost(fleet: Fleet) -> None:
     assert len(orders_of(fleet.rank(1), AreYouThere)) == 2  # it answered when asked, and while regrouping
 
 
+def test_two_ranks_that_hang_at_once_are_both_left_out(fleet: Fleet) -> None:
+    def stop_both(fleet: Fleet) -> None:
+        fleet.rank(1).is_deaf = fleet.rank(2).is_deaf = True
+        fleet.rank(0).wait_for("csd0", "csd1")
+
+    fleet.stories = {1: stop_both, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert sorted(fleet.said(NodeLost)) == ["csd0", "csd1"]
+
+
 def test_rank_that_is_slow_and_answers_stays(fleet: Fleet) -> None:
     def go_on(event: Event) -> None:
         if isinstance(event, Progress):
