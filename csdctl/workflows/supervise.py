@@ -5,8 +5,6 @@ lost, the group is over: who no longer answers is left out, and a new group goes
 step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
 """
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,8 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.last_words import find_cause
 from csdctl.launch.links import Links
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
-from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
+from csdctl.launch.rank_process import Notice, ProcessEnded
+from csdctl.launch.rank_processes import RankProcesses, Restarted, StartRank
 from csdctl.worker.messages import (
     Alive,
     AreYouThere,
@@ -49,7 +48,6 @@ STALL_S = 20.0
 """A rank that others wait for and that does not answer for so long is lost."""
 SETTLE_S = 0.5
 END_S = 30.0
-RETURN_INTERVAL_S = 10.0
 MAX_RETURNS = 3
 """How often a node may come back: one that is lost again and again only stops the others."""
 MAX_ATTEMPTS = 3
@@ -59,12 +57,12 @@ PROGRESSING = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
 
 @dataclass(frozen=True)
 class Supervised:
-    """What supervision needs to start and join ranks; every callable may raise CsdctlError."""
+    """What supervision needs to start and join ranks; the first three callables may raise CsdctlError."""
 
     nodes: Sequence[str]
     """The machine of every rank, in order; rank 0 is on the host."""
-    start_rank: Callable[[int, "queue.Queue[Notice]"], RankProcess]
-    restart_rank: Callable[[int, "queue.Queue[Notice]"], RankProcess]
+    start_rank: StartRank
+    restart_rank: StartRank
     """The same on a machine that was lost: over a new connection, after ending what is left there."""
     build_links: Callable[[Sequence[int], int], list[str]]
     """mpirun's command line for these ranks and generation."""
@@ -85,8 +83,7 @@ class Supervision:
         """`record` is called with every event, in order, by the thread that calls `run`."""
         self._run = supervised
         self._record = record
-        self._notices: queue.Queue[Notice] = queue.Queue()
-        self._ranks: dict[int, RankProcess] = {}
+        self._processes = RankProcesses(supervised.start_rank, supervised.restart_rank)
         self._ready: set[int] = set()
         self._returning: set[int] = set()
         self._num_returns: dict[int, int] = {}
@@ -102,7 +99,6 @@ class Supervision:
         self._paused: set[int] = set()
         self._is_stopping = False
         self._is_regrouping = False
-        self._is_over = threading.Event()
         self._heard = time.monotonic()
         self.outcomes: list[JobOutcome] = []
         """How each mpirun ended."""
@@ -113,14 +109,12 @@ class Supervision:
         """Train to the end; raises RunError, DeadlineError, InputError; KeyboardInterrupt the second time."""
         try:
             self._start()
-            self._form_group(sorted(self._ranks))
+            self._form_group(sorted(self._processes.ranks))
             while set(self._finished) < set(self._group):
                 self._interruptible(self._turn)
             self._await_ends()
         finally:
-            self._is_over.set()
-            for rank in list(self._ranks.values()):
-                rank.close()
+            self._processes.close()
             self._end_links()
 
     def _interruptible(self, do: Callable[[], None]) -> None:
@@ -131,7 +125,7 @@ class Supervision:
             if self._is_stopping or not self._has_joined or self._is_regrouping:
                 raise
             self._is_stopping = True
-            self._ranks[0].order(Stop())
+            self._processes.order(0, Stop())
 
     @property
     def is_stopping(self) -> bool:
@@ -142,27 +136,29 @@ class Supervision:
         """Start all ranks and wait until they are ready; before the first step every failure is fatal."""
         for rank in range(len(self._run.nodes)):
             if rank not in self._run.absent:
-                self._ranks[rank] = self._run.start_rank(rank, self._notices)
+                self._processes.start(rank)
         deadline = time.monotonic() + self._run.deadlines.start_s
-        while self._ready < set(self._ranks):
+        while self._ready < self._processes.ranks:
             notice = self._next(1.0)
             if isinstance(notice, ProcessEnded):
                 raise _fatal(notice.error)
             if isinstance(notice, Failed):
                 raise _failure(notice)
             if time.monotonic() > deadline:
-                silent = ", ".join(self._run.nodes[rank] for rank in sorted(set(self._ranks) - self._ready))
+                silent = ", ".join(
+                    self._run.nodes[rank] for rank in sorted(self._processes.ranks - self._ready)
+                )
                 raise DeadlineError(
                     f"{silent} did not start in time", remedy="raise --start-deadline, or see its log"
                 )
 
     def _next(self, timeout_s: float) -> Notice | None:
         """The next notice, recorded."""
-        try:
-            notice = self._notices.get(timeout=timeout_s)
-        except queue.Empty:
+        notice = self._processes.next(timeout_s)
+        if isinstance(notice, Restarted):
+            self._returning.add(notice.rank)
             return None
-        if isinstance(notice, ProcessEnded):
+        if notice is None or isinstance(notice, ProcessEnded):
             return notice
         if isinstance(notice, PROGRESSING):
             self._heard = time.monotonic()
@@ -183,7 +179,7 @@ class Supervision:
             self._generation, self._group, self._collectives.get(self._group, self._run.collective)
         )
         for rank in self._group:
-            self._ranks[rank].order(order)
+            self._processes.order(rank, order)
         if len(self._group) > 1:
             self._links = Links(
                 self._run.build_links(self._group, self._generation),
@@ -212,7 +208,7 @@ class Supervision:
             self._paused.add(notice.rank)
             if self._paused == set(self._group):
                 self._end_links()
-                self._form_group(sorted(self._present(self._ranks)))
+                self._form_group(sorted(self._present(self._processes.ranks)))
         elif isinstance(notice, LinkLost) and notice.generation == self._generation:
             self._regroup("the connection between the ranks broke")
         elif isinstance(notice, WaitingFor):
@@ -228,7 +224,7 @@ class Supervision:
         if ended.rank in self._finished:
             if not ended.is_clean:
                 raise _fatal(ended.error)
-            del self._ranks[ended.rank]
+            self._processes.give_up(ended.rank)
             return
         self._lose(ended.rank, ended.error)
         if ended.rank in self._group:
@@ -237,12 +233,12 @@ class Supervision:
     def _await_ends(self) -> None:
         """A run is done when every rank has left as it should."""
         deadline = time.monotonic() + END_S
-        while set(self._group) & set(self._ranks):
+        while left := sorted(set(self._group) & self._processes.ranks):
             notice = self._next(0.2)
             if isinstance(notice, ProcessEnded):
                 self._take_end(notice)
             if time.monotonic() > deadline:
-                late = ", ".join(self._ranks[rank].node for rank in self._group if rank in self._ranks)
+                late = ", ".join(self._run.nodes[rank] for rank in left)
                 raise RunError(f"{late} finished and did not end", remedy=self._logs())
 
     def _take_failure(self, failed: Failed) -> None:
@@ -263,43 +259,27 @@ class Supervision:
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         """Leave `rank` out from now on, and let it come back when it can."""
-        if rank not in self._ranks or rank in self._finished:
+        if rank not in self._processes.ranks or rank in self._finished:
             return
-        process = self._ranks.pop(rank)
-        process.close()
+        self._processes.give_up(rank)
         self._ready.discard(rank)
         self._returning.discard(rank)
         self._lost[rank] = error
-        self._record(NodeLost(rank, process.node, str(error)))
+        self._record(NodeLost(rank, self._run.nodes[rank], str(error)))
         if not self._has_joined:
             raise _fatal(error)
         num_returns = self._num_returns.get(rank, 0)
         if num_returns < MAX_RETURNS:
             self._num_returns[rank] = num_returns + 1
-            threading.Thread(target=self._bring_back, args=(rank,), daemon=True).start()
-
-    def _bring_back(self, rank: int) -> None:
-        """Try to start `rank` again until that works or the run is over; in a thread of its own."""
-        while not self._is_over.is_set():
-            try:
-                process = self._run.restart_rank(rank, self._notices)
-            except CsdctlError:
-                self._is_over.wait(RETURN_INTERVAL_S)
-                continue
-            if self._is_over.is_set():
-                process.close()
-                return
-            self._returning.add(rank)
-            self._ranks[rank] = process
-            return
+            self._processes.bring_back(rank)
 
     def _welcome(self, ready: Ready) -> None:
         """A rank that was lost is ready again: it joins when the epoch ends."""
         self._returning.discard(ready.rank)
         self._lost.pop(ready.rank, None)
         self._record(NodeBack(ready.rank, ready.node))
-        if 0 in self._group and 0 in self._ranks:
-            self._ranks[0].order(PauseAtEpochEnd())
+        if 0 in self._group:
+            self._processes.order(0, PauseAtEpochEnd())
 
     def _regroup(self, why: str) -> None:
         """The group is over: find out who is left, and form a new one."""
@@ -341,14 +321,14 @@ class Supervision:
 
     def _present(self, ranks: Iterable[int]) -> set[int]:
         """Those of `ranks` that can train now: one that is being started again cannot."""
-        return {rank for rank in list(ranks) if rank in self._ranks and rank in self._ready}
+        return set(ranks) & self._processes.ranks & self._ready
 
     def _settle(self, group: set[int]) -> None:
         """Hear who ended, and ask the others whether they are there."""
         begun = time.monotonic()
         number = self._generation
         for rank in self._present(group):
-            self._ranks[rank].order(AreYouThere(number))
+            self._processes.order(rank, AreYouThere(number))
         patience_s = ANSWER_S
         while time.monotonic() - begun < patience_s:
             waiting = {rank for rank in self._present(group) if self._answered.get(rank, 0.0) < begun}
@@ -400,9 +380,9 @@ class Supervision:
         """Ask the ranks that others wait for whether they are there."""
         now = time.monotonic()
         for rank in (self._run.nodes.index(node) for node in nodes):
-            if rank in self._ranks and rank not in self._asked:
+            if rank in self._group and rank not in self._asked:
                 self._asked[rank] = now
-                self._ranks[rank].order(AreYouThere(self._generation))
+                self._processes.order(rank, AreYouThere(self._generation))
 
     def _look_at_stalled(self) -> None:
         """Who was asked and has not answered for too long is lost."""

@@ -5,7 +5,6 @@ A rank answers an order at once, in the thread that gives it, so a test says wha
 
 import contextlib
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -51,16 +50,19 @@ class Waits:
     silence_s: float = 30.0
 
 
+Hear = Callable[[Notice], None]
+
+
 class ScriptedRank:
     """One process of a rank, in place of a `RankProcess`."""
 
-    def __init__(self, fleet: "Fleet", rank: int, notices: "queue.Queue[Notice]") -> None:
+    def __init__(self, fleet: "Fleet", rank: int, hear: Hear) -> None:
         self.fleet, self.rank, self.node = fleet, rank, fleet.nodes[rank]
         self.orders: list[Order] = []
         self.is_closed = self.is_deaf = self.has_ended = False
         self.group: FormGroup | None = None
         self.has_joined = self.is_pausing = self.is_stopping = False
-        self._notices = notices
+        self._hear = hear
 
     def order(self, order: Order) -> None:
         self.orders.append(order)
@@ -83,10 +85,10 @@ class ScriptedRank:
         self.is_closed = True
 
     def say(self, *notices: Notice) -> None:
-        """Put notices into the queue, as the process' reader does; nothing comes from a closed process."""
+        """What the process prints; nothing comes from one that is closed."""
         if not self.is_closed:
             for notice in notices:
-                self._notices.put(notice)
+                self._hear(notice)
 
     def be_ready(self) -> None:
         self.say(Ready(self.rank, self.node, 100, 0.1))
@@ -154,7 +156,7 @@ class Fleet:
         self.absent: tuple[int, ...] = ()
         self.waits = Waits()
         self.events: list[Event] = []
-        self.restart: Callable[[int, queue.Queue[Notice]], ScriptedRank] = self._restart
+        self.restart: Callable[[int, Hear], ScriptedRank] = self._restart
 
     def rank(self, rank: int) -> ScriptedRank:
         """Its newest process."""
@@ -225,16 +227,16 @@ class Fleet:
             self.rank(event.rank).has_joined = True
         self.on_event(event)
 
-    def _begin(self, rank: int, notices: "queue.Queue[Notice]") -> ScriptedRank:
-        process = ScriptedRank(self, rank, notices)
+    def _begin(self, rank: int, hear: Hear) -> ScriptedRank:
+        process = ScriptedRank(self, rank, hear)
         self.processes.append(process)
         self.begin(process)
         return process
 
-    def _restart(self, rank: int, notices: "queue.Queue[Notice]") -> ScriptedRank:
+    def _restart(self, rank: int, hear: Hear) -> ScriptedRank:
         if rank not in self.reachable or not self.may_return(rank):
             raise UnreachableError("does not answer", node=self.nodes[rank])
-        return self._begin(rank, notices)
+        return self._begin(rank, hear)
 
     def _is_training_without(self, rank: int) -> bool:
         """Rank 0 returns at once, as nobody trains without it; the others while a group does."""
@@ -250,7 +252,7 @@ class Fleet:
         left = [f"rank {one.rank}" for one in self.processes if not (one.is_closed or one.has_ended)]
         assert not left, f"not closed: {left}"
         for thread in threading.enumerate():
-            if "_bring_back" in thread.name:
+            if thread.name.startswith("bring back"):
                 thread.join(timeout=2)
                 assert not thread.is_alive(), "a rank is still being brought back"
         assert not processes_in(self.directory), "an mpirun still runs"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
-from csdctl.launch import links
+from csdctl.launch import links, rank_processes
 from csdctl.worker.messages import (
     AreYouThere,
     Event,
@@ -38,10 +38,10 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         "SETTLE_S": 0.02,
         "STALL_S": 0.1,
         "END_S": 0.3,
-        "RETURN_INTERVAL_S": 0.01,
     }.items():
         monkeypatch.setattr(supervise, name, value)
     monkeypatch.setattr(links, "GOOD_END_S", 0.1)
+    monkeypatch.setattr(rank_processes, "RETURN_INTERVAL_S", 0.01)
 
 
 @pytest.fixture
