@@ -164,6 +164,7 @@ class Supervision:
             self._heard = time.monotonic()
         if isinstance(notice, Ready):
             self._ready.add(notice.rank)
+            self._answered[notice.rank] = time.monotonic()
         elif isinstance(notice, Alive):
             self._answered[notice.rank] = time.monotonic()
             return notice  # nobody wants to read these

@@ -448,6 +448,27 @@ def test_returning_rank_that_ends_before_it_is_ready_is_tried_again(fleet: Fleet
     assert fleet.said(NodeBack) == ["csd0"]
 
 
+def test_rank_0_is_started_again_and_the_others_wait_for_it(fleet: Fleet) -> None:
+    fleet.reachable = {0}
+    fleet.stories = {1: lambda fleet: fleet.rank(0).end(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 2
+    assert fleet.said(NodeBack) == ["host"]
+
+
+def test_rank_that_is_back_while_others_are_waited_for_is_not_asked_and_stays(fleet: Fleet) -> None:
+    def lose_two(fleet: Fleet) -> None:
+        fleet.rank(1).is_deaf = True  # so that regrouping takes a while
+        fleet.rank(0).end()
+
+    fleet.reachable = {0}
+    fleet.stories = {1: lose_two, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert fleet.said(NodeBack) == ["host"]
+    assert sorted(fleet.said(NodeLost)) == ["csd0", "host"]
+
+
 def test_rank_0_that_cannot_be_started_again_ends_the_run(fleet: Fleet) -> None:
     fleet.waits = Waits(start_s=0.3)
     fleet.stories[1] = lambda fleet: fleet.rank(0).end()
