@@ -86,7 +86,7 @@ class Supervision:
         self._processes = RankProcesses(supervised.start_rank, supervised.restart_rank)
         self._ready: set[int] = set()
         self._returning: set[int] = set()
-        self._num_returns: dict[int, int] = {}
+        self._num_losses: dict[int, int] = {}
         self._group: tuple[int, ...] = ()
         self._generation = 0
         self._collectives: dict[tuple[int, ...], str] = {}
@@ -269,9 +269,8 @@ class Supervision:
         self._record(NodeLost(rank, self._run.nodes[rank], str(error)))
         if not self._has_joined:
             raise _fatal(error)
-        num_returns = self._num_returns.get(rank, 0)
-        if num_returns < MAX_RETURNS:
-            self._num_returns[rank] = num_returns + 1
+        self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
+        if self._num_losses[rank] <= MAX_RETURNS:
             self._processes.bring_back(rank)
 
     def _welcome(self, ready: Ready) -> None:
@@ -298,13 +297,20 @@ class Supervision:
         self._attempts += 1
         group = set(self._group)
         self._settle(group)
-        left = sorted(self._present(group))
         cause = self._cause(outcome)
         if not self._has_joined or self._attempts > MAX_ATTEMPTS:
             raise cause or RunError(f"{why}, and no new group of ranks comes about", remedy=self._logs())
-        if 0 not in left:
+        if self._attempts == MAX_ATTEMPTS and cause and cause.node in self._run.nodes:
+            # It answers, and still no group with it comes about.
+            self._lose(self._run.nodes.index(cause.node), cause)
+        if 0 not in self._present(group):
             self._await_host()
-            left = sorted({0, *left})
+        left = sorted(self._present(group))
+        self._check_num_nodes(left)
+        self._form_group(left)
+        self._is_regrouping = False
+
+    def _check_num_nodes(self, left: Sequence[int]) -> None:
         num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
         if num_nodes < self._run.min_nodes:
             lost = "\n".join(f"  {error}" for error in self._lost.values())
@@ -313,12 +319,6 @@ class Supervision:
                 remedy="mend them, then go on from the last completed step: csdctl train --resume "
                 f"{self._run.log_path(0).parent.parent.name}",
             )
-        if self._attempts == MAX_ATTEMPTS and cause and cause.node in self._run.nodes:
-            # It answers, and still no group with it comes about.
-            self._lose(self._run.nodes.index(cause.node), cause)
-            left = sorted(self._present(left))
-        self._form_group(left)
-        self._is_regrouping = False
 
     def _present(self, ranks: Iterable[int]) -> set[int]:
         """Those of `ranks` that can train now: one that is being started again cannot."""
@@ -369,12 +369,14 @@ class Supervision:
             if isinstance(notice, ProcessEnded):
                 self._lose(notice.rank, notice.error)
             elif isinstance(notice, Failed):
-                raise _failure(notice)
+                if notice.rank == 0:
+                    raise _failure(notice)
+                self._lose(notice.rank, NodeError(notice.message, node=notice.node, remedy=notice.remedy))
             elif isinstance(notice, Ready) and notice.rank in self._returning:
                 self._returning.discard(notice.rank)
                 self._lost.pop(notice.rank, None)
                 self._record(NodeBack(notice.rank, notice.node))
-            if time.monotonic() > deadline or self._num_returns.get(0, 0) >= MAX_RETURNS:
+            if time.monotonic() > deadline or self._num_losses.get(0, 0) > MAX_RETURNS:
                 raise _fatal(self._lost.get(0, RunError("rank 0 cannot be started again")))
 
     def _ask(self, nodes: Sequence[str]) -> None:

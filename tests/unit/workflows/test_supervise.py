@@ -1,7 +1,8 @@
 """What supervision does about everything that can happen to a run, with ranks that follow a script."""
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -474,6 +475,95 @@ def test_rank_0_that_cannot_be_started_again_ends_the_run(fleet: Fleet) -> None:
     fleet.stories[1] = lambda fleet: fleet.rank(0).end()
     error = error_of(fleet)
     assert (error.node, error.message) == ("host", "rank 0 was killed by signal 15")
+
+
+@pytest.fixture
+def awaiting_host(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set when the others have been asked, and only rank 0 is waited for."""
+    is_waiting, wait = threading.Event(), supervise.Supervision._await_host
+
+    def say_and_wait(supervision: supervise.Supervision) -> None:
+        is_waiting.set()
+        wait(supervision)
+        is_waiting.clear()
+
+    monkeypatch.setattr(supervise.Supervision, "_await_host", say_and_wait)
+    return is_waiting
+
+
+@pytest.mark.parametrize("leave", [ScriptedRank.end, lambda rank: rank.fail("disk full")])
+def test_node_lost_while_rank_0_starts_again_is_left_out(
+    fleet: Fleet, awaiting_host: threading.Event, leave: Callable[[ScriptedRank], None]
+) -> None:
+    def begin(rank: ScriptedRank) -> None:
+        if len(fleet.processes) > 3:
+            leave(fleet.rank(1))
+        rank.be_ready()
+
+    fleet.begin = begin
+    fleet.reachable = {0}
+    fleet.may_return = lambda rank: awaiting_host.is_set()
+    fleet.stories = {1: lambda fleet: fleet.rank(0).end(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert fleet.said(NodeLost) == ["host", "csd0"]
+
+
+def test_too_few_nodes_after_rank_0_started_again_end_the_run(
+    fleet: Fleet, awaiting_host: threading.Event
+) -> None:
+    def begin(rank: ScriptedRank) -> None:
+        if len(fleet.processes) > 3:
+            fleet.rank(1).end()
+        rank.be_ready()
+
+    fleet.begin = begin
+    fleet.min_nodes = 2
+    fleet.reachable = {0}
+    fleet.may_return = lambda rank: awaiting_host.is_set()
+    fleet.stories[1] = lambda fleet: fleet.rank(0).end()
+    assert "1 nodes are left" in error_of(fleet).message
+
+
+def test_host_that_mpirun_blames_again_and_again_is_started_again(fleet: Fleet) -> None:
+    blame = "prterun noticed that process rank 0 with PID 7 on node host exited on signal 9 (Killed)."
+    fleet.mpirun = {number: shell(f"echo '{blame}' >&2; exit 1") for number in (1, 2, 3)}
+    fleet.reachable = {0}
+    fleet.stories[4] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 4
+    assert fleet.said(NodeBack) == ["host"]
+
+
+def test_too_few_nodes_without_the_one_that_mpirun_blames_end_the_run(fleet: Fleet) -> None:
+    blame = "prterun noticed that process rank 1 with PID 7 on node csd0 exited on signal 9 (Killed)."
+    fleet.mpirun = {number: shell(f"echo '{blame}' >&2; exit 1") for number in (1, 2, 3)}
+    fleet.min_nodes = 2
+    assert "1 nodes are left" in error_of(fleet).message
+
+
+def test_rank_0_may_come_back_as_often_as_a_node(fleet: Fleet, awaiting_host: threading.Event) -> None:
+    def lose_host(fleet: Fleet) -> None:
+        fleet.rank(1).step()
+        fleet.rank(0).end()
+
+    fleet.reachable = {0}
+    fleet.may_return = lambda rank: awaiting_host.is_set()
+    fleet.stories = dict.fromkeys(range(1, supervise.MAX_RETURNS + 1), lose_host)
+    fleet.stories[supervise.MAX_RETURNS + 1] = Fleet.finish
+    fleet.run()
+    assert fleet.said(NodeBack) == ["host"] * supervise.MAX_RETURNS
+
+
+def test_rank_0_lost_more_often_than_that_ends_the_run_at_once(fleet: Fleet) -> None:
+    def lose_host(fleet: Fleet) -> None:
+        fleet.rank(1).step()
+        fleet.rank(0).end()
+
+    fleet.reachable = {0}
+    fleet.stories = dict.fromkeys(range(1, supervise.MAX_RETURNS + 2), lose_host)
+    assert error_of(fleet).node == "host"
+    assert len(fleet.said(NodeLost)) == supervise.MAX_RETURNS + 1
 
 
 # A rank gives up by itself.
