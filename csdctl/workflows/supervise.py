@@ -201,6 +201,7 @@ class Supervision:
             self._collectives[self._group] = notice.collective
             if self._joined == set(self._group):
                 self._has_joined = True
+                self._ask_for_pause()
         elif isinstance(notice, Progress):
             self._attempts = 0
         elif isinstance(notice, Finished):
@@ -278,7 +279,15 @@ class Supervision:
         self._returning.discard(ready.rank)
         self._lost.pop(ready.rank, None)
         self._record(NodeBack(ready.rank, ready.node))
-        if 0 in self._group:
+        if self._joined == set(self._group):
+            self._ask_for_pause()
+
+    def _ask_for_pause(self) -> None:
+        """Have the group end with the epoch when somebody waits to join.
+
+        Only once it has begun: a rank that takes a new group forgets what was asked of the one before.
+        """
+        if self._present(self._processes.ranks) - set(self._group):
             self._processes.order(0, PauseAtEpochEnd())
 
     def _regroup(self, why: str) -> None:

@@ -434,6 +434,55 @@ def test_node_that_is_lost_again_and_again_stays_away(fleet: Fleet) -> None:
     assert fleet.groups[-1] == (0, 2)
 
 
+def test_pause_is_asked_for_again_when_another_node_is_lost_before_it(fleet: Fleet) -> None:
+    def lose_another(fleet: Fleet) -> None:
+        fleet.has_short_epochs = True
+        fleet.rank(2).end()
+
+    fleet.has_short_epochs = False
+    fleet.reachable = {1}
+    fleet.on_event = lambda event: lose_another(fleet) if isinstance(event, NodeBack) else None
+    fleet.stories = {1: lambda fleet: fleet.rank(1).end(), 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
+def test_node_that_is_back_while_others_regroup_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
+    def be_back_late(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, AreYouThere) and rank.rank == 0 and len(fleet.groups) == 2:
+            fleet.rank(1).be_ready()
+
+    def lose_another(event: Event) -> None:
+        if isinstance(event, NodeLost) and event.rank == 1:
+            fleet.begin = lambda rank: fleet.rank(2).end()  # rank 1 is there, and not ready yet
+
+    fleet.on_order, fleet.on_event = be_back_late, lose_another
+    fleet.reachable = {1}
+    fleet.stories = {1: lambda fleet: fleet.rank(1).end(), 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
+def test_node_lost_while_the_others_have_paused_is_left_out_and_the_one_that_is_back_joins(
+    fleet: Fleet,
+) -> None:
+    def lose_one_of_two(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, PauseAtEpochEnd) and len(fleet.groups) == 2:
+            fleet.rank(0).pause()
+            fleet.rank(2).end()
+
+    fleet.has_short_epochs = False
+    fleet.on_order = lose_one_of_two
+    fleet.reachable = {1}
+
+    def end_epochs(fleet: Fleet) -> None:
+        fleet.has_short_epochs = True
+
+    fleet.stories = {1: lambda fleet: fleet.rank(1).end(), 3: end_epochs, 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
 def test_returning_rank_that_ends_before_it_is_ready_is_tried_again(fleet: Fleet) -> None:
     def begin(rank: ScriptedRank) -> None:
         if len(fleet.processes) == 4:
