@@ -6,6 +6,7 @@ step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,6 +87,7 @@ class Supervision:
         self._processes = RankProcesses(supervised.start_rank, supervised.restart_rank)
         self._ready: set[int] = set()
         self._returning: set[int] = set()
+        self._postponed: deque[Notice] = deque()
         self._num_losses: dict[int, int] = {}
         self._group: tuple[int, ...] = ()
         self._generation = 0
@@ -153,7 +155,11 @@ class Supervision:
                 )
 
     def _next(self, timeout_s: float) -> Notice | None:
-        """The next notice, recorded."""
+        """The next notice that nothing was done about, recorded."""
+        return self._postponed.popleft() if self._postponed else self._hear(timeout_s)
+
+    def _hear(self, timeout_s: float) -> Notice | None:
+        """The next notice that arrives, recorded."""
         notice = self._processes.next(timeout_s)
         if isinstance(notice, Restarted):
             self._returning.add(notice.rank)
@@ -245,19 +251,23 @@ class Supervision:
 
     def _take_failure(self, failed: Failed) -> None:
         """A rank gave up by itself: on one node, the others go on; what would fail on all ends the run."""
+        if failed.rank not in self._group:  # it only came back, and the others do well without it
+            self._lose(failed.rank, _reason(failed))
+            return
         if failed.rank == 0 or failed.exit_code == InputError.exit_code or not self._has_joined:
             raise _failure(failed)
         # All ranks see the same sums: what one finds wrong with them, rank 0 finds too.
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
-            notice = self._next(0.1)
+        meanwhile: list[Notice] = []
+        while (left_s := deadline - time.monotonic()) > 0:
+            notice = self._hear(left_s)
             if isinstance(notice, Failed) and notice.rank == 0:
                 raise _failure(notice)
-            if isinstance(notice, ProcessEnded):
-                self._lose(notice.rank, notice.error)
-        self._lose(failed.rank, NodeError(failed.message, node=failed.node, remedy=failed.remedy))
-        if failed.rank in self._group:
-            self._regroup(f"{failed.node} gave up")
+            if notice and notice.rank != failed.rank:
+                meanwhile.append(notice)
+        self._lose(failed.rank, _reason(failed))
+        self._postponed.extend(meanwhile)
+        self._regroup(f"{failed.node} gave up")
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         """Leave `rank` out from now on, and let it come back when it can."""
@@ -354,7 +364,7 @@ class Supervision:
             elif isinstance(notice, Failed):
                 if notice.rank == 0:
                     raise _failure(notice)
-                self._lose(notice.rank, NodeError(notice.message, node=notice.node, remedy=notice.remedy))
+                self._lose(notice.rank, _reason(notice))
             elif isinstance(notice, Finished):
                 self._finished[notice.rank] = notice
             elif isinstance(notice, Ready) and notice.rank in self._returning:
@@ -380,7 +390,7 @@ class Supervision:
             elif isinstance(notice, Failed):
                 if notice.rank == 0:
                     raise _failure(notice)
-                self._lose(notice.rank, NodeError(notice.message, node=notice.node, remedy=notice.remedy))
+                self._lose(notice.rank, _reason(notice))
             elif isinstance(notice, Ready) and notice.rank in self._returning:
                 self._returning.discard(notice.rank)
                 self._lost.pop(notice.rank, None)
@@ -449,6 +459,11 @@ class Supervision:
 
     def _logs(self) -> str:
         return f"logs: {self._run.log_path(0).parent}"
+
+
+def _reason(failed: Failed) -> CsdctlError:
+    """Why a node that gave up is lost."""
+    return NodeError(failed.message, node=failed.node, remedy=failed.remedy)
 
 
 def _failure(failed: Failed) -> CsdctlError:

@@ -625,6 +625,73 @@ def test_others_go_on_without_a_rank_that_gives_up(fleet: Fleet) -> None:
     assert fleet.said(NodeLost) == ["csd0"]
 
 
+def test_node_that_gives_up_is_lost_for_the_reason_it_gives(fleet: Fleet) -> None:
+    fleet.min_nodes = 2
+    fleet.stories[1] = lambda fleet: fleet.rank(1).fail("disk full", remedy="make room")
+    error = error_of(fleet)
+    assert "csd0: disk full" in error.message
+    assert "make room" in error.message
+    assert len(lost_messages(fleet)) == 1
+
+
+def test_two_nodes_that_give_up_at_once_are_lost_for_their_own_reasons(fleet: Fleet) -> None:
+    def give_up(fleet: Fleet) -> None:
+        fleet.rank(1).fail("disk full")
+        fleet.rank(2).fail("no memory")
+
+    fleet.stories = {1: give_up, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert [message.split(": ")[1] for message in lost_messages(fleet)] == ["disk full", "no memory"]
+
+
+def test_what_rank_0_finds_too_ends_the_run(fleet: Fleet) -> None:
+    def diverge(fleet: Fleet) -> None:
+        fleet.rank(1).fail("the loss became nan (csd0)")
+        fleet.rank(0).fail("the loss became nan", remedy="lower it")
+
+    fleet.stories[1] = diverge
+    error = error_of(fleet)
+    assert (error.node, error.message, error.remedy) == ("host", "the loss became nan", "lower it")
+    assert not fleet.said(NodeLost)
+
+
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_node_that_fails_when_it_is_started_again_stays_away(fleet: Fleet, exit_code: int) -> None:
+    def begin(rank: ScriptedRank) -> None:
+        if len(fleet.processes) == 4:
+            fleet.reachable = set()
+            rank.fail("the shard is gone", exit_code=exit_code)
+        else:
+            rank.be_ready()
+
+    def finish_without_it(event: Event) -> None:
+        if isinstance(event, NodeLost) and len(fleet.processes) == 4:
+            fleet.finish()
+
+    fleet.begin, fleet.on_event = begin, finish_without_it
+    fleet.reachable = {1}
+    fleet.stories[1] = lambda fleet: fleet.rank(1).end()
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "the shard is gone" in lost_messages(fleet)[1]
+
+
+def test_nothing_is_missed_while_a_failure_is_looked_into(fleet: Fleet) -> None:
+    def be_ready_after_a_failure(event: Event) -> None:
+        if isinstance(event, Progress):
+            fleet.rank(1).fail("disk full")
+            fleet.rank(2).be_ready()
+
+    fleet.begin = lambda rank: rank.step() if len(fleet.processes) == 4 else rank.be_ready()
+    fleet.on_event = be_ready_after_a_failure
+    fleet.reachable = {2}
+    fleet.stories = {1: lambda fleet: fleet.rank(2).end(), 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 1), (0,), (0, 2)]
+    assert fleet.said(NodeBack) == ["csd1"]
+
+
 def test_input_that_a_node_cannot_use_ends_the_run(fleet: Fleet) -> None:
     fleet.stories[1] = lambda fleet: fleet.rank(1).fail("no such metric", exit_code=2)
     assert error_of(fleet, InputError).node == "csd0"
