@@ -185,6 +185,8 @@ class Supervision:
         order = FormGroup(
             self._generation, self._group, self._collectives.get(self._group, self._run.collective)
         )
+        if self._is_stopping:  # rank 0 may be a new process, which does not know
+            self._processes.order(0, Stop())
         for rank in self._group:
             self._processes.order(rank, order)
         if len(self._group) > 1:
@@ -194,6 +196,7 @@ class Supervision:
                 self._run.log_path,
                 self._run.directory,
             )
+        self._is_regrouping = False
 
     def _turn(self) -> None:
         """Take one notice in, and look whether the group still lives."""
@@ -311,7 +314,6 @@ class Supervision:
                 node=error.node if error else "",
                 remedy=f"the model of the other ranks is in the run directory; {self._logs()}",
             )
-        self._is_regrouping = True  # until the end of this method: an interrupt in its middle ends the run
         outcome = self._end_links()
         self._attempts += 1
         group = set(self._group)
@@ -327,7 +329,6 @@ class Supervision:
         left = sorted(self._present(group))
         self._check_num_nodes(left)
         self._form_group(left)
-        self._is_regrouping = False
 
     def _check_num_nodes(self, left: Sequence[int]) -> None:
         num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
@@ -436,10 +437,9 @@ class Supervision:
             )
 
     def _end_links(self) -> JobOutcome | None:
-        links, self._links = self._links, None
-        if links is None:
-            return None
-        outcome = links.end()
+        self._is_regrouping = True  # until there is a group again: an interrupt until then ends the run
+        outcome = self._links.end() if self._links else None
+        self._links = None
         if outcome:
             self.outcomes.append(outcome)
         return outcome

@@ -752,3 +752,50 @@ def test_interrupt_while_regrouping_ends_everything(fleet: Fleet) -> None:
     with pytest.raises(KeyboardInterrupt):
         fleet.run()
     assert not orders_of(fleet.rank(0), Stop)
+
+
+def test_rank_0_that_is_started_again_is_told_again_to_stop(fleet: Fleet) -> None:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, Progress):
+            press_ctrl_c()
+
+    def die_when_told(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, Stop) and rank is fleet.processes[0]:
+            rank.end()
+
+    def stop(fleet: Fleet) -> None:
+        assert fleet.rank(0).is_stopping
+        fleet.finish()
+
+    fleet.on_event, fleet.on_order = interrupt, die_when_told
+    fleet.reachable = {0}
+    fleet.stories = {1: lambda fleet: fleet.rank(0).step(), 2: stop}
+    fleet.run()
+    assert fleet.said(NodeBack) == ["host"]
+
+
+def test_interrupt_while_a_group_makes_room_for_a_node_ends_everything(fleet: Fleet) -> None:
+    def interrupt(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, FormGroup) and order.generation == 3 and rank.rank == 0:
+            press_ctrl_c()
+
+    fleet.on_order = interrupt
+    fleet.reachable = {1}
+    fleet.stories[1] = lambda fleet: fleet.rank(1).end()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.run()
+
+
+def test_interrupt_while_mpirun_is_being_ended_leaves_no_mpirun(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = links.Links.end
+
+    def end_interrupted(self: links.Links) -> None:
+        monkeypatch.setattr(links.Links, "end", end)
+        press_ctrl_c()
+
+    monkeypatch.setattr(links.Links, "end", end_interrupted)
+    fleet.stories[1] = lambda fleet: fleet.rank(1).end()
+    with pytest.raises(KeyboardInterrupt):
+        fleet.run()
