@@ -211,7 +211,7 @@ class Supervision:
             if self._joined == set(self._group):
                 self._has_joined = True
                 self._ask_for_pause()
-        elif isinstance(notice, Progress):
+        elif isinstance(notice, Progress | EpochEnd):
             self._attempts = 0
         elif isinstance(notice, Finished):
             self._finished[notice.rank] = notice

@@ -395,6 +395,17 @@ def test_steps_make_earlier_failures_forgotten(fleet: Fleet) -> None:
     assert len(fleet.groups) == 6
 
 
+def test_short_epochs_make_earlier_failures_forgotten(fleet: Fleet) -> None:
+    def end_epoch_and_break(fleet: Fleet) -> None:
+        fleet.end_epoch()  # with too few steps for anybody to tell of its progress
+        fleet.rank(0).lose_link(len(fleet.groups))
+
+    fleet.stories = dict.fromkeys(range(1, 6), end_epoch_and_break)
+    fleet.stories[6] = Fleet.finish
+    fleet.run()
+    assert len(fleet.groups) == 6
+
+
 def test_node_that_mpirun_blames_again_and_again_is_left_out(fleet: Fleet) -> None:
     blame = "prterun noticed that process rank 1 with PID 7 on node csd0 exited on signal 9 (Killed)."
     fleet.mpirun = {number: shell(f"echo '{blame}' >&2; exit 1") for number in (1, 2, 3)}
