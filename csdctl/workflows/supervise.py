@@ -279,6 +279,7 @@ class Supervision:
         self._processes.give_up(rank)
         self._ready.discard(rank)
         self._returning.discard(rank)
+        self._lost.pop(rank, None)  # the latest loss stands last
         self._lost[rank] = error
         self._record(NodeLost(rank, self._run.nodes[rank], str(error)))
         if not self._has_joined:
@@ -307,7 +308,7 @@ class Supervision:
         """The group is over: find out who is left, and form a new one."""
         if self._finished:
             missing = [self._run.nodes[rank] for rank in self._group if rank not in self._finished]
-            error = next(iter(self._lost.values()), None)
+            error = self._latest_loss()
             raise RunError(
                 f"{error.message if error else why}\n"
                 f"The run has no completion record from {', '.join(missing)}",
@@ -445,9 +446,9 @@ class Supervision:
         return outcome
 
     def _cause(self, outcome: JobOutcome | None) -> CsdctlError | None:
-        """What mpirun's last words tell."""
-        if self._lost:
-            return next(reversed(self._lost.values()))
+        """Who was lost, or what mpirun's last words tell."""
+        if loss := self._latest_loss():
+            return loss
         if outcome is None:
             return None
         found = find_cause(
@@ -456,6 +457,10 @@ class Supervision:
             [self._run.nodes[rank] for rank in self._group],
         )
         return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {self._logs()}")
+
+    def _latest_loss(self) -> CsdctlError | None:
+        """Why a member of this group was lost; who was lost before it is no cause of what happens to it."""
+        return next((error for rank, error in reversed(self._lost.items()) if rank in self._group), None)
 
     def _logs(self) -> str:
         return f"logs: {self._run.log_path(0).parent}"

@@ -415,6 +415,41 @@ def test_node_that_mpirun_blames_again_and_again_is_left_out(fleet: Fleet) -> No
     assert fleet.said(NodeLost) == ["csd0"]
 
 
+def lose_one_early(fleet: Fleet) -> None:
+    """Rank 1 is lost for a reason of its own, long before anything else happens."""
+    fleet.stories[1] = lambda fleet: fleet.rank(1).end("killed by signal 9")
+
+
+def test_run_that_is_given_up_does_not_blame_a_node_that_was_lost_long_ago(fleet: Fleet) -> None:
+    lose_one_early(fleet)
+    fleet.stories[2] = lambda fleet: fleet.rank(0).step()
+    fleet.mpirun = {number: shell("echo no route >&2; exit 1") for number in range(2, 9)}
+    error = error_of(fleet)
+    assert "no route" in error.message
+    assert error.node == ""
+
+
+def test_node_that_mpirun_blames_is_left_out_though_another_was_lost_long_ago(fleet: Fleet) -> None:
+    lose_one_early(fleet)
+    fleet.stories[2] = lambda fleet: fleet.rank(0).step()
+    blame = "prterun noticed that process rank 1 with PID 7 on node csd1 exited on signal 9 (Killed)."
+    fleet.mpirun = {number: shell(f"echo '{blame}' >&2; exit 1") for number in (2, 3, 4)}
+    fleet.stories[5] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 2), (0, 2), (0,)]
+
+
+def test_incomplete_run_names_the_node_whose_completion_record_is_missing(fleet: Fleet) -> None:
+    def lose_one_at_the_end(fleet: Fleet) -> None:
+        fleet.rank(0).finish()
+        fleet.rank(2).end("killed by signal 7")
+
+    lose_one_early(fleet)
+    fleet.stories[2] = lose_one_at_the_end
+    error = error_of(fleet)
+    assert (error.node, error.message.splitlines()[0]) == ("csd1", "killed by signal 7")
+
+
 # Nodes come back.
 
 
