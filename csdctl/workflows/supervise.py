@@ -179,6 +179,7 @@ class Supervision:
 
     def _form_group(self, ranks: Sequence[int]) -> None:
         self._generation += 1
+        self._heard = time.monotonic()
         self._group = tuple(ranks)
         self._joined, self._paused = set(), set()
         self._asked, self._answered = {}, {}

@@ -320,6 +320,17 @@ def test_run_in_which_nobody_does_a_step_ends_at_the_silence_deadline(fleet: Fle
     assert "logs:" in error.remedy
 
 
+def test_silence_counts_anew_with_every_group(fleet: Fleet) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(1).is_deaf = fleet.rank(2).is_deaf = True
+        fleet.rank(0).lose_link(1)
+
+    fleet.waits = Waits(silence_s=supervise.ANSWER_S)  # regrouping takes as long as two do not answer
+    fleet.stories = {1: hang, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+
+
 def test_words_of_an_earlier_group_are_ignored(fleet: Fleet) -> None:
     def come_late(fleet: Fleet) -> None:
         fleet.rank(0).lose_link(1)
