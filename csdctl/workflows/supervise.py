@@ -99,6 +99,7 @@ class Supervision:
         self._asked: dict[int, float] = {}
         self._joined: set[int] = set()
         self._paused: set[int] = set()
+        self._unlinked: set[int] = set()
         self._is_stopping = False
         self._is_regrouping = False
         self._heard = time.monotonic()
@@ -171,6 +172,8 @@ class Supervision:
         if isinstance(notice, Ready):
             self._ready.add(notice.rank)
             self._answered[notice.rank] = time.monotonic()
+        elif isinstance(notice, LinkLost) and notice.generation == self._generation:
+            self._unlinked.add(notice.rank)
         elif isinstance(notice, Alive):
             self._answered[notice.rank] = time.monotonic()
             return notice  # nobody wants to read these
@@ -181,7 +184,7 @@ class Supervision:
         self._generation += 1
         self._heard = time.monotonic()
         self._group = tuple(ranks)
-        self._joined, self._paused = set(), set()
+        self._joined, self._paused, self._unlinked = set(), set(), set()
         self._asked, self._answered = {}, {}
         order = FormGroup(
             self._generation, self._group, self._collectives.get(self._group, self._run.collective)
@@ -204,6 +207,8 @@ class Supervision:
         notice = self._next(0.2)
         if isinstance(notice, ProcessEnded):
             self._take_end(notice)
+            if notice.rank in self._group and notice.rank not in self._finished:
+                self._regroup(f"{notice.node} is lost")
         elif isinstance(notice, Failed):
             self._take_failure(notice)
         elif isinstance(notice, Joined) and notice.generation == self._generation:
@@ -221,7 +226,7 @@ class Supervision:
             if self._paused == set(self._group):
                 self._end_links()
                 self._form_group(sorted(self._present(self._processes.ranks)))
-        elif isinstance(notice, LinkLost) and notice.generation == self._generation:
+        elif isinstance(notice, LinkLost) and notice.rank in self._unlinked:
             self._regroup("the connection between the ranks broke")
         elif isinstance(notice, WaitingFor):
             self._ask(notice.nodes)
@@ -233,14 +238,13 @@ class Supervision:
         self._look_at_silence()
 
     def _take_end(self, ended: ProcessEnded) -> None:
-        if ended.rank in self._finished:
-            if not ended.is_clean:
-                raise _fatal(ended.error)
+        """A rank's process is no more: it has finished, or is lost."""
+        if ended.rank not in self._finished:
+            self._lose(ended.rank, ended.error)
+        elif ended.is_clean:
             self._processes.give_up(ended.rank)
-            return
-        self._lose(ended.rank, ended.error)
-        if ended.rank in self._group:
-            self._regroup(f"{ended.node} is lost")
+        else:
+            raise _fatal(ended.error)
 
     def _await_ends(self) -> None:
         """A run is done when every rank has left as it should."""
@@ -308,18 +312,17 @@ class Supervision:
     def _regroup(self, why: str) -> None:
         """The group is over: find out who is left, and form a new one."""
         if self._finished:
-            missing = [self._run.nodes[rank] for rank in self._group if rank not in self._finished]
-            error = self._latest_loss()
-            raise RunError(
-                f"{error.message if error else why}\n"
-                f"The run has no completion record from {', '.join(missing)}",
-                node=error.node if error else "",
-                remedy=f"the model of the other ranks is in the run directory; {self._logs()}",
-            )
+            raise self._incomplete(why)
         outcome = self._end_links()
         self._attempts += 1
+        self._joined = set()
         group = set(self._group)
         self._settle(group)
+        if self._finished:
+            if self._unlinked or not group <= self._present(group) | set(self._finished):
+                raise self._incomplete(why)
+            self._is_regrouping = False
+            return  # they were about to finish, and no longer need each other
         cause = self._cause(outcome)
         if not self._has_joined or self._attempts > MAX_ATTEMPTS:
             raise cause or RunError(f"{why}, and no new group of ranks comes about", remedy=self._logs())
@@ -331,6 +334,16 @@ class Supervision:
         left = sorted(self._present(group))
         self._check_num_nodes(left)
         self._form_group(left)
+
+    def _incomplete(self, why: str) -> RunError:
+        """Some have finished and left: the others cannot go on without them."""
+        missing = [self._run.nodes[rank] for rank in self._group if rank not in self._finished]
+        error = self._latest_loss()
+        return RunError(
+            f"{error.message if error else why}\nThe run has no completion record from {', '.join(missing)}",
+            node=error.node if error else "",
+            remedy=f"the model of the other ranks is in the run directory; {self._logs()}",
+        )
 
     def _check_num_nodes(self, left: Sequence[int]) -> None:
         num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
@@ -354,7 +367,11 @@ class Supervision:
             self._processes.order(rank, AreYouThere(number))
         patience_s = ANSWER_S
         while time.monotonic() - begun < patience_s:
-            waiting = {rank for rank in self._present(group) if self._answered.get(rank, 0.0) < begun}
+            waiting = {
+                rank
+                for rank in self._present(group - set(self._finished))
+                if self._answered.get(rank, 0.0) < begun
+            }
             if not waiting and time.monotonic() - begun > SETTLE_S:
                 return
             if len(waiting) == 1 and len(group) > len(waiting):
@@ -362,16 +379,7 @@ class Supervision:
                 slowest_s = max([at - begun for at in self._answered.values() if at > begun], default=0.0)
                 patience_s = min(ANSWER_S, max(LEAST_ANSWER_S, 4 * slowest_s))
             notice = self._next(0.1)
-            if isinstance(notice, ProcessEnded):
-                self._lose(notice.rank, notice.error)
-            elif isinstance(notice, Failed):
-                if notice.rank == 0:
-                    raise _failure(notice)
-                self._lose(notice.rank, _reason(notice))
-            elif isinstance(notice, Finished):
-                self._finished[notice.rank] = notice
-            elif isinstance(notice, Ready) and notice.rank in self._returning:
-                self._welcome(notice)
+            self._take_between_groups(notice)
         for rank in waiting:
             node = self._run.nodes[rank]
             self._lose(
@@ -383,21 +391,25 @@ class Supervision:
                 ),
             )
 
+    def _take_between_groups(self, notice: Notice | None) -> None:
+        """Take in what matters while there is no group."""
+        if isinstance(notice, ProcessEnded):
+            self._take_end(notice)
+        elif isinstance(notice, Failed):
+            if notice.rank == 0:
+                raise _failure(notice)
+            self._lose(notice.rank, _reason(notice))
+        elif isinstance(notice, Finished):
+            self._finished[notice.rank] = notice
+        elif isinstance(notice, Ready) and notice.rank in self._returning:
+            self._welcome(notice)
+
     def _await_host(self) -> None:
         """Rank 0 is being started again, on this machine: nobody can go on without it."""
         deadline = time.monotonic() + self._run.deadlines.start_s
         while 0 not in self._ready:
             notice = self._next(0.2)
-            if isinstance(notice, ProcessEnded):
-                self._lose(notice.rank, notice.error)
-            elif isinstance(notice, Failed):
-                if notice.rank == 0:
-                    raise _failure(notice)
-                self._lose(notice.rank, _reason(notice))
-            elif isinstance(notice, Ready) and notice.rank in self._returning:
-                self._returning.discard(notice.rank)
-                self._lost.pop(notice.rank, None)
-                self._record(NodeBack(notice.rank, notice.node))
+            self._take_between_groups(notice)
             if time.monotonic() > deadline or self._num_losses.get(0, 0) > MAX_RETURNS:
                 raise _fatal(self._lost.get(0, RunError("rank 0 cannot be started again")))
 

@@ -13,6 +13,7 @@ from csdctl.worker.messages import (
     AreYouThere,
     Event,
     Failed,
+    Finished,
     FormGroup,
     Joined,
     LinkLost,
@@ -375,6 +376,45 @@ def test_node_lost_after_others_finished_leaves_the_run_incomplete(fleet: Fleet)
     assert error.node == "csd1"
     assert "killed by signal 15" in error.message
     assert "no completion record from csd1" in error.message
+
+
+def finish_when_asked(fleet: Fleet, *ranks: int) -> None:
+    """Let mpirun end badly when the ranks need it no longer: they finish while they are asked."""
+
+    def finish(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, AreYouThere) and rank.rank in ranks:
+            rank.finish()
+            rank.end(is_clean=True)
+
+    fleet.on_order = finish
+    fleet.mpirun[1] = shell("exit 1")
+
+
+def test_run_that_finishes_while_mpirun_ends_badly_is_complete(fleet: Fleet) -> None:
+    finish_when_asked(fleet, 0, 1, 2)
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_rank_that_finishes_later_than_others_is_awaited_after_mpirun_ended_badly(fleet: Fleet) -> None:
+    def save_the_model(event: Event) -> None:
+        if fleet.said(Finished) == ["csd0", "csd1"]:
+            fleet.on_event = lambda event: None
+            fleet.rank(0).finish()
+            fleet.rank(0).end(is_clean=True)
+
+    finish_when_asked(fleet, 1, 2)
+    fleet.on_event = save_the_model
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_rank_that_can_no_longer_finish_with_the_others_ends_the_run(fleet: Fleet) -> None:
+    finish_when_asked(fleet, 0, 1)
+    fleet.mpirun.clear()
+    fleet.stories[1] = lambda fleet: fleet.rank(2).lose_link(1)
+    assert "no completion record from csd1" in error_of(fleet).message
+    assert fleet.groups == [(0, 1, 2)]
 
 
 # mpirun ends, the ranks are there.
