@@ -326,9 +326,10 @@ class Supervision:
         cause = self._cause(outcome)
         if not self._has_joined or self._attempts > MAX_ATTEMPTS:
             raise cause or RunError(f"{why}, and no new group of ranks comes about", remedy=self._logs())
-        if self._attempts == MAX_ATTEMPTS and cause and cause.node in self._run.nodes:
-            # It answers, and still no group with it comes about.
-            self._lose(self._run.nodes.index(cause.node), cause)
+        if self._attempts == MAX_ATTEMPTS and cause:
+            for rank in self._present(group):
+                if self._run.nodes[rank] == cause.node:  # it answers, and still no group with it comes about
+                    self._lose(rank, cause)
         if 0 not in self._present(group):
             self._await_host()
         left = sorted(self._present(group))

@@ -501,6 +501,21 @@ def test_incomplete_run_names_the_node_whose_completion_record_is_missing(fleet:
     assert (error.node, error.message.splitlines()[0]) == ("csd1", "killed by signal 7")
 
 
+def test_rank_that_is_starting_again_is_not_ended_for_its_earlier_loss(fleet: Fleet) -> None:
+    def lose_link(fleet: Fleet) -> None:
+        fleet.rank(0).lose_link(len(fleet.groups))
+
+    fleet.begin = lambda rank: rank.be_ready() if len(fleet.processes) <= 3 else None
+    fleet.reachable = {1}
+    fleet.may_return = lambda rank: True
+    fleet.stories = dict.fromkeys(range(1, supervise.MAX_ATTEMPTS), lose_link)
+    fleet.stories[supervise.MAX_ATTEMPTS] = lambda fleet: fleet.rank(1).end()
+    fleet.stories[supervise.MAX_ATTEMPTS + 1] = Fleet.finish
+    fleet.run()
+    assert len(fleet.processes) == 4
+    assert fleet.said(NodeLost) == ["csd0"]
+
+
 # Nodes come back.
 
 
