@@ -88,6 +88,7 @@ class Supervision:
         self._ready: set[int] = set()
         self._returning: set[int] = set()
         self._postponed: deque[Notice] = deque()
+        self._in_hand: Notice | None = None
         self._num_losses: dict[int, int] = {}
         self._group: tuple[int, ...] = ()
         self._generation = 0
@@ -128,6 +129,8 @@ class Supervision:
             if self._is_stopping or not self._has_joined or self._is_regrouping:
                 raise
             self._is_stopping = True
+            if self._in_hand:  # an interrupt comes anywhere, also before anything was done about a notice
+                self._postponed.appendleft(self._in_hand)
             self._processes.order(0, Stop())
 
     @property
@@ -157,7 +160,10 @@ class Supervision:
 
     def _next(self, timeout_s: float) -> Notice | None:
         """The next notice that nothing was done about, recorded."""
-        return self._postponed.popleft() if self._postponed else self._hear(timeout_s)
+        if not self._postponed:
+            return self._hear(timeout_s)
+        self._in_hand = self._postponed.popleft()
+        return self._in_hand
 
     def _hear(self, timeout_s: float) -> Notice | None:
         """The next notice that arrives, recorded."""
@@ -165,6 +171,7 @@ class Supervision:
         if isinstance(notice, Restarted):
             self._returning.add(notice.rank)
             return None
+        self._in_hand = notice
         if notice is None or isinstance(notice, ProcessEnded):
             return notice
         if isinstance(notice, PROGRESSING):
@@ -204,7 +211,15 @@ class Supervision:
 
     def _turn(self) -> None:
         """Take one notice in, and look whether the group still lives."""
-        notice = self._next(0.2)
+        self._take(self._next(0.2))
+        self._in_hand = None
+        if self._links and not self._finished and not self._paused:
+            self._look_at_links(self._links)
+        self._look_at_stalled()
+        self._look_at_silence()
+
+    def _take(self, notice: Notice | None) -> None:
+        """Do what a notice asks for; twice does no harm."""
         if isinstance(notice, ProcessEnded):
             self._take_end(notice)
             if notice.rank in self._group and notice.rank not in self._finished:
@@ -232,10 +247,6 @@ class Supervision:
             self._ask(notice.nodes)
         elif isinstance(notice, Ready) and notice.rank in self._returning:
             self._welcome(notice)
-        if self._links and not self._finished and not self._paused:
-            self._look_at_links(self._links)
-        self._look_at_stalled()
-        self._look_at_silence()
 
     def _take_end(self, ended: ProcessEnded) -> None:
         """A rank's process is no more: it has finished, or is lost."""
@@ -266,15 +277,13 @@ class Supervision:
             raise _failure(failed)
         # All ranks see the same sums: what one finds wrong with them, rank 0 finds too.
         deadline = time.monotonic() + SETTLE_S
-        meanwhile: list[Notice] = []
         while (left_s := deadline - time.monotonic()) > 0:
             notice = self._hear(left_s)
             if isinstance(notice, Failed) and notice.rank == 0:
                 raise _failure(notice)
-            if notice and notice.rank != failed.rank:
-                meanwhile.append(notice)
+            if notice:
+                self._postponed.append(notice)
         self._lose(failed.rank, _reason(failed))
-        self._postponed.extend(meanwhile)
         self._regroup(f"{failed.node} gave up")
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
@@ -282,6 +291,7 @@ class Supervision:
         if rank not in self._processes.ranks or rank in self._finished:
             return
         self._processes.give_up(rank)
+        self._postponed = deque(notice for notice in self._postponed if notice.rank != rank)
         self._ready.discard(rank)
         self._returning.discard(rank)
         self._lost.pop(rank, None)  # the latest loss stands last

@@ -911,3 +911,22 @@ def test_interrupt_while_mpirun_is_being_ended_leaves_no_mpirun(
     fleet.stories[1] = lambda fleet: fleet.rank(1).end()
     with pytest.raises(KeyboardInterrupt):
         fleet.run()
+
+
+@pytest.mark.parametrize("kind", [Joined, Finished, LinkLost])
+def test_interrupt_while_an_event_is_shown_does_not_lose_the_event(fleet: Fleet, kind: type[Event]) -> None:
+    def interrupt(event: Event) -> None:
+        if isinstance(event, kind) and fleet.said(Progress):
+            fleet.on_event = lambda event: None
+            press_ctrl_c()
+
+    def break_after_a_step(fleet: Fleet) -> None:
+        fleet.rank(0).step()
+        fleet.rank(0).lose_link(1)
+
+    fleet.on_event = interrupt
+    fleet.stories = {1: break_after_a_step, 2: Fleet.finish}
+    supervision = fleet.supervise()
+    supervision.run()
+    assert supervision.is_stopping
+    assert fleet.said(kind).count("host") == (2 if kind is Joined else 1)
