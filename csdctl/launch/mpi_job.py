@@ -94,6 +94,7 @@ class MpiJob:
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
@@ -115,7 +116,8 @@ class MpiJob:
         for reader in readers:
             reader.start()
         try:
-            self._watch(outcome, on_event, deadlines, readers)
+            if not self._is_ended:  # who ended it just before it was started found nothing to end
+                self._watch(outcome, on_event, deadlines, readers)
         finally:
             self.end()
             for reader in readers:
@@ -223,6 +225,7 @@ class MpiJob:
 
     def end(self) -> None:
         """End mpirun and what it started, gently, then by force. One interrupt only makes it ask again."""
+        self._is_ended = True
         process = self._process
         if process is None:
             return

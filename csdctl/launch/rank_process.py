@@ -1,12 +1,11 @@
 """A rank's process on its machine, started over SSH and spoken to by lines.
 
-What it prints comes into one queue for all ranks, in order of arrival. It ends when its connection ends.
+What it prints is passed on in order of arrival. It ends when its connection ends.
 """
 
 import contextlib
-import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -47,13 +46,16 @@ class RankProcess:
         session: Session,
         command: Sequence[str],
         log_path: Path,
-        notices: "queue.Queue[Notice]",
+        hear: Callable[[Notice], None],
     ) -> None:
-        """Start `command` in `session`; raises CsdctlError when that cannot be done."""
+        """Start `command` in `session`; raises CsdctlError when that cannot be done.
+
+        `hear` is called with everything the process says, in order, and with its end, by one thread.
+        """
         self.rank = rank
         self.node = session.name
         self._meter = session.meter
-        self._notices = notices
+        self._hear = hear
         self._log_path = log_path
         self._is_closed = False
         # One stream for both, in the order in which they were written.
@@ -101,7 +103,7 @@ class RankProcess:
             except ContractError:
                 event = None
             if event is not None:
-                self._notices.put(event)
+                self._hear(event)
                 continue
             self._meter.note(Kind.LOG, received=len(line) + 1)
             if log and line.strip() and not is_noise(line):
@@ -109,7 +111,7 @@ class RankProcess:
                     log.write(line.replace("\0", "") + "\n")
                     log.flush()
         if not self._is_closed:
-            self._notices.put(ProcessEnded(self.rank, self.node, error, is_clean))
+            self._hear(ProcessEnded(self.rank, self.node, error, is_clean))
 
     def _how_it_ended(self) -> tuple[CsdctlError, bool]:
         try:

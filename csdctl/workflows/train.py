@@ -5,7 +5,6 @@ on any machine: what still carries its id is ended over SSH.
 """
 
 import dataclasses
-import queue
 import shutil
 import sys
 import time
@@ -324,11 +323,11 @@ def _supervised(
     def log_path(rank: int | None) -> Path:
         return run.mpirun_log if rank is None else run.rank_log(rank)
 
-    def start(rank: int, session: Session, notices: "queue.Queue[Notice]") -> RankProcess:
+    def start(rank: int, session: Session, hear: Callable[[Notice], None]) -> RankProcess:
         command = worker_command(rank, ["rank", "--spec", stored.path])
-        return RankProcess(rank, session, command, log_path(rank), notices)
+        return RankProcess(rank, session, command, log_path(rank), hear)
 
-    def restart(rank: int, notices: "queue.Queue[Notice]") -> RankProcess:
+    def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
         session = space.sessions[node]
         if node != HOST_NAME:
@@ -336,7 +335,7 @@ def _supervised(
                 open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
             )
         end_rank(run.run_id, session, python_of(fleet, node))
-        return start(rank, session, notices)
+        return start(rank, session, hear)
 
     def links(group: Sequence[int], generation: int) -> list[str]:
         commands = [
@@ -357,7 +356,7 @@ def _supervised(
 
     return Supervised(
         nodes=[rank.node for rank in spec.ranks],
-        start_rank=lambda rank, notices: start(rank, space.sessions[spec.ranks[rank].node], notices),
+        start_rank=lambda rank, hear: start(rank, space.sessions[spec.ranks[rank].node], hear),
         restart_rank=restart,
         build_links=links,
         log_path=log_path,

@@ -215,3 +215,10 @@ class TestEnding:
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:
         job.make("").end()
+
+
+def test_job_that_is_ended_before_it_has_started_leaves_nothing(job: Job) -> None:
+    mpi_job = job.make("time.sleep(60)")
+    mpi_job.end()
+    outcome = mpi_job.run(job.events.append, PATIENT)
+    assert outcome.exit_code != 0
