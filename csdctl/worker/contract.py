@@ -85,7 +85,9 @@ class PrepareSpec:
     store: str
     picture: PictureRule = field(default_factory=PictureRule)
     classes: tuple[str, ...] | None = None
-    """The job's classes in the order of their labels; None: the names of the class folders, sorted."""
+    """The job's classes in the order of their labels; None when it lists none."""
+    names_classes: bool = False
+    """When the job lists none, its classes are the class folders found here, sorted by name."""
     records: RecordSchema | None = None
     function: str = ""
     """FILE.py:NAME of the user's function that reads `source`; '' when csdctl does."""

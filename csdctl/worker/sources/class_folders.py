@@ -24,6 +24,12 @@ class ClassFolders:
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
         """Raises WorkerError, exit code 2, for a folder that is not one of the job's classes."""
+        if spec.classes is None and not spec.names_classes:
+            raise WorkerError(
+                f"data at {spec.source} is class folders, and the job does not say which class has which number",
+                remedy="list them as data.classes in job.yaml; public data of class folders does it too",
+                exit_code=2,
+            )
         self.class_names: tuple[str, ...] | None = spec.classes or tuple(
             sorted(_class_of(name) for name in tree.folders)
         )
