@@ -39,7 +39,7 @@ def prepare(
     """
     tree = read_tree(spec.source)
     kind = find_kind(tree, spec)
-    fingerprint = tree.fingerprint(settings_of(kind, spec))
+    fingerprint = tree.fingerprint(settings_of(kind, tree, spec))
     target = Path(spec.store) / fingerprint
     record = target / "dataset.json"
     if record.exists():

@@ -159,7 +159,7 @@ class _Preparing:
         picture = reading.picture
         if picture.shape is None:
             picture = replace(picture, shape=model.input_shape)
-        self._spec = PrepareSpec("", DATA_STORE, picture, reading.classes, reading.records)
+        self._spec = PrepareSpec("", DATA_STORE, picture, classes=reading.classes, records=reading.records)
         self._private_function = reading.private_function
         self._fleet = fleet
         self._worker = worker

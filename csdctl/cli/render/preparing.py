@@ -50,9 +50,13 @@ class PreparingView:
         """Take in how far the data set `data` is; from any thread."""
         skipped = f"{progress.num_skipped:,} left out" if progress.num_skipped else ""
         if self._console.is_terminal:
-            bar = self._bars.setdefault(data, self._progress.add_task(data, total=None, skipped=""))
+            if data not in self._bars:
+                self._bars[data] = self._progress.add_task(data, total=None, skipped="")
             self._progress.update(
-                bar, completed=progress.num_done, total=progress.num_total or None, skipped=skipped
+                self._bars[data],
+                completed=progress.num_done,
+                total=progress.num_total or None,
+                skipped=skipped,
             )
         elif progress.num_done and self._is_due(data):
             total = f" of {progress.num_total:,}" if progress.num_total else ""
@@ -78,10 +82,8 @@ def render_prepared(console: Console, prepared: Prepared) -> None:
 def _remarks(info: DatasetInfo) -> list[str]:
     remarks = []
     if info.num_skipped:
-        kinds = ", ".join(
-            f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()
-        )
-        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({kinds})")
+        kinds = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
+        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({', '.join(kinds)})")
     if info.unusable_classes:
         remarks.append(f"no file can be used of {_list(info.unusable_classes)}")
     absent = [

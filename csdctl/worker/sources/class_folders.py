@@ -26,7 +26,7 @@ class ClassFolders:
         """Raises WorkerError, exit code 2, for a folder that is not one of the job's classes."""
         if spec.classes is None and not spec.names_classes:
             raise WorkerError(
-                f"data at {spec.source} is class folders, and the job does not say which class has which number",
+                f"data at {spec.source} is class folders, and the job does not number its classes",
                 remedy="list them as data.classes in job.yaml; public data of class folders does it too",
                 exit_code=2,
             )

@@ -48,11 +48,13 @@ def find_kind(tree: Tree, spec: PrepareSpec) -> str:
     )
 
 
-def settings_of(kind: str, spec: PrepareSpec) -> str:
+def settings_of(kind: str, tree: Tree, spec: PrepareSpec) -> str:
     """All that decides the prepared bytes besides the files: text for the fingerprint."""
     settings: dict[str, object] = {"kind": kind, "classes": spec.classes}
     if kind in ("tfrecord", "class folders", "function"):
         settings["picture"] = asdict(spec.picture)
+    if kind == "class folders":
+        settings["folders"] = tree.folders
     if kind == "tfrecord":
         settings["records"] = asdict(spec.records) if spec.records else None
     if kind == "function":
