@@ -11,7 +11,7 @@ import numpy as np
 
 from csdctl.worker.data import Array
 
-BLOCK_SAMPLES = 512
+BLOCK_SAMPLES = 256
 BLOCK_BYTES = 32 << 20
 """Of what is held of a block at a time: encoded pictures on one side, samples on the other."""
 
