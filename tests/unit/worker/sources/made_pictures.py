@@ -81,9 +81,7 @@ def bmp(picture: np.ndarray, *, palette: list[tuple[int, int, int]] | None = Non
     return (
         b"BM"
         + struct.pack("<IHHI", begin + len(rows), 0, 0, begin)
-        + struct.pack(
-            "<IiiHHIIiiII", 40, width, height, 1, depth, packing, len(rows), 0, 0, len(table) // 4, 0
-        )
+        + struct.pack("<IiiHHIIiiII", 40, width, height, 1, depth, packing, len(rows), 0, 0, num_colours, 0)
         + table
         + rows
     )
