@@ -25,19 +25,21 @@ def photograph(height: int, width: int, seed: int) -> np.ndarray:
 
 
 PROGRAM = """
-import sys, time
-from csdctl.worker.backend import load_tensorflow, peak_memory_bytes
+import re, sys, time
+from pathlib import Path
+from csdctl.worker.backend import load_tensorflow
 from csdctl.worker.contract import PrepareSpec, from_json
 from csdctl.worker.prepare import prepare
 load_tensorflow(1)
 started = time.perf_counter()
 prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))
-print(time.perf_counter() - started, peak_memory_bytes())
+seconds = time.perf_counter() - started
+print(seconds, 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
 """
 
 
 def measure(name: str, spec: PrepareSpec, num_pictures: int, threads: int) -> None:
-    """In a process of its own, whose peak memory is that of preparing."""
+    """In a process of its own, whose peak memory (not that of the one it came from) is that of preparing."""
     command = [sys.executable, "-c", PROGRAM, to_json(spec), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds, peak_bytes = (float(word) for word in done.stdout.split())
