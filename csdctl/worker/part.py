@@ -23,6 +23,7 @@ from csdctl.worker.contract import ContractError, from_json, to_json
 from csdctl.worker.data import Array, as_labels
 from csdctl.worker.events import WorkerError
 from csdctl.worker.sources.source import Block
+from csdctl.worker.state import sync_directory
 
 LOCK_DEADLINE_S = 10.0
 """A worker whose csdctl was ended may take a moment to end too."""
@@ -105,7 +106,7 @@ class Part:
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # it has no dataset.json: not ours, or damaged
             os.rename(self._directory, target)
-            _sync_directory(target.parent)
+            sync_directory(target.parent)
         self.close()
 
     def discard(self) -> None:
@@ -229,11 +230,3 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
 def _sync(file: IO[bytes]) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -38,6 +38,7 @@ class RecordFiles:
                 exit_code=2,
             )
         self.class_names = spec.classes
+        self._label_of = {name: label for label, name in enumerate(spec.classes or ())}
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_shard(file, tree)]
         self._threads = threads
@@ -121,8 +122,8 @@ class RecordFiles:
         """A whole number, or the name of one of the job's classes."""
         if len(feature.int64_list.value) == 1:
             return int(feature.int64_list.value[0])
-        if self.class_names and len(feature.bytes_list.value) == 1:
+        if len(feature.bytes_list.value) == 1:
             name = feature.bytes_list.value[0].decode(errors="replace")
-            if name in self.class_names:
-                return self.class_names.index(name)
+            if name in self._label_of:
+                return self._label_of[name]
         raise UnusableError("no_label")
