@@ -12,7 +12,8 @@ from csdctl.fleet.checks import Verdict, fold
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
-from csdctl.worker.contract import Event, RunSpec
+from csdctl.worker.contract import RunSpec
+from csdctl.worker.messages import Event
 from csdctl.workflows.doctor import Examination, describe
 from csdctl.workflows.train import RunStopped, Watcher
 

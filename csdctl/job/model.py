@@ -144,6 +144,7 @@ class RecipeEntry(Document):
     from_logits: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
+    decay: Literal["none", "linear", "cosine"] = "none"
     metrics: list[Annotated[str, Field(min_length=1)]] = []
     early_stopping: EarlyStoppingEntry | None = None
     reduce_on_plateau: ReduceOnPlateauEntry | None = None
@@ -213,6 +214,7 @@ def load_job(path: Path) -> Job:
             input_range=file.data.input_range,
             seed=recipe.seed,
             max_learning_rate=recipe.max_learning_rate,
+            decay=recipe.decay,
             metrics=tuple(recipe.metrics),
             early_stopping=_values(EarlyStopping, recipe.early_stopping),
             reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),

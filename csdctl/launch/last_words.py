@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.worker.contract import Exited
+from csdctl.worker.messages import Exited
 
 _RANK = re.compile(r"process rank (\d+)")
 _SIGNAL = re.compile(r"exited on signal (\d+)")
@@ -20,6 +20,7 @@ _BANNER = re.compile(r"^[-*=\s]*$")
 MEMORY_REMEDY = "give it a smaller batch size: run `csdctl tune`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
+_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class Cause:
     node: str
     message: str
     remedy: str = "look after the node and train again"
+
+
+def is_noise(line: str) -> bool:
+    """Whether `line` of a rank's output is only what TensorFlow says at every start."""
+    return any(noise in line for noise in _NOISE)
 
 
 def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:

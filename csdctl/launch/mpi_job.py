@@ -19,12 +19,18 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.errors import InputError
+from csdctl.launch.last_words import is_noise
 from csdctl.launch.mpi_command import ALLOW_ROOT
-from csdctl.worker.contract import ContractError, Event, Exited, Failed, Finished, Ready, event_from_line
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import Event, Exited, Failed, Finished, Ready, event_from_line
+from csdctl.worker.tcp import list_connections
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
-_NOISE = (b"All log messages before absl", b"oneDNN custom operations are on", b"rebuild TensorFlow with")
 END_GRACE_S = 5.0
+DAEMONS = ("mpirun", "prterun", "ssh")
+"""The programs that bring ranks to the nodes; the others are ranks, and count for themselves."""
+LOOK_SHARE, LONGEST_LOOK_S = 0.1, 2.0
+"""Connections are looked at after another tenth of the time that has passed, and this often."""
 ORPHAN_GRACE_S = 1.0
 _DIES_WITH_US = """\
 import ctypes, os, signal, sys
@@ -60,6 +66,8 @@ class JobOutcome:
     ready: set[int] = field(default_factory=set)
     overdue: str = ""
     """Which deadline ended it: '', 'start' or 'silence'."""
+    carried: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """Bytes sent and received by the TCP connections of mpirun and its ssh, by both ends."""
     last_words: list[str] = field(default_factory=list)
     """The last lines that mpirun and its ssh said themselves."""
 
@@ -86,6 +94,7 @@ class MpiJob:
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
         self._is_closed = False
+        self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
@@ -107,7 +116,8 @@ class MpiJob:
         for reader in readers:
             reader.start()
         try:
-            self._watch(outcome, on_event, deadlines, readers)
+            if not self._is_ended:  # who ended it just before it was started found nothing to end
+                self._watch(outcome, on_event, deadlines, readers)
         finally:
             self.end()
             for reader in readers:
@@ -124,7 +134,7 @@ class MpiJob:
         deadlines: Deadlines,
         readers: Sequence[threading.Thread],
     ) -> None:
-        started = heard = time.monotonic()
+        started = heard = looked = time.monotonic()
         ended: float | None = None
         while any(reader.is_alive() for reader in readers) or not self._events.empty():
             try:
@@ -136,6 +146,9 @@ class MpiJob:
                 self._note(outcome, event)
                 on_event(event)
             now = time.monotonic()
+            if now - looked > min(LONGEST_LOOK_S, LOOK_SHARE * (now - started)):
+                looked = now
+                self._look_at_traffic(outcome)
             if self._process and self._process.poll() is not None:
                 ended = ended or now
                 if now - ended > ORPHAN_GRACE_S:
@@ -181,7 +194,7 @@ class MpiJob:
                 if event is not None:
                     self._events.put(event)
                     continue
-            if text.strip() and not any(noise in text for noise in _NOISE):
+            if text.strip() and not is_noise(text.decode(errors="replace")):
                 with contextlib.suppress(OSError):  # no room for a log is no reason to end a run
                     self._log(rank, text)
 
@@ -204,8 +217,15 @@ class MpiJob:
             self._files[rank].write(text)
             self._files[rank].flush()
 
+    def _look_at_traffic(self, outcome: JobOutcome) -> None:
+        """What mpirun and its ssh have carried: when they have ended, nobody can tell."""
+        for pid in _session_pids(self._process.pid) if self._process else ():
+            for one in list_connections(pid) if _program(pid) in DAEMONS else ():
+                outcome.carried[one.local, one.peer] = one.num_sent, one.num_received
+
     def end(self) -> None:
         """End mpirun and what it started, gently, then by force. One interrupt only makes it ask again."""
+        self._is_ended = True
         process = self._process
         if process is None:
             return
@@ -223,8 +243,24 @@ class MpiJob:
 
 
 def _end_session(session: int) -> None:
-    """Kill every process of a session, by field 6 of /proc/PID/stat."""
+    """Kill every process of a session."""
+    for pid in _session_pids(session):
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _session_pids(session: int) -> list[int]:
+    """The processes of a session, by field 6 of /proc/PID/stat."""
+    found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
-                os.kill(int(stat.parent.name), signal.SIGKILL)
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _program(pid: int) -> str:
+    """The name of what process `pid` runs; '' when it has ended."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""

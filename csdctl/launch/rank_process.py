@@ -1,24 +1,24 @@
 """A rank's process on its machine, started over SSH and spoken to by lines.
 
-What it prints comes into one queue for all ranks, in order of arrival. It ends when its connection ends.
+What it prints is passed on in order of arrival. It ends when its connection ends.
 """
 
 import contextlib
-import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError
-from csdctl.launch.last_words import MEMORY_REMEDY
+from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
+from csdctl.transport.meter import Kind
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.contract import ContractError, Event, Order, event_from_line, order_to_line
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import Event, Order, event_from_line, order_to_line
 
 _LISTEN_S = 3600.0
 _END_S = 5.0
-_NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
 _SIGNAL = 128
 _NO_CODE = 255
 """SSH gave no exit code."""
@@ -46,12 +46,16 @@ class RankProcess:
         session: Session,
         command: Sequence[str],
         log_path: Path,
-        notices: "queue.Queue[Notice]",
+        hear: Callable[[Notice], None],
     ) -> None:
-        """Start `command` in `session`; raises CsdctlError when that cannot be done."""
+        """Start `command` in `session`; raises CsdctlError when that cannot be done.
+
+        `hear` is called with everything the process says, in order, and with its end, by one thread.
+        """
         self.rank = rank
         self.node = session.name
-        self._notices = notices
+        self._meter = session.meter
+        self._hear = hear
         self._log_path = log_path
         self._is_closed = False
         # One stream for both, in the order in which they were written.
@@ -99,13 +103,15 @@ class RankProcess:
             except ContractError:
                 event = None
             if event is not None:
-                self._notices.put(event)
-            elif log and line.strip() and not any(noise in line for noise in _NOISE):
+                self._hear(event)
+                continue
+            self._meter.note(Kind.LOG, received=len(line) + 1)
+            if log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):
                     log.write(line.replace("\0", "") + "\n")
                     log.flush()
         if not self._is_closed:
-            self._notices.put(ProcessEnded(self.rank, self.node, error, is_clean))
+            self._hear(ProcessEnded(self.rank, self.node, error, is_clean))
 
     def _how_it_ended(self) -> tuple[CsdctlError, bool]:
         try:

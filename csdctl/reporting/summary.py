@@ -4,10 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.worker.contract import EpochEnd, Event, Failed, Finished, Joined, NodeLost, Rebalanced
-
-STOPPED = "asked to stop"
-"""The reason of `Finished` when the run was interrupted."""
+from csdctl.worker.messages import STOPPED, EpochEnd, Event, Failed, Finished, Joined, NodeLost, Rebalanced
 
 
 @dataclass(frozen=True)

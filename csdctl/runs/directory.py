@@ -1,5 +1,6 @@
 """Names every file of a run, and of the project's `.csdctl/`; nobody else spells a path in them."""
 
+import hashlib
 import json
 import os
 from collections.abc import Iterator
@@ -9,7 +10,10 @@ from pathlib import Path
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
-from csdctl.worker.contract import ContractError, Event, event_from_line, event_to_line
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import Event, event_from_line, event_to_line
+
+SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,11 @@ class ProjectDirectory:
     def ssh_config(self) -> Path:
         """The ssh_config that mpirun's ssh reads."""
         return self.state / "ssh_config"
+
+    @property
+    def ledger(self) -> Path:
+        """Every byte that was sent, by command, link and kind."""
+        return self.state / "ledger.jsonl"
 
     @property
     def failed(self) -> Path:
@@ -66,6 +75,14 @@ class ProjectDirectory:
     def plan(self, job_name: str) -> Path:
         """The plan that `tune` wrote for a job."""
         return self.state / "plans" / f"{job_name}.yaml"
+
+    def step_file(self, run: "RunDirectory") -> Path:
+        """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
+        if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+            return run.path.absolute() / "step.state"
+        # The same name as in worker/leftovers.py, which runs alone and removes what nobody needs any more.
+        place = hashlib.sha256(os.path.realpath(self.root).encode()).hexdigest()[:12]
+        return SHARED_MEMORY / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
 
     def new_run(self) -> "RunDirectory":
         """A new run directory with an id of its own: UTC time to the microsecond; ids sort by time."""

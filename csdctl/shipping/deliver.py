@@ -72,7 +72,7 @@ def deliver(
         return Delivery(0, 0, 0)
     command = build_receiver_command(python, parcel.build_request(dry_run=dry_run))
     with closing(session.converse(command)) as conversation:
-        return _Exchange(session.name, parcel, conversation, chunks, dry_run, on_progress).run()
+        return _Exchange(session, parcel, conversation, chunks, dry_run, on_progress).run()
 
 
 class _Exchange:
@@ -80,14 +80,15 @@ class _Exchange:
 
     def __init__(
         self,
-        node: str,
+        session: Session,
         parcel: Parcel,
         conversation: Conversation,
         chunks: SharedChunks,
         dry_run: bool,
         on_progress: OnProgress,
     ) -> None:
-        self._node = node
+        self._node = session.name
+        self._meter = session.meter
         self._parcel = parcel
         self._conversation = conversation
         self._chunks = chunks
@@ -154,6 +155,7 @@ class _Exchange:
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
                 chunk = self._chunks.read(stored.source, start)[max(0, begin - start) :]
+                self._meter.note(stored.kind, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
                     continue

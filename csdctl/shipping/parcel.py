@@ -15,6 +15,7 @@ from typing import Any
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import Source, printable
+from csdctl.transport.meter import Kind
 
 MAX_INLINE_BYTES = 1000
 """A shorter manifest travels in the command line; dropbear takes one of 9000 bytes in all."""
@@ -29,6 +30,7 @@ class StoreObject:
     name: str
     source: Source
     mode: int = PLAIN_MODE
+    kind: Kind = Kind.FILES
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 from csdctl.documents import save_bytes, write_aside
 from csdctl.shipping.chunks import CHUNK_BYTES, Source, unreadable
 from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
+from csdctl.transport.meter import Kind
 
 OBJECTS = ".csdctl/objects"
 
@@ -23,6 +24,8 @@ class StoredFile:
     sha256: str
     suffix: str
     source: Path
+    kind: Kind = Kind.CONTROL
+    """What it is, for the ledger."""
 
     @property
     def path(self) -> str:
@@ -36,7 +39,7 @@ class StoredFile:
         except OSError as error:
             raise unreadable(str(self.source), error) from error
         source = Source(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
-        return StoreObject(f"{self.sha256}{self.suffix}", source)
+        return StoreObject(f"{self.sha256}{self.suffix}", source, kind=self.kind)
 
 
 def hash_file(path: Path) -> str:
@@ -45,20 +48,20 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_file(path: Path, project: Path) -> StoredFile:
+def store_file(path: Path, project: Path, kind: Kind = Kind.CONTROL) -> StoredFile:
     """Copy `path` into the host's own store below `project`."""
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
     if not (target.exists() and hash_file(target) == digest):
         with write_aside(target) as file, path.open("rb") as source:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
-    return StoredFile(digest, path.suffix, target)
+    return StoredFile(digest, path.suffix, target, kind)
 
 
-def store_bytes(content: bytes, suffix: str, project: Path) -> StoredFile:
+def store_bytes(content: bytes, suffix: str, project: Path, kind: Kind = Kind.CONTROL) -> StoredFile:
     """Put `content` into the host's own store below `project`."""
     digest = hashlib.sha256(content).hexdigest()
     target = project / OBJECTS / f"{digest}{suffix}"
     if not (target.exists() and hash_file(target) == digest):
         save_bytes(target, content)
-    return StoredFile(digest, suffix, target)
+    return StoredFile(digest, suffix, target, kind)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError
+from csdctl.transport.meter import Meter
 from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
 
 Replies = Callable[[str], Iterable[str]]
@@ -34,6 +35,7 @@ class FakeSession:
     def __init__(self, name: str) -> None:
         self.name = name
         self.host_key_fingerprint = ""
+        self.meter = Meter()
         self.commands: list[tuple[str, ...]] = []
         self.stdins: list[bytes] = []
         self.conversations: list[FakeConversation] = []

@@ -14,6 +14,8 @@ import paramiko
 
 from csdctl.errors import CsdctlError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
+from csdctl.transport.meter import Meter
+from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 
 MAX_CONNECTING = 32
@@ -22,7 +24,7 @@ MAX_CONNECTING = 32
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
-OpenTransport = Callable[[Node, Deadline], paramiko.Transport]
+OpenTransport = Callable[[Node, Deadline], OrderlyTransport]
 
 
 class JumpHosts:
@@ -34,8 +36,10 @@ class JumpHosts:
         self._turns: defaultdict[Node, threading.Semaphore] = defaultdict(
             lambda: threading.Semaphore(MAX_CONNECTING)
         )
-        self._transports: dict[Node, paramiko.Transport] = {}
+        self._transports: dict[Node, OrderlyTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
+        self.opened: list[tuple[Node, Meter]] = []
+        """Every connection that was begun, to jump hosts and to nodes, whatever became of it."""
 
     @contextlib.contextmanager
     def turn(self, node: Node, deadline: Deadline) -> Iterator[None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from csdctl.errors import InputError
+from csdctl.transport.meter import Meter
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_wrapped_command
@@ -24,6 +25,7 @@ class LocalSession:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.host_key_fingerprint = ""
+        self.meter = Meter()
         self._directory = directory
         self._running: set[Running] = set()
 

@@ -25,10 +25,13 @@ from csdctl.errors import (
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.transport.known_hosts import KnownHosts, known_hosts_paths
 from csdctl.transport.local import LocalSession
+from csdctl.transport.meter import LinkBytes, add_up
 from csdctl.transport.session import Session
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
+
+OnTraffic = Callable[[LinkBytes], None]
 
 MAX_WORKERS = 128
 """Threads at once. They wait for machines, so far more than cores; a connection has two threads and takes
@@ -136,11 +139,12 @@ def run_on_nodes(
     connect_deadline_s: float = 10.0,
     max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
+    on_traffic: OnTraffic = lambda sent: None,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close it again.
 
     For fleets of any size: no more than `max_workers` connections are open at a time. `known_hosts` and
-    `on_done` are those of `open_sessions` and `run_on_all`.
+    `on_done` are those of `open_sessions` and `run_on_all`; `on_traffic` is told at the end what was sent.
     """
     connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
@@ -153,8 +157,11 @@ def run_on_nodes(
             with contextlib.closing(opened) as session:
                 return function(session)
 
-        with _patient_threads():
-            return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
+        try:
+            with _patient_threads():
+                return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
+        finally:
+            on_traffic(add_up(jumps.opened))
 
 
 @contextlib.contextmanager
@@ -166,10 +173,13 @@ def open_sessions(
     connect_deadline_s: float = 10.0,
     max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[Session]], None] = lambda outcome: None,
+    on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Sessions]:
     """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
 
     `known_hosts` None means csdctl's own file in `directory` and beside the fleet file, then the user's.
+    `on_traffic` is told at the end what was sent.
+
     Raises InputError when the system allows too few open files.
     """
     connect, make_jump_hosts = _load_ssh()
@@ -208,16 +218,28 @@ def open_sessions(
         }
         run_on_all(to_close, lambda session: session.close(), max_workers=max_workers)
         jumps.close()
+        on_traffic(add_up(jumps.opened))
 
 
-def open_session(fleet: Fleet, name: str, *, directory: Path, connect_deadline_s: float = 10.0) -> Session:
-    """A session of its own to the node `name`; the caller closes it. Raises what connecting raises."""
+@contextlib.contextmanager
+def open_session(
+    fleet: Fleet,
+    name: str,
+    *,
+    directory: Path,
+    connect_deadline_s: float = 10.0,
+    on_traffic: OnTraffic = lambda sent: None,
+) -> Iterator[Session]:
+    """A session of its own to the node `name`. Raises what connecting raises."""
     connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
-    session: Session = connect(
-        fleet.node(name), known, connect_deadline_s=connect_deadline_s, jumps=make_jump_hosts(known)
-    )
-    return session
+    with contextlib.closing(make_jump_hosts(known)) as jumps:
+        try:
+            session = connect(fleet.node(name), known, connect_deadline_s=connect_deadline_s, jumps=jumps)
+            with contextlib.closing(session):
+                yield session
+        finally:
+            on_traffic(add_up(jumps.opened))
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:

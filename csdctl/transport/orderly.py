@@ -21,6 +21,8 @@ from typing import Any
 import paramiko
 from paramiko.packet import NeedRekeyException, Packetizer
 
+from csdctl.transport.meter import Meter
+
 _OPEN, _WINDOW_ADJUST, _CLOSE, _REQUEST = 90, 93, 97, 98
 """SSH_MSG_CHANNEL_…, RFC 4254 section 9: all from the first to the last name the channel in bytes 1 to 5."""
 
@@ -35,6 +37,8 @@ class OrderlyTransport(paramiko.Transport):
     _next_channel: Callable[[], int]
     _send_user_message: Callable[[paramiko.Message], None]
     _closed: frozenset[int] = frozenset()
+
+    packetizer: "GreedyPacketizer"
 
     def __init__(self, connection: socket.socket | paramiko.Channel) -> None:
         super().__init__(connection, packetizer_class=GreedyPacketizer)
@@ -151,6 +155,12 @@ class GreedyPacketizer(Packetizer):
         self._connection = connection
         self._held = b""
         self._start = 0
+        self.meter = Meter()
+
+    def write_all(self, out: Any) -> None:
+        """What paramiko's does, counted."""
+        super().write_all(out)
+        self.meter.num_sent += len(out)
 
     def start_handshake(self, timeout: float) -> None:
         """Nothing: who waits for the handshake has a deadline."""
@@ -158,9 +168,11 @@ class GreedyPacketizer(Packetizer):
     def readline(self, timeout: float) -> str:
         """A line of the server's greeting; what came after it is kept."""
         line = super().readline(timeout)
+        self.meter.num_received += len(line) + len("\r\n")
         # Until the greeting has ended, paramiko itself needs what came after the line.
         if line.startswith("SSH-"):
             self._held, self._Packetizer__remainder = self._Packetizer__remainder, b""
+            self.meter.num_received += len(self._held)
         return line
 
     def read_all(self, n: int, check_rekey: bool = False) -> bytes:
@@ -187,4 +199,5 @@ class GreedyPacketizer(Packetizer):
             raise
         if not arrived:
             raise EOFError
+        self.meter.num_received += len(arrived)
         self._held, self._start = self._held[self._start :] + arrived, 0

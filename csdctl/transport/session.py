@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from csdctl.errors import RemoteCommandError
+from csdctl.transport.meter import Meter
 
 MAX_OUTPUT_BYTES = 1 << 20
 
@@ -76,6 +77,8 @@ class Session(Protocol):
     name: str
     host_key_fingerprint: str
     """SHA256 fingerprint of the key the machine showed; '' where there is none."""
+    meter: Meter
+    """Counts the bytes that go to the machine and come from it."""
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to its end.

@@ -17,6 +17,7 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, Unreac
 from csdctl.fleet.model import Node
 from csdctl.transport.jump import JumpHosts
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
+from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
@@ -55,8 +56,9 @@ def connect(
 class SshSession:
     """Implements `session.Session` over one SSH connection."""
 
-    def __init__(self, node: Node, transport: paramiko.Transport) -> None:
+    def __init__(self, node: Node, transport: OrderlyTransport) -> None:
         self.name = node.name
+        self.meter = transport.packetizer.meter
         self.host_key_fingerprint = fingerprint(transport.get_remote_server_key().asbytes())
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)

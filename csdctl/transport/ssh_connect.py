@@ -69,7 +69,7 @@ def fetch_host_key(
 
 def open_transport(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
-) -> paramiko.Transport:
+) -> OrderlyTransport:
     """An authenticated connection to `node`, through its jump host if it has one.
 
     Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
@@ -206,6 +206,7 @@ def _start_transport(
     """A connection with keys exchanged; raises _ConnectionDropped when another try may do."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = OrderlyTransport(connection)
+    jumps.opened.append((node, transport.packetizer.meter))
     options = transport.get_security_options()
     options.ciphers = [cipher for cipher in _CIPHERS if cipher in options.ciphers]
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}

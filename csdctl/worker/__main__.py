@@ -16,7 +16,6 @@ from csdctl.worker.contract import (
     WORKER_ERROR_PREFIX,
     WORKING_PREFIX,
     ContractError,
-    Failed,
     PrepareSpec,
     Preparing,
     ProbeSpec,
@@ -26,6 +25,7 @@ from csdctl.worker.contract import (
     to_json,
 )
 from csdctl.worker.events import WorkerError, describe, emit
+from csdctl.worker.messages import Failed
 
 
 def main(arguments: list[str]) -> int:

@@ -51,8 +51,8 @@ def load_world() -> tuple[Any, Any]:
 class Star:
     """A sum that is gathered, added in order of rank and sent back by rank 0 (docs/decisions/0006).
 
-    In pieces, so that a piece travels while the next is added. Rank 0 may take in what arrives before its own
-    vector is there.
+    In pieces, so that a piece travels while the next is added. Rank 0 takes in what arrives before its own
+    vector is there, and goes on as soon as the sum is there: that the others get it does not hold it up.
     """
 
     def __init__(self, world: Any, local: Any, total: Any) -> None:
@@ -62,6 +62,8 @@ class Star:
         self._total = total
         self._pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(local), PIECE_SIZE)]
         self._is_expecting = False
+        self._sending: list[Any] = []
+        """Rank 0: requests by which the latest sum leaves `total`."""
         self._arriving: list[tuple[slice, int, Any]] = []
         """Rank 0: what is on its way, in the order in which it is added: piece, rank, request."""
         if world.rank == 0:
@@ -69,6 +71,8 @@ class Star:
 
             self._add = numpy.add
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
+            # The rank may still read the last sum in `total` when the first vector of the next one arrives.
+            self._partial = numpy.empty_like(local)
 
     def expect(self) -> None:
         """Rank 0: be ready for the others' vectors of the next sum."""
@@ -83,13 +87,25 @@ class Star:
 
     def take_arrived(self) -> None:
         """Rank 0: add what has arrived, without waiting."""
+        self._sending = [request for request in self._sending if not request.Test()]
         while self._arriving and self._arriving[0][2].Test():
             self._add_next()
+
+    @property
+    def is_sending(self) -> bool:
+        """Rank 0: whether the latest sum is still on its way to somebody."""
+        return bool(self._sending)
 
     @property
     def missing(self) -> list[int]:
         """Rank 0: the ranks of which something has not arrived yet."""
         return sorted({rank for _, rank, request in self._arriving if not request.Test()})
+
+    def settle(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Wait until the latest sum has left."""
+        for request in self._sending:
+            wait_asleep(request, meanwhile)
+        self._sending = []
 
     def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
         """Sum `local` over all ranks into `total` on all ranks."""
@@ -105,13 +121,13 @@ class Star:
         piece, rank, _ = self._arriving.pop(0)
         arrived = self._received[rank - 1][piece]
         if rank == 1:
-            self._total[piece] = arrived
+            self._partial[piece] = arrived
         else:
-            self._add(self._total[piece], arrived, out=self._total[piece])
+            self._add(self._partial[piece], arrived, out=self._partial[piece])
 
     def _add_and_send(self, meanwhile: Callable[[float], None]) -> None:
         self.expect()
-        sending = []
+        self.settle(meanwhile)
         for piece in self._pieces:
             while self._arriving and self._arriving[0][0] == piece:
                 wait_asleep(self._arriving[0][2], meanwhile)
@@ -119,12 +135,10 @@ class Star:
             if self._world.size == 1:
                 self._total[piece] = self._local[piece]
             else:
-                self._add(self._total[piece], self._local[piece], out=self._total[piece])
-            sending += [
+                self._add(self._partial[piece], self._local[piece], out=self._total[piece])
+            self._sending += [
                 self._world.Isend(self._total[piece], rank, _DOWN) for rank in range(1, self._world.size)
             ]
-        for request in sending:
-            wait_asleep(request, meanwhile)
         self._is_expecting = False
 
 
@@ -135,6 +149,7 @@ class Allreduce:
         self._world = world
         self._local = local
         self._total = total
+        self.is_sending = False
         self.missing: list[int] = []
         """Nobody knows whom an allreduce waits for."""
 
@@ -143,6 +158,9 @@ class Allreduce:
 
     def take_arrived(self) -> None:
         """Nothing: MPI sees to it."""
+
+    def settle(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+        """Nothing: a sum that is there has left."""
 
     def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
         """Sum `local` over all ranks into `total` on all ranks."""
@@ -177,4 +195,6 @@ def _time(world: Any, way: Star | Allreduce) -> float:
     gather(world, None)
     started_s = time.perf_counter()
     way.sum()
-    return time.perf_counter() - started_s
+    seconds = time.perf_counter() - started_s
+    way.settle()
+    return seconds

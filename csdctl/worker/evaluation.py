@@ -3,9 +3,10 @@
 import time
 from typing import Any
 
-from csdctl.worker.contract import Evaluating, RankSpec
+from csdctl.worker.contract import RankSpec
 from csdctl.worker.data import Samples
 from csdctl.worker.events import emit
+from csdctl.worker.messages import Evaluating
 from csdctl.worker.step import Step, Sums, mean_of
 
 EVALUATION_BATCH = 256

@@ -2,7 +2,7 @@
 
 import sys
 
-from csdctl.worker.contract import Event, event_to_line
+from csdctl.worker.messages import Event, event_to_line
 
 
 class WorkerError(Exception):

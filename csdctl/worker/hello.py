@@ -5,8 +5,8 @@ import time
 
 import numpy as np
 
-from csdctl.worker.contract import Failed, Finished, Greeted, Ready, Started
 from csdctl.worker.events import describe, emit
+from csdctl.worker.messages import Failed, Finished, Greeted, Ready, Started, Traffic
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -20,6 +20,7 @@ def say_hello(rank: int, size: int, node: str) -> int:
     began = time.monotonic()
     try:
         from csdctl.worker.collective import Star, gather, load_world
+        from csdctl.worker.traffic import gather_traffic
 
         mpi, world = load_world()
     except BaseException as error:
@@ -44,5 +45,9 @@ def say_hello(rank: int, size: int, node: str) -> int:
         return 1
     library = str(mpi.Get_library_version()).split(",")[0]
     emit(Greeted(rank, node, library, vector.nbytes, min(times)))
+    star.settle()
+    sent = gather_traffic(world)
+    if rank == 0:
+        emit(Traffic(rank, node, 0, tuple(sent)))
     emit(Finished(rank, node, 0, NUM_SUMS, "", 0))
     return 0

@@ -8,9 +8,10 @@ import os
 import time
 from pathlib import Path
 
-from csdctl.worker.contract import Checkpointed, RankSpec, RunSpec
+from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.events import emit
-from csdctl.worker.state import Checkpoints, Position, StepFile, pack, unpack
+from csdctl.worker.messages import Checkpointed
+from csdctl.worker.state import Checkpoints, Position, StepFile, pack, position_of, unpack
 from csdctl.worker.step import Step
 
 STATE_COST_SHARE = 0.01
@@ -78,11 +79,10 @@ class Keeping:
         """The later of step file and newest checkpoint, put into the model."""
         kept = StepFile.read(Path(self._spec.step_file)) if self._spec.step_file else None
         states = [state for state in (self._checkpoints.newest(), kept) if state is not None]
-        positions = [unpack(state, self._step.state) for state in states]
-        if not positions:
+        if not states:
             return None
-        latest = max(range(len(states)), key=lambda number: positions[number].total_steps)
-        return unpack(states[latest], self._step.state)
+        latest = max(states, key=lambda state: position_of(state).total_steps)
+        return unpack(latest, self._step.state)
 
     def _open_step_file(self) -> StepFile | None:
         if not self._spec.step_file:

@@ -10,6 +10,7 @@ says so now and then (`WAITING`).
 """
 
 import contextlib
+import dataclasses
 import json
 import mmap
 import os
@@ -17,18 +18,20 @@ import select
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.events import WorkerError
+from csdctl.worker.messages import Sent
 
-SUM, GATHER, SEND, RECEIVE, CLOSE = b"S", b"G", b"P", b"R", b"C"
+SUM, GATHER, SEND, RECEIVE, CLOSE, TRAFFIC = b"S", b"G", b"P", b"R", b"C", b"T"
 DONE, WAITING = b"D", b"W"
 _HEAD = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")
 WAITING_INTERVAL_S = 5.0
-PROGRESS_INTERVAL_S = 0.005
-"""How often rank 0's link looks for what has arrived while its own rank still computes."""
+PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
+"""How often rank 0's link looks for what has arrived while its own rank computes, and while a sum leaves."""
 FLOAT_BYTES = 4
 _SIZE_TAG, _CONTENT_TAG = 3, 4
 
@@ -147,11 +150,12 @@ class LinkedRanks:
         """`on_waiting` gets the ranks that a sum has been waiting for, every few seconds."""
         self.rank: int = hello["rank"]
         self.size: int = hello["size"]
-        self.library: str = hello["library"]
         self._line = line
         self._memory = memory
         self._on_waiting = on_waiting
         self.collective, self.sum_s = "", 0.0
+        self._sent: Counter[tuple[str, int]] = Counter()
+        """Bytes of messages to single ranks so far, by what they are and to whom."""
 
     def agree(self, wanted: str) -> None:
         """Choose the collective, all together; `wanted` names the one to take instead of measuring."""
@@ -174,13 +178,20 @@ class LinkedRanks:
         """Every rank's `value` (as JSON knows it), in order of rank, on all ranks."""
         return list(json.loads(self._ask(GATHER, json.dumps(value).encode())))
 
-    def send(self, rank: int, content: Any) -> None:
-        """Send bytes to one rank, which must `receive` them from this one."""
-        self._ask(SEND, struct.pack("<q", rank) + memoryview(content).cast("B").tobytes())
+    def send(self, rank: int, content: Any, what: str) -> None:
+        """Send bytes to one rank, which must `receive` them from this one; `what` they are is counted."""
+        packed = memoryview(content).cast("B").tobytes()
+        self._sent[what, rank] += len(packed)
+        self._ask(SEND, struct.pack("<q", rank) + packed)
 
     def receive(self, rank: int) -> bytearray:
         """The bytes that `rank` sends."""
         return self._ask(RECEIVE, struct.pack("<q", rank))
+
+    def traffic(self) -> list[Sent]:
+        """What the ranks have sent to each other since they met, asked by all of them together."""
+        mine = [[what, rank, count] for (what, rank), count in self._sent.items()]
+        return [Sent(*row) for row in json.loads(self._ask(TRAFFIC, json.dumps(mine).encode()))]
 
     def close(self) -> None:
         """Leave MPI, together with all other ranks; the link ends."""
@@ -233,8 +244,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
 
     mpi, world = load_world()
     line = Line(connection)
-    library = str(mpi.Get_library_version()).split(",")[0]
-    hello = {"generation": generation, "rank": world.rank, "size": world.size, "library": library}
+    hello = {"generation": generation, "rank": world.rank, "size": world.size}
     try:
         line.send(b"H", json.dumps(hello).encode())
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -265,6 +275,7 @@ def _map_vectors(descriptor: int, rank: int) -> tuple[Any, Any]:
 def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
     """Do what the rank asks, until it asks to close; raises LinkLostError."""
     from csdctl.worker.collective import choose_sum, gather
+    from csdctl.worker.traffic import gather_traffic
 
     way: Any = None
     said_s = 0.0
@@ -280,9 +291,11 @@ def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
     while True:
         if way:
             way.expect()
-            while world.rank == 0 and not select.select([line], [], [], PROGRESS_INTERVAL_S)[0]:
+            while world.rank == 0 and not select.select([line], [], [], _progress_interval_s(way))[0]:
                 way.take_arrived()
         letter, content = line.receive()
+        if way and letter != SUM:
+            way.settle(meanwhile)
         if letter == SUM and content:
             way, name, seconds = choose_sum(world, local, total, json.loads(content)["choose"])
             line.send(DONE, json.dumps({"collective": name, "sum_s": seconds}).encode())
@@ -298,10 +311,17 @@ def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
         elif letter == RECEIVE:
             (rank,) = struct.unpack_from("<q", content)
             line.send(DONE, _receive_from(world, rank, meanwhile))
+        elif letter == TRAFFIC:
+            sent = gather_traffic(world, json.loads(content), meanwhile)
+            line.send(DONE, json.dumps([dataclasses.astuple(one) for one in sent]).encode())
         elif letter == CLOSE:
             return
         else:
             raise LinkLostError
+
+
+def _progress_interval_s(way: Any) -> float:
+    return SENDING_INTERVAL_S if way.is_sending else PROGRESS_INTERVAL_S
 
 
 def _send_to(world: Any, rank: int, content: memoryview, meanwhile: Callable[[float], None]) -> None:

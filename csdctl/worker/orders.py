@@ -10,14 +10,8 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-from csdctl.worker.contract import (
-    AreYouThere,
-    ContractError,
-    FormGroup,
-    PauseAtEpochEnd,
-    Stop,
-    order_from_line,
-)
+from csdctl.worker.contract import ContractError
+from csdctl.worker.messages import AreYouThere, FormGroup, PauseAtEpochEnd, Stop, order_from_line
 
 
 class Orders:

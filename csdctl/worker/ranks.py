@@ -3,6 +3,7 @@
 from typing import Any, Protocol
 
 from csdctl.worker.data import Array
+from csdctl.worker.messages import Sent
 
 
 class Ranks(Protocol):
@@ -23,11 +24,14 @@ class Ranks(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (as JSON knows it), in order of rank, on all ranks."""
 
-    def send(self, rank: int, content: Any) -> None:
-        """Send bytes to one rank, which must `receive` them from this one."""
+    def send(self, rank: int, content: Any, what: str) -> None:
+        """Send bytes to one rank, which must `receive` them from this one; `what` they are is counted."""
 
     def receive(self, rank: int) -> bytes | bytearray:
         """The bytes that `rank` sends."""
+
+    def traffic(self) -> list[Sent]:
+        """What the ranks have sent to each other since they met, asked by all of them together."""
 
     def close(self) -> None:
         """Part from the others, all together."""
@@ -56,13 +60,17 @@ class Alone:
         """`value` alone."""
         return [value]
 
-    def send(self, rank: int, content: Any) -> None:
+    def send(self, rank: int, content: Any, what: str) -> None:
         """There is nobody: raises ValueError."""
         raise ValueError("there is no other rank")
 
     def receive(self, rank: int) -> bytes:
         """There is nobody: raises ValueError."""
         raise ValueError("there is no other rank")
+
+    def traffic(self) -> list[Sent]:
+        """Nothing was sent."""
+        return []
 
     def close(self) -> None:
         """Nothing."""

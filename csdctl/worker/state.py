@@ -104,12 +104,14 @@ def unpack(packed: Array, variables: list[Any]) -> Position:
         piece = packed[place : place + array.nbytes].copy().view(array.dtype).reshape(array.shape)
         variable.assign(piece)
         place += array.nbytes
-    return _position(packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
+    return position_of(packed)
 
 
-def _position(text: str) -> Position:
+def position_of(packed: Array) -> Position:
+    """The position alone; raises WorkerError when it cannot be read."""
+    length, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     try:
-        return from_json(Position, text)
+        return from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
     except ContractError as error:
         raise WorkerError(f"the kept state cannot be read: {error}", remedy="start a new run") from None
 

@@ -18,7 +18,18 @@ import numpy as np
 from csdctl.worker.backend import peak_memory_bytes
 from csdctl.worker.balance import Balancer
 from csdctl.worker.callbacks import after_epoch
-from csdctl.worker.contract import (
+from csdctl.worker.contract import RankSpec, Recipe, RunSpec, from_dict
+from csdctl.worker.data import Array, EpochReader, Samples
+from csdctl.worker.evaluation import evaluate
+from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.keeping import BEST_MODEL, LAST_MODEL, Keeping
+from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
+from csdctl.worker.messages import (
+    EARLY_STOPPING,
+    MAX_STEPS,
+    SAMPLES,
+    STATE,
+    STOPPED,
     Alive,
     EpochEnd,
     Finished,
@@ -27,23 +38,15 @@ from csdctl.worker.contract import (
     LinkLost,
     Paused,
     Progress,
-    RankSpec,
     Ready,
     Rebalanced,
-    Recipe,
-    RunSpec,
+    Traffic,
     WaitingFor,
-    from_dict,
 )
-from csdctl.worker.data import Array, EpochReader, Samples
-from csdctl.worker.evaluation import evaluate
-from csdctl.worker.events import WorkerError, emit
-from csdctl.worker.keeping import BEST_MODEL, LAST_MODEL, Keeping
-from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
 from csdctl.worker.model import hash_weights, load
 from csdctl.worker.orders import Orders
 from csdctl.worker.ranks import Alone, Ranks
-from csdctl.worker.schedule import Leg, Own, begin_epoch, change_leg
+from csdctl.worker.schedule import Leg, Own, Share, begin_epoch, change_leg
 from csdctl.worker.state import Position, Progressed, Tallied, pack, unpack
 from csdctl.worker.step import Step, Sums
 from csdctl.worker.tally import Tally, add_sums, overall
@@ -58,21 +61,30 @@ DIVERGED = (
     "the model of the last good epoch is in the run directory"
 )
 PAUSED, FINISHED = "paused", "finished"
-MAX_STEPS = "max steps"
 
 
 def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> float:
     """The rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples a step.
 
     Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2;
-    paper, section IV), and not above the recipe's cap.
+    paper, section IV), not above the recipe's cap, and falling to zero as the recipe's `decay` says
+    (cosine: Loshchilov and Hutter 2017, equation 5, without restarts).
     """
     target = recipe.learning_rate * global_batch / recipe.reference_batch
     if recipe.max_learning_rate is not None:
         target = min(target, recipe.max_learning_rate)
     if epochs_done >= recipe.warmup_epochs:
-        return target
+        return target * decay(recipe, epochs_done)
     return recipe.learning_rate + (target - recipe.learning_rate) * epochs_done / recipe.warmup_epochs
+
+
+def decay(recipe: Recipe, epochs_done: float) -> float:
+    """The share of the learning rate that is left after `epochs_done` epochs, 1…0."""
+    falling = recipe.epochs - recipe.warmup_epochs
+    if recipe.decay == "none" or falling <= 0:
+        return 1.0
+    done = min(1.0, max(0.0, (epochs_done - recipe.warmup_epochs) / falling))
+    return 1.0 - done if recipe.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 class RankTraining:
@@ -113,11 +125,13 @@ class RankTraining:
                     raise LinkLostError
                 if self._spec.is_verified:
                     self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.example())
+                    self._tell_traffic(ranks, group)
                     ranks.close()
                     self._finish("verified")
                     return
                 self._synchronize(ranks, group)
                 outcome, reason = self._train(ranks, group)
+                self._tell_traffic(ranks, group)
                 ranks.close()
             except LinkLostError:
                 if ranks:
@@ -193,7 +207,7 @@ class RankTraining:
         if ranks.rank == source and behind:
             packed = pack(self._step.state, self._position)
             for rank in behind:
-                ranks.send(rank, packed)
+                ranks.send(rank, packed, STATE)
         elif ranks.rank in behind:
             packed = np.frombuffer(ranks.receive(source), np.uint8)
             self._position = unpack(packed, self._step.state)
@@ -253,7 +267,7 @@ class RankTraining:
                 return FINISHED, reason
             is_pausing = self._end_epoch(ranks, group)
             if self._position.progressed.is_stopping:
-                return FINISHED, "early stopping"
+                return FINISHED, EARLY_STOPPING
             if is_pausing and self._position.epoch <= recipe.epochs:
                 return PAUSED, ""
             self._regroup(group)
@@ -270,7 +284,7 @@ class RankTraining:
                 self._report(since_report)
                 since_report = Tally()
             if is_stopping:
-                return "asked to stop"
+                return STOPPED
             if self._spec.max_steps is not None and self._position.total_steps >= self._spec.max_steps:
                 return MAX_STEPS
         return ""
@@ -281,16 +295,15 @@ class RankTraining:
         begun = time.perf_counter()
         number = position.step - leg.start_step
         mine = next(share for share in leg.shares if share.rank == me).batch(number)
-        borrowed = self._exchange_borrowed(ranks, leg, number)
+        borrowed = self._exchange_borrowed(ranks, leg, number, mine)
         received = time.perf_counter()
         images, labels = self._reader.read(mine, borrowed)
         self._step.set_step(position.total_steps, self._rate())
         if ranks.size == 1:
             sums = self._step.alone(images, labels)
             self._check(sums, sums.loss)
-            is_stopping, computed = self._orders.is_stopping, time.perf_counter()
             self._advance(sums)
-            return len(images), time.perf_counter() - received, 0.0, sums, is_stopping
+            return len(images), time.perf_counter() - received, 0.0, sums, self._orders.is_stopping
         vector, size = ranks.local, self._step.size
         self._step.local(images, labels, vector[:size])
         computed = time.perf_counter()
@@ -299,8 +312,9 @@ class RankTraining:
         vector[size + 1 + me] = self._apply_s + computed - received
         total = ranks.sum(vector)
         summed = time.perf_counter()
-        self._check(self._step.read_sums(total[:size]), float(np.add.reduce(total[:size])))
-        sums = self._step.apply(total[:size])
+        sums = self._step.read_sums(total[:size])
+        self._check(sums, float(np.add.reduce(total[:size])))
+        self._step.apply(total[:size])
         is_stopping, times_s = bool(total[size] > 0), total[size + 1 :].astype(float)
         self._advance(sums)
         self._balance(leg, times_s)
@@ -308,25 +322,20 @@ class RankTraining:
         compute_s = computed - received + self._apply_s
         return len(images), compute_s, summed - computed + received - begun, sums, is_stopping
 
-    def _exchange_borrowed(self, ranks: Ranks, leg: Leg, number: int) -> bytes | bytearray | None:
+    def _exchange_borrowed(
+        self, ranks: Ranks, leg: Leg, number: int, mine: Share
+    ) -> bytes | bytearray | None:
         """Rank 0 sends what the others have borrowed for this step; they receive it."""
-        members = [share.rank for share in leg.shares]
-        received: bytes | bytearray | None = None
-        for index, share in enumerate(leg.shares):
-            if index == 0 or not share.borrowed:
-                continue
-            pieces = share.batch(number).borrowed
-            if not pieces:
-                continue
-            if self._is_root:
-                ranks.send(index, self._reader.pack_borrowed(pieces))
-            elif members[index] == self._me.rank:
-                received = ranks.receive(0)
-        return received
+        if not self._is_root:
+            return ranks.receive(0) if mine.borrowed else None
+        for index, share in enumerate(leg.shares[1:], start=1):
+            if share.borrowed and (pieces := share.batch(number).borrowed):
+                ranks.send(index, self._reader.pack_borrowed(pieces), SAMPLES)
+        return None
 
     def _rate(self) -> float:
         position, leg = self._position, self._leg
-        epochs_done = position.epoch - 1 + (position.step + 1) / leg.stop_step
+        epochs_done = position.epoch - 1 + (position.step + 0.5) / leg.stop_step  # in the middle of the step
         rate = learning_rate(self._spec.recipe, leg.global_batch, epochs_done)
         return rate * position.progressed.rate_factor
 
@@ -423,9 +432,19 @@ class RankTraining:
             self._keeping.keep(self._position)
             if is_best and self._validation is not None:
                 self._keeping.save_model(BEST_MODEL)
+        self._tell_traffic(ranks, group)
         # All wait for rank 0 here, so that it does not count as waiting in the next epoch.
         ranks.gather(None)
         return bool(is_pausing)
+
+    def _tell_traffic(self, ranks: Ranks, group: FormGroup) -> None:
+        """Rank 0 tells what all have sent; asked by all together."""
+        sent = tuple(
+            dataclasses.replace(one, sender=group.ranks[one.sender], receiver=group.ranks[one.receiver])
+            for one in ranks.traffic()
+        )
+        if self._is_root and sent:
+            emit(Traffic(self._me.rank, self._me.node, group.generation, sent))
 
     def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
         of_epoch = self._of_epoch()

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.contract import RankSpec, RunSpec, Verified
+from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.data import Array
 from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.messages import Verified
 from csdctl.worker.model import hash_weights
 from csdctl.worker.ranks import Ranks
 from csdctl.worker.step import Step

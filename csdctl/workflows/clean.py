@@ -15,6 +15,7 @@ from csdctl.shipping.receiver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
+from csdctl.workflows.traffic import note_traffic
 
 OnCleaned = Callable[[Outcome[Leftovers]], None]
 
@@ -44,4 +45,5 @@ def clean(
             lambda session: sweep_machine(session, sys.executable, on_host),
             on_done=on_done,
         )
-    return outcomes | run_on_nodes(fleet, visit, directory=directory, on_done=on_done)
+    on_traffic = note_traffic(directory, "clean")
+    return outcomes | run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic)

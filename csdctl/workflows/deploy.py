@@ -18,10 +18,12 @@ from csdctl.shipping.parcel import Parcel, pack_parcel
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
+from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import DatasetInfo, RankSpec, ShardPart
 from csdctl.workflows.prepare import Prepared, python_of
+from csdctl.workflows.traffic import note_traffic
 
 OnDelivery = Callable[[str, Delivery], None]
 
@@ -81,7 +83,8 @@ def deploy_parcel(
         python = fleet.node(session.name).python
         return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
 
-    return run_on_nodes(fleet, send, directory=directory, on_done=on_done)
+    on_traffic = note_traffic(directory, "deploy")
+    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:
@@ -162,7 +165,7 @@ def _cut(
             array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
             with write_aside(target) as file:
                 np.save(file, array[rows])
-    images, labels = (StoredFile(hash_file(target), ".npy", target) for target in targets)
+    images, labels = (StoredFile(hash_file(target), ".npy", target, Kind.PUBLIC) for target in targets)
     return images, labels
 
 

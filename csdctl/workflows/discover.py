@@ -17,6 +17,7 @@ from csdctl.probes.machine import collect_machine_facts
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
+from csdctl.workflows.traffic import note_traffic
 
 OnDone = Callable[[Facts], None]
 """Called with each machine as it answers, or fails: `problem` says which."""
@@ -67,7 +68,14 @@ def discover(
     earlier, doubts = _earlier_facts(fleet)
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
-    outcomes |= run_on_nodes(fleet, visit, directory=directory, known_hosts=known_hosts, on_done=tell)
+    outcomes |= run_on_nodes(
+        fleet,
+        visit,
+        directory=directory,
+        known_hosts=known_hosts,
+        on_done=tell,
+        on_traffic=note_traffic(directory, "discover"),
+    )
     warnings = (*doubts, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     failed = errors_of(outcomes)
     names = [HOST_NAME, *(node.name for node in fleet.nodes)]

@@ -42,6 +42,7 @@ from csdctl.transport.session import Session
 from csdctl.workflows.doors import knock
 from csdctl.workflows.hello import say_hello
 from csdctl.workflows.prepare import python_of
+from csdctl.workflows.traffic import note_traffic
 
 PROBE_DEADLINE_S = 60.0
 DOORS_DEADLINE_S = 20.0
@@ -156,6 +157,7 @@ def examine(
             directory=directory,
             connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
             on_done=reached,
+            on_traffic=note_traffic(directory, "doctor"),
         ) as sessions:
             examine_machines(examination, sessions.reachable, directory, options, clock)
     except DeadlineError as error:

@@ -17,6 +17,7 @@ from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_ma
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.ledger import Ledger
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, deliver
 from csdctl.shipping.parcel import pack_parcel
@@ -24,10 +25,12 @@ from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
+from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.worker.contract import Event, Greeted, Started
+from csdctl.worker.messages import SUMS, Event, Greeted, Started, Traffic
 from csdctl.workflows.prepare import python_of
+from csdctl.workflows.traffic import between_ranks, of_mpirun
 
 Tell = Callable[[Check], None]
 ALONE_DEADLINE_S = 15.0
@@ -161,9 +164,25 @@ def _run(
 
     job = MpiJob(command, len(sessions), log_path, project.root, os.environ)
     try:
-        return job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
+        outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
+        _note(events, outcome, list(sessions), fleet, project)
+        return outcome
     finally:
         end_run(hello.run_id, sessions, {name: python_of(fleet, name) for name in sessions})
+
+
+def _note(
+    events: Sequence[Event],
+    outcome: JobOutcome,
+    machines: Sequence[str],
+    fleet: Fleet,
+    project: ProjectDirectory,
+) -> None:
+    ledger = Ledger(project.ledger, "doctor")
+    traffic = [event for event in events if isinstance(event, Traffic)]
+    ledger.add(between_ranks(traffic, machines, {SUMS: Kind.CONTROL}))
+    ledger.add(of_mpirun([outcome], fleet))
+    ledger.save()
 
 
 def judge_hello(

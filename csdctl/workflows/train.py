@@ -5,9 +5,6 @@ on any machine: what still carries its id is ended over SSH.
 """
 
 import dataclasses
-import hashlib
-import os
-import queue
 import shutil
 import sys
 import time
@@ -21,7 +18,6 @@ from typing import Any
 from csdctl import __version__
 from csdctl.documents import save_text
 from csdctl.errors import InputError, RunError
-from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.launch.leftovers import end_rank, end_run
@@ -40,14 +36,15 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import ContractError, Event, Joined, RunSpec, Verified, from_json, to_json
+from csdctl.worker.contract import ContractError, RunSpec, from_json, to_json
+from csdctl.worker.messages import Event, Joined, Traffic, Verified
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.supervise import Supervised, Supervision
+from csdctl.workflows.traffic import between_ranks, of_mpirun
+from csdctl.workflows.workspace import Workspace
 
 COLLECTIVES = ("auto", "star", "allreduce")
-
-
 RANKS_HEARD_PER_S = 100
 """How many ranks tell of their progress in a second: the host reads all of it."""
 
@@ -92,66 +89,53 @@ class Watcher:
     on_event: OnEvent
 
 
-@dataclass(frozen=True)
-class Crew:
-    """The machines of a run and the ways to them."""
-
-    fleet: Fleet
-    facts: Mapping[str, Facts]
-    sessions: Mapping[str, Session]
-    project: ProjectDirectory
-
-
 def train(
-    job: Job, plan: Plan, prepared: Prepared, crew: Crew, options: TrainOptions, watcher: Watcher
+    job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions, watcher: Watcher
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
     The caller holds the machines and has called `check_plan`.
     """
-    placed = _place(plan, prepared, crew)
-    run = crew.project.new_run()
-    run.save_manifest(_manifest(job, crew, plan, placed, prepared))
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
+    placed = _place(plan, prepared, space)
+    run = space.project.new_run()
+    run.save_manifest(_manifest(job, space, plan, placed, prepared))
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
     spec = dataclasses.replace(
-        _build_spec(run, job, plan, placed, prepared, cut, crew),
-        step_file=str(choose_step_file(run, crew.project)),
+        _build_spec(run, job, plan, placed, prepared, cut, space),
+        step_file=str(space.project.step_file(run)),
         is_balanced=options.is_balanced,
         checkpoint_interval_s=options.checkpoint_interval_s,
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
     save_text(run.spec, to_json(spec))
-    return _carry_out(run, spec, placed, prepared, cut, crew, options, watcher)
+    return _carry_out(run, spec, placed, prepared, cut, space, options, watcher)
 
 
-def verify(
-    job: Job, plan: Plan, prepared: Prepared, crew: Crew, options: TrainOptions, on_event: OnEvent
-) -> Verified:
+def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions) -> Verified:
     """One step of all ranks, compared with one process; raises what `train` raises."""
-    placed = _place(plan, prepared, crew)
-    run = crew.project.new_hello()
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
-    spec = _build_spec(run, job, plan, placed, prepared, cut, crew)
+    placed = _place(plan, prepared, space)
+    run = space.project.new_hello()
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
+    spec = _build_spec(run, job, plan, placed, prepared, cut, space)
     spec = dataclasses.replace(spec, validation=None, is_verified=True)
     found: list[Verified] = []
 
     def record(event: Event) -> None:
-        on_event(event)
         if isinstance(event, Verified):
             found.append(event)
 
-    _supervise(run, spec, prepared, cut, crew, options, lambda *_: None, record)
+    _supervise(run, spec, prepared, cut, space, options, lambda *_: None, record)
     shutil.rmtree(run.path, ignore_errors=True)
     if not found:
         raise RunError("the ranks ended and compared nothing")
     return found[0]
 
 
-def _place(plan: Plan, prepared: Prepared, crew: Crew) -> list[Placed]:
+def _place(plan: Plan, prepared: Prepared, space: Workspace) -> list[Placed]:
     """Equation 1, once it is known that the fleet can carry the plan out; raises InputError."""
-    nodes_in(plan, crew.fleet)
-    check_network(crew.fleet.network)
+    nodes_in(plan, space.fleet)
+    check_network(space.fleet.network)
     try:
         return place(plan, prepared)
     except PlacementError as error:
@@ -165,7 +149,7 @@ def _build_spec(
     placed: Sequence[Placed],
     prepared: Prepared,
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
-    crew: Crew,
+    space: Workspace,
 ) -> RunSpec:
     return RunSpec(
         run_id=run.run_id,
@@ -175,7 +159,7 @@ def _build_spec(
         ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
-        output_directory=str(run.path.relative_to(crew.project.root)),
+        output_directory=str(run.path.relative_to(space.project.root)),
         progress_interval_s=max(0.5, len(plan.ranks) / RANKS_HEARD_PER_S),
     )
 
@@ -184,7 +168,7 @@ def resume(
     run: RunDirectory,
     job: Job,
     prepared: Prepared,
-    crew: Crew,
+    space: Workspace,
     options: TrainOptions,
     watcher: Watcher,
 ) -> RunSummary:
@@ -192,7 +176,7 @@ def resume(
 
     Nodes of the plan that are not in the fleet stay away; the others share their public samples.
     """
-    check_network(crew.fleet.network)
+    check_network(space.fleet.network)
     try:
         spec = from_json(RunSpec, run.spec.read_text())
     except (OSError, ContractError) as error:
@@ -208,7 +192,7 @@ def resume(
             remedy="undo the change (epochs may be raised), or start a new run",
         )
     placed = [Placed(**one) for one in manifest["placed"]]
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, crew.project)
+    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
     spec = dataclasses.replace(
         spec,
         recipe=job.recipe,
@@ -217,7 +201,7 @@ def resume(
         is_balanced=options.is_balanced,
         max_steps=options.max_steps,
     )
-    return _carry_out(run, spec, placed, prepared, cut, crew, options, watcher)
+    return _carry_out(run, spec, placed, prepared, cut, space, options, watcher)
 
 
 def find_resumable(
@@ -237,23 +221,13 @@ def find_resumable(
     return run
 
 
-def choose_step_file(run: RunDirectory, project: ProjectDirectory) -> Path:
-    """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
-    shared = Path("/dev/shm")
-    if not os.access(shared, os.W_OK | os.X_OK):
-        return run.path.absolute() / "step.state"
-    # The same name as in worker/leftovers.py, which removes what nobody needs any more.
-    place = hashlib.sha256(os.path.realpath(project.root).encode()).hexdigest()[:12]
-    return shared / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
-
-
 def _carry_out(
     run: RunDirectory,
     spec: RunSpec,
     placed: Sequence[Placed],
     prepared: Prepared,
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
-    crew: Crew,
+    space: Workspace,
     options: TrainOptions,
     watcher: Watcher,
 ) -> RunSummary:
@@ -267,7 +241,7 @@ def _carry_out(
 
     is_stopped = False
     try:
-        is_stopped = _supervise(run, spec, prepared, cut, crew, options, watcher.on_delivery, record)
+        is_stopped = _supervise(run, spec, prepared, cut, space, options, watcher.on_delivery, record)
     except KeyboardInterrupt:
         is_stopped = True  # at once; the state of the last completed step is kept all the same
     finally:
@@ -284,28 +258,38 @@ def _supervise(
     spec: RunSpec,
     prepared: Prepared,
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
-    crew: Crew,
+    space: Workspace,
     options: TrainOptions,
     on_delivery: Callable[[str, Delivery], None],
     record: OnEvent,
 ) -> bool:
     """Deliver what is missing and see the ranks through; says whether somebody stopped them."""
-    stored = store_bytes(to_json(spec).encode(), ".json", crew.project.root)
-    present = {HOST_NAME, *(node.name for node in crew.fleet.nodes)}
+    stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
+    present = {HOST_NAME, *(node.name for node in space.fleet.nodes)}
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
     files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
-    deploy_files(files, crew.fleet, crew.sessions, on_delivery)
-    known_hosts = fleet_known_hosts_paths(crew.fleet, crew.project.root)
-    save_text(crew.project.ssh_config, build_ssh_config(crew.fleet.nodes, known_hosts))
-    pythons = {name: python_of(crew.fleet, name) for name in (HOST_NAME, *nodes)}
+    deploy_files(files, space.fleet, space.sessions, on_delivery)
+    known_hosts = fleet_known_hosts_paths(space.fleet, space.project.root)
+    save_text(space.project.ssh_config, build_ssh_config(space.fleet.nodes, known_hosts))
+    pythons = {name: python_of(space.fleet, name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
-        supervised = _supervised(run, spec, stored, prepared, crew, options, nodes, stack)
-        supervision = Supervision(supervised, record)
+        supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack)
+        traffic: list[Traffic] = []
+
+        def take(event: Event) -> None:
+            if isinstance(event, Traffic):
+                traffic.append(event)
+            record(event)
+
+        supervision = Supervision(supervised, take)
         try:
             supervision.run()
         finally:
+            space.ledger.run = run.run_id
+            space.ledger.add(between_ranks(traffic, [rank.node for rank in spec.ranks]))
+            space.ledger.add(of_mpirun(supervision.outcomes, space.fleet))
             # First of all nothing is left running; a full disk must not come before that.
-            end_run(run.run_id, {name: crew.sessions[name] for name in pythons}, pythons)
+            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
     return supervision.is_stopping
 
 
@@ -323,13 +307,13 @@ def _supervised(
     spec: RunSpec,
     stored: StoredFile,
     prepared: Prepared,
-    crew: Crew,
+    space: Workspace,
     options: TrainOptions,
     nodes: Sequence[str],
     stack: ExitStack,
 ) -> Supervised:
     """The ways to start ranks and links; connections opened later are closed by `stack`."""
-    fleet, project = crew.fleet, crew.project
+    fleet, project = space.fleet, space.project
 
     def worker_command(rank: int, arguments: Sequence[str]) -> list[str]:
         node = spec.ranks[rank].node
@@ -339,18 +323,19 @@ def _supervised(
     def log_path(rank: int | None) -> Path:
         return run.mpirun_log if rank is None else run.rank_log(rank)
 
-    def start(rank: int, session: Session, notices: "queue.Queue[Notice]") -> RankProcess:
+    def start(rank: int, session: Session, hear: Callable[[Notice], None]) -> RankProcess:
         command = worker_command(rank, ["rank", "--spec", stored.path])
-        return RankProcess(rank, session, command, log_path(rank), notices)
+        return RankProcess(rank, session, command, log_path(rank), hear)
 
-    def restart(rank: int, notices: "queue.Queue[Notice]") -> RankProcess:
+    def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
-        session = crew.sessions[node]
+        session = space.sessions[node]
         if node != HOST_NAME:
-            session = open_session(fleet, node, directory=project.root)
-            stack.callback(session.close)
+            session = stack.enter_context(
+                open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
+            )
         end_rank(run.run_id, session, python_of(fleet, node))
-        return start(rank, session, notices)
+        return start(rank, session, hear)
 
     def links(group: Sequence[int], generation: int) -> list[str]:
         commands = [
@@ -362,7 +347,7 @@ def _supervised(
         ]
         return build_mpirun_command(
             find_mpirun(),
-            choose_prefix(nodes, crew.facts),
+            choose_prefix(nodes, space.facts),
             project.ssh_config.relative_to(project.root),
             fleet.network,
             commands,
@@ -371,7 +356,7 @@ def _supervised(
 
     return Supervised(
         nodes=[rank.node for rank in spec.ranks],
-        start_rank=lambda rank, notices: start(rank, crew.sessions[spec.ranks[rank].node], notices),
+        start_rank=lambda rank, hear: start(rank, space.sessions[spec.ranks[rank].node], hear),
         restart_rank=restart,
         build_links=links,
         log_path=log_path,
@@ -418,7 +403,7 @@ def _fingerprints(prepared: Prepared) -> dict[str, object]:
 
 
 def _manifest(
-    job: Job, crew: Crew, plan: Plan, placed: list[Placed], prepared: Prepared
+    job: Job, space: Workspace, plan: Plan, placed: list[Placed], prepared: Prepared
 ) -> dict[str, object]:
     return {
         "schema": 1,
@@ -429,9 +414,9 @@ def _manifest(
         "recipe": asdict(job.recipe),
         "data": _fingerprints(prepared),
         "fleet": {
-            "path": str(crew.fleet.path),
-            "emulated": crew.fleet.emulated,
-            "facts": {k: asdict(v) for k, v in crew.facts.items()},
+            "path": str(space.fleet.path),
+            "emulated": space.fleet.emulated,
+            "facts": {k: asdict(v) for k, v in space.facts.items()},
         },
         "plan": plan.model_dump(),
         "predicted_images_per_s": plan.predicted_images_per_s,

@@ -17,6 +17,8 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.meter import add_up
+from csdctl.workflows.traffic import note_traffic
 
 CONNECT_DEADLINE_S = 10.0
 
@@ -73,7 +75,10 @@ def look_at_keys(
         return ShownKey(node, key_type, blob, KeyState.KNOWN)
 
     with contextlib.closing(make_jump_hosts(known)) as jumps:
-        return run_on_all(machines, look)
+        try:
+            return run_on_all(machines, look)
+        finally:
+            note_traffic(directory, "trust")(add_up(jumps.opened))
 
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:

@@ -15,7 +15,9 @@ from csdctl.fleet.preflight import check_machines, is_ready
 from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
 from csdctl.launch.machine_lock import hold_machines, raise_if_held
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
+from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Session
 from csdctl.workflows.prepare import python_of
 
@@ -28,34 +30,43 @@ class Workspace:
     fleet: Fleet
     facts: dict[str, Facts]
     sessions: dict[str, Session]
+    ledger: Ledger
+    """Takes in what the command sends besides its sessions; written down when the workspace closes."""
 
 
 @contextlib.contextmanager
 def open_workspace(
     directory: Path,
     fleet: Fleet,
+    command: str,
     *,
-    holding_for: str = "",
+    is_holding: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
-    `holding_for` names the command that no other csdctl may disturb; raises MachineHeldError when one does,
-    and ends what a csdctl that was killed has left running.
+    With `is_holding` no other csdctl may disturb `command`; raises MachineHeldError when one does, and ends
+    what a csdctl that was killed has left running.
     """
     project = ProjectDirectory(directory)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
-    with open_sessions(fleet, directory=directory, known_hosts=known_hosts) as opened:
+    ledger = Ledger(project.ledger, command)
+
+    def write_down(sent: LinkBytes) -> None:
+        ledger.add(sent)
+        ledger.save()
+
+    with open_sessions(fleet, directory=directory, known_hosts=known_hosts, on_traffic=write_down) as opened:
         if opened.failed:
             raise _unreachable(fleet, opened.failed)
         sessions = dict(opened.reachable)
         facts = _facts(fleet, sessions)
         with contextlib.ExitStack() as stack:
-            if holding_for:
+            if is_holding:
                 pythons = {name: python_of(fleet, name) for name in sessions}
                 _end_leftovers(sessions, pythons, say)
-                stack.enter_context(hold_machines(sessions, pythons, doing=holding_for, directory=directory))
-            yield Workspace(project, fleet, facts, sessions)
+                stack.enter_context(hold_machines(sessions, pythons, doing=command, directory=directory))
+            yield Workspace(project, fleet, facts, sessions, ledger)
 
 
 def _end_leftovers(

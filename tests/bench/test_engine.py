@@ -24,6 +24,7 @@ import pytest
 import yaml
 
 from csdctl.emulation.cgroups import plan_quota
+from tests.bench.running import write_plan
 from tests.lab.lab import Lab, open_lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
@@ -120,23 +121,11 @@ class Running:
 
 def start(project: Project, *options: str) -> Running:
     """`csdctl train`, after its first steps."""
-    plan = {
-        "job": "job",
-        "job_fingerprint": "",
-        "method": "by hand",
-        "ranks": [
-            {"node": name, "batch_size": size, "threads": 1, "micro_batch_size": MICRO_BATCH}
-            for name, size in zip(
-                ["host", *(f"slow{n}" for n in range(NUM_NODES))],
-                [BATCH_SIZES[0]] + [BATCH_SIZES[1]] * NUM_NODES,
-                strict=True,
-            )
-        ],
-    }
-    from csdctl.job.model import load_job
-
-    plan["job_fingerprint"] = load_job(project.path / "job.yaml").fingerprint()
-    (project.path / "plan.yaml").write_text(yaml.safe_dump(plan))
+    names = ["host", *(f"slow{n}" for n in range(NUM_NODES))]
+    sizes = [BATCH_SIZES[0]] + [BATCH_SIZES[1]] * NUM_NODES
+    how = {"threads": 1, "micro_batch_size": MICRO_BATCH}
+    ranks = [{"node": name, "batch_size": size, **how} for name, size in zip(names, sizes, strict=True)]
+    write_plan(project.path, "job.yaml", ranks)
     before = set((project.path / ".csdctl").glob("runs/*"))
     process = project.start("train", "job.yaml", "--plan", "plan.yaml", "--skip-doctor", *options)
     end = time.monotonic() + 400

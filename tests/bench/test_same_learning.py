@@ -2,8 +2,9 @@
 
     make bench ARGS="-k same_learning"
 
-Fashion-MNIST and the demo's network on an emulated fleet, three seeds. Both begin with the same weights; the
-order of samples is each one's own. Prints figures and judges nothing.
+Fashion-MNIST and the demo's network on an emulated fleet, three seeds. Keras `fit` begins with the same
+weights and gets the same samples in the same steps, as the run's spec says them: what differs is the engine.
+Prints figures and judges nothing.
 """
 
 import json
@@ -12,49 +13,55 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
-from csdctl.job.model import load_job
 from csdctl.workflows.demo import write_demo_files
+from tests.bench.running import csdctl, write_plan
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 SEEDS = (1, 2, 3)
-EPOCHS = 6
+EPOCHS, WARMUP_EPOCHS = 8, 1
 HOST_BATCH, NODE_BATCH, NUM_NODES = 200, 24, 5
 RATE, REFERENCE = 0.01, 128
 KERAS = """
 import json, sys
 import numpy as np
 import keras
+from csdctl.worker.contract import RunSpec, from_json
+from csdctl.worker.data import EpochReader
+from csdctl.worker.schedule import Own, Piece, begin_epoch
 sys.path.insert(0, ".")
 from fashion_cnn import build
-seed, epochs, batch, rate = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
-keras.utils.set_random_seed(seed)
+spec = from_json(RunSpec, open(sys.argv[1] + "/spec.json").read())
+recipe, reader = spec.recipe, EpochReader(spec, 0)
+leg = begin_epoch(
+    [Own(one.num_private, one.num_public) for one in spec.ranks],
+    {one.rank: one.batch_size for one in spec.ranks},
+)
+def batches():
+    for epoch in range(1, recipe.epochs + 1):
+        reader.begin(epoch)
+        for step in range(leg.stop_step):
+            pieces = [Piece(one.rank, one.public_start, one.public_stop) for one in leg.batch(step)]
+            images, labels = reader.read_borrowed(pieces)
+            yield images / np.float32(255), labels
+keras.utils.set_random_seed(recipe.seed)
 model = build()
-load = lambda name: (np.load(f"{name}/images.npy") / np.float32(255), np.load(f"{name}/labels.npy"))
-images, labels = load("data/public")
-validation = load("data/validation")
-if images.ndim == 3:
-    images, validation = images[..., None], (validation[0][..., None], validation[1])
-sgd = keras.optimizers.SGD(rate, momentum=0.9)
+warm = leg.stop_step * recipe.warmup_epochs
+falling = leg.stop_step * recipe.epochs - warm
+target = recipe.learning_rate * leg.global_batch / recipe.reference_batch
+rate = keras.optimizers.schedules.CosineDecay(
+    recipe.learning_rate, falling, warmup_target=target, warmup_steps=warm
+)
+sgd = keras.optimizers.SGD(rate, momentum=recipe.optimizer_args["momentum"])
 model.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"])
-model.fit(images, labels, batch_size=batch, epochs=epochs, verbose=0)
-loss, accuracy = model.evaluate(*validation, batch_size=500, verbose=0)
-print(json.dumps({"loss": loss, "accuracy": accuracy}))
+done = model.fit(batches(), steps_per_epoch=leg.stop_step, epochs=recipe.epochs, verbose=0)
+images, labels = (np.load(f"data/validation/{name}.npy") for name in ("images", "labels"))
+images = images.reshape(len(images), 28, 28, 1) / np.float32(255)
+loss, accuracy = model.evaluate(images, labels, batch_size=500, verbose=0)
+print(json.dumps({"loss": loss, "accuracy": accuracy, "training_loss": done.history["loss"][-1]}))
 """
-
-
-def csdctl(directory: Path, *arguments: str) -> list[Any]:
-    """What the command wrote as JSON lines."""
-    done = subprocess.run(
-        [str(CSDCTL), *arguments, "--json"], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
-    )
-    return [
-        json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and line.endswith("}")
-    ]
 
 
 @pytest.fixture
@@ -70,43 +77,43 @@ def write_job(directory: Path, seed: int) -> None:
     job = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)  # `on` is a word here
     job["data"].pop("private", None)
     job["recipe"] |= {"epochs": EPOCHS, "seed": seed, "learning_rate": RATE, "reference_batch": REFERENCE}
-    job["recipe"]["warmup_epochs"] = 0
+    job["recipe"] |= {"warmup_epochs": WARMUP_EPOCHS, "decay": "cosine"}
     (directory / "same.yaml").write_text(yaml.safe_dump(job).replace("'", ""))
     ranks = [{"node": "host", "batch_size": HOST_BATCH, "threads": 2}]
     ranks += [{"node": f"csd{n}", "batch_size": NODE_BATCH, "threads": 1} for n in range(NUM_NODES)]
-    fingerprint = load_job(directory / "same.yaml").fingerprint()
-    plan = {"job": "same", "job_fingerprint": fingerprint, "method": "by hand", "ranks": ranks}
-    (directory / "plan.yaml").write_text(yaml.safe_dump(plan))
+    write_plan(directory, "same.yaml", ranks)
+
+
+def train_with_keras(directory: Path, run: str) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", KERAS, run], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 @pytest.mark.bench
 @pytest.mark.timeout(3000)
 def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
-    global_batch = HOST_BATCH + NUM_NODES * NODE_BATCH
-    ours, theirs = [], []
+    of_seeds = []
     for seed in SEEDS:
         write_job(fleet_directory, seed)
         sample = ["--sample", "fashion-mnist"] if seed == SEEDS[0] else []
         csdctl(fleet_directory, "prepare", "same.yaml", *sample)
-        report = csdctl(fleet_directory, "train", "same.yaml", "--plan", "plan.yaml", "--skip-doctor")[-1]
-        ours.append((report["validation_loss"], report["validation_accuracy"]))
-        arguments = [str(seed), str(EPOCHS), str(global_batch), str(RATE * global_batch / REFERENCE)]
-        done = subprocess.run(
-            [sys.executable, "-c", KERAS, *arguments],
-            cwd=fleet_directory,
-            stdout=subprocess.PIPE,
-            text=True,
-            check=True,
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
-        theirs.append((found["loss"], found["accuracy"]))
-        print(f"\nseed {seed}: csdctl loss {ours[-1][0]:.4f}, accuracy {ours[-1][1]:.4f}; ", end="")
-        print(f"one process loss {theirs[-1][0]:.4f}, accuracy {theirs[-1][1]:.4f}")
-    losses = [statistics.mean(one[0] for one in column) for column in (ours, theirs)]
-    accuracies = [statistics.mean(one[1] for one in column) for column in (ours, theirs)]
+        how = ["--plan", "plan.yaml", "--skip-doctor"]
+        report = csdctl(fleet_directory, "train", "same.yaml", *how)[-1]
+        peer = train_with_keras(fleet_directory, report["path"])
+        pairs = {
+            "training loss": (report["loss"], peer["training_loss"]),
+            "validation loss": (report["validation_loss"], peer["loss"]),
+            "validation accuracy": (report["validation_accuracy"], peer["accuracy"]),
+        }
+        of_seeds.append(pairs)
+        told = ", ".join(f"{name} {ours:.4f} and {theirs:.4f}" for name, (ours, theirs) in pairs.items())
+        print(f"\nseed {seed}, csdctl and one process: {told}")
     print(
-        f"mean of {len(SEEDS)} seeds, global batch {global_batch}, {EPOCHS} epochs: "
-        f"loss {losses[0]:.4f} and {losses[1]:.4f} ({losses[0] / losses[1] - 1:+.2%}), "
-        f"accuracy {accuracies[0]:.4f} and {accuracies[1]:.4f} "
-        f"({100 * (accuracies[0] - accuracies[1]):+.2f} points)"
+        f"\nmeans of {len(SEEDS)} seeds, global batch {HOST_BATCH + NUM_NODES * NODE_BATCH}, {EPOCHS} epochs:"
     )
+    for name in of_seeds[0]:
+        ours, theirs = (statistics.mean(pairs[name][side] for pairs in of_seeds) for side in (0, 1))
+        by = f"{100 * (ours - theirs):+.2f} points" if "accuracy" in name else f"{ours / theirs - 1:+.2%}"
+        print(f"{name:20} {ours:.4f} and {theirs:.4f}: {by}")

@@ -6,47 +6,32 @@ Prints a table and judges nothing. The equal size that serves the fleet best of 
 tuned and equal runs take turns, because machines are noisy.
 """
 
-import json
 import statistics
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from csdctl.workflows.demo import write_demo_files
+from tests.bench.running import csdctl
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 NUM_NODES = 3
 ROUNDS = 2
 TUNED_STEPS = 80
 
 
-def csdctl(directory: Path, *arguments: str) -> list[Any]:
-    """What the command wrote as JSON; its words for people go to the terminal."""
-    done = subprocess.run(
-        [str(CSDCTL), *arguments], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
-    )
-    try:
-        return [json.loads(done.stdout)]
-    except ValueError:
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
 @pytest.fixture
 def fleet_directory(tmp_path: Path) -> Iterator[Path]:
     write_demo_files(tmp_path)
-    csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.25", "--json")
+    csdctl(tmp_path, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", "0.25")
     yield tmp_path
-    csdctl(tmp_path, "emulate", "down", "--json")
+    csdctl(tmp_path, "emulate", "down")
 
 
 @pytest.mark.timeout(1800)
 def test_tuned_against_equal(fleet_directory: Path) -> None:
-    csdctl(fleet_directory, "prepare", "--sample", "fashion-mnist", "--json")
-    plan = csdctl(fleet_directory, "tune", "--json")[0]
+    csdctl(fleet_directory, "prepare", "--sample", "fashion-mnist")
+    plan = csdctl(fleet_directory, "tune")[0]
     of_node = min(rank["batch_size"] for rank in plan["ranks"])
     same_global = round(plan["global_batch"] / len(plan["ranks"]))
     speeds: dict[str, list[float]] = {}
@@ -59,7 +44,7 @@ def test_tuned_against_equal(fleet_directory: Path) -> None:
             samples = TUNED_STEPS * plan["global_batch"]
             steps = samples // ((size or 0) * len(plan["ranks"])) if size else TUNED_STEPS
             choice = ["--batch-size", str(size)] if size else []
-            report = csdctl(fleet_directory, "train", "--max-steps", str(steps), *choice, "--json")[-1]
+            report = csdctl(fleet_directory, "train", "--max-steps", str(steps), *choice)[-1]
             speeds.setdefault(name, []).append(report["images_per_s"])
     sizes = ", ".join(f"{rank['node']} {rank['batch_size']}" for rank in plan["ranks"])
     print(f"\nbatch sizes: {sizes}")

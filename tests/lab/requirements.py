@@ -13,6 +13,7 @@ PACKAGES = {
     "nft": "nftables",
     "dropbear": "dropbear-bin",
     "sysctl": "procps",
+    "tcpdump": "tcpdump",
 }
 """Debian's package of each program."""
 

@@ -37,7 +37,7 @@ def prepare(
     streams = Streams(is_json=json)
     loaded = load_job(job)
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet) as space:
+    with open_workspace(streams.directory, chosen_fleet, "prepare") as space:
         if sample:
             place_sample(sample, loaded, space.fleet, space.sessions, space.project, streams.say)
         with PreparingView(streams.people) as view:

@@ -1,17 +1,23 @@
 """`csdctl report`."""
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from csdctl.cli.options import JsonOption
 from csdctl.cli.streams import Streams
 
+if TYPE_CHECKING:
+    from csdctl.runs.directory import ProjectDirectory
+
 
 def report(
     run: Annotated[
         str | None, typer.Argument(help="The run's id; default: the latest.", show_default=False)
     ] = None,
+    privacy: Annotated[
+        bool, typer.Option("--privacy", help="Instead: every byte that was sent, by link and by what it was.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Show what a run came to."""
@@ -20,9 +26,23 @@ def report(
     from csdctl.workflows.report import report as load_report
 
     streams = Streams(is_json=json)
+    if privacy:
+        _show_privacy(streams, ProjectDirectory(streams.directory), run)
+        return
     directory, summary = load_report(ProjectDirectory(streams.directory), run)
     if json:
         streams.result(report_document(summary, str(directory.path)))
         return
     render_report(streams.people, summary)
     streams.say(f"run directory: {directory.path}")
+
+
+def _show_privacy(streams: Streams, project: "ProjectDirectory", run_id: str | None) -> None:
+    from csdctl.cli.render.privacy import privacy_document, render_privacy
+    from csdctl.workflows.report import privacy
+
+    run, of_run, of_all = privacy(project, run_id)
+    if streams.is_json:
+        streams.result(privacy_document(of_run, of_all, run.run_id))
+    else:
+        render_privacy(streams.people, of_run, of_all, run.run_id)

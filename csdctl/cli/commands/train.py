@@ -77,7 +77,7 @@ def train(
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import Crew, RunStopped, TrainOptions, check_plan, find_resumable
+    from csdctl.workflows.train import RunStopped, TrainOptions, check_plan, find_resumable
     from csdctl.workflows.train import resume as resume_run
     from csdctl.workflows.train import train as train_run
     from csdctl.workflows.tune import equal_plan
@@ -96,7 +96,7 @@ def train(
         collective,
     )
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, holding_for="train", say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "train", is_holding=True, say=streams.say) as space:
         names = [node.name for node in space.fleet.nodes]
         run = None
         if resume:
@@ -111,13 +111,12 @@ def train(
             show_preflight(streams, doctor)
         with PreparingView(streams.people) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
-        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             try:
                 if run:
-                    summary = resume_run(run, loaded, prepared, crew, options, screen.watcher())
+                    summary = resume_run(run, loaded, prepared, space, options, screen.watcher())
                 else:
-                    summary = train_run(loaded, chosen, prepared, crew, options, screen.watcher())
+                    summary = train_run(loaded, chosen, prepared, space, options, screen.watcher())
             except RunStopped as stopped:
                 screen.stopped(stopped)
                 raise

@@ -55,7 +55,7 @@ def tune(
     loaded = load_job(job)
     options = TuneOptions(_sizes(batch_sizes), step_divisor, margin_scale, probe_seconds)
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, holding_for="tune", say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "tune", is_holding=True, say=streams.say) as space:
         with PreparingView(streams.people) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}

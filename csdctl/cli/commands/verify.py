@@ -38,7 +38,7 @@ def verify(
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import Crew, TrainOptions, check_plan
+    from csdctl.workflows.train import TrainOptions, check_plan
     from csdctl.workflows.train import verify as verify_run
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
@@ -47,7 +47,7 @@ def verify(
     loaded = load_job(job)
     check_tools()
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, holding_for="verify", say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "verify", is_holding=True, say=streams.say) as space:
         path = plan or space.project.plan(loaded.name)
         if plan or path.exists():
             chosen = load_plan(path)
@@ -57,9 +57,8 @@ def verify(
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)
         with PreparingView(streams.people) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
-        crew = Crew(space.fleet, space.facts, space.sessions, space.project)
         streams.say(f"starting {len(chosen.ranks)} ranks")
-        verified = verify_run(loaded, chosen, prepared, crew, TrainOptions(), lambda event: None)
+        verified = verify_run(loaded, chosen, prepared, space, TrainOptions())
     nodes = [rank.node for rank in chosen.ranks]
     render_verified(streams.people, verified, nodes, emulated=space.fleet.emulated)
     streams.result(verify_document(verified, nodes, emulated=space.fleet.emulated))

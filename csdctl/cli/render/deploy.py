@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import TracebackType
 
 from rich import box
 from rich.console import Console
@@ -10,6 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColum
 from rich.table import Table
 
 from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.view import View
 from csdctl.errors import CsdctlError
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.deliver import Progress as NodeProgress
@@ -21,7 +21,7 @@ MAX_BARS = 10
 """Bars of nodes at once, below the one of the whole fleet."""
 
 
-class DeployView:
+class DeployView(View):
     """A bar for the fleet and one for each node at work on a terminal, a line for each node elsewhere."""
 
     def __init__(self, console: Console, *, num_nodes: int, dry_run: bool = False) -> None:
@@ -33,16 +33,8 @@ class DeployView:
         self._bytes: dict[str, NodeProgress] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        super().__init__(self._progress)
         self._fleet = self._progress.add_task(self._title(), total=None)
-
-    def __enter__(self) -> "DeployView":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def advance(self, news: NodeProgress) -> None:
         """Take in how far a node is; from any thread."""

@@ -1,14 +1,13 @@
 """`discover` while it runs: a progress bar on a terminal, else a line for each machine as it answers."""
 
-from types import TracebackType
-
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from csdctl.cli.render.view import View
 from csdctl.fleet.facts import Facts
 
 
-class DiscoverView:
+class DiscoverView(View):
     """Shows machines as they answer; a context manager."""
 
     def __init__(self, console: Console, num_machines: int) -> None:
@@ -25,16 +24,8 @@ class DiscoverView:
             refresh_per_second=4,
             disable=not console.is_terminal,
         )
+        super().__init__(self._progress)
         self._task = self._progress.add_task("asking", total=num_machines, failed="")
-
-    def __enter__(self) -> "DiscoverView":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
 
     def show(self, facts: Facts) -> None:
         """Take note of one machine."""

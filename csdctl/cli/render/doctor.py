@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from types import TracebackType
 
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
+from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, fold
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -32,7 +31,7 @@ _WORDS = {Verdict.OK: "ok", Verdict.WARN: "[yellow]amber[/yellow]", Verdict.FAIL
 _SEVERITY = list(Verdict)
 
 
-class ExaminationView:
+class ExaminationView(View):
     """Shows checks as they come; use as a context manager around the examination."""
 
     def __init__(
@@ -44,22 +43,8 @@ class ExaminationView:
         self._title = f"fleet {fleet.path}" + (" (emulated fleet)" if fleet.emulated else "")
         self._machines = [HOST_NAME, *(node.name for node in fleet.nodes), FLEET_NAME]
         self._checks: list[Check] = []
-        self._live = (
-            Live(get_renderable=self._table, console=console, refresh_per_second=4, transient=True)
-            if console.is_terminal
-            else None
-        )
-
-    def __enter__(self) -> "ExaminationView":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        self._live = live_on(console, self._table)
+        super().__init__(self._live)
 
     def show(self, check: Check) -> None:
         """Take one check in."""

@@ -2,16 +2,17 @@
 
 import time
 from dataclasses import dataclass
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
-from csdctl.worker.contract import (
+from csdctl.cli.render.view import View, live_on
+from csdctl.worker.contract import RunSpec
+from csdctl.worker.messages import (
+    EARLY_STOPPING,
     Checkpointed,
     EpochEnd,
     Event,
@@ -24,7 +25,6 @@ from csdctl.worker.contract import (
     Progress,
     Ready,
     Rebalanced,
-    RunSpec,
     WaitingFor,
 )
 
@@ -39,7 +39,7 @@ class _RankLine:
     rate: float | None = None
 
 
-class TrainingView:
+class TrainingView(View):
     """Shows events as they come; use as a context manager around the run."""
 
     def __init__(self, console: Console, spec: RunSpec, steps_per_epoch: int, *, emulated: bool) -> None:
@@ -48,28 +48,13 @@ class TrainingView:
         self._steps_per_epoch = steps_per_epoch
         self._batch_sizes = {rank.rank: rank.batch_size for rank in spec.ranks}
         self._first_step: int | None = None
-        self._joined: set[int] = set()
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         self._ranks = {rank.rank: _RankLine() for rank in spec.ranks}
         self._last: Progress | None = None
         self._rate: float | None = None
         self._began = self._said = time.monotonic()
-        self._live = (
-            Live(get_renderable=self._view, console=console, refresh_per_second=4, transient=True)
-            if console.is_terminal
-            else None
-        )
-
-    def __enter__(self) -> "TrainingView":
-        if self._live:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
+        self._live = live_on(console, self._view)
+        super().__init__(self._live)
 
     def show(self, event: Event) -> None:
         """Take one event in."""
@@ -97,7 +82,7 @@ class TrainingView:
             self._print(f"{event.node} is back: it joins when the epoch ends")
         elif isinstance(event, Finished):
             line.state = "done"
-            if event.rank == 0 and event.reason == "early stopping":
+            if event.rank == 0 and event.reason == EARLY_STOPPING:
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
             line.state = "failed"

@@ -22,7 +22,8 @@ from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.contract import (
+from csdctl.worker.contract import ProbeResult, RankSpec, Recipe, RunSpec
+from csdctl.worker.messages import (
     Checkpointed,
     EpochEnd,
     Event,
@@ -30,13 +31,9 @@ from csdctl.worker.contract import (
     Finished,
     Joined,
     NodeLost,
-    ProbeResult,
     Progress,
-    RankSpec,
     Ready,
     Rebalanced,
-    Recipe,
-    RunSpec,
 )
 
 RANKS = (

@@ -3,7 +3,7 @@
 import pytest
 
 from csdctl.launch.last_words import find_cause
-from csdctl.worker.contract import Exited
+from csdctl.worker.messages import Exited
 
 NODES = ["host", "csd0", "csd1"]
 LOST_DAEMON = """\

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
-from csdctl.worker.contract import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
+from csdctl.worker.messages import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
@@ -215,3 +215,10 @@ class TestEnding:
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:
         job.make("").end()
+
+
+def test_job_that_is_ended_before_it_has_started_leaves_nothing(job: Job) -> None:
+    mpi_job = job.make("time.sleep(60)")
+    mpi_job.end()
+    outcome = mpi_job.run(job.events.append, PATIENT)
+    assert outcome.exit_code != 0

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from csdctl.reporting.summary import STOPPED, RunSummary, summarize
-from csdctl.worker.contract import (
+from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.worker.messages import (
+    STOPPED,
     Checkpointed,
     EpochEnd,
     Event,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from csdctl.worker.contract import Recipe
@@ -30,6 +32,23 @@ def test_no_warm_up_starts_at_the_full_rate() -> None:
 def test_warm_up_longer_than_the_run_never_reaches_the_full_rate() -> None:
     recipe = Recipe(epochs=1, learning_rate=0.1, warmup_epochs=100)
     assert learning_rate(recipe, 1024, 1.0) < 0.11
+
+
+@pytest.mark.parametrize(
+    ("decay", "expected"),
+    [("none", [0.4] * 4), ("linear", [0.4, 0.3, 0.2, 0]), ("cosine", [0.4, 0.341421, 0.2, 0])],
+)
+def test_rate_falls_from_the_end_of_the_warm_up_to_that_of_the_run(decay: str, expected: list[float]) -> None:
+    recipe = replace(RECIPE, decay=decay)
+    assert learning_rate(recipe, 1024, 1.0) == learning_rate(RECIPE, 1024, 1.0)
+    found = [learning_rate(recipe, 1024, epochs_done) for epochs_done in (2.0, 4.0, 6.0, 10.0)]
+    assert found == pytest.approx(expected, abs=1e-6)
+
+
+def test_warm_up_as_long_as_the_run_leaves_nothing_to_fall() -> None:
+    assert learning_rate(replace(RECIPE, warmup_epochs=10.0, decay="cosine"), 1024, 10.0) == pytest.approx(
+        0.4
+    )
 
 
 def test_rate_stays_below_the_cap_however_large_the_batch_is() -> None:

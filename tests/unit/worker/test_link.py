@@ -42,10 +42,13 @@ for request in sys.stdin:
         elif words[0] == "gather":
             print(json.dumps(ranks.gather({"rank": ranks.rank})), flush=True)
         elif words[0] == "send":
-            ranks.send(int(words[1]), np.full(5000, 7, np.uint8))
+            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)
         elif words[0] == "receive":
             print(json.dumps(sum(ranks.receive(int(words[1])))), flush=True)
+        elif words[0] == "traffic":
+            rows = [[one.what, one.sender, one.receiver, one.num_bytes] for one in ranks.traffic()]
+            print(json.dumps(rows), flush=True)
         elif words[0] == "close":
             ranks.close()
             print("1", flush=True)
@@ -176,3 +179,23 @@ def test_link_of_another_group_is_turned_away() -> None:
     assert door.wait_for_link(2, lambda: time.monotonic() > began + 0.5) is None
     with pytest.raises(LinkLostError):
         Line(connection).receive()
+
+
+def test_what_the_ranks_have_sent_is_told_by_the_kernel(group: Group) -> None:
+    group.all("agree star")
+    before = {tuple(row[:3]): row[3] for row in group.all("traffic")[0]}
+    for _ in range(3):
+        group.all("sum")
+    group.tell(0, "send 2")
+    group.tell(2, "receive 0")
+    group.answer(0)
+    group.answer(2)
+    told = group.all("traffic")
+    assert told[0] == told[1] == told[2]
+    after = {tuple(row[:3]): row[3] for row in told[0]}
+    vector_bytes = NUM_ELEMENTS * 4
+    for pair in ((0, 1), (1, 0), (0, 2), (2, 0)):
+        grown = after["sums", *pair] - before["sums", *pair]
+        assert 3 * vector_bytes <= grown <= 3 * vector_bytes * 1.01
+    assert after["samples", 0, 2] == 5000
+    assert ("samples", 0, 1) not in after

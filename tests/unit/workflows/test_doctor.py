@@ -8,7 +8,7 @@ from csdctl.errors import ExitCode, InputError
 from csdctl.fleet.checks import FLEET_NAME, Check, Verdict
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
-from csdctl.worker.contract import Event, Exited, Failed, Finished, Greeted, Ready, Started
+from csdctl.worker.messages import Event, Exited, Failed, Finished, Greeted, Ready, Started
 from csdctl.workflows.doctor import DoctorOptions, Examination
 from csdctl.workflows.hello import judge_hello
 

@@ -1,0 +1,99 @@
+"""Private data stays where it is: a whole way from discover to report, with every cable listened to."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.lab.capture import Capture, captured
+from tests.lab.machines import LabNode
+from tests.lab.project import Project
+
+pytestmark = pytest.mark.lab
+
+NETWORK = "10.77.0.0/23"
+CANARY = b"\xc5\x1dcanary-of-a-private-sample\x9e\x07"
+CANARY_NAME = "canary-of-a-private-name"
+TOLERANCE = 0.02
+
+
+def put_canaries(node: LabNode) -> None:
+    """Private samples of nothing but canaries, in a file with a canary's name."""
+    place = node.home / "private"
+    place.mkdir(exist_ok=True)
+    image = np.frombuffer((CANARY * 3)[:64], np.uint8).reshape(8, 8, 1)
+    images = np.repeat(image[np.newaxis], 24, axis=0)
+    np.savez(place / f"{CANARY_NAME}.npz", x=images, y=np.arange(24) % 2)
+
+
+def find_canaries(content: bytes) -> bool:
+    """Whether something of a private sample, however it is aligned, or a private name is in `content`."""
+    return CANARY_NAME.encode() in content or any(
+        CANARY[start : start + 12] in content for start in range(0, len(CANARY) - 12, 4)
+    )
+
+
+def search_host(directory: Path) -> list[str]:
+    """The files of the user's directory with a canary in them, or in their names."""
+    found = []
+    for place, _, names in os.walk(directory):
+        for name in names:
+            path = Path(place, name)
+            if path.is_file() and find_canaries(name.encode() + path.read_bytes()):
+                found.append(str(path))
+    return found
+
+
+def ledger_bytes(project: Project) -> Counter[tuple[str, str]]:
+    added: Counter[tuple[str, str]] = Counter()
+    for line in (project.path / ".csdctl" / "ledger.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        added[entry["sender"], entry["receiver"]] += entry["num_bytes"]
+    return added
+
+
+def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
+    noted = ledger_bytes(project)
+    host = project.lab.front.ipv4(1)
+    for name, capture in captures.items():
+        seen = capture.payload()
+        for ends, link in (
+            ((host, capture.address), ("host", name)),
+            ((capture.address, host), (name, "host")),
+        ):
+            print(f"{link}: {seen[ends]:,} bytes on the cable, {noted[link]:,} in the ledger")
+            assert noted[link] == pytest.approx(seen[ends], rel=TOLERANCE), link
+
+
+def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
+    project: Project, job: Path
+) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    private = job.with_name("canary.yaml")
+    text = job.read_text().replace("path: public}", "path: public}, private: {path: private}")
+    private.write_text(text.replace("epochs: 2", "epochs: 40"))
+    for node in nodes:
+        put_canaries(node)
+    said = b""
+    with captured(project.lab, *nodes, directory=project.path.parent) as captures:
+        for command in (
+            ["discover"],
+            ["doctor"],
+            ["prepare", str(private)],
+            ["tune", str(private), "--probe-seconds", "0.1"],
+            ["train", str(private), "--json"],
+            ["report"],
+        ):
+            done = project.csdctl(*command)
+            assert done.returncode == 0, done.stderr
+            said += (done.stdout + done.stderr).encode()
+    for capture in captures.values():
+        assert not find_canaries(capture.path.read_bytes()), capture.node
+    assert not find_canaries(said)
+    assert search_host(project.path) == []
+    assert search_host(job.parent) == []
+    check_ledger(project, captures)

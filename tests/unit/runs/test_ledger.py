@@ -1,0 +1,57 @@
+"""The ledger: what commands sent, a line for each link and kind."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.reporting.privacy import REMARKS, Flow, add_flows
+from csdctl.runs.ledger import Entry, Ledger, read_ledger
+from csdctl.transport.meter import Kind
+
+
+def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path) -> None:
+    path = tmp_path / ".csdctl" / "ledger.jsonl"
+    for command, run, count in (("prepare", "", 5), ("train", "r1", 70)):
+        ledger = Ledger(path, command)
+        ledger.run = run
+        ledger.add({("host", "csd0", "code"): count, ("csd0", "host", "log"): 0})
+        ledger.add({("host", "csd0", "code"): 1})
+        ledger.save()
+    found = [
+        (one.command, one.run, one.sender, one.receiver, one.kind, one.num_bytes) for one in read_ledger(path)
+    ]
+    assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
+
+
+def test_what_was_saved_is_not_saved_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl", "tune")
+    ledger.add({("host", "csd0", "code"): 1})
+    ledger.save()
+    ledger.save()
+    assert len(list(read_ledger(tmp_path / "ledger.jsonl"))) == 1
+
+
+def test_project_without_a_ledger_has_sent_nothing(tmp_path: Path) -> None:
+    assert list(read_ledger(tmp_path / "ledger.jsonl")) == []
+
+
+def test_damaged_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ledger.jsonl").write_text('{"time": 1}\n')
+    with pytest.raises(InputError, match="ledger.jsonl:1 is no entry"):
+        list(read_ledger(tmp_path / "ledger.jsonl"))
+
+
+def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
+    entries = [
+        Entry(1.0, "deploy", "", "host", "csd0", "code", 5),
+        Entry(2.0, "train", "r1", "host", "csd0", "code", 6),
+        Entry(3.0, "train", "r1", "host", "csd0", "gradient", 60),
+        Entry(4.0, "train", "r2", "csd0", "host", "gradient", 7),
+    ]
+    assert add_flows(entries, "r1") == [Flow("host", "csd0", "gradient", 60), Flow("host", "csd0", "code", 6)]
+    assert add_flows(entries)[-1] == Flow("host", "csd0", "code", 11)
+
+
+def test_every_kind_of_bytes_has_a_remark_for_the_reader() -> None:
+    assert set(REMARKS) == set(Kind)

@@ -1,0 +1,53 @@
+"""Bytes by link and kind, also through jump hosts."""
+
+from csdctl.fleet.model import Node
+from csdctl.transport.meter import Kind, Meter, Traffic, add_up
+
+GATE = Node("gate", "10.0.0.1")
+INNER = Node("inner", "10.1.0.1", jump=GATE)
+DIRECT = Node("csd0", "10.0.0.2")
+FAR = Node("far", "10.2.0.9", jump=INNER)
+
+
+def meter(sent: int, received: int, **noted: int) -> Meter:
+    made = Meter()
+    made.num_sent, made.num_received = sent, received
+    for kind, count in noted.items():
+        made.note(Kind(kind), sent=count)
+    return made
+
+
+def test_what_nobody_noted_is_control() -> None:
+    assert meter(100, 40, code=70).by_kind() == {Kind.CODE: Traffic(70, 0), Kind.CONTROL: Traffic(30, 40)}
+
+
+def test_more_noted_than_carried_leaves_no_control() -> None:
+    assert meter(50, 0, code=70).by_kind() == {Kind.CODE: Traffic(70, 0)}
+
+
+def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
+    assert add_up([(DIRECT, meter(100, 40, code=70)), (DIRECT, meter(5, 6))]) == {
+        ("host", "csd0", Kind.CODE): 70,
+        ("host", "csd0", Kind.CONTROL): 35,
+        ("csd0", "host", Kind.CONTROL): 46,
+    }
+
+
+def test_what_goes_through_a_jump_host_counts_on_both_links_and_not_twice() -> None:
+    found = add_up([(GATE, meter(150, 60)), (Node("csd1", "10.1.0.2", jump=GATE), meter(100, 40, code=70))])
+    assert found == {
+        ("host", "gate", Kind.CODE): 70,
+        ("host", "gate", Kind.CONTROL): 80,
+        ("gate", "host", Kind.CONTROL): 60,
+        ("gate", "csd1", Kind.CODE): 70,
+        ("gate", "csd1", Kind.CONTROL): 30,
+        ("csd1", "gate", Kind.CONTROL): 40,
+    }
+
+
+def test_totals_of_every_link_are_those_of_its_outermost_connection() -> None:
+    found = add_up([(GATE, meter(200, 0)), (INNER, meter(150, 0)), (FAR, meter(100, 0, code=70))])
+    totals: dict[tuple[str, str], int] = {}
+    for (sender, receiver, _), count in found.items():
+        totals[sender, receiver] = totals.get((sender, receiver), 0) + count
+    assert totals == {("host", "gate"): 200, ("gate", "inner"): 150, ("inner", "far"): 100}
