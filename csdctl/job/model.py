@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -11,6 +11,15 @@ from pydantic import Field, field_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
+from csdctl.job.reading import (
+    ImageEntry,
+    Name,
+    Reading,
+    RecordEntry,
+    build_picture_rule,
+    build_schema,
+    check_private_path,
+)
 from csdctl.worker.contract import EarlyStopping, Recipe, ReduceOnPlateau
 
 ValueT = TypeVar("ValueT")
@@ -27,6 +36,7 @@ class Job:
     validation_path: Path | None
     private_path: str | None
     recipe: Recipe
+    reading: Reading = field(default_factory=Reading)
 
     @property
     def name(self) -> str:
@@ -50,11 +60,12 @@ class Job:
                     self.public_path,
                     self.private_path,
                     self.recipe,
+                    self.reading,
                 )
             ).encode()
         )
-        if self.model_file:
-            digest.update(self.model_file.read_bytes())
+        for file in filter(None, (self.model_file, *self.reading.function_files)):
+            digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
 
@@ -63,12 +74,14 @@ class PublicData(Document):
 
     path: Path
     on: Literal["host"] = "host"
+    function: str = ""
 
 
 class PrivateData(Document):
     """Data that only its own node may read: a path on each node."""
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+    function: str = ""
 
 
 class ValidationData(Document):
@@ -76,6 +89,7 @@ class ValidationData(Document):
 
     path: Path
     on: Literal["host"] = "host"
+    function: str = ""
 
 
 class DataEntry(Document):
@@ -85,6 +99,17 @@ class DataEntry(Document):
     private: PrivateData | None = None
     validation: ValidationData | None = None
     input_range: tuple[float, float] | None = (0.0, 1.0)
+    image: ImageEntry = ImageEntry()
+    classes: Annotated[list[Name], Field(min_length=1)] | None = None
+    tfrecord: RecordEntry | None = None
+
+    @field_validator("classes")
+    @classmethod
+    def _each_once(cls, value: list[str] | None) -> list[str] | None:
+        twice = sorted({name for name in value or () if (value or ()).count(name) > 1})
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is there twice")
+        return value
 
 
 class EarlyStoppingEntry(Document):
@@ -194,8 +219,45 @@ def load_job(path: Path) -> Job:
             early_stopping=_values(EarlyStopping, recipe.early_stopping),
             reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),
         ),
+        reading=_reading(file.data, directory, path),
     )
+    _check_private(job, file.data)
     return job
+
+
+def _reading(data: DataEntry, directory: Path, job_path: Path) -> Reading:
+    def function(entry: PublicData | PrivateData | ValidationData | None) -> str:
+        return _function(entry.function, directory, job_path) if entry and entry.function else ""
+
+    return Reading(
+        picture=build_picture_rule(data.image),
+        classes=tuple(data.classes) if data.classes else None,
+        records=build_schema(data.tfrecord),
+        public_function=function(data.public),
+        validation_function=function(data.validation),
+        private_function=function(data.private),
+    )
+
+
+def _check_private(job: Job, data: DataEntry) -> None:
+    if job.private_path is None:
+        return
+    others = {"public": (data.public.path, job.public_path)}
+    if data.validation and job.validation_path:
+        others["validation"] = (data.validation.path, job.validation_path)
+    check_private_path(job.private_path, others, job.path)
+
+
+def _function(written: str, directory: Path, job_path: Path) -> str:
+    """FILE.py:NAME with the file made absolute; raises InputError when it is of another form or missing."""
+    file, _, name = written.rpartition(":")
+    path = _resolve(directory, Path(file), job_path)
+    if not (file.endswith(".py") and name.isidentifier() and path.is_file()):
+        raise InputError(
+            f"{job_path}: function {written!r} cannot be found",
+            remedy="expected PATH.py:FUNCTION, the path relative to the job file",
+        )
+    return f"{path}:{name}"
 
 
 def _values(kind: type[ValueT], entry: Document | None) -> ValueT | None:

@@ -2,15 +2,27 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
 from typing import TypeVar
 
 from csdctl.errors import CsdctlError, ExitCode, InputError, RemoteCommandError
 from csdctl.transport.session import Completed, Session
-from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, ContractError, from_json
+from csdctl.worker.contract import (
+    ANSWER_PREFIX,
+    WORKER_ERROR_PREFIX,
+    WORKING_PREFIX,
+    ContractError,
+    Preparing,
+    from_json,
+    to_json,
+)
 
 AnswerT = TypeVar("AnswerT")
+
+END_DEADLINE_S = 30.0
+"""Between a worker's answer and its end."""
 
 _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
 """What TensorFlow prints whatever happens; never the cause."""
@@ -36,10 +48,48 @@ def run_worker(
     if done.exit_code != 0:
         raise worker_error(done, session.name, doing)
     answers = [line for line in done.output.splitlines() if line.startswith(ANSWER_PREFIX)]
+    return _parse(answer, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "", session.name, doing)
+
+
+def watch_worker(
+    session: Session,
+    python: str,
+    worker_path: str,
+    command: str,
+    told: object,
+    answer: type[AnswerT],
+    on_working: Callable[[Preparing], None],
+    *,
+    doing: str,
+    silence_deadline_s: float,
+) -> AnswerT:
+    """Run a worker's command that may take hours: give it `told`, follow it, and read its answer.
+
+    Raises what the worker said went wrong, and DeadlineError when nothing came for `silence_deadline_s`.
+    """
+    argv = build_worker_command(python, worker_path, [command])
+    answered = ""
+    with closing(session.converse(argv)) as conversation:
+        with suppress(EOFError):
+            conversation.send_line(to_json(told))
+        with suppress(EOFError):
+            while True:
+                line = conversation.read_line(deadline_s=silence_deadline_s)
+                if line.startswith(WORKING_PREFIX):
+                    on_working(_parse(Preparing, line.removeprefix(WORKING_PREFIX), session.name, doing))
+                elif line.startswith(ANSWER_PREFIX):
+                    answered = line.removeprefix(ANSWER_PREFIX)
+        done = conversation.wait(deadline_s=END_DEADLINE_S)
+    if done.exit_code != 0:
+        raise worker_error(done, session.name, doing)
+    return _parse(answer, answered, session.name, doing)
+
+
+def _parse(kind: type[AnswerT], text: str, node: str, doing: str) -> AnswerT:
     try:
-        return from_json(answer, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "")
+        return from_json(kind, text)
     except ContractError as error:
-        raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=session.name) from None
+        raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=node) from None
 
 
 def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:

@@ -14,7 +14,10 @@ from pathlib import Path
 from csdctl.worker.contract import (
     ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
+    WORKING_PREFIX,
     ContractError,
+    PrepareSpec,
+    Preparing,
     ProbeSpec,
     Recipe,
     RunSpec,
@@ -34,9 +37,7 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--arguments", default="{}")
     build.add_argument("--recipe", required=True)
     build.add_argument("--output", type=Path, required=True)
-    prepare = commands.add_parser("prepare")
-    prepare.add_argument("--source", required=True)
-    prepare.add_argument("--store", required=True)
+    commands.add_parser("prepare")
     probe = commands.add_parser("probe")
     probe.add_argument("--spec", required=True)
     rank = commands.add_parser("rank")
@@ -86,17 +87,34 @@ def answer(value: object) -> None:
     print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
 
 
-def _prepare(options: argparse.Namespace) -> int:
+def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.prepare import prepare
+    from csdctl.worker.voice import Voice
+
+    voice = Voice()
+    latest = Preparing()
+
+    def note(progress: Preparing) -> None:
+        nonlocal latest
+        latest = progress
+
+    def working() -> str:
+        return WORKING_PREFIX + to_json(latest)
 
     try:
-        answer(prepare(options.source, options.store))
-    except WorkerError:
-        raise
+        spec = from_json(PrepareSpec, sys.stdin.readline())
+        with voice.repeating(working):
+            info = prepare(spec, on_progress=note)
+        voice.say(working())
+        voice.say(ANSWER_PREFIX + to_json(info))
+        return 0
+    except (WorkerError, ContractError) as error:
+        failed = error if isinstance(error, WorkerError) else _of_contract(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this goes to the host.
-        raise WorkerError(f"preparing failed: {type(error).__name__}") from None
-    return 0
+        failed = WorkerError(f"preparing failed: {type(error).__name__}")
+    voice.complain(_error_line(failed))
+    return failed.exit_code
 
 
 def _probe(options: argparse.Namespace) -> int:
@@ -146,22 +164,23 @@ def _hello(options: argparse.Namespace) -> int:
     return code
 
 
-def _report(error: WorkerError) -> int:
+def _error_line(error: WorkerError) -> str:
     content = {"message": error.message, "remedy": error.remedy, "exit_code": error.exit_code}
-    print(WORKER_ERROR_PREFIX + json.dumps(content), file=sys.stderr)
-    return error.exit_code
+    return WORKER_ERROR_PREFIX + json.dumps(content)
+
+
+def _of_contract(error: ContractError) -> WorkerError:
+    return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
 
 
 def run() -> None:
     """Run the command of sys.argv and leave with its exit code."""
     try:
         code = main(sys.argv[1:])
-    except WorkerError as error:
-        code = _report(error)
-    except ContractError as error:
-        code = _report(
-            WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
-        )
+    except (WorkerError, ContractError) as error:
+        failed = error if isinstance(error, WorkerError) else _of_contract(error)
+        print(_error_line(failed), file=sys.stderr)
+        code = failed.exit_code
     except BrokenPipeError:
         os._exit(1)
     sys.exit(code)

@@ -6,9 +6,17 @@ from typing import Any
 
 
 def load_backend(threads: int) -> tuple[Any, Any]:
-    """Import TensorFlow and Keras; returns both modules.
+    """Import TensorFlow and Keras as `load_tensorflow` does; returns both modules."""
+    tf = load_tensorflow(threads)
+    import keras
 
-    Must come before any other import of either in the process. `threads` is the intra-op pool; one
+    return tf, keras
+
+
+def load_tensorflow(threads: int) -> Any:
+    """Import TensorFlow; returns the module.
+
+    Must come before any other import of it or of Keras in the process. `threads` is the intra-op pool; one
     inter-op thread, because a rank runs one graph.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
@@ -19,9 +27,7 @@ def load_backend(threads: int) -> tuple[Any, Any]:
 
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    import keras
-
-    return tf, keras
+    return tf
 
 
 def peak_memory_bytes() -> int:

@@ -1,157 +1,168 @@
 """`prepare`: turns what people have into a prepared data set, where the data lies.
 
-Sources: a directory with images.npy and labels.npy; an .npz file with x/y or images/labels; a directory
-with one pair of IDX files (`*images-idx3-ubyte[.gz]`, `*labels-idx1-ubyte[.gz]`). Private data is
-prepared on its own node by this code, and only counts, shapes and a fingerprint go back: messages
-name no file below the root.
+Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint go back:
+messages name classes, and no file below the root.
 """
 
-import gzip
 import hashlib
 import os
 import shutil
-import tempfile
-import zipfile
-import zlib
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-
-from csdctl.worker.contract import DatasetInfo, from_json, to_json
-from csdctl.worker.data import Array, as_labels, map_array
+from csdctl.worker.contract import DatasetInfo, PrepareSpec, Preparing, from_json, to_json
+from csdctl.worker.data import Array, as_labels
 from csdctl.worker.events import WorkerError
+from csdctl.worker.part import Part, PartRecord, count_labels, save_aside, writing
+from csdctl.worker.sources.arrays import open_npy_pair
+from csdctl.worker.sources.finding import find_kind, open_source, settings_of
+from csdctl.worker.sources.source import Source, num_threads
+from csdctl.worker.sources.tree import Tree, read_tree
 
-FORMATS = "a directory with images.npy and labels.npy, an .npz file with x and y, or a pair of IDX files"
+SYNC_INTERVAL_S = 5.0
+"""So much work at the most is done again after an interruption."""
+
+_LABELS_AT_ONCE = 1 << 20
 
 
-def prepare(source: str, store: str) -> DatasetInfo:
-    """Prepare `source` below the directory `store`; done before with the same content: nothing happens.
+def prepare(
+    spec: PrepareSpec,
+    *,
+    threads: int = 0,
+    sync_interval_s: float = SYNC_INTERVAL_S,
+    on_progress: Callable[[Preparing], None] = lambda progress: None,
+) -> DatasetInfo:
+    """Prepare `spec.source` below `spec.store`; done before with the same content: nothing happens.
 
-    Raises WorkerError when the source is missing, empty, or of no known format.
+    `threads` 0 means one for each core. What was interrupted is gone on with. Raises WorkerError: exit code 2
+    when the source is missing, empty, of no known format, or does not fit the job; 1 when the disk refuses.
     """
-    try:
-        root = Path(source).expanduser()
-    except RuntimeError:
-        raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
-    if not root.exists():
-        raise WorkerError(f"there is no data at {source}", remedy="mend the path in job.yaml", exit_code=2)
-    try:
-        fingerprint = _fingerprint(root)
-    except OSError as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {error.strerror}", remedy="mend its permissions", exit_code=2
-        ) from None
-    target = Path(store) / fingerprint
+    tree = read_tree(spec.source)
+    kind = find_kind(tree, spec)
+    fingerprint = tree.fingerprint(settings_of(kind, tree, spec))
+    target = Path(spec.store) / fingerprint
     record = target / "dataset.json"
     if record.exists():
         return from_json(DatasetInfo, record.read_text())
-    images, labels = _read(root, source)
-    _check(images, labels, source)
-    in_place = (root / "images.npy").exists() and images.ndim != 3
-    if images.ndim == 3:
-        images = images[..., np.newaxis]
-    info = DatasetInfo(
-        path=str(root) if in_place else str(target),
-        num_samples=len(images),
-        sample_shape=images.shape[1:],
-        dtype=str(images.dtype),
-        label_shape=labels.shape[1:],
-        max_label=int(labels.max()) if labels.dtype.kind in "iu" and labels.min() >= 0 else -1,
-        fingerprint=fingerprint,
-    )
-    _save(target, None if in_place else (images, labels), info)
+    if kind == "npy":
+        images, labels = open_npy_pair(tree.root, spec)
+        if images.ndim != 3:
+            return _use_in_place(tree, images, labels, spec, target)
+    source = open_source(kind, tree, spec, threads or num_threads())
+    part = Part(_part_directory(tree, spec), fingerprint, len(source.class_names or ()))
+    try:
+        if record.exists():  # whom we waited for has done it
+            part.discard()
+            return from_json(DatasetInfo, record.read_text())
+        _check_room(source, part.record, spec.store)
+        _fill(part, source, sync_interval_s, on_progress)
+        info = _describe(part.record, source.class_names, source.files_of_class, spec, str(target))
+        part.finish(target, to_json(info))
+    except WorkerError:
+        part.discard()
+        raise
+    except BaseException:
+        part.close()
+        raise
     return info
 
 
-def _fingerprint(root: Path) -> str:
-    """Changes whenever a file below `root` is added, removed or written to."""
-    digest = hashlib.sha256(b"2" + str(root.resolve()).encode())
-    files = sorted(path for path in root.rglob("*") if path.is_file()) if root.is_dir() else [root]
-    for path in files:
-        status = path.stat()
-        digest.update(os.fsencode(path.relative_to(root)))
-        digest.update(f"\0{status.st_size}\0{status.st_mtime_ns}\n".encode())
-    return digest.hexdigest()[:32]
-
-
-def _read(root: Path, source: str) -> tuple[Array, Array]:
-    try:
-        if root.is_file() and root.suffix == ".npz":
-            return _read_npz(root, source)
-        if (root / "images.npy").exists() != (root / "labels.npy").exists():
-            raise WorkerError(
-                f"data at {source} lacks one of images.npy and labels.npy",
-                remedy="add the other",
-                exit_code=2,
-            )
-        if (root / "images.npy").exists():
-            return map_array(root / "images.npy"), map_array(root / "labels.npy")
-        archives = sorted(root.glob("*.npz")) if root.is_dir() else []
-        if len(archives) == 1:
-            return _read_npz(archives[0], source)
-        pairs = [sorted(root.glob(pattern)) for pattern in ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")]
-        if all(len(found) == 1 for found in pairs):
-            return _read_idx(pairs[0][0]), _read_idx(pairs[1][0])
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
-        raise WorkerError(
-            f"data at {source} cannot be read: {type(error).__name__}",
-            remedy="replace the damaged file",
-            exit_code=2,
-        ) from None
-    raise WorkerError(f"data at {source} is of no known format", remedy=f"expected {FORMATS}", exit_code=2)
-
-
-def _read_npz(path: Path, source: str) -> tuple[Array, Array]:
-    with np.load(path, allow_pickle=False) as archive:
-        for images, labels in (("x", "y"), ("images", "labels")):
-            if images in archive and labels in archive:
-                return archive[images], archive[labels]
-    raise WorkerError(f"the .npz at {source} has no arrays x and y (or images and labels)", exit_code=2)
-
-
-def _read_idx(path: Path) -> Array:
-    """An IDX file of bytes: magic 00 00 08 <dimensions>, big-endian sizes, data."""
-    content = path.read_bytes()
-    if path.suffix == ".gz":
-        content = gzip.decompress(content)
-    if content[:3] != b"\0\0\x08" or len(content) < 4:
-        raise ValueError("not an IDX file of bytes")
-    num_dimensions = content[3]
-    shape = np.frombuffer(content, ">u4", num_dimensions, 4)
-    return np.frombuffer(content, np.uint8, offset=4 + 4 * num_dimensions).reshape(shape)
-
-
-def _check(images: Array, labels: Array, source: str) -> None:
-    if images.ndim == 0 or labels.ndim == 0:
-        raise WorkerError(f"data at {source} is one number, not samples", exit_code=2)
-    if len(images) == 0:
-        raise WorkerError(
-            f"data at {source} is empty", remedy="add samples or remove it from job.yaml", exit_code=2
-        )
-    if len(images) != len(labels):
-        raise WorkerError(
-            f"data at {source} does not fit together: {len(images)} samples, {len(labels)} labels",
-            exit_code=2,
-        )
-    if images.dtype.kind not in "uif" or labels.dtype.kind not in "uif":
-        raise WorkerError(f"data at {source} is not numeric: {images.dtype} and {labels.dtype}", exit_code=2)
-
-
-def _save(target: Path, arrays: tuple[Array, Array] | None, info: DatasetInfo) -> None:
-    """Write aside and rename: a target directory is whole or not there. None: the source serves as it is."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=target.parent, prefix=".part-"))
-    try:
-        if arrays is not None:
-            images, labels = arrays
-            np.save(aside / "images.npy", images)
-            np.save(aside / "labels.npy", as_labels(labels))
-        (aside / "dataset.json").write_text(to_json(info))
-        os.replace(aside, target)
-    except OSError as error:
-        raise WorkerError(
-            f"prepared data cannot be written: {error.strerror or 'no room for all of it'}",
-            remedy="make room on the disk",
-        ) from None
-    finally:
+def _use_in_place(tree: Tree, images: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
+    """The source serves as it is: only its description is written."""
+    record = PartRecord(
+        target.name,
+        len(images),
+        len(images),
+        images.shape[1:],
+        str(images.dtype),
+        labels.shape[1:],
+        str(as_labels(labels[:0]).dtype),
+        class_counts=(0,) * len(spec.classes or ()),
+    )
+    for start in range(0, len(labels), _LABELS_AT_ONCE):
+        record = count_labels(record, as_labels(labels[start : start + _LABELS_AT_ONCE]))
+    info = _describe(record, spec.classes, (), spec, str(tree.root))
+    aside = _part_directory(tree, spec)
+    with writing():
         shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        save_aside(aside / "dataset.json", to_json(info))
+        shutil.rmtree(target, ignore_errors=True)
+        aside.rename(target)
+    return info
+
+
+def _part_directory(tree: Tree, spec: PrepareSpec) -> Path:
+    """One for each place, so that what is no longer wanted of it does not stay."""
+    place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
+    return Path(spec.store) / f".part-{place}"
+
+
+def _fill(
+    part: Part, source: Source, sync_interval_s: float, on_progress: Callable[[Preparing], None]
+) -> None:
+    def tell() -> None:
+        record = part.record
+        num_skipped = sum(record.num_skipped.values())
+        on_progress(Preparing(record.num_read, source.num_samples, num_skipped))
+
+    tell()
+    for block in source.blocks(part.record.num_read):
+        part.append(block, sync_interval_s=sync_interval_s)
+        tell()
+
+
+def _check_room(source: Source, record: PartRecord, store: str) -> None:
+    """Raise WorkerError before hours of work that could not be kept."""
+    needed_bytes = source.sample_bytes * (source.num_samples - record.num_read)
+    free_bytes = shutil.disk_usage(store).free
+    if needed_bytes > free_bytes:
+        raise WorkerError(
+            f"prepared data cannot be written: it takes {needed_bytes / 1e9:.1f} GB, "
+            f"{free_bytes / 1e9:.1f} GB are free",
+            remedy="make room on the disk",
+        )
+
+
+def _describe(
+    record: PartRecord,
+    class_names: tuple[str, ...] | None,
+    files_of_class: tuple[int, ...],
+    spec: PrepareSpec,
+    path: str,
+) -> DatasetInfo:
+    """What was prepared; raises WorkerError, exit code 2, when it is nothing or does not fit the classes."""
+    names = class_names or ()
+    if record.num_samples == 0:
+        raise _nothing_usable(record, spec)
+    has_numbers = record.label_dtype == "int32" and record.min_label >= 0
+    if names and not record.label_shape and not (has_numbers and record.max_label < len(names)):
+        raise WorkerError(
+            f"data at {spec.source} has labels that are no class: the job has {len(names)} classes, "
+            f"so labels are whole numbers from 0 to {len(names) - 1}",
+            remedy="mend the labels, or data.classes in job.yaml",
+            exit_code=2,
+        )
+    has_classes = bool(names) and not record.label_shape
+    counted = zip(names, record.class_counts, files_of_class, strict=False)
+    return DatasetInfo(
+        path=path,
+        num_samples=record.num_samples,
+        sample_shape=record.sample_shape,
+        dtype=record.dtype,
+        label_shape=record.label_shape,
+        max_label=len(names) - 1 if has_classes else record.max_label if has_numbers else -1,
+        fingerprint=record.fingerprint,
+        num_skipped=record.num_skipped,
+        class_counts=dict(zip(names, record.class_counts, strict=True)) if has_classes else {},
+        unusable_classes=tuple(name for name, usable, files in counted if files and not usable),
+    )
+
+
+def _nothing_usable(record: PartRecord, spec: PrepareSpec) -> WorkerError:
+    kinds = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in record.num_skipped.items())
+    return WorkerError(
+        f"data at {spec.source} has no sample that can be used" + (f": {kinds}" if kinds else ""),
+        remedy="mend the data, or data.image and data.tfrecord in job.yaml",
+        exit_code=2,
+    )

@@ -193,7 +193,7 @@ class Checkpoints:
             file.flush()
             os.fsync(file.fileno())
         os.replace(aside, path)
-        _sync_directory(self.directory)
+        sync_directory(self.directory)
         if is_best:
             (self.directory / "best.json").write_text(json.dumps({"checkpoint": path.name}))
         self._remove_old()
@@ -221,7 +221,8 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
 
-def _sync_directory(directory: Path) -> None:
+def sync_directory(directory: Path) -> None:
+    """Put on the disk which names `directory` has."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -22,18 +22,21 @@ from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.parcel import pack_parcel
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
-from csdctl.shipping.worker_calls import run_worker
+from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
-from csdctl.worker.contract import DatasetInfo, ModelInfo, from_json, to_json
+from csdctl.worker.contract import DatasetInfo, ModelInfo, PrepareSpec, Preparing, from_json, to_json
 
 DATA_STORE = ".csdctl/data"
-PREPARE_DEADLINE_S = 3600.0
+SILENCE_DEADLINE_S = 120.0
+"""A worker that prepares says every second that it is at work."""
+
 BUILD_DEADLINE_S = 300.0
 
 Say = Callable[[str], None]
+OnProgress = Callable[[str, Preparing], None]
 
 
 @dataclass(frozen=True)
@@ -63,20 +66,34 @@ def python_of(fleet: Fleet, machine: str) -> str:
 
 
 def prepare_job(
-    job: Job, fleet: Fleet, sessions: Mapping[str, Session], project: ProjectDirectory, say: Say
+    job: Job,
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    say: Say,
+    on_progress: OnProgress = lambda data, progress: None,
 ) -> Prepared:
-    """Prepare model, public and private data of `job`; raises InputError when they do not fit together."""
+    """Prepare model, public and private data of `job`; raises InputError when they do not fit together.
+
+    Class names come from the job, or from the folders of the public data: all machines number them alike.
+    `on_progress` gets 'public', 'validation' or a node's name, from any thread.
+    """
     worker = store_bytes(pack_worker(), ".pyz", project.root)
-    host = sessions[HOST_NAME]
     say("model: " + job.model)
-    model = carry_model(job, worker, host, project)
+    model = carry_model(job, worker, sessions[HOST_NAME], project)
+    preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
     say(f"public data: {job.public_path}")
-    public = _prepare_on(host, sys.executable, worker, str(job.public_path))
+    public = preparing.on_host("public", sessions, job.public_path, job.reading.public_function)
+    preparing.number_classes(public)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
-        validation = _prepare_on(host, sys.executable, worker, str(job.validation_path))
-    private = _prepare_private(job, fleet, sessions, worker, say) if job.private_path else {}
+        function = job.reading.validation_function
+        validation = preparing.on_host("validation", sessions, job.validation_path, function)
+    private = {}
+    if job.private_path:
+        say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
+        private = preparing.on_nodes(sessions, job.private_path)
     check_fit(job.recipe, model.info, {"public": public, "validation": validation, **private})
     return Prepared(worker, model, public, validation, private)
 
@@ -126,29 +143,77 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     return digest.hexdigest()[:32]
 
 
-def _prepare_private(
-    job: Job, fleet: Fleet, sessions: Mapping[str, Session], worker: StoredFile, say: Say
-) -> dict[str, DatasetInfo]:
-    """Each node prepares its own private data; a node without any, or that fails, is an error."""
-    path = str(job.private_path)
-    nodes = {node.name: sessions[node.name] for node in fleet.nodes}
-    say(f"private data: {path} on {len(nodes)} nodes")
-    parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
+class _Preparing:
+    """Prepares one data set after another of a job, each on its machine."""
 
-    def on_node(session: Session) -> DatasetInfo:
-        deliver(session, parcel, chunks, python=python_of(fleet, session.name))
-        return _prepare_on(session, python_of(fleet, session.name), worker, path)
+    def __init__(
+        self,
+        job: Job,
+        model: ModelInfo,
+        fleet: Fleet,
+        worker: StoredFile,
+        project: ProjectDirectory,
+        on_progress: OnProgress,
+    ) -> None:
+        reading = job.reading
+        picture = reading.picture
+        if picture.shape is None:
+            picture = replace(picture, shape=model.input_shape)
+        self._spec = PrepareSpec("", DATA_STORE, picture, classes=reading.classes, records=reading.records)
+        self._private_function = reading.private_function
+        self._fleet = fleet
+        self._worker = worker
+        self._project = project
+        self._on_progress = on_progress
 
-    return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
+    def number_classes(self, public: DatasetInfo) -> None:
+        """From now on classes are those of the public data, unless the job names them."""
+        if self._spec.classes is None and public.class_counts:
+            self._spec = replace(self._spec, classes=tuple(public.class_counts))
+
+    def on_host(self, name: str, sessions: Mapping[str, Session], path: Path, function: str) -> DatasetInfo:
+        """One of the host's data sets; the user's function runs from the store, as on a node."""
+        stored = self._store_function(function)
+        spec = replace(
+            self._spec,
+            source=str(path),
+            function=_stored_name(stored, function),
+            names_classes=name == "public",
+        )
+        return self._prepare(name, sessions[HOST_NAME], spec)
+
+    def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
+        """Each node prepares its own private data; a node without any, or that fails, is an error."""
+        stored = self._store_function(self._private_function)
+        function = _stored_name(stored, self._private_function)
+        spec = replace(self._spec, source=path, function=function, is_private=True)
+        parcel = pack_parcel([file.as_object() for file in (self._worker, stored) if file])
+        chunks = SharedChunks()
+
+        def on_node(session: Session) -> DatasetInfo:
+            deliver(session, parcel, chunks, python=python_of(self._fleet, session.name))
+            return self._prepare(session.name, session, spec)
+
+        nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
+        return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
+
+    def _store_function(self, function: str) -> StoredFile | None:
+        return store_file(Path(function.rpartition(":")[0]), self._project.root) if function else None
+
+    def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
+        return watch_worker(
+            session,
+            python_of(self._fleet, session.name),
+            self._worker.path,
+            "prepare",
+            spec,
+            DatasetInfo,
+            lambda progress: self._on_progress(name, progress),
+            doing="preparing data",
+            silence_deadline_s=SILENCE_DEADLINE_S,
+        )
 
 
-def _prepare_on(session: Session, python: str, worker: StoredFile, source: str) -> DatasetInfo:
-    return run_worker(
-        session,
-        python,
-        worker.path,
-        ["prepare", f"--source={source}", "--store", DATA_STORE],
-        DatasetInfo,
-        doing="preparing data",
-        deadline_s=PREPARE_DEADLINE_S,
-    )
+def _stored_name(stored: StoredFile | None, function: str) -> str:
+    """The user's function as the worker finds it, in the store of its machine."""
+    return f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.fleet.facts import Facts
@@ -136,7 +136,7 @@ def _probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, thread
         prepared.model.weights.path,
         job.recipe,
         threads,
-        prepared.public,
+        replace(prepared.public, class_counts={}, num_skipped={}),  # it goes on a command line
     )
     return build_worker_command(
         python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]

@@ -1,6 +1,5 @@
 """`csdctl prepare`."""
 
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -28,6 +27,7 @@ def prepare(
     json: JsonOption = False,
 ) -> None:
     """Put data into a form that is read fast, where it lies, the model into one that travels."""
+    from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
     from csdctl.job.model import load_job
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.place_sample import place_sample
@@ -40,19 +40,13 @@ def prepare(
     with open_workspace(streams.directory, chosen_fleet, "prepare") as space:
         if sample:
             place_sample(sample, loaded, space.fleet, space.sessions, space.project, streams.say)
-        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        with PreparingView(streams.people) as view:
+            prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
     private = sum(info.num_samples for info in prepared.private.values())
+    render_prepared(streams.people, prepared)
     streams.say(
         f"ready: {prepared.public.num_samples:,} public samples on the host, "
         f"{private:,} private ones on {len(prepared.private)} nodes, "
         f"model with {prepared.model.info.num_parameters:,} parameters"
     )
-    streams.result(
-        {
-            "schema": "csdctl.prepare/1",
-            "public": asdict(prepared.public),
-            "validation": asdict(prepared.validation) if prepared.validation else None,
-            "private": {name: {"num_samples": info.num_samples} for name, info in prepared.private.items()},
-            "model": asdict(prepared.model.info),
-        }
-    )
+    streams.result(prepare_document(prepared))

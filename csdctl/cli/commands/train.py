@@ -68,6 +68,7 @@ def train(
     json: JsonOption = False,
 ) -> None:
     """Train on the host and all nodes in step, each with its own batch size."""
+    from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.training import TrainingScreen, show_preflight
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
@@ -108,7 +109,8 @@ def train(
         if not skip_doctor:
             doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
             show_preflight(streams, doctor)
-        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        with PreparingView(streams.people) as view:
+            prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             try:
                 if run:

@@ -41,6 +41,7 @@ def tune(
     json: JsonOption = False,
 ) -> None:
     """Measure every machine and write a plan (the paper's Algorithm 1 and equation 1)."""
+    from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
     from csdctl.tuning.plan import save_plan
@@ -55,7 +56,8 @@ def tune(
     options = TuneOptions(_sizes(batch_sizes), step_divisor, margin_scale, probe_seconds)
     chosen_fleet = choose_fleet(fleet, limit, exclude)
     with open_workspace(streams.directory, chosen_fleet, "tune", is_holding=True, say=streams.say) as space:
-        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        with PreparingView(streams.people) as view:
+            prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         plan = tune(

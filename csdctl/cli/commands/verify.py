@@ -31,6 +31,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Prove on your model and fleet that the ranks compute what one process would."""
+    from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
     from csdctl.job.model import load_job
     from csdctl.launch.tools import check_tools
@@ -54,7 +55,8 @@ def verify(
         else:
             names = [node.name for node in space.fleet.nodes]
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)
-        prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say)
+        with PreparingView(streams.people) as view:
+            prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         streams.say(f"starting {len(chosen.ranks)} ranks")
         verified = verify_run(loaded, chosen, prepared, space, TrainOptions())
     nodes = [rank.node for rank in chosen.ranks]

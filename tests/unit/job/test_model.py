@@ -117,6 +117,9 @@ class TestFingerprint:
             ("data/train", "data/other"),
             ("~/private", "~/other"),
             ("data:\n", "data:\n  input_range: [-1, 1]\n"),
+            ("data:\n", "data:\n  image: {fit: crop}\n"),
+            ("data:\n", "data:\n  classes: [cat, dog]\n"),
+            ("data:\n", "data:\n  tfrecord: {image: i, label: l}\n"),
         ],
     )
     def test_it_changes_with_model_recipe_and_data(self, write: Write, change: tuple[str, str]) -> None:

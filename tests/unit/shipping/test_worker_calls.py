@@ -1,12 +1,25 @@
 import json
+import sys
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from csdctl.errors import CsdctlError, InputError, RemoteCommandError
-from csdctl.shipping.worker_calls import build_worker_command, run_worker
+from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
+from csdctl.shipping.worker_calls import build_worker_command, run_worker, watch_worker
 from csdctl.transport.fake import FakeSession
-from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, DatasetInfo, to_json
+from csdctl.transport.local import LocalSession
+from csdctl.worker.contract import (
+    ANSWER_PREFIX,
+    WORKER_ERROR_PREFIX,
+    WORKING_PREFIX,
+    DatasetInfo,
+    PrepareSpec,
+    Preparing,
+    from_json,
+    to_json,
+)
 
 INFO = DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc")
 
@@ -84,3 +97,45 @@ def test_unreadable_answer_is_an_error_of_the_node(stdout: str) -> None:
     error = failure(stdout=stdout)
     assert isinstance(error, RemoteCommandError)
     assert error.message.startswith("preparing data: unreadable answer: ")
+
+
+class TestWatching:
+    @staticmethod
+    def watch(directory: Path, program: str, deadline_s: float = 20) -> tuple[DatasetInfo, list[Preparing]]:
+        (directory / "worker.py").write_text(program)
+        news: list[Preparing] = []
+        with closing(LocalSession("csd2", directory)) as session:
+            info = watch_worker(
+                session,
+                sys.executable,
+                "worker.py",
+                "prepare",
+                PrepareSpec("/data", "store"),
+                DatasetInfo,
+                news.append,
+                doing="preparing data",
+                silence_deadline_s=deadline_s,
+            )
+        return info, news
+
+    def test_worker_is_told_on_its_input_and_followed(self, tmp_path: Path) -> None:
+        working = [Preparing(number, 7, 1) for number in (0, 7)]
+        lines = ["noise", *(WORKING_PREFIX + to_json(one) for one in working), ANSWER_PREFIX + to_json(INFO)]
+        program = "import sys\nassert sys.argv[1:] == ['prepare']\nopen('told', 'w').write(input())\n"
+        info, news = self.watch(tmp_path, program + "".join(f"print({line!r})\n" for line in lines))
+        assert (info, news) == (INFO, working)
+        assert from_json(PrepareSpec, (tmp_path / "told").read_text()) == PrepareSpec("/data", "store")
+
+    def test_what_it_says_went_wrong_is_raised(self, tmp_path: Path) -> None:
+        program = f"import sys\nsys.stderr.write({said(2)!r})\nsys.exit(2)\n"
+        with pytest.raises(InputError, match="csd2: there is no data"):
+            self.watch(tmp_path, program)
+
+    @pytest.mark.parametrize("line", ["", WORKING_PREFIX + "{", ANSWER_PREFIX + "{}"])
+    def test_unreadable_line_or_none_is_an_error_of_the_node(self, tmp_path: Path, line: str) -> None:
+        with pytest.raises(RemoteCommandError, match="csd2: preparing data: unreadable answer"):
+            self.watch(tmp_path, f"print({line!r})\n")
+
+    def test_silence_ends_it(self, tmp_path: Path) -> None:
+        with pytest.raises(DeadlineError):
+            self.watch(tmp_path, "import time\ntime.sleep(60)\n", deadline_s=0.5)

@@ -12,15 +12,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.contract import DatasetInfo
+from csdctl.worker.contract import DatasetInfo, PrepareSpec, to_json
 from csdctl.worker.data import open_arrays
 from csdctl.worker.events import WorkerError
-from csdctl.worker.prepare import prepare
+from csdctl.worker.prepare import prepare as prepare_spec
 
 GREY = np.arange(6 * 4 * 5).reshape(6, 4, 5).astype(np.uint8)
 COLOUR = np.arange(6 * 4 * 5 * 3).reshape(6, 4, 5, 3).astype(np.uint8)
 LABELS = np.array([3, 1, 4, 1, 5, 9], dtype=np.uint8)
 SECRET = "patient-4711"
+
+
+def prepare(source: str, store: str) -> DatasetInfo:
+    return prepare_spec(PrepareSpec(source, store))
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -264,7 +268,7 @@ class TestProblems:
             (lambda root: np.savez(root / f"{SECRET}.npz", a=COLOUR, b=LABELS), "no arrays x and y"),
             (one_number_npz, "one number, not samples"),
             (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "of no known format"),
-            (lambda root: None, "of no known format"),
+            (lambda root: None, "is empty"),
             (lambda root: [write_idx_pair(root), write_idx_pair(root, ".gz")], "of no known format"),
         ],
         ids=["empty", "mismatched", "text", "other names", "one number", "pictures", "nothing", "two pairs"],
@@ -305,8 +309,9 @@ class TestProblems:
 
     def test_command_prints_one_line_and_returns_2(self, root: Path, store: Path) -> None:
         truncated_idx(root)
-        command = [sys.executable, "-m", "csdctl.worker", "prepare", "--source", root, "--store", store]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        command = [sys.executable, "-m", "csdctl.worker", "prepare"]
+        told = to_json(PrepareSpec(str(root), str(store))) + "\n"
+        done = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stdout == ""
         assert done.stderr.startswith("@csdctl-error {")

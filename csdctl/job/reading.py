@@ -1,0 +1,100 @@
+"""How a job's data is read: pictures, classes, TFRecord features, the user's functions; what is refused."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from csdctl.documents import Document
+from csdctl.errors import InputError
+from csdctl.worker.contract import PictureRule, RecordSchema
+
+MOST_PIXELS = 1 << 27
+"""TensorFlow decodes no larger PNG with four channels."""
+
+Size = Annotated[int, Field(ge=1, le=1 << 16)]
+Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
+
+
+class ImageEntry(Document):
+    """What pictures become."""
+
+    shape: tuple[Size, Size, Literal[1, 3]] | None = None
+    fit: Literal["stretch", "crop", "pad"] = "stretch"
+    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = PictureRule.max_pixels
+
+
+class RecordEntry(Document):
+    """Which features of TFRecord examples hold a sample."""
+
+    image: Annotated[str, Field(min_length=1)]
+    label: Annotated[str, Field(min_length=1)]
+    shape: Annotated[list[Size], Field(min_length=1)] | None = None
+    dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "float16", "float32"] = "uint8"
+
+    @model_validator(mode="after")
+    def _raw_has_a_shape(self) -> Self:
+        if self.shape is None and self.dtype != "uint8":
+            raise ValueError("dtype is that of raw numbers, which need a shape")
+        return self
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the data of a job is read. Functions are `FILE.py:NAME`, the file absolute; '' for none."""
+
+    picture: PictureRule = field(default_factory=PictureRule)
+    classes: tuple[str, ...] | None = None
+    records: RecordSchema | None = None
+    public_function: str = ""
+    validation_function: str = ""
+    private_function: str = ""
+
+    @property
+    def function_files(self) -> tuple[Path, ...]:
+        """The files of the user's functions, each once."""
+        functions = (self.public_function, self.validation_function, self.private_function)
+        return tuple(dict.fromkeys(Path(one.rpartition(":")[0]) for one in functions if one))
+
+
+def build_picture_rule(entry: ImageEntry) -> PictureRule:
+    """The rule of the job's `data.image`."""
+    return PictureRule(entry.shape, entry.fit, entry.max_pixels)
+
+
+def build_schema(entry: RecordEntry | None) -> RecordSchema | None:
+    """The schema of the job's `data.tfrecord`."""
+    if entry is None:
+        return None
+    return RecordSchema(entry.image, entry.label, tuple(entry.shape) if entry.shape else None, entry.dtype)
+
+
+def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_path: Path) -> None:
+    """Raise InputError when `private` climbs by `..`, or is named as other data too.
+
+    `public` maps what each other data set is called to its path as written and as resolved on the host. A
+    node's own links are seen by the node alone, so the private path is compared as it is written.
+    """
+    if ".." in Path(private).parts:
+        raise InputError(
+            f"{job_path}: data.private.path {private} leads upwards by `..`",
+            remedy="write the path without it",
+        )
+    own = {os.path.normpath(private), os.path.normpath(os.path.expanduser(private))}
+    for name, paths in public.items():
+        others = {os.path.normpath(path) for path in paths}
+        if any(_overlap(one, other) for one in own for other in others):
+            raise InputError(
+                f"{job_path}: data.private.path {private} and data.{name}.path {paths[0]} are one, "
+                "or one lies in the other",
+                remedy="private data must not be named as data that others read: give them separate places",
+            )
+
+
+def _overlap(one: str, other: str) -> bool:
+    """Whether two paths are equal or one is above the other; a relative and an absolute one never are."""
+    if os.path.isabs(one) != os.path.isabs(other):
+        return False
+    return os.path.commonpath([one, other]) in (one, other)

@@ -1,0 +1,89 @@
+"""How many pictures a second `csdctl prepare` turns into samples: prints figures, judges nothing.
+
+Pictures are smooth with some noise, as photographs are: pure noise takes a decoder several times as long.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.contract import PictureRule, PrepareSpec, RecordSchema, to_json
+from csdctl.worker.sources.source import num_threads
+from tests.unit.worker.sources.made_pictures import jpeg, png, tensorflow
+
+pytestmark = pytest.mark.bench
+
+
+def photograph(height: int, width: int, seed: int) -> np.ndarray:
+    random = np.random.default_rng(seed)
+    coarse = random.integers(0, 256, (8, 8, 3)).astype(np.float32)
+    smooth = np.asarray(tensorflow().image.resize(coarse, (height, width), method="bicubic"))
+    return np.clip(smooth + random.normal(0, 4, smooth.shape), 0, 255).astype(np.uint8)
+
+
+PROGRAM = """
+import re, sys, time
+from pathlib import Path
+from csdctl.worker.backend import load_tensorflow
+from csdctl.worker.contract import PrepareSpec, from_json
+from csdctl.worker.prepare import prepare
+load_tensorflow(1)
+started = time.perf_counter()
+prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))
+seconds = time.perf_counter() - started
+print(seconds, 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
+"""
+
+
+def measure(name: str, spec: PrepareSpec, num_pictures: int, threads: int) -> None:
+    """In a process of its own, whose peak memory (not that of the one it came from) is that of preparing."""
+    command = [sys.executable, "-c", PROGRAM, to_json(spec), str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, peak_bytes = (float(word) for word in done.stdout.split())
+    print(
+        f"{name}, {num_pictures:,} pictures, {threads} threads: {num_pictures / seconds:,.0f} pictures/s, "
+        f"peak memory {peak_bytes / 1e6:,.0f} MB"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "height", "width", "num_pictures"),
+    [
+        ("jpeg", 480, 640, 1000),
+        ("jpeg", 2448, 3264, 40),
+        ("png", 480, 640, 400),
+        ("png", 64, 64, 2000),
+        ("png", 64, 64, 20_000),
+    ],
+)
+def test_class_folders(tmp_path: Path, kind: str, height: int, width: int, num_pictures: int) -> None:
+    encode = {"jpeg": jpeg, "png": png}[kind]
+    made = [encode(photograph(height, width, seed)) for seed in range(4)]
+    (tmp_path / "data" / "one").mkdir(parents=True)
+    for number in range(num_pictures):
+        (tmp_path / "data" / "one" / f"{number}.{kind}").write_bytes(made[number % len(made)])
+    for threads in sorted({1, num_threads()}):
+        store = str(tmp_path / f"store{threads}")
+        spec = PrepareSpec(str(tmp_path / "data"), store, PictureRule((64, 64, 3)), names_classes=True)
+        measure(f"{kind} {width}×{height} to 64×64", spec, num_pictures, threads)
+
+
+def test_tfrecord_of_raw_pictures(tmp_path: Path) -> None:
+    num_pictures = 20_000
+    train = tensorflow().train
+    with tensorflow().io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
+        image = train.Feature(bytes_list=train.BytesList(value=[photograph(64, 64, 0).tobytes()]))
+        label = train.Feature(int64_list=train.Int64List(value=[1]))
+        record = train.Example(features=train.Features(feature={"image": image, "label": label}))
+        for _ in range(num_pictures):
+            writer.write(record.SerializeToString())
+    spec = PrepareSpec(
+        str(tmp_path / "a.tfrecord"),
+        str(tmp_path / "store"),
+        PictureRule((64, 64, 3)),
+        records=RecordSchema("image", "label", (64, 64, 3)),
+    )
+    measure("TFRecord of raw 64×64", spec, num_pictures, 1)

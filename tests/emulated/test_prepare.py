@@ -1,0 +1,155 @@
+"""`csdctl prepare` on pictures, for real: over SSH, on an emulated host and two nodes."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.worker.sources.made_pictures import colours, gif, huge_png, jpeg, png
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+CANARY = "canary-4711"
+
+JOB = """\
+model: model.py:build
+data:
+  public: {path: public}
+  private: {path: ~/private}
+recipe: {epochs: 1, learning_rate: 0.05}
+"""
+MODEL = """\
+import keras
+
+
+def build():
+    layers = [keras.Input((8, 8, 3)), keras.layers.Flatten(), keras.layers.Dense(3, activation="softmax")]
+    return keras.Sequential(layers)
+"""
+LOAD = """\
+import pathlib
+
+import numpy as np
+
+
+def load(path):
+    print([file.name for file in pathlib.Path(path).rglob("*")])
+    for label in range(3):
+        yield np.full((8, 8, 3), 7, np.uint8), label
+"""
+
+
+def csdctl(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [str(CSDCTL), *arguments], cwd=directory, capture_output=True, text=True, check=False, timeout=400
+    )
+
+
+def fill(root: Path, *classes: str, name: str = "a") -> None:
+    for label, folder in enumerate(classes):
+        (root / folder / "deeper").mkdir(parents=True)
+        (root / folder / f"{name}.png").write_bytes(png(colours(20, 30, seed=label)))
+        (root / folder / "deeper" / f"{name}.jpg").write_bytes(jpeg(colours(16, 9)))
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("prepare")
+    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
+    yield directory
+    csdctl(directory, "emulate", "down")
+
+
+@pytest.fixture
+def project(fleet: Path) -> Path:
+    (fleet / "job.yaml").write_text(JOB)
+    (fleet / "model.py").write_text(MODEL)
+    for root in (fleet / "public", *(private(fleet, node) for node in ("csd0", "csd1"))):
+        shutil.rmtree(root, ignore_errors=True)
+    fill(fleet / "public", "ant", "bee", "cat")
+    (fleet / "public" / "bee" / "b.gif").write_bytes(gif(np.zeros((4, 4), int)))
+    fill(private(fleet, "csd0"), "cat", name=CANARY)
+    fill(private(fleet, "csd1"), "ant", "bee", name=CANARY)
+    return fleet
+
+
+def private(directory: Path, node: str) -> Path:
+    return directory / ".csdctl" / "emulated" / "nodes" / node / "home" / "private"
+
+
+def holds_no_canary(project: Path, *texts: str) -> bool:
+    """Neither what was printed nor any file of the host's names a private file."""
+    nodes = project / ".csdctl" / "emulated" / "nodes"
+    files = [path for path in project.rglob("*") if path.is_file() and nodes not in path.parents]
+    return not any(CANARY in text for text in texts) and not any(
+        CANARY.encode() in path.read_bytes() or CANARY in path.name for path in files
+    )
+
+
+def test_pictures_are_prepared_where_they_lie_and_numbered_alike(project: Path) -> None:
+    (private(project, "csd0") / "cat" / f"{CANARY}-bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 50)
+    (private(project, "csd0") / "bee").mkdir()
+    (private(project, "csd0") / "bee" / f"{CANARY}.png").write_bytes(huge_png(20_990, 29_700))
+    done = csdctl(project, "prepare", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["public"]["class_counts"] == {"ant": 2, "bee": 3, "cat": 2}
+    assert document["private"] == {
+        "csd0": {
+            "num_samples": 2,
+            "num_skipped": {"too_large": 1, "undecodable": 1},
+            "class_counts": {"ant": 0, "bee": 0, "cat": 2},
+            "unusable_classes": ["bee"],
+        },
+        "csd1": {
+            "num_samples": 4,
+            "num_skipped": {},
+            "class_counts": {"ant": 2, "bee": 2, "cat": 0},
+            "unusable_classes": [],
+        },
+    }
+    assert "csd0: 2 left out (1 too large, 1 undecodable)" in done.stderr
+    assert "csd0: no file can be used of class bee" in done.stderr
+    assert holds_no_canary(project, done.stdout, done.stderr)
+
+
+def test_what_does_not_fit_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
+    (private(project, "csd0") / "wasp").mkdir()
+    (private(project, "csd1") / "ant" / f"{CANARY}-link.png").symlink_to("/etc/hostname")
+    done = csdctl(project, "prepare")
+    assert done.returncode == 2
+    assert "csd0: data at ~/private has class wasp" in done.stderr
+    assert "csd1: data at ~/private has a link that leads out of it" in done.stderr
+    assert holds_no_canary(project, done.stdout, done.stderr)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_node_without_data_is_refused(project: Path, is_there: bool) -> None:
+    shutil.rmtree(private(project, "csd1"))
+    if is_there:
+        private(project, "csd1").mkdir()
+    done = csdctl(project, "prepare")
+    assert done.returncode == 2
+    assert (
+        f"csd1: {'data at ~/private is empty' if is_there else 'there is no data at ~/private'}"
+        in done.stderr
+    )
+
+
+def test_users_function_runs_on_the_node_and_cannot_tell_what_it_sees(project: Path) -> None:
+    (project / "my_data.py").write_text(LOAD)
+    (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))
+    done = csdctl(project, "prepare")
+    assert done.returncode == 0, done.stderr
+    assert "6 private ones on 2 nodes" in done.stdout
+    (project / "my_data.py").write_text(LOAD.replace("print(", "raise ValueError("))
+    failed = csdctl(project, "prepare")
+    assert failed.returncode == 2
+    assert "csd0: the function load fails: ValueError\n" in failed.stderr
+    assert holds_no_canary(project, done.stdout, done.stderr, failed.stdout, failed.stderr)

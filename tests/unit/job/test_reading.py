@@ -1,0 +1,126 @@
+"""How data is read, as job.yaml says it; and private data named as other data."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.job.model import Job, load_job
+from csdctl.worker.contract import PictureRule, RecordSchema
+
+JOB = """\
+model: keras.applications:MobileNetV2
+data:
+  public: {path: PUBLIC}
+  private: {path: PRIVATE}
+  validation: {path: VALIDATION}
+MORErecipe: {epochs: 1, learning_rate: 0.1}
+"""
+
+Write = Callable[..., Job]
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Write:
+    def write(
+        more: str = "", *, public: str = "pub", private: str = "/data/private", validation: str = "val"
+    ) -> Job:
+        text = JOB.replace("PUBLIC", public).replace("PRIVATE", private).replace("VALIDATION", validation)
+        (tmp_path / "job.yaml").write_text(text.replace("MORE", f"  {more}\n" if more else ""))
+        return load_job(tmp_path / "job.yaml")
+
+    return write
+
+
+class TestReading:
+    def test_nothing_said_leaves_everything_to_the_model(self, job: Write) -> None:
+        reading = job().reading
+        assert reading.picture == PictureRule(None, "stretch", 100_000_000)
+        assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
+
+    def test_pictures_classes_and_features_are_said(self, job: Write) -> None:
+        said = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
+        said += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
+        reading = job(said).reading
+        assert reading.picture == PictureRule((64, 48, 3), "pad", 1000)
+        assert reading.classes == ("cat", "dog")
+        assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
+
+    @pytest.mark.parametrize(
+        ("said", "key"),
+        [
+            ("image: {shape: [64, 64]}", "image.shape"),
+            ("image: {shape: [64, 64, 4]}", "image.shape"),
+            ("image: {shape: [0, 64, 3]}", "image.shape"),
+            ("image: {fit: squeeze}", "image.fit"),
+            ("image: {max_pixels: 0}", "image.max_pixels"),
+            ("image: {max_pixels: 1000000000}", "image.max_pixels"),
+            ("classes: []", "classes"),
+            ("classes: [cat, dog, cat]", "classes"),
+            ("classes: [a/b]", "classes"),
+            ("tfrecord: {image: x}", "tfrecord.label"),
+            ("tfrecord: {image: x, label: y, dtype: float32}", "tfrecord"),
+            ("tfrecord: {image: x, label: y, shape: []}", "tfrecord.shape"),
+        ],
+    )
+    def test_impossible_value_is_refused_with_its_line(self, job: Write, said: str, key: str) -> None:
+        with pytest.raises(InputError, match=rf"job\.yaml:6: .*`data\.{key}"):
+            job(said)
+
+    def test_function_is_made_absolute_and_its_content_counts(self, job: Write, tmp_path: Path) -> None:
+        file = tmp_path / "my_data.py"
+        file.write_text("def load(path): ...")
+        loaded = job(private="/data, function: my_data.py:load")
+        assert loaded.reading.private_function == f"{file}:load"
+        assert loaded.reading.function_files == (file,)
+        before = loaded.fingerprint()
+        file.write_text("def load(path): return 1")
+        assert loaded.fingerprint() != before
+
+    @pytest.mark.parametrize("function", ["my_data.py:load", "my_model.py", "my_model.txt:load", "load"])
+    def test_function_that_is_not_there_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
+        (tmp_path / "my_model.py").write_text("")
+        with pytest.raises(InputError, match="cannot be found"):
+            job(public=f"pub, function: '{function}'")
+
+
+class TestPrivatePath:
+    @pytest.mark.parametrize(
+        ("private", "other"),
+        [
+            ("/srv/data", "/srv/data"),
+            ("/srv/data", "/srv/data/"),
+            ("/srv/data", "/srv/./data/train"),
+            ("/srv/data/mine", "/srv/data"),
+            ("/srv/data", "/srv/other/../data"),
+            ("~/data", "~/data"),
+            ("data", "data"),
+            ("data/mine", "./data"),
+        ],
+    )
+    def test_private_data_named_as_other_data_is_refused(self, job: Write, private: str, other: str) -> None:
+        with pytest.raises(InputError, match=r"data\.public\.path .* are one") as raised:
+            job(private=private, public=other)
+        assert raised.value.exit_code == 2
+        with pytest.raises(InputError, match=r"data\.validation\.path .* are one"):
+            job(private=private, validation=other)
+
+    def test_root_of_all_is_refused(self, job: Write) -> None:
+        with pytest.raises(InputError, match="are one, or one lies in the other"):
+            job(private="/")
+
+    def test_public_link_to_the_private_path_is_refused(self, job: Write, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "pub").symlink_to(tmp_path / "mine")
+        with pytest.raises(InputError, match="are one"):
+            job(private=str(tmp_path / "mine"))
+
+    @pytest.mark.parametrize("private", ["/data/../etc", "..", "~/../other", "a/.."])
+    def test_way_upwards_is_refused(self, job: Write, private: str) -> None:
+        with pytest.raises(InputError, match=r"leads upwards by `\.\.`"):
+            job(private=private)
+
+    @pytest.mark.parametrize("private", ["/data/private2", "~/private", "private", "/data/priv"])
+    def test_neighbours_are_no_matter(self, job: Write, private: str) -> None:
+        assert job(private=private, public="/data/private").private_path == private
