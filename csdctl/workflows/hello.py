@@ -51,7 +51,7 @@ def say_hello(
 
     `deadline_s` is for entering MPI, and once more for the sums. Nothing runs anywhere afterwards.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root)
+    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
     nodes = [node.name for node in fleet.nodes]
     refused = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
     for check in refused:

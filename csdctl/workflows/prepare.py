@@ -26,6 +26,7 @@ from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
 from csdctl.worker.contract import DatasetInfo, ModelInfo, PrepareSpec, Preparing, from_json, to_json
 
@@ -78,7 +79,7 @@ def prepare_job(
     Class names come from the job, or from the folders of the public data: all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root)
+    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
     say("model: " + job.model)
     model = carry_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
@@ -100,7 +101,7 @@ def prepare_job(
 
 def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
     """Worker and model alone, in the host's store below `directory`; no node has a part in it."""
-    worker = store_bytes(pack_worker(), ".pyz", directory)
+    worker = store_bytes(pack_worker(), ".pyz", directory, Kind.CODE)
     say("model: " + job.model)
     with closing(LocalSession(HOST_NAME, directory)) as host:
         model = carry_model(job, worker, host, ProjectDirectory(directory))
@@ -127,8 +128,8 @@ def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDir
             save_json(aside / "info.json", json.loads(to_json(info)))
     return CarriedModel(
         from_json(ModelInfo, record.read_text()),
-        store_file(directory / "architecture.json", project.root),
-        store_file(directory / "weights.npz", project.root),
+        store_file(directory / "architecture.json", project.root, Kind.MODEL),
+        store_file(directory / "weights.npz", project.root, Kind.MODEL),
     )
 
 
@@ -198,7 +199,9 @@ class _Preparing:
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
     def _store_function(self, function: str) -> StoredFile | None:
-        return store_file(Path(function.rpartition(":")[0]), self._project.root) if function else None
+        if not function:
+            return None
+        return store_file(Path(function.rpartition(":")[0]), self._project.root, Kind.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         return watch_worker(
