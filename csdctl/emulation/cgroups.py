@@ -19,7 +19,8 @@ from csdctl.errors import CsdctlError
 PERIOD_US = 6_000
 """A short period makes a training step smooth: at a quarter of a core, 1.5 ms of each 6 ms.
 
-With 20 ms, steps of 70 ms end up to 15 ms sooner or later than their work says, and all wait for the latest."""
+With 20 ms, a step of 70 ms ends up to 15 ms sooner or later than its work says, and all wait for the latest.
+"""
 MIN_QUOTA_US = 1_000
 """The least the kernel accepts."""
 REMOVAL_DEADLINE_S = 5.0
