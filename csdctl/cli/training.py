@@ -7,6 +7,7 @@ from types import TracebackType
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import show_accuracy, show_bytes, show_rate, show_share
 from csdctl.cli.render.report import report_document
+from csdctl.cli.render.shards import show_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Verdict, fold
 from csdctl.reporting.summary import RunSummary
@@ -83,6 +84,8 @@ class TrainingScreen:
         self._run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {steps_per_epoch} steps an epoch")
+        for line in show_shards(spec):
+            self._streams.say(line)
         self._view = self._stack.enter_context(
             TrainingView(self._streams.people, spec, steps_per_epoch, emulated=self._emulated)
         )

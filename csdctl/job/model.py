@@ -37,6 +37,10 @@ class Job:
     private_path: str | None
     recipe: Recipe
     reading: Reading = field(default_factory=Reading)
+    is_repeating: bool = False
+    """Nodes with few private samples read them again, instead of more public ones."""
+    is_weighted_by_data_set: bool = False
+    """A rank counts as much as it has different samples, however often it reads them."""
 
     @property
     def name(self) -> str:
@@ -82,6 +86,7 @@ class PrivateData(Document):
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
     function: str = ""
+    unequal: Literal["top-up", "repeat"] = "top-up"
 
 
 class ValidationData(Document):
@@ -102,6 +107,7 @@ class DataEntry(Document):
     image: ImageEntry = ImageEntry()
     classes: Annotated[list[Name], Field(min_length=1)] | None = None
     tfrecord: RecordEntry | None = None
+    weights: Literal["sample", "data-set"] = "sample"
 
     @field_validator("classes")
     @classmethod
@@ -202,6 +208,8 @@ def load_job(path: Path) -> Job:
         public_path=on_host(file.data.public.path),
         validation_path=on_host(file.data.validation.path) if file.data.validation else None,
         private_path=file.data.private.path if file.data.private else None,
+        is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
+        is_weighted_by_data_set=file.data.weights == "data-set",
         recipe=Recipe(
             epochs=recipe.epochs,
             optimizer=recipe.optimizer,

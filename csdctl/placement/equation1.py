@@ -5,10 +5,14 @@
 Private samples stay on their node and count first; public samples fill the shard up. A rank whose
 private samples alone need more steps makes the epoch longer for itself; the others then have empty
 last steps, which the exact weighted step allows.
+
+Nodes with few private samples get more public ones for it (top-up), or read their own again until they have
+as many for their batch size as the node that has most (repeat): the paper, section IV, leaves both open.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from math import ceil
 
 from csdctl.worker.shares import public_shares
@@ -25,6 +29,7 @@ class RankLoad:
     name: str
     batch_size: int
     num_private: int = 0
+    """Different private samples."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,22 @@ class Placed:
     name: str
     batch_size: int
     num_private: int
+    """Private samples read in an epoch, repeated ones included."""
     public_start: int
     public_stop: int
+    num_repeated: int = 0
+    """So many of them are read again."""
+
+    @property
+    def private_epochs(self) -> float:
+        """How often each private sample is read in an epoch; 0 where there is none."""
+        different = self.num_private - self.num_repeated
+        return self.num_private / different if different else 0.0
+
+    @property
+    def weight(self) -> float:
+        """Of each sample read, so that the rank counts as much as it has different samples; 0…1."""
+        return 1.0 - self.num_repeated / self.num_samples if self.num_samples else 1.0
 
     @property
     def num_public(self) -> int:
@@ -53,9 +72,10 @@ class Placed:
         return ceil(self.num_samples / self.batch_size)
 
 
-def place_shards(ranks: Sequence[RankLoad], num_public: int) -> list[Placed]:
+def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
     """Every public sample on exactly one rank, every private one on its own, in order of `ranks`.
 
+    `is_repeating`: private samples are read again where there are few, instead of more public ones.
     Raises PlacementError for a batch size below 1, without ranks, or when there is no sample at all.
     """
     if not ranks:
@@ -67,12 +87,15 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int) -> list[Placed]:
             raise PlacementError(f"{rank.name}: a number of samples cannot be negative")
     if num_public + sum(rank.num_private for rank in ranks) == 0:
         raise PlacementError("there is no sample to train on")
-    wanted = public_shares(
-        [rank.batch_size for rank in ranks], [rank.num_private for rank in ranks], num_public
-    )
+    private = [rank.num_private for rank in ranks]
+    if is_repeating:
+        most = max(Fraction(rank.num_private, rank.batch_size) for rank in ranks)
+        private = [int(most * rank.batch_size) if rank.num_private else 0 for rank in ranks]
+    wanted = public_shares([rank.batch_size for rank in ranks], private, num_public)
     placed, start = [], 0
-    for rank, share in zip(ranks, wanted, strict=True):
-        placed.append(Placed(rank.name, rank.batch_size, rank.num_private, start, start + share))
+    for rank, share, num_private in zip(ranks, wanted, private, strict=True):
+        num_repeated = num_private - rank.num_private
+        placed.append(Placed(rank.name, rank.batch_size, num_private, start, start + share, num_repeated))
         start += share
     return placed
 

@@ -146,6 +146,10 @@ class RankSpec:
     """Its part begins here in the permutation of all public samples by the recipe's seed."""
     max_batch_size: int | None = None
     """The largest batch that fits into its memory, when that is known."""
+    num_repeated: int = 0
+    """So many of `num_private` are samples read again in the same epoch."""
+    weight: float = 1.0
+    """Of each of its samples."""
     micro_batch_size: int | None = None
     """A larger batch is computed in pieces of this size: the same gradient in less memory."""
 

@@ -62,10 +62,11 @@ class EpochReader:
         self._public = Samples(me.public) if me.public else None
         self._all_public = Samples(spec.public) if spec.public and rank == 0 else None
         found = [len(part) if part else 0 for part in (self._private, self._public)]
-        if found != [me.num_private, me.num_public]:
+        expected = [me.num_private - me.num_repeated, me.num_public]
+        if found != expected:
             raise WorkerError(
                 f"the shard has {found[0]} private and {found[1]} public samples, "
-                f"the plan says {me.num_private} and {me.num_public}",
+                f"the plan says {expected[0]} and {expected[1]}",
                 remedy="run `csdctl tune` again",
             )
         self._epoch = 0
@@ -141,9 +142,12 @@ class EpochReader:
         key = (rank, kind)
         if key not in self._orders:
             of_rank = self._spec.ranks[rank]
-            count = of_rank.num_private if kind == _PRIVATE else of_rank.num_public
-            seed = [self._spec.recipe.seed, self._epoch, rank, kind]
-            self._orders[key] = np.random.default_rng(seed).permutation(count)
+            generator = np.random.default_rng([self._spec.recipe.seed, self._epoch, rank, kind])
+            if kind == _PUBLIC:
+                self._orders[key] = generator.permutation(of_rank.num_public)
+            else:
+                different = of_rank.num_private - of_rank.num_repeated
+                self._orders[key] = repeated_permutation(generator, different, of_rank.num_private)
         return self._orders[key]
 
     def _part(self, rank: int) -> Array:
@@ -158,6 +162,12 @@ class EpochReader:
 
 
 _PRIVATE, _PUBLIC = 0, 1
+
+
+def repeated_permutation(generator: Any, num_different: int, count: int) -> Array:
+    """`count` places, shape (count,): all of `num_different` in turn again and again, each time anew."""
+    rounds = [generator.permutation(num_different) for _ in range(-(-count // max(1, num_different)))]
+    return np.concatenate([np.zeros(0, np.int64), *rounds])[:count]
 
 
 def as_labels(labels: Array) -> Array:

@@ -121,6 +121,14 @@ class Leg:
         """Samples of a full step."""
         return sum(share.batch_size for share in self.shares)
 
+    def num_samples(self, step: int) -> int:
+        """Samples of all members in the epoch's step `step`."""
+        before = step - self.start_step
+        return sum(
+            min(share.batch_size, max(0, share.num_samples - before * share.batch_size))
+            for share in self.shares
+        )
+
     def batch(self, step: int) -> tuple[Share, ...]:
         """What every member takes in the epoch's step `step`."""
         return tuple(share.batch(step - self.start_step) for share in self.shares)

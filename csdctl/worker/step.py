@@ -5,7 +5,8 @@ Rank k turns its n_k samples into one flat float32 vector
     [Σ gradient, changes of moving statistics · n_k, Σ loss, Σ of each metric, n_k]
 
 and leaves the model as it was. The sum of these vectors over the ranks, divided by its last element, is the
-mean over all samples, whatever the n_k: partial batches and ranks without samples come out right.
+mean over all samples, whatever the n_k: partial batches and ranks without samples come out right. A rank
+whose samples have a weight multiplies its vector, the count included, by it.
 """
 
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class Sums:
     loss: float
     metrics: tuple[float, ...]
     samples: float
+    """Their number, each counted with its weight."""
 
 
 class Step:
@@ -42,11 +44,12 @@ class Step:
         *,
         rank: int = 0,
         micro_batch_size: int | None = None,
+        weight: float = 1.0,
     ) -> None:
         """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types.
 
         A batch larger than `micro_batch_size` is computed in pieces whose vectors are added: the same
-        gradient in less memory.
+        gradient in less memory. `weight` is that of each of the rank's samples in the mean of all ranks.
         """
         self.model = model
         self.optimizer = make_optimizer(recipe, keras)
@@ -58,6 +61,7 @@ class Step:
         self._statistics = MovingStatistics(model, tf, keras)
         self._seeds = Seeds(model, recipe.seed, rank)
         self._micro_batch_size = micro_batch_size
+        self._weight = weight
         self._num_sums = 2 + len(self._metrics)
         self.num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
         self.size = self.num_gradients + self._statistics.size + self._num_sums
@@ -168,7 +172,8 @@ class Step:
         gradients, sums = self._gradients(images, labels)
         changes = self._statistics.take_changes(before, sums[-1])
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
-        return tf.concat([*flat, *changes, sums], axis=0)
+        vector = tf.concat([*flat, *changes, sums], axis=0)
+        return vector if self._weight == 1.0 else vector * self._weight
 
     def _apply_graph(self, total: Any) -> None:
         tf = self._tf
@@ -183,7 +188,7 @@ class Step:
     def _alone_graph(self, images: Any, labels: Any) -> Any:
         gradients, sums = self._gradients(images, labels)
         self.optimizer.apply([one / sums[-1] for one in gradients], self.model.trainable_variables)
-        return self._tf.stack(sums)
+        return self._tf.stack(sums) * self._weight
 
     def _evaluate_graph(self, images: Any, labels: Any) -> Any:
         return self._tf.stack(self._forward(images, labels, training=False)[1])

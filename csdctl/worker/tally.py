@@ -20,11 +20,14 @@ class Tally:
     wait_s: float = 0.0
     sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
     """Of all ranks."""
+    global_samples: int = 0
+    """Of all ranks, whatever their weights."""
 
-    def add(self, samples: int, compute_s: float, wait_s: float, sums: Sums) -> None:
+    def add(self, samples: int, global_samples: int, compute_s: float, wait_s: float, sums: Sums) -> None:
         """Count one step."""
         self.steps += 1
         self.samples += samples
+        self.global_samples += global_samples
         self.compute_s += compute_s
         self.wait_s += wait_s
         self.sums = add_sums(self.sums, sums)
@@ -50,12 +53,12 @@ def add_sums(one: Sums, other: Sums) -> Sums:
     )
 
 
-def overall(sums: Sums, metric_names: Sequence[str]) -> dict[str, Any]:
+def overall(sums: Sums, global_samples: int, metric_names: Sequence[str]) -> dict[str, Any]:
     """The fields that rank 0 adds: samples, mean loss and metrics of all ranks."""
     count = sums.samples or math.nan
     metrics = {name: value / count for name, value in zip(metric_names, sums.metrics, strict=False)}
     return {
-        "global_samples": int(sums.samples),
+        "global_samples": global_samples,
         "loss": sums.loss / count,
         "accuracy": metrics.get("accuracy"),
         "metrics": metrics,

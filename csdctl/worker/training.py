@@ -164,6 +164,7 @@ class RankTraining:
             self._keras,
             rank=me.rank,
             micro_batch_size=me.micro_batch_size,
+            weight=me.weight,
         )
         # After the vector: whether somebody wants to stop, and every rank's compute time.
         self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
@@ -277,9 +278,10 @@ class RankTraining:
         """The rest of the epoch; returns why the run ends within it, ''."""
         self._whole, since_report = Tally(), Tally()
         while self._position.step < self._leg.stop_step:
-            samples, compute_s, wait_s, sums, is_stopping = self._one_step(ranks)
+            global_samples = self._leg.num_samples(self._position.step)
+            samples, compute_s, wait_s, sums, is_stopping = self._one_step(ranks, global_samples)
             for tally in (self._whole, since_report):
-                tally.add(samples, compute_s, wait_s, sums)
+                tally.add(samples, global_samples, compute_s, wait_s, sums)
             if time.monotonic() - since_report.started >= self._spec.progress_interval_s:
                 self._report(since_report)
                 since_report = Tally()
@@ -289,7 +291,7 @@ class RankTraining:
                 return MAX_STEPS
         return ""
 
-    def _one_step(self, ranks: Ranks) -> tuple[int, float, float, Sums, bool]:
+    def _one_step(self, ranks: Ranks, global_samples: int) -> tuple[int, float, float, Sums, bool]:
         """One step: samples, compute and waiting seconds of this rank; sums of all; whether to stop."""
         position, leg, me = self._position, self._leg, self._me.rank
         begun = time.perf_counter()
@@ -302,7 +304,7 @@ class RankTraining:
         if ranks.size == 1:
             sums = self._step.alone(images, labels)
             self._check(sums, sums.loss)
-            self._advance(sums)
+            self._advance(sums, global_samples)
             return len(images), time.perf_counter() - received, 0.0, sums, self._orders.is_stopping
         vector, size = ranks.local, self._step.size
         self._step.local(images, labels, vector[:size])
@@ -316,7 +318,7 @@ class RankTraining:
         self._check(sums, float(np.add.reduce(total[:size])))
         self._step.apply(total[:size])
         is_stopping, times_s = bool(total[size] > 0), total[size + 1 :].astype(float)
-        self._advance(sums)
+        self._advance(sums, global_samples)
         self._balance(leg, times_s)
         self._apply_s = time.perf_counter() - summed
         compute_s = computed - received + self._apply_s
@@ -339,15 +341,16 @@ class RankTraining:
         rate = learning_rate(self._spec.recipe, leg.global_batch, epochs_done)
         return rate * position.progressed.rate_factor
 
-    def _advance(self, sums: Sums) -> None:
+    def _advance(self, sums: Sums, global_samples: int) -> None:
         """The step is done: note it, and keep the state where it outlives this process."""
         position, tallied = self._position, self._position.tallied
-        so_far = add_sums(Sums(tallied.loss, tallied.metrics, tallied.samples), sums)
+        so_far = add_sums(Sums(tallied.loss, tallied.metrics, tallied.weight), sums)
+        num_samples = tallied.samples + global_samples
         self._position = dataclasses.replace(
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            tallied=Tallied(tallied.steps + 1, int(so_far.samples), so_far.loss, so_far.metrics),
+            tallied=Tallied(tallied.steps + 1, num_samples, so_far.samples, so_far.loss, so_far.metrics),
         )
         if self._keeping:
             self._keeping.after_step(self._position, has_others=len(self._leg.shares) > 1)
@@ -394,7 +397,7 @@ class RankTraining:
 
     def _report(self, tally: Tally) -> None:
         position = self._position
-        more = overall(tally.sums, self._step.metric_names) if self._is_root else {}
+        more = overall(tally.sums, tally.global_samples, self._step.metric_names) if self._is_root else {}
         emit(
             Progress(
                 rank=self._me.rank,
@@ -456,7 +459,8 @@ class RankTraining:
     def _of_epoch(self) -> dict[str, Any]:
         """Samples, loss and metrics of the epoch so far, of all ranks, also before a loss."""
         tallied = self._position.tallied
-        return overall(Sums(tallied.loss, tallied.metrics, tallied.samples), self._step.metric_names)
+        sums = Sums(tallied.loss, tallied.metrics, tallied.weight)
+        return overall(sums, tallied.samples, self._step.metric_names)
 
     def _emit_epoch_end(self, results: dict[str, Any], num_lost: int) -> None:
         more: dict[str, Any] = {}

@@ -10,6 +10,7 @@ from pathlib import Path
 from csdctl.documents import write_aside
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
@@ -28,7 +29,7 @@ from csdctl.workflows.traffic import note_traffic
 OnDelivery = Callable[[str, Delivery], None]
 
 
-def place(plan: Plan, prepared: Prepared) -> list[Placed]:
+def place(plan: Plan, prepared: Prepared, *, is_repeating: bool) -> list[Placed]:
     """Equation 1 over the plan's batch sizes and the data as it is now."""
     loads = [
         RankLoad(
@@ -36,7 +37,7 @@ def place(plan: Plan, prepared: Prepared) -> list[Placed]:
         )
         for rank in plan.ranks
     ]
-    return place_shards(loads, prepared.public.num_samples)
+    return place_shards(loads, prepared.public.num_samples, is_repeating=is_repeating)
 
 
 def deploy_files(
@@ -111,7 +112,7 @@ def rank_specs(
     placed: Sequence[Placed],
     prepared: Prepared,
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
-    seed: int,
+    job: Job,
 ) -> tuple[RankSpec, ...]:
     """What every rank will read, in order of rank."""
     specs = []
@@ -119,7 +120,7 @@ def rank_specs(
         public = None
         if rank.node == HOST_NAME:
             images, labels = _arrays(prepared.public)
-            public = ShardPart(images, labels, shard.public_start, shard.public_stop, seed)
+            public = ShardPart(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
         elif rank.node in cut:
             images, labels = (file.path for file in cut[rank.node])
             public = ShardPart(images, labels)
@@ -134,8 +135,10 @@ def rank_specs(
                 shard.num_private,
                 shard.num_public,
                 shard.public_start,
-                rank.max_batch_size,
-                rank.micro_batch_size,
+                num_repeated=shard.num_repeated,
+                weight=shard.weight if job.is_weighted_by_data_set else 1.0,
+                max_batch_size=rank.max_batch_size,
+                micro_batch_size=rank.micro_batch_size,
             )
         )
     return tuple(specs)

@@ -96,7 +96,7 @@ def train(
 
     The caller holds the machines and has called `check_plan`.
     """
-    placed = _place(plan, prepared, space)
+    placed = _place(plan, prepared, job, space)
     run = space.project.new_run()
     run.save_manifest(_manifest(job, space, plan, placed, prepared))
     cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
@@ -114,7 +114,7 @@ def train(
 
 def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions) -> Verified:
     """One step of all ranks, compared with one process; raises what `train` raises."""
-    placed = _place(plan, prepared, space)
+    placed = _place(plan, prepared, job, space)
     run = space.project.new_hello()
     cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
     spec = _build_spec(run, job, plan, placed, prepared, cut, space)
@@ -132,12 +132,12 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: 
     return found[0]
 
 
-def _place(plan: Plan, prepared: Prepared, space: Workspace) -> list[Placed]:
+def _place(plan: Plan, prepared: Prepared, job: Job, space: Workspace) -> list[Placed]:
     """Equation 1, once it is known that the fleet can carry the plan out; raises InputError."""
     nodes_in(plan, space.fleet)
     check_network(space.fleet.network)
     try:
-        return place(plan, prepared)
+        return place(plan, prepared, is_repeating=job.is_repeating)
     except PlacementError as error:
         raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
 
@@ -156,7 +156,7 @@ def _build_spec(
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
         recipe=job.recipe,
-        ranks=rank_specs(plan, placed, prepared, cut, job.recipe.seed),
+        ranks=rank_specs(plan, placed, prepared, cut, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),
