@@ -37,6 +37,8 @@ class Job:
     private_path: str | None
     recipe: Recipe
     reading: Reading = field(default_factory=Reading)
+    is_everywhere: bool = False
+    """Every node sees the public data at the same path, by a shared file system."""
     is_repeating: bool = False
     """Nodes with few private samples read them again, instead of more public ones."""
     is_weighted_by_data_set: bool = False
@@ -77,7 +79,7 @@ class PublicData(Document):
     """Data that any rank may read."""
 
     path: Path
-    on: Literal["host"] = "host"
+    on: Literal["host", "every-node"] = "host"
     function: str = ""
 
 
@@ -208,6 +210,7 @@ def load_job(path: Path) -> Job:
         public_path=on_host(file.data.public.path),
         validation_path=on_host(file.data.validation.path) if file.data.validation else None,
         private_path=file.data.private.path if file.data.private else None,
+        is_everywhere=file.data.public.on == "every-node",
         is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
         is_weighted_by_data_set=file.data.weights == "data-set",
         recipe=Recipe(

@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, probe, rank, hello. Run by csdctl, not by hand.
+"""The worker's commands: build, prepare, look, probe, rank, link, hello. Run by csdctl, not by hand.
 
 What fails is printed as a `Failed` event (rank, hello) or as a line of JSON on standard error (the others);
 the exit code is the error's.
@@ -38,6 +38,8 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--recipe", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
+    look = commands.add_parser("look")
+    look.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
     probe.add_argument("--spec", required=True)
     rank = commands.add_parser("rank")
@@ -58,6 +60,7 @@ def main(arguments: list[str]) -> int:
     chosen = {
         "build": _build,
         "prepare": _prepare,
+        "look": _look,
         "probe": _probe,
         "rank": _rank,
         "link": _link,
@@ -115,6 +118,13 @@ def _prepare(_: argparse.Namespace) -> int:
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
     voice.complain(_error_line(failed))
     return failed.exit_code
+
+
+def _look(options: argparse.Namespace) -> int:
+    from csdctl.worker.look import look
+
+    answer(look(options.directory))
+    return 0
 
 
 def _probe(options: argparse.Namespace) -> int:

@@ -93,6 +93,14 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """What a machine sees of a prepared data set: equal answers mean the same data."""
+
+    num_samples: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Preparing:
     """How far `prepare` is: samples looked at, of `num_total` (0: not known), and those left out."""
 

@@ -36,10 +36,10 @@ class Tallied:
 
     steps: int = 0
     samples: int = 0
-    weight: float = 0.0
-    """The sum of the samples' weights; their number when all are 1."""
     loss: float = 0.0
     metrics: tuple[float, ...] = ()
+    weight: float = 0.0
+    """The sum of the samples' weights; their number when all are 1."""
 
 
 @dataclass(frozen=True)

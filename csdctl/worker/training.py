@@ -350,7 +350,7 @@ class RankTraining:
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            tallied=Tallied(tallied.steps + 1, num_samples, so_far.samples, so_far.loss, so_far.metrics),
+            tallied=Tallied(tallied.steps + 1, num_samples, so_far.loss, so_far.metrics, so_far.samples),
         )
         if self._keeping:
             self._keeping.after_step(self._position, has_others=len(self._leg.shares) > 1)

@@ -94,12 +94,16 @@ def common_files(prepared: Prepared) -> list[StoredFile]:
 
 
 def cut_shards(
-    placed: Sequence[Placed], public: DatasetInfo, seed: int, project: ProjectDirectory
+    placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
     """Images and labels of each node's public part, cut from the host's data.
 
-    A node that has private data needs no empty file to know the shape of a sample.
+    A node that has private data needs no empty file to know the shape of a sample, and one that sees all
+    public data needs none at all.
     """
+    if job.is_everywhere:
+        return {}
+    seed = job.recipe.seed
     return {
         shard.name: _cut(shard, public, seed, project)
         for shard in placed
@@ -118,7 +122,7 @@ def rank_specs(
     specs = []
     for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
         public = None
-        if rank.node == HOST_NAME:
+        if rank.node == HOST_NAME or job.is_everywhere:
             images, labels = _arrays(prepared.public)
             public = ShardPart(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
         elif rank.node in cut:

@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from csdctl.documents import build_aside, save_json
+from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.fit import check_fit
 from csdctl.job.model import Job
@@ -28,9 +29,13 @@ from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
-from csdctl.worker.contract import DatasetInfo, ModelInfo, PrepareSpec, Preparing, from_json, to_json
+from csdctl.worker.contract import DatasetInfo, ModelInfo, PrepareSpec, Preparing, Seen, from_json, to_json
 
 DATA_STORE = ".csdctl/data"
+SHARED_STORE = ".csdctl-data"
+"""Beside public data that every node sees: prepared, they must be seen too."""
+
+LOOK_DEADLINE_S = 300.0
 SILENCE_DEADLINE_S = 120.0
 """A worker that prepares says every second that it is at work."""
 
@@ -84,8 +89,10 @@ def prepare_job(
     model = carry_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
     say(f"public data: {job.public_path}")
-    public = preparing.on_host("public", sessions, job.public_path, job.reading.public_function)
+    public = preparing.public(sessions)
     preparing.number_classes(public)
+    if job.is_everywhere:
+        preparing.check_seen(sessions, public)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
@@ -156,6 +163,7 @@ class _Preparing:
         project: ProjectDirectory,
         on_progress: OnProgress,
     ) -> None:
+        self._job = job
         reading = job.reading
         picture = reading.picture
         if picture.shape is None:
@@ -172,12 +180,49 @@ class _Preparing:
         if self._spec.classes is None and public.class_counts:
             self._spec = replace(self._spec, classes=tuple(public.class_counts))
 
-    def on_host(self, name: str, sessions: Mapping[str, Session], path: Path, function: str) -> DatasetInfo:
+    def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
+        """The public data: in the project, or beside the source where all nodes see it."""
+        path = self._job.public_path
+        store = str(path.parent / SHARED_STORE) if self._job.is_everywhere else DATA_STORE
+        return self.on_host("public", sessions, path, self._job.reading.public_function, store)
+
+    def check_seen(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
+        """Raise when a node does not see the public data as the host does."""
+        parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
+
+        def on_node(session: Session) -> Seen:
+            python = python_of(self._fleet, session.name)
+            if session.name != HOST_NAME:
+                deliver(session, parcel, chunks, python=python)
+            arguments = ["look", f"--directory={public.path}"]
+            how = {"doing": "looking at the public data", "deadline_s": LOOK_DEADLINE_S}
+            return run_worker(session, python, self._worker.path, arguments, Seen, **how)  # type: ignore[arg-type]
+
+        names = [HOST_NAME, *(node.name for node in self._fleet.nodes)]
+        seen = values_or_raise(
+            run_on_all({name: sessions[name] for name in names}, on_node), "looking at the public data"
+        )
+        others = [name for name in names if seen[name] != seen[HOST_NAME]]
+        if others:
+            raise InputError(
+                f"{', '.join(others)} see other data at {public.path} than the host",
+                remedy="data.public.on: every-node needs one file system that all mount; else `on: host`",
+            )
+
+    def on_host(
+        self,
+        name: str,
+        sessions: Mapping[str, Session],
+        path: Path,
+        function: str,
+        store: str = DATA_STORE,
+    ) -> DatasetInfo:
         """One of the host's data sets; the user's function runs from the store, as on a node."""
         stored = self._store_function(function)
         spec = replace(
             self._spec,
             source=str(path),
+            store=store,
             function=_stored_name(stored, function),
             names_classes=name == "public",
         )

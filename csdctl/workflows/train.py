@@ -99,7 +99,7 @@ def train(
     placed = _place(plan, prepared, job, space)
     run = space.project.new_run()
     run.save_manifest(_manifest(job, space, plan, placed, prepared))
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
+    cut = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
         _build_spec(run, job, plan, placed, prepared, cut, space),
         step_file=str(space.project.step_file(run)),
@@ -116,7 +116,7 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: 
     """One step of all ranks, compared with one process; raises what `train` raises."""
     placed = _place(plan, prepared, job, space)
     run = space.project.new_hello()
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
+    cut = cut_shards(placed, prepared.public, job, space.project)
     spec = _build_spec(run, job, plan, placed, prepared, cut, space)
     spec = dataclasses.replace(spec, validation=None, is_verified=True)
     found: list[Verified] = []
@@ -192,7 +192,7 @@ def resume(
             remedy="undo the change (epochs may be raised), or start a new run",
         )
     placed = [Placed(**one) for one in manifest["placed"]]
-    cut = cut_shards(placed, prepared.public, job.recipe.seed, space.project)
+    cut = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
         spec,
         recipe=job.recipe,

@@ -119,6 +119,7 @@ def test_pictures_are_prepared_where_they_lie_and_numbered_alike(project: Path) 
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
+@pytest.mark.fault(58)
 def test_what_does_not_fit_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
     (private(project, "csd0") / "wasp").mkdir()
     (private(project, "csd1") / "ant" / f"{CANARY}-link.png").symlink_to("/etc/hostname")
@@ -129,6 +130,7 @@ def test_what_does_not_fit_on_a_node_is_refused_with_node_and_class(project: Pat
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
+@pytest.mark.fault(58)
 @pytest.mark.parametrize("is_there", [True, False])
 def test_node_without_data_is_refused(project: Path, is_there: bool) -> None:
     shutil.rmtree(private(project, "csd1"))
@@ -153,3 +155,20 @@ def test_users_function_runs_on_the_node_and_cannot_tell_what_it_sees(project: P
     assert failed.returncode == 2
     assert "csd0: the function load fails: ValueError\n" in failed.stderr
     assert holds_no_canary(project, done.stdout, done.stderr, failed.stdout, failed.stderr)
+
+
+def test_public_data_that_every_node_sees_is_not_sent(project: Path) -> None:
+    job = JOB.replace("{path: public}", f"{{path: {project}/public, on: every-node}}")
+    (project / "job.yaml").write_text(job)
+    done = csdctl(project, "train", "--batch-size", "2", "--skip-doctor", "--no-rebalance", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["samples"] == 7 + 2 + 4
+    assert all(rank["num_public"] for rank in report["ranks"])
+    entries = [json.loads(line) for line in (project / ".csdctl/ledger.jsonl").read_text().splitlines()]
+    of_run = [entry for entry in entries if entry["run"] == report["run_id"]]
+    assert {entry["kind"] for entry in of_run} >= {"gradient", "control"}
+    assert "public samples" not in {entry["kind"] for entry in of_run}
+    told = csdctl(project, "report", "--privacy")
+    assert "No private sample" in told.stdout
+    assert holds_no_canary(project, told.stdout)

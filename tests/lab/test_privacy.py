@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from tests.lab.capture import Capture, captured
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
+from tests.unit.worker.sources.made_pictures import png
 
 pytestmark = pytest.mark.lab
 
@@ -20,13 +22,22 @@ CANARY_NAME = "canary-of-a-private-name"
 TOLERANCE = 0.02
 
 
-def put_canaries(node: LabNode) -> None:
-    """Private samples of nothing but canaries, in a file with a canary's name."""
+def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
+    """Private samples of nothing but canaries, in files with a canary's name; one picture is corrupt."""
     place = node.home / "private"
-    place.mkdir(exist_ok=True)
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
     image = np.frombuffer((CANARY * 3)[:64], np.uint8).reshape(8, 8, 1)
-    images = np.repeat(image[np.newaxis], 24, axis=0)
-    np.savez(place / f"{CANARY_NAME}.npz", x=images, y=np.arange(24) % 2)
+    if not with_pictures:
+        images = np.repeat(image[np.newaxis], 24, axis=0)
+        np.savez(place / f"{CANARY_NAME}.npz", x=images, y=np.arange(24) % 2)
+        return
+    for label in ("0", "1"):
+        (place / label).mkdir()
+        for number in range(12):
+            (place / label / f"{CANARY_NAME}-{number}.png").write_bytes(png(image))
+    whole = png(image)
+    (place / "1" / f"{CANARY_NAME}-corrupt.png").write_bytes(whole[: len(whole) // 2] + CANARY)
 
 
 def find_canaries(content: bytes) -> bool:
@@ -68,16 +79,18 @@ def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
             assert noted[link] == pytest.approx(seen[ends], rel=TOLERANCE), link
 
 
+@pytest.mark.parametrize("with_pictures", [False, True], ids=["arrays", "pictures"])
 def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
-    project: Project, job: Path
+    project: Project, job: Path, *, with_pictures: bool
 ) -> None:
     nodes = project.lab.near[:2]
     project.use(*nodes, network=NETWORK)
     private = job.with_name("canary.yaml")
-    text = job.read_text().replace("path: public}", "path: public}, private: {path: private}")
+    classes = ", classes: ['0', '1']" if with_pictures else ""
+    text = job.read_text().replace("path: public}", f"path: public}}, private: {{path: private}}{classes}")
     private.write_text(text.replace("epochs: 2", "epochs: 40"))
     for node in nodes:
-        put_canaries(node)
+        put_canaries(node, with_pictures=with_pictures)
     said = b""
     with captured(project.lab, *nodes, directory=project.path.parent) as captures:
         for command in (
@@ -87,13 +100,46 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
             ["tune", str(private), "--probe-seconds", "0.1"],
             ["train", str(private), "--json"],
             ["report"],
+            ["report", "--privacy"],
         ):
             done = project.csdctl(*command)
             assert done.returncode == 0, done.stderr
             said += (done.stdout + done.stderr).encode()
+    assert (b"1 undecodable" in said) == with_pictures
     for capture in captures.values():
         assert not find_canaries(capture.path.read_bytes()), capture.node
     assert not find_canaries(said)
     assert search_host(project.path) == []
     assert search_host(job.parent) == []
     check_ledger(project, captures)
+
+
+def test_worker_that_fails_on_private_data_tells_nothing_of_it(project: Project, job: Path) -> None:
+    """Of all pictures none can be used: the worker gives up, with the node, and without a name."""
+    node = project.lab.near[0]
+    project.use(node, network=NETWORK)
+    private = job.with_name("corrupt.yaml")
+    data = "path: public}, private: {path: private}, classes: ['0', '1']"
+    private.write_text(job.read_text().replace("path: public}", data))
+    put_canaries(node, with_pictures=True)
+    for picture in (node.home / "private").glob("*/*.png"):
+        picture.write_bytes(CANARY * 5)
+    with captured(project.lab, node, directory=project.path.parent) as captures:
+        done = project.csdctl("prepare", str(private))
+    assert done.returncode != 0
+    assert "csd0" in done.stderr
+    assert not find_canaries((done.stdout + done.stderr).encode())
+    assert not find_canaries(captures["csd0"].path.read_bytes())
+    assert search_host(project.path) == []
+
+
+def test_public_data_that_a_node_does_not_see_is_refused(project: Project, job: Path) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    everywhere = job.with_name("everywhere.yaml")
+    everywhere.write_text(job.read_text().replace("path: public}", "path: public, on: every-node}"))
+    done = project.csdctl("prepare", str(everywhere))
+    assert done.returncode != 0
+    assert "csd0" in done.stderr
+    assert "csd1" in done.stderr
+    assert "looking at the public data" in done.stderr

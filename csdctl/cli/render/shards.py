@@ -40,6 +40,6 @@ def _late(spec: RunSpec) -> list[str]:
     if not late:
         return []
     return [
-        f"{', '.join(late[:MAX_NAMED])} have private samples for up to {max(steps.values()):,} steps, "
-        f"the others for {least:,}: larger batch sizes there, or more public data, would even that out"
+        f"private samples of {', '.join(late[:MAX_NAMED])} last for up to {max(steps.values()):,} steps, "
+        f"the others have some for {least:,}: more public data, or larger batch sizes there, would help"
     ]

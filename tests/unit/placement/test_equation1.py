@@ -122,3 +122,39 @@ def test_fewer_samples_than_ranks_leave_some_with_nothing() -> None:
 def test_impossible_placement_is_refused(ranks: list[RankLoad], num_public: int, said: str) -> None:
     with pytest.raises(PlacementError, match=said):
         place_shards(ranks, num_public)
+
+
+@given(loads_of(st.integers(0, 5000)), st.integers(1, 2_000_000))
+def test_repeating_leaves_no_sample_out_and_never_fewer_than_there_are(
+    ranks: list[RankLoad], num_public: int
+) -> None:
+    placed = place_shards(ranks, num_public, is_repeating=True)
+    edges = [0, *(shard.public_stop for shard in placed)]
+    assert [shard.public_start for shard in placed] == edges[:-1]
+    assert edges[-1] == num_public
+    for rank, shard in zip(ranks, placed, strict=True):
+        assert shard.num_private - shard.num_repeated == rank.num_private
+        assert shard.num_repeated >= 0
+        assert (shard.num_private == 0) == (rank.num_private == 0)
+
+
+@given(loads_of(st.integers(1, 5000)))
+def test_nodes_that_repeat_have_equal_steps_without_any_public_sample(ranks: list[RankLoad]) -> None:
+    placed = place_shards(ranks, 0, is_repeating=True)
+    per_batch = [shard.num_private / shard.batch_size for shard in placed]
+    for shard, ratio in zip(placed, per_batch, strict=True):
+        assert max(per_batch) - 1 / shard.batch_size <= ratio <= max(per_batch)
+
+
+def test_repeating_node_reads_its_samples_as_often_as_it_takes() -> None:
+    ranks = [
+        RankLoad("host", 100),
+        RankLoad("csd0", 10, num_private=500),
+        RankLoad("csd1", 10, num_private=200),
+    ]
+    host, csd0, csd1 = place_shards(ranks, 6000, is_repeating=True)
+    assert (csd0.num_private, csd0.num_repeated, csd0.private_epochs) == (500, 0, 1.0)
+    assert (csd1.num_private, csd1.num_repeated, csd1.private_epochs) == (500, 300, 2.5)
+    assert {host.num_steps, csd0.num_steps, csd1.num_steps} == {59}
+    assert (host.weight, csd0.weight) == (1.0, 1.0)
+    assert csd1.weight * csd1.num_samples == pytest.approx(200 + csd1.num_public)

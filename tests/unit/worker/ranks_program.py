@@ -24,9 +24,9 @@ images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.
 recipe = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
 
 
-def load_step(micro_batch_size: int | None = None) -> Step:
+def load_step(micro_batch_size: int | None = None, weight: float = 1.0) -> Step:
     model = load(directory / "architecture.json", directory / "weights.npz", keras)
-    return Step(model, recipe, (images, labels), tf, keras, micro_batch_size=micro_batch_size)
+    return Step(model, recipe, (images, labels), tf, keras, micro_batch_size=micro_batch_size, weight=weight)
 
 
 if world.rank == 0:
@@ -35,6 +35,10 @@ if world.rank == 0:
     np.save(directory / "alone.npy", alone.local(images, labels))
     assert all(np.array_equal(one, two) for one, two in zip(before, alone.model.get_weights(), strict=True))
     np.save(directory / "pieces.npy", load_step(micro_batch_size=5).local(images, labels))
+    some = slice(0, 10)
+    np.save(directory / "once.npy", load_step().local(images[some], labels[some]))
+    doubled = [np.concatenate([array[some], array[some]]) for array in (images, labels)]
+    np.save(directory / "twice.npy", load_step(weight=0.5).local(*doubled))
     alone.apply(np.load(directory / "alone.npy"))
     np.savez(directory / "alone-weights.npz", *alone.model.get_weights())
     fused = load_step()

@@ -200,3 +200,18 @@ def test_images_without_as_many_labels_are_refused_with_both_numbers(tmp_path: P
     np.save(part.labels, np.zeros(4))
     with pytest.raises(WorkerError, match="5 images but 4 labels"):
         Samples(part)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
+def test_repeated_private_samples_come_equally_often_and_each_time_in_another_order(
+    part: ShardPart, other: ShardPart, num_repeated: int, batch_size: int, epoch: int
+) -> None:
+    spec = one_rank(other, part, (20 + num_repeated, 60))
+    rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
+    read = list(chain(*epoch_of(dataclasses.replace(spec, ranks=(rank,)), batch_size, epoch)))
+    private = [label for label in read if label >= 100]
+    times = [private.count(label) for label in range(100, 120)]
+    assert sum(times) == 20 + num_repeated
+    assert max(times) - min(times) <= 1
+    assert sorted(label for label in read if label < 100) == list(range(60))

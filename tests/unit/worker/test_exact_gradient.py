@@ -114,6 +114,12 @@ def test_a_batch_computed_in_pieces_gives_the_same_gradient(results: Path) -> No
     assert pieces[-1] == NUM_SAMPLES
 
 
+def test_samples_read_twice_at_half_the_weight_count_once(results: Path) -> None:
+    once, twice = np.load(results / "once.npy"), np.load(results / "twice.npy")
+    assert relative_difference(twice, once) <= TOLERANCE
+    assert twice[-1] == 10
+
+
 def test_a_rank_without_others_takes_the_same_step_in_one_graph(results: Path) -> None:
     apart = np.load(results / "alone-weights.npz")
     for one, its in zip(apart.values(), np.load(results / "fused-weights.npz").values(), strict=True):

@@ -111,6 +111,7 @@ def test_rank_that_finished_and_does_not_end_is_named(fleet: Fleet) -> None:
     assert "csd0, csd1 finished and did not end" in error_of(fleet).message
 
 
+@pytest.mark.fault(55)
 def test_rank_that_ends_badly_after_its_completion_record_fails_the_run(fleet: Fleet) -> None:
     def crash_at_the_very_end(fleet: Fleet) -> None:
         for rank in fleet.members():

@@ -1,0 +1,79 @@
+"""How fast a rank reads its shard against how fast it trains on it, and its memory when the shard grows.
+
+    make bench ARGS="-k reading"
+
+MobileNetV2, 64×64×3, one thread. Prints figures and judges nothing.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+NUM_ROWS = 20_000
+PROGRAM = """
+import json, re, sys, time
+from pathlib import Path
+from csdctl.worker.backend import load_backend
+from csdctl.worker.contract import RankSpec, Recipe, RunSpec, ShardPart
+from csdctl.worker.data import EpochReader
+from csdctl.worker.schedule import Own, begin_epoch
+from csdctl.worker.step import Step
+directory, num_rows = Path(sys.argv[1]), int(sys.argv[2])
+part = ShardPart(str(directory / "images.npy"), str(directory / "labels.npy"), 0, num_rows, 7)
+rank = RankSpec(0, "host", 32, 1, None, part, 0, num_rows)
+spec = RunSpec("bench", "", "", Recipe(learning_rate=0.01), (rank,), part, None, "")
+reader = EpochReader(spec, 0)
+reader.begin(1)
+leg = begin_epoch([Own(0, num_rows)], {0: 32})
+tf, keras = load_backend(1)
+model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
+step = Step(model, spec.recipe, reader.example(), tf, keras)
+for number in range(3):
+    step.alone(*reader.read(leg.batch(number)[0]))
+started = time.perf_counter()
+for number in range(3, 23):
+    step.alone(*reader.read(leg.batch(number)[0]))
+training = 20 * 32 / (time.perf_counter() - started)
+started = time.perf_counter()
+for number in range(leg.stop_step - 1):
+    reader.read(leg.batch(number)[0])
+reading = (leg.stop_step - 1) * 32 / (time.perf_counter() - started)
+# Pages of the mapped file are the page cache's: the kernel takes them back when anybody needs memory.
+own = int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+print(json.dumps({"training": training, "reading": reading, "own_mib": own}))
+"""
+
+
+def measure(directory: Path, num_rows: int) -> dict[str, float]:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(directory), str(num_rows)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(900)
+def test_reading_against_training(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images = np.lib.format.open_memmap(
+        tmp_path / "images.npy", mode="w+", dtype=np.uint8, shape=(NUM_ROWS, 64, 64, 3)
+    )
+    for start in range(0, NUM_ROWS, 1000):
+        images[start : start + 1000] = generator.integers(0, 256, (1000, 64, 64, 3), np.uint8)
+    images.flush()
+    np.save(tmp_path / "labels.npy", generator.integers(0, 200, NUM_ROWS).astype(np.int32))
+    small, large = (measure(tmp_path, count) for count in (NUM_ROWS // 10, NUM_ROWS))
+    print(
+        f"\ntraining {large['training']:.0f} images/s, reading {large['reading']:,.0f}: "
+        f"{large['reading'] / large['training']:.0f} ×\n"
+        f"memory of the rank: {small['own_mib']:.0f} MiB with {NUM_ROWS // 10:,} samples, "
+        f"{large['own_mib']:.0f} MiB with {NUM_ROWS:,}: {large['own_mib'] / small['own_mib']:.3f} ×"
+    )
