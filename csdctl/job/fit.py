@@ -1,5 +1,6 @@
 """Whether model, data and loss of a job fit together: said before anything is sent or started."""
 
+import json
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
@@ -46,15 +47,40 @@ def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
 
 
 def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    fits = len(model.input_shape) == len(data.sample_shape) and all(
-        wanted in (0, found) for wanted, found in zip(model.input_shape, data.sample_shape, strict=True)
-    )
-    if not fits:
+    if model.inputs or data.dtype.startswith("["):
+        _check_inputs(model, data, which)
+        return
+    if not _fits(model.input_shape, data.sample_shape):
         raise InputError(
             f"model {model.name} takes samples of shape {_shape(model.input_shape)}, "
             f"the {which} has {_shape(data.sample_shape)}",
             remedy="change the model's input or the data",
         )
+
+
+def _fits(wanted: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    """Whether samples of shape `found` can go into an input; 0 is any size."""
+    return len(wanted) == len(found) and all(a in (0, b) for a, b in zip(wanted, found, strict=True))
+
+
+def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
+    """Several inputs: the data has an array for each, by name."""
+    fields = json.loads(data.dtype) if data.dtype.startswith("[") else []
+    found = {name: tuple(shape) for name, _, shape in fields}
+    wanted = {name: tuple(shape) for name, shape in model.inputs.items()}
+    if not wanted or found.keys() != wanted.keys():
+        raise InputError(
+            f"model {model.name} takes {', '.join(sorted(wanted)) or 'one input'}, "
+            f"the {which} has {', '.join(sorted(found)) or 'one array'}",
+            remedy="name the arrays of the .npz file as the model's inputs",
+        )
+    for name, shape in wanted.items():
+        if not _fits(shape, found[name]):
+            raise InputError(
+                f"input {name} of model {model.name} takes samples of shape {_shape(shape)}, "
+                f"the {which} has {_shape(found[name])}",
+                remedy="change the model's input or the data",
+            )
 
 
 def _check_output(recipe: Recipe, model: ModelInfo, data: DatasetInfo, which: str) -> None:

@@ -70,7 +70,8 @@ class Job:
                 )
             ).encode()
         )
-        for file in filter(None, (self.model_file, *self.reading.function_files)):
+        own = [Path(one.rpartition(":")[0]) for one in self.recipe.metrics if ".py:" in one]
+        for file in filter(None, (self.model_file, *self.reading.function_files, *own)):
             digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -226,7 +227,7 @@ def load_job(path: Path) -> Job:
             seed=recipe.seed,
             max_learning_rate=recipe.max_learning_rate,
             decay=recipe.decay,
-            metrics=tuple(recipe.metrics),
+            metrics=tuple(_metric_reference(one, directory, path) for one in recipe.metrics),
             early_stopping=_values(EarlyStopping, recipe.early_stopping),
             reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),
         ),
@@ -284,6 +285,20 @@ def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
             f"{job_path}: path {str(written)!r} cannot be used: {error}",
             remedy="mend the path in the job file",
         ) from None
+
+
+def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
+    """A metric's name as Keras knows it, or the user's `FILE.py:NAME` with the file made absolute."""
+    file, _, function = written.rpartition(":")
+    if not file.endswith(".py"):
+        return written
+    path = _resolve(directory, Path(file), job_path)
+    if not path.is_file() or not function.isidentifier():
+        raise InputError(
+            f"{job_path}: metric {written!r} is no function of a file that is there",
+            remedy="expected the name of a Keras metric, or PATH.py:FUNCTION",
+        )
+    return f"{path}:{function}"
 
 
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:

@@ -115,11 +115,14 @@ class ModelInfo:
 
     name: str
     input_shape: tuple[int, ...]
+    """Of the only input; () when there are several."""
     output_shape: tuple[int, ...]
     num_parameters: int
     num_trainable: int
     output_activation: str
     """Of the last layer: 'softmax', 'linear', …; '' when it has none that is known."""
+    inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The shape of each input by its name, when there are several."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def evaluate(step: Step, validation: Samples, me: RankSpec, progress_interval_s:
             done = sum(int(result.samples) for result in results)
             emit(Evaluating(me.rank, me.node, done, len(validation)))
     mean = mean_of(results)
-    metrics = dict(zip(step.metric_names, mean.metrics, strict=True))
+    metrics = dict(zip(step.evaluated_names, mean.metrics, strict=True))
     return {
         "validation_loss": mean.loss,
         "validation_accuracy": metrics.get("accuracy"),

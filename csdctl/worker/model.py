@@ -5,11 +5,8 @@ and the weights as .npz, read with `allow_pickle=False`.
 """
 
 import hashlib
-import importlib.util
 import json
 import os
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,8 @@ import numpy as np
 
 from csdctl.worker.contract import ModelInfo, Recipe
 from csdctl.worker.events import WorkerError, describe
-from csdctl.worker.recipe import make_loss, make_metrics, make_optimizer
+from csdctl.worker.recipe import load_own_metrics, make_loss, make_metrics, make_optimizer
+from csdctl.worker.users_code import load_function, run_users_code
 
 
 def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Path, keras: Any) -> ModelInfo:
@@ -30,13 +28,14 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
     """
     make_loss(recipe, keras)
     make_optimizer(recipe, keras)
+    load_own_metrics(recipe)
     keras.utils.set_random_seed(recipe.seed)
     model = _find(reference, arguments, keras)
     if not isinstance(model, keras.Model):
         raise WorkerError(f"{reference} gave a {type(model).__name__}, expected a Keras model", exit_code=2)
-    if not model.built or len(model.inputs or ()) != 1 or len(model.outputs) != 1:
+    if not model.built or not model.inputs or len(model.outputs) != 1:
         raise WorkerError(
-            f"{reference}: expected a built model with one input and one output",
+            f"{reference}: expected a built model with inputs and one output",
             remedy="give the model a keras.Input of fixed shape",
             exit_code=2,
         )
@@ -58,12 +57,18 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
     save_weights(output / "weights.npz", model.get_weights())
     return ModelInfo(
         name=reference,
-        input_shape=tuple(size or 0 for size in model.input_shape[1:]),
+        input_shape=_shape(model.inputs[0]) if len(model.inputs) == 1 else (),
+        inputs={one.name: _shape(one) for one in model.inputs} if len(model.inputs) > 1 else {},
         output_shape=tuple(size or 0 for size in model.output_shape[1:]),
         num_parameters=model.count_params(),
         num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
         output_activation=_output_activation(model),
     )
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Of one sample; 0 where any size will do."""
+    return tuple(size or 0 for size in tensor.shape[1:])
 
 
 def load(architecture: Path, weights: Path, keras: Any) -> Any:
@@ -121,35 +126,11 @@ def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
             raise WorkerError(
                 f"{reference} is not a model that can be loaded safely: {describe(error)}", exit_code=2
             ) from None
-    path, _, name = reference.rpartition(":")
-    function = getattr(_import(Path(path)), name, None)
-    if not callable(function):
-        raise WorkerError(f"{path} has no function {name!r}", exit_code=2)
-    return _call(reference, function, arguments)
-
-
-def _import(path: Path) -> Any:
-    specification = importlib.util.spec_from_file_location(path.stem, path)
-    if specification is None or specification.loader is None:
-        raise WorkerError(f"{path} cannot be imported", exit_code=2)
-    module = importlib.util.module_from_spec(specification)
-    sys.path.insert(0, str(path.parent.resolve()))
-    _run_users_code(f"{path}", lambda: specification.loader.exec_module(module))  # type: ignore[union-attr]
-    return module
+    return _call(reference, load_function(reference), arguments)
 
 
 def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
-    return _run_users_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
-
-
-def _run_users_code(what: str, code: Callable[[], Any]) -> Any:
-    """Whatever a user's code does, even leaving the process, becomes a WorkerError that names it."""
-    try:
-        return code()
-    except BaseException as error:
-        raise WorkerError(
-            f"{what} fails: {describe(error)}", remedy="mend the model's code, or model_args", exit_code=2
-        ) from None
+    return run_users_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
 
 
 def _output_activation(model: Any) -> str:

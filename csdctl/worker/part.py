@@ -22,6 +22,7 @@ import numpy as np
 from csdctl.worker.contract import ContractError, from_json, to_json
 from csdctl.worker.data import Array, as_labels
 from csdctl.worker.events import WorkerError
+from csdctl.worker.forms import dtype_from_text, dtype_to_text
 from csdctl.worker.sources.source import Block
 from csdctl.worker.state import sync_directory
 
@@ -137,12 +138,12 @@ class Part:
             file.seek(0)
             np.lib.format.read_magic(file)
             np.lib.format.read_array_header_1_0(file)
-            file.truncate(file.tell() + np.dtype(dtype).itemsize * int(np.prod(shape)))
+            file.truncate(file.tell() + dtype_from_text(dtype).itemsize * int(np.prod(shape)))
             file.seek(0, os.SEEK_END)
 
     def _take_form(self, images: Array, labels: Array) -> None:
         record = self.record
-        form = (images.shape[1:], str(images.dtype), labels.shape[1:], str(labels.dtype))
+        form = (images.shape[1:], dtype_to_text(images.dtype), labels.shape[1:], str(labels.dtype))
         if record.num_samples == 0:
             self.record = replace(
                 record, sample_shape=form[0], dtype=form[1], label_shape=form[2], label_dtype=form[3]
@@ -223,7 +224,7 @@ def _load_record(directory: Path, fingerprint: str) -> PartRecord:
 
 def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
     """numpy leaves room for the number of rows to grow: the header of any count is as long."""
-    described = np.lib.format.dtype_to_descr(np.dtype(dtype))
+    described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
 
 

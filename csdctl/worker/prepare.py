@@ -13,6 +13,7 @@ from pathlib import Path
 from csdctl.worker.contract import DatasetInfo, PrepareSpec, Preparing, from_json, to_json
 from csdctl.worker.data import Array, as_labels
 from csdctl.worker.events import WorkerError
+from csdctl.worker.forms import dtype_to_text
 from csdctl.worker.part import Part, PartRecord, count_labels, save_aside, writing
 from csdctl.worker.sources.arrays import open_npy_pair
 from csdctl.worker.sources.finding import find_kind, open_source, settings_of
@@ -74,7 +75,7 @@ def _use_in_place(tree: Tree, images: Array, labels: Array, spec: PrepareSpec, t
         len(images),
         len(images),
         images.shape[1:],
-        str(images.dtype),
+        dtype_to_text(images.dtype),
         labels.shape[1:],
         str(as_labels(labels[:0]).dtype),
         class_counts=(0,) * len(spec.classes or ()),

@@ -14,6 +14,7 @@ import numpy as np
 from csdctl.worker.backend import peak_memory_bytes
 from csdctl.worker.contract import ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
 from csdctl.worker.data import Array
+from csdctl.worker.forms import dtype_from_text, random_samples
 from csdctl.worker.model import load
 from csdctl.worker.step import Step
 
@@ -25,10 +26,10 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
     model = load(Path(spec.architecture), Path(spec.weights), keras)
     generator = np.random.default_rng(0)
-    shape, dtype = spec.data.sample_shape, np.dtype(spec.data.dtype)
+    shape, dtype = spec.data.sample_shape, dtype_from_text(spec.data.dtype)
 
     def batch(size: int) -> tuple[Array, Array]:
-        images = generator.integers(0, 128, (size, *shape)).astype(dtype)
+        images = random_samples(generator, (size, *shape), dtype)
         if spec.data.max_label >= 0:
             return images, generator.integers(
                 0, spec.data.max_label + 1, (size, *spec.data.label_shape), np.int32

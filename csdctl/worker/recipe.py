@@ -4,6 +4,7 @@ from typing import Any
 
 from csdctl.worker.contract import Recipe
 from csdctl.worker.events import WorkerError, describe
+from csdctl.worker.users_code import load_function
 
 
 def make_loss(recipe: Recipe, keras: Any) -> Any:
@@ -49,14 +50,27 @@ def make_optimizer(recipe: Recipe, keras: Any) -> Any:
         ) from None
 
 
+def is_own(metric: str) -> bool:
+    """Whether a metric of the recipe is a function of the user's, `FILE.py:NAME`."""
+    return metric.rpartition(":")[0].endswith(".py")
+
+
+def load_own_metrics(recipe: Recipe) -> dict[str, Any]:
+    """The user's functions (labels, predictions) → one value a sample, by name; on the host alone.
+
+    Raises WorkerError when one cannot be loaded.
+    """
+    return {one.rpartition(":")[2]: load_function(one) for one in recipe.metrics if is_own(one)}
+
+
 def make_metrics(recipe: Recipe, model: Any, keras: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """The recipe's metrics: their names, and functions (labels, predictions) → one value a sample.
+    """The recipe's metrics that Keras has: names, and functions (labels, predictions) → one value a sample.
 
     Without any in the recipe, a classifier has `accuracy`. Raises WorkerError for a metric that is no mean
     over samples: its value over all ranks is not the mean of theirs.
     """
-    names = recipe.metrics
-    if not names and "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1:
+    names = tuple(name for name in recipe.metrics if not is_own(name))
+    if not recipe.metrics and "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1:
         names = ("accuracy",)
     return names, [_make_metric(name, recipe, model, keras) for name in names]
 

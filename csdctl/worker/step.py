@@ -9,7 +9,7 @@ mean over all samples, whatever the n_k: partial batches and ranks without sampl
 whose samples have a weight multiplies its vector, the count included, by it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,11 +45,13 @@ class Step:
         rank: int = 0,
         micro_batch_size: int | None = None,
         weight: float = 1.0,
+        own_metrics: Mapping[str, Any] | None = None,
     ) -> None:
         """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types.
 
         A batch larger than `micro_batch_size` is computed in pieces whose vectors are added: the same
         gradient in less memory. `weight` is that of each of the rank's samples in the mean of all ranks.
+        `own_metrics`, by name, are functions (labels, predictions) → one value a sample for `evaluate` alone.
         """
         self.model = model
         self.optimizer = make_optimizer(recipe, keras)
@@ -57,6 +59,9 @@ class Step:
         self._tf = tf
         self._loss = make_loss(recipe, keras)
         self.metric_names, self._metrics = make_metrics(recipe, model, keras)
+        own = own_metrics or {}
+        self.evaluated_names = (*self.metric_names, *own)
+        self._evaluated = [*self._metrics, *own.values()]
         self._input_range = recipe.input_range
         self._statistics = MovingStatistics(model, tf, keras)
         self._seeds = Seeds(model, recipe.seed, rank)
@@ -67,7 +72,7 @@ class Step:
         self.size = self.num_gradients + self._statistics.size + self._num_sums
         # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
         # temporary directory for each graph of a rank that is killed.
-        batch = [tf.TensorSpec((None, *array.shape[1:]), array.dtype) for array in example]
+        batch = [self._spec_of(array) for array in example]
         self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
@@ -133,30 +138,51 @@ class Step:
         self._apply.get_concrete_function()
 
     def _tensor(self, array: Array) -> Any:
-        return self._tf.convert_to_tensor(array)
+        """`array` for TensorFlow; records become a dict of their fields."""
+        if array.dtype.names is None:
+            return self._tf.convert_to_tensor(array)
+        return {name: self._tf.convert_to_tensor(array[name]) for name in array.dtype.names}
+
+    def _spec_of(self, array: Array) -> Any:
+        if array.dtype.names is None:
+            return self._tf.TensorSpec((None, *array.shape[1:]), array.dtype)
+        return {
+            name: self._tf.TensorSpec((None, *array.dtype[name].shape), array.dtype[name].base)
+            for name in array.dtype.names
+        }
+
+    def _inputs(self, images: Any) -> Any:
+        """What the model is called with; several inputs find their places by name."""
+        if not isinstance(images, dict):
+            return scale(images, self._input_range, self._tf)
+        return self._tf.nest.map_structure(
+            lambda place: scale(images[place.name], self._input_range, self._tf), self.model.input
+        )
 
     @staticmethod
     def _sums(tail: Array) -> Sums:
         loss, *metrics, samples = (float(value) for value in tail)
         return Sums(loss, tuple(metrics), samples)
 
-    def _forward(self, images: Any, labels: Any, training: bool) -> tuple[Any, list[Any]]:
+    def _forward(
+        self, images: Any, labels: Any, metrics: Sequence[Any], *, training: bool
+    ) -> tuple[Any, list[Any]]:
         """The loss, summed, and [loss, metrics…, count] as a list of scalars."""
         tf = self._tf
-        predictions = self.model(scale(images, self._input_range, tf), training=training)
+        predictions = self.model(self._inputs(images), training=training)
         loss = tf.cast(self._loss(labels, predictions), tf.float32)
-        metrics = [
+        sums = [
             tf.reduce_sum(tf.cast(per_sample(metric(labels, predictions), tf), tf.float32))
-            for metric in self._metrics
+            for metric in metrics
         ]
-        return loss, [loss, *metrics, tf.cast(tf.shape(images)[0], tf.float32)]
+        return loss, [loss, *sums, tf.cast(tf.shape(labels)[0], tf.float32)]
 
     def _gradients(self, images: Any, labels: Any) -> tuple[list[Any], list[Any]]:
         """Summed gradients of all trainable variables, and the sums."""
         tf = self._tf
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
-            objective, sums = self._forward(images, labels, training=True)
+            objective, sums = self._forward(images, labels, self._metrics, training=True)
             if self.model.losses:
                 # A regularisation loss is one number per model: by count, so that it survives the mean.
                 objective += sums[-1] * tf.add_n(self.model.losses)
@@ -191,7 +217,7 @@ class Step:
         return self._tf.stack(sums) * self._weight
 
     def _evaluate_graph(self, images: Any, labels: Any) -> Any:
-        return self._tf.stack(self._forward(images, labels, training=False)[1])
+        return self._tf.stack(self._forward(images, labels, self._evaluated, training=False)[1])
 
 
 def scale(images: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:

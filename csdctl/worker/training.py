@@ -15,13 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.backend import peak_memory_bytes
 from csdctl.worker.balance import Balancer
 from csdctl.worker.callbacks import after_epoch
-from csdctl.worker.contract import RankSpec, Recipe, RunSpec, from_dict
+from csdctl.worker.contract import RankSpec, RunSpec, from_dict
 from csdctl.worker.data import Array, EpochReader, Samples
 from csdctl.worker.evaluation import evaluate
-from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.events import WorkerError
 from csdctl.worker.keeping import BEST_MODEL, LAST_MODEL, Keeping
 from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
 from csdctl.worker.messages import (
@@ -30,26 +29,18 @@ from csdctl.worker.messages import (
     SAMPLES,
     STATE,
     STOPPED,
-    Alive,
-    EpochEnd,
-    Finished,
     FormGroup,
-    Joined,
-    LinkLost,
-    Paused,
-    Progress,
-    Ready,
-    Rebalanced,
-    Traffic,
-    WaitingFor,
 )
 from csdctl.worker.model import hash_weights, load
 from csdctl.worker.orders import Orders
 from csdctl.worker.ranks import Alone, Ranks
+from csdctl.worker.rate import learning_rate
+from csdctl.worker.recipe import load_own_metrics
 from csdctl.worker.schedule import Leg, Own, Share, begin_epoch, change_leg
 from csdctl.worker.state import Position, Progressed, Tallied, pack, unpack
 from csdctl.worker.step import Step, Sums
 from csdctl.worker.tally import Tally, add_sums, overall
+from csdctl.worker.teller import Teller
 from csdctl.worker.verify import verify
 
 ORPHAN_S = 600.0
@@ -63,30 +54,6 @@ DIVERGED = (
 PAUSED, FINISHED = "paused", "finished"
 
 
-def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> float:
-    """The rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples a step.
-
-    Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2;
-    paper, section IV), not above the recipe's cap, and falling to zero as the recipe's `decay` says
-    (cosine: Loshchilov and Hutter 2017, equation 5, without restarts).
-    """
-    target = recipe.learning_rate * global_batch / recipe.reference_batch
-    if recipe.max_learning_rate is not None:
-        target = min(target, recipe.max_learning_rate)
-    if epochs_done >= recipe.warmup_epochs:
-        return target * decay(recipe, epochs_done)
-    return recipe.learning_rate + (target - recipe.learning_rate) * epochs_done / recipe.warmup_epochs
-
-
-def decay(recipe: Recipe, epochs_done: float) -> float:
-    """The share of the learning rate that is left after `epochs_done` epochs, 1…0."""
-    falling = recipe.epochs - recipe.warmup_epochs
-    if recipe.decay == "none" or falling <= 0:
-        return 1.0
-    done = min(1.0, max(0.0, (epochs_done - recipe.warmup_epochs) / falling))
-    return 1.0 - done if recipe.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
-
-
 class RankTraining:
     """Trains rank `rank` of `spec`, as `orders` come, with whom they say."""
 
@@ -97,7 +64,8 @@ class RankTraining:
         self._tf = tf
         self._keras = keras
         self._own = [Own(one.num_private, one.num_public) for one in spec.ranks]
-        self._orders = Orders(lambda number: emit(Alive(rank, self._me.node, number)))
+        self._teller = Teller(spec, self._me)
+        self._orders = Orders(self._teller.alive)
         sizes = {str(one.rank): one.batch_size for one in spec.ranks}
         self._position = Position(1, 0, 0, None, sizes)
         limits = {one.rank: one.max_batch_size or GROWTH_LIMIT * one.batch_size for one in spec.ranks}
@@ -112,7 +80,7 @@ class RankTraining:
         self._warm_up()
         door = Door(self._spec.run_id, self._me.rank)
         num_samples = self._me.num_private + self._me.num_public
-        emit(Ready(self._me.rank, self._me.node, num_samples, round(time.monotonic() - started, 3)))
+        self._teller.ready(num_samples, time.monotonic() - started)
         while True:
             group = self._next_group()
             ranks: Ranks | None = None
@@ -125,22 +93,21 @@ class RankTraining:
                     raise LinkLostError
                 if self._spec.is_verified:
                     self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.example())
-                    self._tell_traffic(ranks, group)
+                    self._teller.traffic(ranks, group)
                     ranks.close()
                     self._finish("verified")
                     return
                 self._synchronize(ranks, group)
                 outcome, reason = self._train(ranks, group)
-                self._tell_traffic(ranks, group)
+                self._teller.traffic(ranks, group)
                 ranks.close()
             except LinkLostError:
                 if ranks:
                     ranks.drop()
-                position = self._position
-                emit(LinkLost(self._me.rank, self._me.node, group.generation, position.epoch, position.step))
+                self._teller.link_lost(group, self._position)
                 continue
             if outcome == PAUSED:
-                emit(Paused(self._me.rank, self._me.node, group.generation))
+                self._teller.paused(group)
                 continue
             self._finish(reason)
             return
@@ -165,7 +132,9 @@ class RankTraining:
             rank=me.rank,
             micro_batch_size=me.micro_batch_size,
             weight=me.weight,
+            own_metrics=load_own_metrics(spec.recipe) if self._validation is not None else None,
         )
+        self._teller.metric_names = self._step.metric_names
         # After the vector: whether somebody wants to stop, and every rank's compute time.
         self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
         self._keeping = Keeping(spec, me, self._step) if self._is_root else None
@@ -192,7 +161,7 @@ class RankTraining:
 
         def on_waiting(missing: list[int]) -> None:
             if missing:
-                emit(WaitingFor(self._me.rank, self._me.node, tuple(nodes[rank] for rank in missing)))
+                self._teller.waiting_for([nodes[rank] for rank in missing])
 
         door.give_memory(line, self._memory.descriptor)
         ranks = LinkedRanks(line, hello, self._memory, on_waiting)
@@ -215,22 +184,7 @@ class RankTraining:
         self._regroup(group)
         self._balancer.forget()
         self._apply_s = 0.0
-        position, leg = self._position, self._leg
-        emit(
-            Joined(
-                self._me.rank,
-                self._me.node,
-                group.generation,
-                position.epoch,
-                position.step,
-                leg.stop_step,
-                position.total_steps,
-                {str(share.rank): share.batch_size for share in leg.shares},
-                ranks.collective,
-                round(ranks.sum_s, 6),
-                self._num_lost(group),
-            )
-        )
+        self._teller.joined(group, self._position, self._leg, ranks, self._num_lost(group))
 
     @property
     def _leg(self) -> Leg:
@@ -262,7 +216,7 @@ class RankTraining:
             if reason:
                 self._digest = self._compare(ranks)
                 if reason == MAX_STEPS:
-                    self._emit_epoch_end({}, self._num_lost(group))
+                    self._tell_epoch_end({}, group)
                 if self._keeping:
                     self._keeping.checkpoint(self._position)
                 return FINISHED, reason
@@ -283,7 +237,7 @@ class RankTraining:
             for tally in (self._whole, since_report):
                 tally.add(samples, global_samples, compute_s, wait_s, sums)
             if time.monotonic() - since_report.started >= self._spec.progress_interval_s:
-                self._report(since_report)
+                self._teller.progress(self._position, since_report)
                 since_report = Tally()
             if is_stopping:
                 return STOPPED
@@ -366,18 +320,7 @@ class RankTraining:
         if proposal is None:
             return
         if self._is_root:
-            slowest, slowdown = self._balancer.slowest
-            emit(
-                Rebalanced(
-                    self._me.rank,
-                    self._me.node,
-                    position.epoch,
-                    position.step,
-                    self._spec.ranks[slowest].node,
-                    round(slowdown, 3),
-                    {str(rank): size for rank, size in proposal.items()},
-                )
-            )
+            self._teller.rebalanced(position, *self._balancer.slowest, proposal)
         self._balancer.forget()
         self._position = dataclasses.replace(
             position,
@@ -395,20 +338,6 @@ class RankTraining:
         what = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
         raise WorkerError(f"{what} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
 
-    def _report(self, tally: Tally) -> None:
-        position = self._position
-        more = overall(tally.sums, tally.global_samples, self._step.metric_names) if self._is_root else {}
-        emit(
-            Progress(
-                rank=self._me.rank,
-                node=self._me.node,
-                epoch=position.epoch,
-                step=position.step,
-                **tally.local(),
-                **more,
-            )
-        )
-
     def _end_epoch(self, ranks: Ranks, group: FormGroup) -> bool:
         """Compare, evaluate, decide, keep; returns whether to pause for a new group."""
         self._digest = self._compare(ranks)
@@ -419,7 +348,7 @@ class RankTraining:
                 results = evaluate(self._step, self._validation, self._me, self._spec.progress_interval_s)
             progressed, is_best = self._decide(results)
             decided = (dataclasses.asdict(progressed), is_best, self._orders.is_pausing)
-        self._emit_epoch_end(results, self._num_lost(group))
+        self._tell_epoch_end(results, group)
         progressed_dict, is_best, is_pausing = ranks.gather(decided)[0]
         position = self._position
         self._position = dataclasses.replace(
@@ -435,19 +364,10 @@ class RankTraining:
             self._keeping.keep(self._position)
             if is_best and self._validation is not None:
                 self._keeping.save_model(BEST_MODEL)
-        self._tell_traffic(ranks, group)
+        self._teller.traffic(ranks, group)
         # All wait for rank 0 here, so that it does not count as waiting in the next epoch.
         ranks.gather(None)
         return bool(is_pausing)
-
-    def _tell_traffic(self, ranks: Ranks, group: FormGroup) -> None:
-        """Rank 0 tells what all have sent; asked by all together."""
-        sent = tuple(
-            dataclasses.replace(one, sender=group.ranks[one.sender], receiver=group.ranks[one.receiver])
-            for one in ranks.traffic()
-        )
-        if self._is_root and sent:
-            emit(Traffic(self._me.rank, self._me.node, group.generation, sent))
 
     def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
         of_epoch = self._of_epoch()
@@ -462,21 +382,12 @@ class RankTraining:
         sums = Sums(tallied.loss, tallied.metrics, tallied.weight)
         return overall(sums, tallied.samples, self._step.metric_names)
 
-    def _emit_epoch_end(self, results: dict[str, Any], num_lost: int) -> None:
+    def _tell_epoch_end(self, results: dict[str, Any], group: FormGroup) -> None:
         more: dict[str, Any] = {}
         if self._is_root:
             rate = float(np.asarray(self._step.optimizer.learning_rate.value))
-            more = {**self._of_epoch(), "learning_rate": rate, "num_lost": num_lost, **results}
-        emit(
-            EpochEnd(
-                rank=self._me.rank,
-                node=self._me.node,
-                epoch=self._position.epoch,
-                weights_hash=self._digest,
-                **self._whole.local(),
-                **more,
-            )
-        )
+            more = {**self._of_epoch(), "learning_rate": rate, "num_lost": self._num_lost(group), **results}
+        self._teller.epoch_end(self._position.epoch, self._digest, self._whole, more)
 
     def _compare(self, ranks: Ranks) -> str:
         """All ranks must hold the same weights, to the bit."""
@@ -499,17 +410,4 @@ class RankTraining:
     def _finish(self, reason: str) -> None:
         is_saving = self._keeping and not self._spec.is_verified
         model_path = self._keeping.save_model(LAST_MODEL) if self._keeping and is_saving else None
-        position = self._position
-        epochs_done = position.epoch - (0 if position.leg else 1)
-        emit(
-            Finished(
-                self._me.rank,
-                self._me.node,
-                epochs_done,
-                position.total_steps,
-                self._digest,
-                peak_memory_bytes(),
-                model_path,
-                reason,
-            )
-        )
+        self._teller.finished(self._position, self._digest, model_path, reason)

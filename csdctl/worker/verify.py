@@ -11,6 +11,7 @@ import numpy as np
 from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.data import Array
 from csdctl.worker.events import WorkerError, emit
+from csdctl.worker.forms import random_samples
 from csdctl.worker.messages import Verified
 from csdctl.worker.model import hash_weights
 from csdctl.worker.ranks import Ranks
@@ -67,7 +68,7 @@ def make_samples(
     """
     generator = np.random.default_rng([spec.recipe.seed, rank])
     images, labels = example
-    made = _like(generator, images, count, 256)
+    made = random_samples(generator, (count, *images.shape[1:]), images.dtype)
     if labels.dtype.kind in "iu":
         num_classes = max(1, int(step.model.output_shape[-1]))
         skewed = np.minimum(generator.geometric(0.6, (count, *labels.shape[1:])) - 1, num_classes - 1)
@@ -76,13 +77,6 @@ def make_samples(
         chosen = np.minimum(generator.geometric(0.6, count) - 1, labels.shape[1] - 1)
         return made, np.eye(labels.shape[1], dtype=labels.dtype)[chosen]
     return made, generator.random((count, *labels.shape[1:])).astype(labels.dtype)
-
-
-def _like(generator: Any, images: Array, count: int, stop: int) -> Array:
-    shape = (count, *images.shape[1:])
-    if images.dtype.kind in "iu":
-        return np.asarray(generator.integers(0, min(stop, 1 << 7), shape)).astype(images.dtype)
-    return np.asarray(generator.random(shape)).astype(images.dtype)
 
 
 def _difference(step: Step, found: Array, expected: Any) -> float:

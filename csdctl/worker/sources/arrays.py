@@ -8,7 +8,7 @@ import gzip
 import math
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -17,9 +17,11 @@ import numpy as np
 from csdctl.worker.contract import PrepareSpec
 from csdctl.worker.data import Array, as_labels, map_array
 from csdctl.worker.events import WorkerError
+from csdctl.worker.forms import is_numeric
 from csdctl.worker.sources.source import BLOCK_BYTES, Block
 
 NAMES = (("x", "y"), ("images", "labels"))
+LABELS = ("y", "labels")
 
 
 class Rows(Protocol):
@@ -129,6 +131,28 @@ class NpzMember(_Streamed):
             yield from super().pieces(num_rows)
 
 
+class Together:
+    """Rows of several arrays, each an input of the model by its name, as one of records."""
+
+    def __init__(self, parts: Mapping[str, Rows]) -> None:
+        """Raises ValueError when they have not as many rows as each other."""
+        if len({part.shape[:1] for part in parts.values()}) != 1:
+            raise ValueError("arrays of different lengths")
+        self._parts = dict(parts)
+        self.shape: tuple[int, ...] = next(iter(parts.values())).shape[:1]
+        self.dtype: np.dtype[Any] = np.dtype(
+            [(name, part.dtype.newbyteorder("="), part.shape[1:]) for name, part in self._parts.items()]
+        )
+
+    def pieces(self, num_rows: int) -> Iterator[Array]:
+        """All rows, `num_rows` at a time; raises what the arrays raise."""
+        for several in zip(*(part.pieces(num_rows) for part in self._parts.values()), strict=True):
+            made = np.empty(len(several[0]), self.dtype)
+            for name, piece in zip(self._parts, several, strict=True):
+                made[name] = piece
+            yield made
+
+
 class ArraySource:
     """Rows of images and rows of labels. Grey pictures, of shape (n, h, w), get a channel."""
 
@@ -175,7 +199,7 @@ def check_arrays(images: Rows, labels: Rows, source: str) -> None:
             f"data at {source} does not fit together: {images.shape[0]} samples, {labels.shape[0]} labels",
             exit_code=2,
         )
-    if images.dtype.kind not in "uif" or labels.dtype.kind not in "uif":
+    if not (is_numeric(images.dtype) and labels.dtype.kind in "uif"):
         raise WorkerError(f"data at {source} is not numeric: {images.dtype} and {labels.dtype}", exit_code=2)
 
 
@@ -220,14 +244,23 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
-    """The arrays x and y, or images and labels, of an .npz file."""
+    """The arrays x and y, or images and labels, of an .npz file; or y and one array for each input."""
     with readable(spec.source):
         with zipfile.ZipFile(path) as archive:
             members = archive.namelist()
         for images, labels in NAMES:
             if f"{images}.npy" in members and f"{labels}.npy" in members:
                 return ArraySource(NpzMember(path, images), NpzMember(path, labels), spec)
-    raise WorkerError(f"the .npz at {spec.source} has no arrays x and y (or images and labels)", exit_code=2)
+        names = [member.removesuffix(".npy") for member in members if member.endswith(".npy")]
+        found = [name for name in LABELS if name in names]
+        if len(found) == 1 and len(names) > 1:
+            inputs = {name: NpzMember(path, name) for name in sorted(names) if name not in found}
+            return ArraySource(Together(inputs), NpzMember(path, found[0]), spec)
+    raise WorkerError(
+        f"the .npz at {spec.source} has no arrays x and y (or images and labels)",
+        remedy="for a model with several inputs: y, and an array for each input by its name",
+        exit_code=2,
+    )
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:

@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from csdctl.worker.contract import Recipe
-from csdctl.worker.training import learning_rate
+from csdctl.worker.rate import learning_rate
 
 RECIPE = Recipe(epochs=10, learning_rate=0.1, reference_batch=256, warmup_epochs=2.0)
 
