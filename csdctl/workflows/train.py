@@ -37,7 +37,7 @@ from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import ContractError, RunSpec, from_json, to_json
-from csdctl.worker.messages import Event, Joined, Traffic, Verified
+from csdctl.worker.messages import EARLY_STOPPING, Event, Finished, Joined, Traffic, Verified
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.supervise import Supervised, Supervision
@@ -219,6 +219,19 @@ def find_resumable(
     if new := sorted(present - planned):
         say(f"{', '.join(new)} did not take part when the run began, and does not now")
     return run
+
+
+def is_complete(run: RunDirectory, job: Job) -> bool:
+    """Whether nothing of `run` is left to do: all epochs are done, or it stopped early by itself."""
+    if not run.events.exists():
+        return False
+    last: Event | None = None
+    for _, event in run.read_events():
+        if event.rank == 0 and isinstance(event, Joined | Finished):
+            last = event
+    if not isinstance(last, Finished):
+        return False
+    return last.reason == EARLY_STOPPING or (not last.reason and last.epochs >= job.recipe.epochs)
 
 
 def _carry_out(

@@ -100,6 +100,13 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     assert far_off == pytest.approx(found["far_off"])
 
 
+def test_run_that_is_complete_is_not_started_again(project: Path) -> None:
+    done = csdctl(project, "train", "--resume", "latest", "--skip-doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert "is complete: nothing is left to do" in done.stderr
+    assert json.loads(done.stdout)["state"] == "done"
+
+
 def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
     done = csdctl(project, "verify", "--json")
     assert done.returncode == 0, done.stderr

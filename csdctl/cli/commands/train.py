@@ -69,6 +69,7 @@ def train(
 ) -> None:
     """Train on the host and all nodes in step, each with its own batch size."""
     from csdctl.cli.render.preparing import PreparingView
+    from csdctl.cli.render.report import report_document
     from csdctl.cli.training import TrainingScreen, show_preflight
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
@@ -77,7 +78,8 @@ def train(
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import RunStopped, TrainOptions, check_plan, find_resumable
+    from csdctl.workflows.report import report
+    from csdctl.workflows.train import RunStopped, TrainOptions, check_plan, find_resumable, is_complete
     from csdctl.workflows.train import resume as resume_run
     from csdctl.workflows.train import train as train_run
     from csdctl.workflows.tune import equal_plan
@@ -101,6 +103,11 @@ def train(
         run = None
         if resume:
             run = find_resumable(space.project, resume, loaded, space.fleet, streams.say)
+            if is_complete(run, loaded):
+                streams.say(f"run {run.run_id} is complete: nothing is left to do")
+                _, summary = report(space.project, run.run_id)
+                streams.result_line(report_document(summary, str(run.path)))
+                return
         elif batch_size:
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)
         else:
