@@ -24,7 +24,7 @@ from csdctl.worker.contract import (
     from_json,
     to_json,
 )
-from csdctl.worker.events import WorkerError, describe, emit
+from csdctl.worker.events import WorkerError, describe, emit, emit_by
 from csdctl.worker.messages import Failed
 
 
@@ -137,26 +137,49 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _rank(options: argparse.Namespace) -> int:
-    node = "?"
+    node, private_log = "?", ""
     try:
         spec = from_json(RunSpec, options.spec.read_text())
         me = spec.ranks[options.rank]
         node = me.node
+        if me.private:
+            private_log = _keep_output_here(spec.run_id, me.rank)
         from csdctl.worker.backend import load_backend
         from csdctl.worker.training import RankTraining
 
         RankTraining(spec, me.rank, *load_backend(me.threads)).run()
     except BaseException as error:
-        known = isinstance(error, WorkerError)
-        if not known:
-            traceback.print_exc()
-        message = error.message if isinstance(error, WorkerError) else describe(error)
-        remedy = error.remedy if isinstance(error, WorkerError) else "see this rank's log"
-        code = error.exit_code if isinstance(error, WorkerError) else 1
-        emit(Failed(options.rank, node, message, remedy, code))
+        failed = _as_worker_error(error, private_log)
+        emit(Failed(options.rank, node, failed.message, failed.remedy, failed.exit_code))
         sys.stderr.flush()
-        os._exit(code)
+        os._exit(failed.exit_code)
     return 0
+
+
+def _keep_output_here(run_id: str, rank: int) -> str:
+    """Let only events leave a rank that reads private data: returns the file with everything else.
+
+    What libraries print may show samples; TensorFlow lists the labels of a batch that it cannot use.
+    """
+    from csdctl.worker.voice import Voice
+
+    path = f".csdctl/logs/{run_id}-rank-{rank}.log"
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    emit_by(Voice(path).say)
+    return path
+
+
+def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
+    """`error` as it may be told; what was not foreseen is described where that shows nothing private."""
+    if isinstance(error, WorkerError):
+        return error
+    traceback.print_exc()
+    if not private_log:
+        return WorkerError(describe(error), remedy="see this rank's log")
+    return WorkerError(
+        f"{type(error).__name__}; what it says may show private data and stays there",
+        remedy=f"see {private_log} on that node",
+    )
 
 
 def _link(options: argparse.Namespace) -> int:

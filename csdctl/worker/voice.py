@@ -1,7 +1,7 @@
 """The only voice of a process that reads private data.
 
-Libraries, and code of the user, print what they like, even from C: it goes nowhere. What is said here is
-all that leaves the process.
+Libraries, and code of the user, print what they like, even from C: it goes nowhere, or into a file of this
+machine. What is said here is all that leaves the process.
 """
 
 import os
@@ -16,16 +16,17 @@ HEARTBEAT_S = 1.0
 class Voice:
     """Standard output and error as they were; from now on nobody else in this process has them."""
 
-    def __init__(self) -> None:
+    def __init__(self, rest: str = os.devnull) -> None:
+        """`rest` is the file that everything else goes into; raises OSError when it cannot be opened."""
         sys.stdout.flush()
         sys.stderr.flush()
         self._lock = threading.Lock()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         self._err = os.fdopen(os.dup(2), "w", encoding="utf-8")
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
+        elsewhere = os.open(rest, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+        os.dup2(elsewhere, 1)
+        os.dup2(elsewhere, 2)
+        os.close(elsewhere)
 
     def say(self, line: str) -> None:
         """A line on standard output; raises BrokenPipeError when nobody listens any more."""
