@@ -58,6 +58,22 @@ def hold_machines(
         yield
 
 
+@contextlib.contextmanager
+def hold_again(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
+    """Hold a machine that may have lost its holder since this csdctl began; raises MachineHeldError.
+
+    Another csdctl may have taken it in between.
+    """
+    me = describe_holder(doing, directory)
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.callback(_hold(session, python, me).close)
+        except MachineHeldError as error:
+            if any(error.holder.get(key) != me[key] for key in ("machine", "boot", "pid", "started")):
+                raise
+        yield
+
+
 def raise_if_held(outcomes: Iterable[Outcome[Any]]) -> None:
     """Raise one MachineHeldError for all machines of `outcomes` that another csdctl has."""
     errors = [outcome.error for outcome in outcomes]

@@ -21,6 +21,7 @@ from csdctl.errors import InputError, RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.launch.leftovers import end_rank, end_run
+from csdctl.launch.machine_lock import hold_again
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.launch.network import check_network
@@ -347,7 +348,9 @@ def _supervised(
             session = stack.enter_context(
                 open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
             )
-        end_rank(run.run_id, session, python_of(fleet, node))
+        python = python_of(fleet, node)
+        stack.enter_context(hold_again(session, python, doing="train", directory=project.root))
+        end_rank(run.run_id, session, python)
         return start(rank, session, hear)
 
     def links(group: Sequence[int], generation: int) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
-from csdctl.launch.machine_lock import MachineHeldError, describe_holder, hold_machines, is_gone
+from csdctl.launch.machine_lock import MachineHeldError, describe_holder, hold_again, hold_machines, is_gone
 from csdctl.transport.local import LocalSession
 
 PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
@@ -60,6 +60,40 @@ def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, 
     assert f"`csdctl train`, process {os.getpid()} on" in str(caught.value)
     assert str(tmp_path / "first") in str(caught.value)
     assert caught.value.node == "csd0"
+
+
+def test_machine_that_is_still_ours_is_held_again_without_a_word(
+    session: LocalSession, tmp_path: Path
+) -> None:
+    with (
+        hold(session, tmp_path, "train"),
+        hold_again(session, sys.executable, doing="train", directory=tmp_path),
+    ):
+        pass
+
+
+def test_machine_that_was_lost_is_held_again(session: LocalSession, tmp_path: Path) -> None:
+    with (
+        hold_again(session, sys.executable, doing="train", directory=tmp_path),
+        pytest.raises(MachineHeldError),
+        hold(session, tmp_path),
+    ):
+        pass
+
+
+def test_machine_that_another_csdctl_took_in_between_is_left_to_it(
+    session: LocalSession, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout
+        assert other.stdout.readline() == b"held\n"
+        with (
+            pytest.raises(MachineHeldError, match=f"process {other.pid} on"),
+            hold_again(session, sys.executable, doing="train", directory=tmp_path),
+        ):
+            pass
+        other.kill()
 
 
 def test_machine_is_free_again_when_the_first_has_ended(session: LocalSession, tmp_path: Path) -> None:
