@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.contract import DatasetInfo, RankSpec, Recipe, RunSpec, ShardPart
@@ -159,7 +160,12 @@ def test_what_a_node_is_sent_is_what_the_host_would_read(tmp_path: Path) -> None
     part = write(tmp_path / "prepared", 50)
     public = DatasetInfo("prepared", 50, (2, 2, 1), "uint8", (), 49, "fingerprint")
     placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 50)
-    cut = cut_shards(placed, public, seed=9, project=ProjectDirectory(tmp_path))
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    assert (
+        cut_shards(placed, public, dataclasses.replace(job, is_everywhere=True), ProjectDirectory(tmp_path))
+        == {}
+    )
+    cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))
     assert set(cut) == {"csd0"}  # csd1 is full of private samples and needs no empty file
     images, labels = (np.load(file.source) for file in cut["csd0"])
     on_host = some(part, placed[1].public_start, placed[1].public_stop, seed=9)
