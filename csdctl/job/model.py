@@ -19,6 +19,7 @@ from csdctl.job.reading import (
     build_picture_rule,
     build_schema,
     check_private_path,
+    files_of,
 )
 from csdctl.worker.contract import EarlyStopping, Recipe, ReduceOnPlateau
 
@@ -70,8 +71,8 @@ class Job:
                 )
             ).encode()
         )
-        own = [Path(one.rpartition(":")[0]) for one in self.recipe.metrics if ".py:" in one]
-        for file in filter(None, (self.model_file, *self.reading.function_files, *own)):
+        own = (*self.reading.function_files, *files_of(self.recipe.metrics))
+        for file in filter(None, (self.model_file, *own)):
             digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 
@@ -289,16 +290,8 @@ def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
 
 def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
     """A metric's name as Keras knows it, or the user's `FILE.py:NAME` with the file made absolute."""
-    file, _, function = written.rpartition(":")
-    if not file.endswith(".py"):
-        return written
-    path = _resolve(directory, Path(file), job_path)
-    if not path.is_file() or not function.isidentifier():
-        raise InputError(
-            f"{job_path}: metric {written!r} is no function of a file that is there",
-            remedy="expected the name of a Keras metric, or PATH.py:FUNCTION",
-        )
-    return f"{path}:{function}"
+    is_own = bool(files_of([written]))
+    return _function(written, directory, job_path) if is_own else written
 
 
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:

@@ -1,6 +1,7 @@
 """How a job's data is read: pictures, classes, TFRecord features, the user's functions; what is refused."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -55,8 +56,13 @@ class Reading:
     @property
     def function_files(self) -> tuple[Path, ...]:
         """The files of the user's functions, each once."""
-        functions = (self.public_function, self.validation_function, self.private_function)
-        return tuple(dict.fromkeys(Path(one.rpartition(":")[0]) for one in functions if one))
+        return files_of((self.public_function, self.validation_function, self.private_function))
+
+
+def files_of(references: Iterable[str]) -> tuple[Path, ...]:
+    """The files of those `references` that are functions of the user's, `FILE.py:NAME`, each once."""
+    files = (reference.rpartition(":")[0] for reference in references)
+    return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 
 
 def build_picture_rule(entry: ImageEntry) -> PictureRule:

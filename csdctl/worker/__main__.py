@@ -112,7 +112,7 @@ def _prepare(_: argparse.Namespace) -> int:
         voice.say(ANSWER_PREFIX + to_json(info))
         return 0
     except (WorkerError, ContractError) as error:
-        failed = error if isinstance(error, WorkerError) else _of_contract(error)
+        failed = _told(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this goes to the host.
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
@@ -202,7 +202,9 @@ def _error_line(error: WorkerError) -> str:
     return WORKER_ERROR_PREFIX + json.dumps(content)
 
 
-def _of_contract(error: ContractError) -> WorkerError:
+def _told(error: WorkerError | ContractError) -> WorkerError:
+    if isinstance(error, WorkerError):
+        return error
     return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
 
 
@@ -211,7 +213,7 @@ def run() -> None:
     try:
         code = main(sys.argv[1:])
     except (WorkerError, ContractError) as error:
-        failed = error if isinstance(error, WorkerError) else _of_contract(error)
+        failed = _told(error)
         print(_error_line(failed), file=sys.stderr)
         code = failed.exit_code
     except BrokenPipeError:

@@ -194,9 +194,15 @@ class _Preparing:
             python = python_of(self._fleet, session.name)
             if session.name != HOST_NAME:
                 deliver(session, parcel, chunks, python=python)
-            arguments = ["look", f"--directory={public.path}"]
-            how = {"doing": "looking at the public data", "deadline_s": LOOK_DEADLINE_S}
-            return run_worker(session, python, self._worker.path, arguments, Seen, **how)  # type: ignore[arg-type]
+            return run_worker(
+                session,
+                python,
+                self._worker.path,
+                ["look", f"--directory={public.path}"],
+                Seen,
+                doing="looking at the public data",
+                deadline_s=LOOK_DEADLINE_S,
+            )
 
         names = [HOST_NAME, *(node.name for node in self._fleet.nodes)]
         seen = values_or_raise(

@@ -299,11 +299,11 @@ def _supervise(
         try:
             supervision.run()
         finally:
+            # First of all nothing is left running; a full disk must not come before that.
+            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
             space.ledger.run = run.run_id
             space.ledger.add(between_ranks(traffic, [rank.node for rank in spec.ranks]))
             space.ledger.add(of_mpirun(supervision.outcomes, space.fleet))
-            # First of all nothing is left running; a full disk must not come before that.
-            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
     return supervision.is_stopping
 
 
@@ -343,15 +343,18 @@ def _supervised(
 
     def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
-        session = space.sessions[node]
-        if node != HOST_NAME:
-            session = stack.enter_context(
-                open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
-            )
         python = python_of(fleet, node)
-        stack.enter_context(hold_again(session, python, doing="train", directory=project.root))
-        end_rank(run.run_id, session, python)
-        return start(rank, session, hear)
+        with ExitStack() as opened:  # what was opened for an attempt that fails is closed with it
+            session = space.sessions[node]
+            if node != HOST_NAME:
+                session = opened.enter_context(
+                    open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
+                )
+            opened.enter_context(hold_again(session, python, doing="train", directory=project.root))
+            end_rank(run.run_id, session, python)
+            process = start(rank, session, hear)
+            stack.enter_context(opened.pop_all())
+            return process
 
     def links(group: Sequence[int], generation: int) -> list[str]:
         commands = [

@@ -19,10 +19,10 @@ import yaml
 
 from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.limits import cgroup_prefix
+from tests.emulated.running import CSDCTL, csdctl
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 NUM_NODES = 2
 END_DEADLINE_S = 30
 
@@ -39,20 +39,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     csdctl(directory, "emulate", "down")
     if done.returncode:
         pytest.fail(f"the demo ended with {done.returncode}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-
-
-def csdctl(
-    directory: Path, *arguments: str, environment: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(CSDCTL), *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=400,
-    )
 
 
 def report(directory: Path) -> dict[str, Any]:

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.emulated.running import csdctl
+
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 NUM_SAMPLES = 96
 JOB = """\
 model: model.py:build
@@ -48,12 +49,6 @@ def write(path: Path, seed: int) -> None:
     weather = generator.random((NUM_SAMPLES, 3), np.float32)
     labels = picture.mean((1, 2, 3)) / 255 + weather.sum(1)
     np.savez(path, picture=picture, weather=weather, y=labels.astype(np.float32)[:, np.newaxis])
-
-
-def csdctl(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(CSDCTL), *arguments], cwd=directory, capture_output=True, text=True, check=False, timeout=400
-    )
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,17 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.emulated.running import csdctl
 from tests.unit.worker.sources.made_pictures import colours, gif, huge_png, jpeg, png
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 CANARY = "canary-4711"
 
 JOB = """\
@@ -43,12 +41,6 @@ def load(path):
     for label in range(3):
         yield np.full((8, 8, 3), 7, np.uint8), label
 """
-
-
-def csdctl(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [str(CSDCTL), *arguments], cwd=directory, capture_output=True, text=True, check=False, timeout=400
-    )
 
 
 def fill(root: Path, *classes: str, name: str = "a") -> None:

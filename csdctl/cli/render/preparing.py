@@ -3,11 +3,11 @@
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from csdctl.cli.render.view import View
 from csdctl.worker.contract import DatasetInfo, Preparing
 from csdctl.workflows.prepare import Prepared
 
@@ -17,7 +17,7 @@ LINE_INTERVAL_S = 10.0
 _SHOWN_CLASSES = 5
 
 
-class PreparingView:
+class PreparingView(View):
     """A bar for each data set on a terminal, a line now and then elsewhere; a context manager."""
 
     def __init__(self, console: Console, *, line_interval_s: float = LINE_INTERVAL_S) -> None:
@@ -36,15 +36,7 @@ class PreparingView:
             refresh_per_second=4,
             disable=not console.is_terminal,
         )
-
-    def __enter__(self) -> "PreparingView":
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
+        super().__init__(self._progress)
 
     def show(self, data: str, progress: Preparing) -> None:
         """Take in how far the data set `data` is; from any thread."""

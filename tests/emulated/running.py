@@ -1,0 +1,21 @@
+"""csdctl as a user runs it, in a process of its own."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
+
+
+def csdctl(
+    directory: Path, *arguments: str, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(CSDCTL), *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
+        timeout=400,
+    )
