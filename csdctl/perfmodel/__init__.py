@@ -1,0 +1,1 @@
+"""Pure: step time, link and energy; prediction."""

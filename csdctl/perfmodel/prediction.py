@@ -1,0 +1,69 @@
+"""What a fleet will reach with given batch sizes, and where its time goes; pure.
+
+    T = max_k (α_k + β_k b_k) · stretch + T_collective          images/s = Σ b_k / T
+
+`stretch` is what being in step costs beyond the sum itself: the slowest of many noisy steps is slower than
+their mean. It is measured (a trial's steps against this model), not assumed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csdctl.perfmodel.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class RankModel:
+    """One rank: how long its steps take."""
+
+    node: str
+    step_time: StepTime
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of the whole fleet. Shares are of the fleet's time, all ranks together, and add up to 1."""
+
+    step_s: float
+    images_per_s: float
+    compute_share: float
+    imbalance_share: float
+    """Ranks that are done wait for the slowest."""
+    communication_share: float
+    ceiling_images_per_s: float
+    """The sum of what all ranks would reach with these batch sizes if none waited for another."""
+    single_images_per_s: float
+    """What the first rank, the host, would reach alone with its batch size."""
+
+    @property
+    def efficiency(self) -> float:
+        """Of the ceiling."""
+        return self.images_per_s / self.ceiling_images_per_s
+
+    @property
+    def speedup(self) -> float | None:
+        """Over the host alone; None when the host trains nothing."""
+        return self.images_per_s / self.single_images_per_s if self.single_images_per_s else None
+
+
+def predict(
+    ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, stretch: float = 1.0
+) -> Prediction:
+    """The step of `ranks`, the host first, with these batch sizes; `collective_s` for one sum."""
+    times = [rank.step_time.at(size) for rank, size in zip(ranks, batch_sizes, strict=True)]
+    slowest = max(times)
+    if slowest <= 0:
+        raise ValueError("no rank has a sample to train on")
+    step_s = slowest * stretch + collective_s
+    training = [(size, time) for size, time in zip(batch_sizes, times, strict=True) if size]
+    compute_share = sum(times) / (len(times) * step_s)
+    communication_share = (step_s - slowest) / step_s
+    return Prediction(
+        step_s=step_s,
+        images_per_s=sum(batch_sizes) / step_s,
+        compute_share=compute_share,
+        imbalance_share=max(0.0, 1 - compute_share - communication_share),
+        communication_share=communication_share,
+        ceiling_images_per_s=sum(size / time for size, time in training),
+        single_images_per_s=batch_sizes[0] / times[0] if batch_sizes[0] else 0.0,
+    )
