@@ -73,7 +73,7 @@ def _build(options: argparse.Namespace) -> int:
     from csdctl.worker.backend import load_backend
     from csdctl.worker.model import build
 
-    _, keras = load_backend(threads=1)
+    _, keras = load_backend()
     info = build(
         options.reference,
         json.loads(options.arguments),
@@ -132,7 +132,7 @@ def _probe(options: argparse.Namespace) -> int:
     from csdctl.worker.probe import serve_probes
 
     spec = from_json(ProbeSpec, options.spec)
-    serve_probes(spec, *load_backend(spec.threads))
+    serve_probes(spec, *load_backend(spec.runtime))
     return 0
 
 
@@ -147,7 +147,7 @@ def _rank(options: argparse.Namespace) -> int:
         from csdctl.worker.backend import load_backend
         from csdctl.worker.training import RankTraining
 
-        RankTraining(spec, me.rank, *load_backend(me.threads)).run()
+        RankTraining(spec, me.rank, *load_backend(me.runtime)).run()
     except BaseException as error:
         failed = _as_worker_error(error, private_log)
         emit(Failed(options.rank, node, failed.message, failed.remedy, failed.exit_code))

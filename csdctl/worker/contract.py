@@ -141,13 +141,25 @@ class ShardPart:
 
 
 @dataclass(frozen=True)
+class Runtime:
+    """How TensorFlow runs in a rank."""
+
+    threads: int = 1
+    """Of one operation (intra-op)."""
+    inter_threads: int = 1
+    """Operations at the same time (inter-op)."""
+    onednn: bool = True
+    """Whether oneDNN's kernels are used."""
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """One training process."""
 
     rank: int
     node: str
     batch_size: int
-    threads: int
+    runtime: Runtime
     private: ShardPart | None
     public: ShardPart | None
     """Its part of the public samples, as it can read it itself; None when it has none."""
@@ -240,6 +252,8 @@ class RunSpec:
     """End after this many steps of the whole run: for measuring."""
     is_verified: bool = False
     """Take one step with random samples, compare it with one process, and end."""
+    made: DatasetInfo | None = None
+    """For a trial: random samples of this form instead of any data, and nothing is kept."""
     schema: int = SCHEMA
 
 
@@ -250,7 +264,7 @@ class ProbeSpec:
     architecture: str
     weights: str
     recipe: Recipe
-    threads: int
+    runtime: Runtime
     data: DatasetInfo
     """The public data: probes take samples of its shape and type, not its samples."""
     schema: int = SCHEMA
@@ -263,6 +277,10 @@ class ProbeRequest:
     batch_size: int
     min_steps: int = 3
     min_duration_s: float = 1.0
+    warm_up_steps: int = 2
+    """Taken before the clock runs: the first step of a size finds memory and kernels."""
+    micro_batch_size: int | None = None
+    """A larger batch is computed in pieces of this size."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.contract import DatasetInfo
 from csdctl.worker.data import Array
 
 
@@ -43,3 +44,11 @@ def random_samples(generator: np.random.Generator, shape: tuple[int, ...], dtype
     for name in dtype.names:
         made[name] = random_samples(generator, (*shape, *dtype[name].shape), dtype[name].base)
     return made
+
+
+def random_batch(generator: np.random.Generator, form: DatasetInfo, count: int) -> tuple[Array, Array]:
+    """Random images (n, …) and labels (n, …) of the form of a data set: the time of a step is the same."""
+    images = random_samples(generator, (count, *form.sample_shape), dtype_from_text(form.dtype))
+    if form.max_label >= 0:
+        return images, generator.integers(0, form.max_label + 1, (count, *form.label_shape), np.int32)
+    return images, generator.random((count, *form.label_shape), np.float32)

@@ -14,34 +14,25 @@ import numpy as np
 from csdctl.worker.backend import peak_memory_bytes
 from csdctl.worker.contract import ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
 from csdctl.worker.data import Array
-from csdctl.worker.forms import dtype_from_text, random_samples
+from csdctl.worker.forms import random_batch
 from csdctl.worker.model import load
 from csdctl.worker.step import Step
 
 READY = "ready"
-WARM_UP_STEPS = 2
 
 
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
     model = load(Path(spec.architecture), Path(spec.weights), keras)
     generator = np.random.default_rng(0)
-    shape, dtype = spec.data.sample_shape, dtype_from_text(spec.data.dtype)
-
-    def batch(size: int) -> tuple[Array, Array]:
-        images = random_samples(generator, (size, *shape), dtype)
-        if spec.data.max_label >= 0:
-            return images, generator.integers(
-                0, spec.data.max_label + 1, (size, *spec.data.label_shape), np.int32
-            )
-        return images, generator.random((size, *spec.data.label_shape), np.float32)
-
-    step = Step(model, spec.recipe, batch(1), tf, keras)
+    step = Step(model, spec.recipe, random_batch(generator, spec.data, 1), tf, keras)
     step.set_step(0, 0.0)
     print(READY, flush=True)
     for line in sys.stdin:
         request = from_json(ProbeRequest, line)
-        print(to_json(measure(step, batch(request.batch_size), request)), flush=True)
+        step.micro_batch_size = request.micro_batch_size
+        batch = random_batch(generator, spec.data, request.batch_size)
+        print(to_json(measure(step, batch, request)), flush=True)
 
 
 def measure(step: Step, batch: tuple[Array, Array], request: ProbeRequest) -> ProbeResult:
@@ -50,7 +41,7 @@ def measure(step: Step, batch: tuple[Array, Array], request: ProbeRequest) -> Pr
     The mean, because a machine held to a share of a core works in bursts: most of its steps are quick and
     a few take all the time.
     """
-    for _ in range(WARM_UP_STEPS):
+    for _ in range(request.warm_up_steps):
         step.apply(step.local(*batch))
     num_steps, elapsed_s = 0, 0.0
     started = time.perf_counter()

@@ -65,7 +65,7 @@ class Step:
         self._input_range = recipe.input_range
         self._statistics = MovingStatistics(model, tf, keras)
         self._seeds = Seeds(model, recipe.seed, rank)
-        self._micro_batch_size = micro_batch_size
+        self.micro_batch_size = micro_batch_size
         self._weight = weight
         self._num_sums = 2 + len(self._metrics)
         self.num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
@@ -97,7 +97,7 @@ class Step:
 
     def local(self, images: Array, labels: Array, out: Array | None = None) -> Array:
         """This rank's vector, shape (size,), float32, not divided by anything; in `out` when given."""
-        size = self._micro_batch_size or len(images)
+        size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
             return np.asarray(self._local(self._tensor(images), self._tensor(labels)))
         vector = np.zeros(self.size, np.float32) if out is None else out
@@ -121,7 +121,7 @@ class Step:
 
     def alone(self, images: Array, labels: Array) -> Sums:
         """`local` and `apply` of a rank that trains without others, in one graph."""
-        if self._micro_batch_size and len(images) > self._micro_batch_size:
+        if self.micro_batch_size and len(images) > self.micro_batch_size:
             return self.apply(self.local(images, labels))
         return self._sums(np.asarray(self._alone(self._tensor(images), self._tensor(labels))))
 

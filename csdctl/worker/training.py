@@ -23,6 +23,7 @@ from csdctl.worker.evaluation import evaluate
 from csdctl.worker.events import WorkerError
 from csdctl.worker.keeping import BEST_MODEL, LAST_MODEL, Keeping
 from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
+from csdctl.worker.made import MadeReader
 from csdctl.worker.messages import (
     EARLY_STOPPING,
     MAX_STEPS,
@@ -121,7 +122,7 @@ class RankTraining:
     def _load(self) -> None:
         spec, me = self._spec, self._me
         self._model = load(Path(spec.architecture), Path(spec.weights), self._keras)
-        self._reader = EpochReader(spec, me.rank)
+        self._reader = MadeReader(spec.made, me.rank) if spec.made else EpochReader(spec, me.rank)
         self._validation = Samples(spec.validation) if spec.validation and self._is_root else None
         self._step = Step(
             self._model,
@@ -137,7 +138,7 @@ class RankTraining:
         self._teller.metric_names = self._step.metric_names
         # After the vector: whether somebody wants to stop, and every rank's compute time.
         self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
-        self._keeping = Keeping(spec, me, self._step) if self._is_root else None
+        self._keeping = Keeping(spec, me, self._step) if self._is_root and not spec.made else None
         if self._keeping and self._keeping.position:
             self._position = self._keeping.position
 

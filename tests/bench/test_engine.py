@@ -335,7 +335,7 @@ ALONE = """
 import statistics, sys, time
 import numpy as np
 from csdctl.worker.backend import load_backend
-tf, keras = load_backend(1)
+tf, keras = load_backend()
 from csdctl.worker.contract import Recipe
 from csdctl.worker.step import Step
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from csdctl.worker.backend import load_tensorflow
 from csdctl.worker.contract import PrepareSpec, from_json
 from csdctl.worker.prepare import prepare
-load_tensorflow(1)
+load_tensorflow()
 started = time.perf_counter()
 prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))
 seconds = time.perf_counter() - started

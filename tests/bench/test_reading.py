@@ -18,18 +18,18 @@ PROGRAM = """
 import json, re, sys, time
 from pathlib import Path
 from csdctl.worker.backend import load_backend
-from csdctl.worker.contract import RankSpec, Recipe, RunSpec, ShardPart
+from csdctl.worker.contract import Runtime, RankSpec, Recipe, RunSpec, ShardPart
 from csdctl.worker.data import EpochReader
 from csdctl.worker.schedule import Own, begin_epoch
 from csdctl.worker.step import Step
 directory, num_rows = Path(sys.argv[1]), int(sys.argv[2])
 part = ShardPart(str(directory / "images.npy"), str(directory / "labels.npy"), 0, num_rows, 7)
-rank = RankSpec(0, "host", 32, 1, None, part, 0, num_rows)
+rank = RankSpec(0, "host", 32, Runtime(1), None, part, 0, num_rows)
 spec = RunSpec("bench", "", "", Recipe(learning_rate=0.01), (rank,), part, None, "")
 reader = EpochReader(spec, 0)
 reader.begin(1)
 leg = begin_epoch([Own(0, num_rows)], {0: 32})
-tf, keras = load_backend(1)
+tf, keras = load_backend()
 model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
 step = Step(model, spec.recipe, reader.example(), tf, keras)
 for number in range(3):

@@ -45,7 +45,7 @@ class ClassFolders:
                 counts[self._label(file)] += 1
         self.files_of_class = tuple(counts)
         self.num_samples = len(self._files)
-        self._decoder = PictureDecoder(spec.picture, load_tensorflow(threads=1))
+        self._decoder = PictureDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
 
     def blocks(self, start: int) -> Iterator[Block]:

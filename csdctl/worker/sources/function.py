@@ -98,7 +98,7 @@ class IteratedSamples:
             image, label = candidate.content, candidate.label
             is_picture = image.dtype == np.uint8 and image.ndim == 3 and known_shape(self._rule)
             if is_picture and self._decoder is None:
-                self._decoder = PictureDecoder(self._rule, load_tensorflow(threads=1))
+                self._decoder = PictureDecoder(self._rule, load_tensorflow())
             now = (None if is_picture else image.shape, image.dtype, label.shape, label.dtype.kind)
             if form is not None and now != form:
                 raise self._users.error("gives samples of different shapes or types")

@@ -22,7 +22,7 @@ from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.contract import ProbeResult, RankSpec, Recipe, RunSpec
+from csdctl.worker.contract import ProbeResult, RankSpec, Recipe, RunSpec, Runtime
 from csdctl.worker.messages import (
     Checkpointed,
     EpochEnd,
@@ -128,8 +128,8 @@ SPEC = RunSpec(
     weights="w.npz",
     recipe=Recipe(epochs=2),
     ranks=(
-        RankSpec(0, "host", 60, 8, None, None, 0, 600),
-        RankSpec(1, "csd0", 10, 4, None, None, 100, 0),
+        RankSpec(0, "host", 60, Runtime(8), None, None, 0, 600),
+        RankSpec(1, "csd0", 10, Runtime(4), None, None, 100, 0),
     ),
     public=None,
     validation=None,

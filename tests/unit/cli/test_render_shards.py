@@ -1,11 +1,11 @@
 """Shards in a few lines."""
 
 from csdctl.cli.render.shards import show_shards
-from csdctl.worker.contract import RankSpec, Recipe, RunSpec
+from csdctl.worker.contract import RankSpec, Recipe, RunSpec, Runtime
 
 
 def rank(number: int, node: str, batch_size: int, private: int, public: int, **more: float) -> RankSpec:
-    return RankSpec(number, node, batch_size, 1, None, None, private, public, **more)  # type: ignore[arg-type]
+    return RankSpec(number, node, batch_size, Runtime(1), None, None, private, public, **more)  # type: ignore[arg-type]
 
 
 def run(*ranks: RankSpec) -> RunSpec:

@@ -18,7 +18,7 @@ from csdctl.worker.step import Step
 directory = Path(sys.argv[1])
 ways: list[list[int]] = json.loads(sys.argv[2])
 _, world = load_world()
-tf, keras = load_backend(threads=1)
+tf, keras = load_backend()
 keras.utils.set_random_seed(1)
 images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 recipe = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)

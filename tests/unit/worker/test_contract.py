@@ -19,6 +19,7 @@ from csdctl.worker.contract import (
     Recipe,
     ReduceOnPlateau,
     RunSpec,
+    Runtime,
     ShardPart,
     from_json,
     to_json,
@@ -76,8 +77,8 @@ RUN = RunSpec(
     weights=".csdctl/objects/w.npz",
     recipe=RECIPE,
     ranks=(
-        RankSpec(0, "host", 32, 8, PART, ShardPart("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
-        RankSpec(1, "csd0", 4, 4, None, None, 0, 0),
+        RankSpec(0, "host", 32, Runtime(8), PART, ShardPart("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
+        RankSpec(1, "csd0", 4, Runtime(4), None, None, 0, 0),
     ),
     public=PART,
     validation=PART,
@@ -90,7 +91,7 @@ VALUES = [
     RUN,
     dataclasses.replace(RUN, validation=None, max_steps=3, recipe=Recipe(input_range=None)),
     RECIPE,
-    ProbeSpec("a", "w", RECIPE, 4, DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")),
+    ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")),
     ProbeRequest(32, min_duration_s=0.5),
     ProbeResult(32, 0.25, 4, 1 << 30),
 ]

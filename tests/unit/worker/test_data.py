@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.contract import DatasetInfo, RankSpec, Recipe, RunSpec, ShardPart
+from csdctl.worker.contract import DatasetInfo, RankSpec, Recipe, RunSpec, Runtime, ShardPart
 from csdctl.worker.data import EpochReader, Samples, open_arrays, rows_of
 from csdctl.worker.events import WorkerError
 from csdctl.worker.schedule import Own, Piece, Share, begin_epoch
@@ -45,7 +45,7 @@ def some(part: ShardPart, start: int, stop: int, seed: int = 5) -> ShardPart:
 
 def one_rank(private: ShardPart | None, public: ShardPart | None, sizes: tuple[int, int]) -> RunSpec:
     """A run of one rank with so many private and public samples."""
-    rank = RankSpec(0, "host", 8, 1, private, public, *sizes)
+    rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
     whole = ShardPart(public.images, public.labels) if public else None
     return RunSpec("run", "", "", Recipe(seed=7), (rank,), whole, None, "")
 
@@ -114,8 +114,8 @@ def test_what_others_borrowed_is_read_on_the_host_as_they_would_have_read_it(
 ) -> None:
     """Rank 1 has public[40:60]; the host lends it what rank 1 itself would have taken from its own file."""
     ranks = (
-        RankSpec(0, "host", 8, 1, None, some(part, 0, 40, 7), 0, 40),
-        RankSpec(1, "csd0", 8, 1, None, None, 0, 20, 40),
+        RankSpec(0, "host", 8, Runtime(1), None, some(part, 0, 40, 7), 0, 40),
+        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
     )
     whole = ShardPart(part.images, part.labels)
     spec = RunSpec("run", "", "", Recipe(seed=7), ranks, whole, None, "")

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.contract import RankSpec, Recipe, RunSpec, ShardPart, to_json
+from csdctl.worker.contract import RankSpec, Recipe, RunSpec, Runtime, ShardPart, to_json
 from csdctl.worker.messages import Failed, event_from_line
 
 CANARY = 987_654
@@ -33,7 +33,7 @@ def test_only_the_kind_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     np.save(tmp_path / "labels.npy", np.full(8, CANARY, np.int32))
     part = ShardPart(str(tmp_path / "images.npy"), str(tmp_path / "labels.npy"))
     data = (part, None, 8, 0) if is_private else (None, part, 0, 8)
-    rank = RankSpec(0, "csd0", 4, 1, *data)
+    rank = RankSpec(0, "csd0", 4, Runtime(1), *data)
     files = [str(tmp_path / name) for name in ("architecture.json", "weights.npz")]
     spec = RunSpec("a-run", *files, Recipe(), (rank,), None, None, str(tmp_path))
     (tmp_path / "spec.json").write_text(to_json(spec))

@@ -20,7 +20,7 @@ PALETTE = [(255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 9, 9)]
 
 
 def tensorflow() -> Any:
-    return load_tensorflow(threads=1)
+    return load_tensorflow()
 
 
 def colours(height: int, width: int, channels: int = 3, seed: int = 0) -> np.ndarray:

@@ -1,0 +1,130 @@
+"""Our own tuner: few probes of each kind of machine, where they teach most; the measuring is passed in.
+
+Machines of one class share: in a round each of them may take another batch size. The first round spreads over
+small sizes, which are quick. After it the fits say which batch sizes the best plan would have, and the next
+rounds probe there, until the fit is sure there.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fit import Point, fit_step_time, standard_error
+from csdctl.tuning.stannis import Measure, TuningError
+
+MAX_PROBES = 8
+"""Of one class of machines."""
+FIRST_SIZES = {1: (16,), 2: (8, 32), 3: (4, 16, 64)}
+"""By the number of machines that measure in the first round."""
+LEAP = 4
+"""A batch is tried that is at most so many times the largest that fitted: memory may end in between."""
+NEAR = 1.25
+"""A probe is at a size when it is within this factor of it."""
+TOLERANCE = 0.03
+"""A fit is good enough when its standard error at the planned size is at most this share."""
+LEAST_PROBES = 4
+"""Of a class, remembered ones included: fewer agree by chance."""
+GUESSED_SHARES = (0.25, 0.5, 1.0)
+"""What is probed first of a size that is only guessed, by machines: too large a one costs time or memory."""
+AROUND = (1.0, 0.6)
+"""Where the machines of a class probe, as shares of the planned size."""
+
+
+@dataclass
+class ClassState:
+    """What is known of one class of machines."""
+
+    machines: Sequence[str]
+    probes: list[Point] = field(default_factory=list)
+    """Those remembered from earlier tunings too."""
+    num_new: int = 0
+    max_new: int = MAX_PROBES
+    guess: StepTime | None = None
+    """What similar models suggest, before the first probe."""
+    too_large: int | None = None
+    """The smallest batch size that did not fit into memory."""
+
+    @property
+    def sizes(self) -> set[int]:
+        """Batch sizes measured."""
+        return {probe.batch_size for probe in self.probes}
+
+    def fit(self) -> StepTime | None:
+        """The step time that the probes show, or the guess; None without either."""
+        return fit_step_time(self.probes) if self.probes else self.guess
+
+    def is_settled(self, size: int) -> bool:
+        """Whether the step at `size` is known: measured about there, and the line through all is sure."""
+        is_near = any(size / NEAR <= one <= size * NEAR for one in self.sizes)
+        if not is_near or len(self.probes) < LEAST_PROBES:
+            return False
+        return standard_error(fit_step_time(self.probes), self.probes, size) <= TOLERANCE
+
+
+def measure_classes(
+    classes: Mapping[str, ClassState],
+    measure: Measure,
+    choose: Callable[[Mapping[str, StepTime]], Mapping[str, int]],
+) -> dict[str, StepTime]:
+    """Probe until every class is known well enough; returns the step time of each and adds to `classes`.
+
+    `measure` takes batch sizes by machine, as Algorithm 1's does; `choose` gives the batch size each class
+    would have in the best plan, from the fits so far. Raises TuningError when a class fits at no size.
+    """
+    while True:
+        fits = {name: fit for name, state in classes.items() if (fit := state.fit())}
+        targets = choose(fits) if len(fits) == len(classes) else {}
+        wanted = {name: _next_sizes(state, targets.get(name)) for name, state in classes.items()}
+        if not any(wanted.values()):
+            return {name: fit_step_time(state.probes) for name, state in classes.items()}
+        _learn(classes, wanted, measure)
+
+
+def _learn(classes: Mapping[str, ClassState], wanted: Mapping[str, Sequence[int]], measure: Measure) -> None:
+    """One round: measure the `wanted` sizes of each class, each on another of its machines."""
+    asked = {
+        machine: size
+        for name, sizes in wanted.items()
+        for machine, size in zip(classes[name].machines, sizes, strict=False)
+    }
+    times = measure(asked)
+    for state in classes.values():
+        for machine in state.machines:
+            if machine not in asked:
+                continue
+            size, time_s = asked[machine], times[machine]
+            state.num_new += 1
+            if time_s is None:
+                state.too_large = min(size, state.too_large or size)
+            else:
+                state.probes.append(Point(size, time_s))
+        if not state.probes and state.too_large == 1:
+            raise TuningError(f"{state.machines[0]} cannot train even 1 sample at a time: out of memory")
+
+
+def _next_sizes(state: ClassState, target: int | None) -> list[int]:
+    """Batch sizes worth measuring next, at most one for each machine of the class; none when it is known."""
+    count = min(state.max_new - state.num_new, len(state.machines))
+    if count < 1:
+        return []
+    if not state.probes:
+        if state.too_large is not None:
+            return [max(1, state.too_large // LEAP)]
+        if target is None:
+            return list(FIRST_SIZES[min(count, max(FIRST_SIZES))])
+        # A guess may be wrong: the planned size comes last, when there are machines for all of them.
+        guessed = dict.fromkeys(max(1, round(target * share)) for share in GUESSED_SHARES[:count])
+        return sorted(guessed)
+    if target is None:
+        return []
+    if len(state.sizes) < 2 and target in state.sizes:
+        target = max(1, target // 2)
+    largest = max(state.sizes)
+    limit = min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest)
+    if target > limit:
+        # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
+        return [limit] if limit > largest * NEAR else []
+    if state.is_settled(target):
+        return []
+    around = dict.fromkeys(min(limit, max(1, round(target * share))) for share in AROUND)
+    return list(around)[:count]

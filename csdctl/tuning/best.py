@@ -1,0 +1,221 @@
+"""The batch sizes that give most images a second under the limits given; pure.
+
+For a time T that a step may compute, every rank takes the most samples it can do in T, so that none waits for
+another. The longer T, the smaller the part of it that fixed costs and the sum over the ranks take, and the
+larger the global batch; so T is all there is to search for, once for every set of ranks worth trying.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from csdctl.perfmodel.prediction import Prediction, RankModel, predict
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.stannis import TuningError
+
+NUM_TIMES = 96
+"""Step times that are tried, evenly on a logarithmic scale."""
+NUM_TIMES_COARSE = 8
+"""So many when it is only a matter of whether a fleet is worth a closer look."""
+TIME_TOLERANCE = 1e-5
+NUM_CUTS = 12
+"""Fleets that are tried, each without some of the slowest nodes."""
+SLACK = 0.005
+"""Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
+LEAST_GAIN = 0.02
+"""Nodes are left out when the others are faster by this share without them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A rank that may train."""
+
+    node: str
+    step_time: StepTime
+    max_batch_size: int | None = None
+    """What fits into its memory."""
+    is_required: bool = False
+    """It holds private data, or is the host: it is never left out."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a plan must keep to. None: no limit."""
+
+    max_global_batch: int | None = None
+    global_batch: int | None = None
+    """Exactly this many."""
+    max_step_s: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_global_batch", "global_batch", "max_step_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise TuningError(f"{name.replace('_', '-')} must be above 0, received {value}")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The batch sizes found, by node, in the order of the candidates; who is left out has none."""
+
+    batch_sizes: dict[str, int]
+    prediction: Prediction
+    left_out: tuple[str, ...] = ()
+
+
+def find_best(
+    candidates: Sequence[Candidate],
+    limits: Limits,
+    collective_s: Callable[[int], float],
+    stretch: float = 1.0,
+) -> Best:
+    """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
+
+    Raises TuningError when no plan keeps to the limits.
+    """
+    if not candidates:
+        raise TuningError("there is no machine to tune")
+
+    def best_of(members: Sequence[Candidate], num_times: int) -> Best | None:
+        return _best_of(members, limits, collective_s(len(members)), stretch, num_times)
+
+    fleets = {len(members): members for members in _fleets(candidates)}
+    looked = {
+        size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
+    }
+    if not looked:
+        raise TuningError(_why_none(candidates, limits))
+    fastest = max(looked, key=lambda size: looked[size].prediction.images_per_s)
+    best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
+    if fastest < len(candidates) and len(candidates) in looked:
+        whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
+        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN):
+            return whole
+    left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
+    return Best(best.batch_sizes, best.prediction, left_out)
+
+
+def _fleets(candidates: Sequence[Candidate]) -> Iterable[Sequence[Candidate]]:
+    """The whole fleet, then fleets without more and more of the slowest nodes that may be left out."""
+    yield candidates
+    free = sorted(
+        (one for one in candidates if not one.is_required),
+        key=lambda one: _slowness(one.step_time),
+        reverse=True,
+    )
+    cuts = sorted({ceil(len(free) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)})
+    for cut in cuts:
+        without = {one.node for one in free[:cut]}
+        if len(without) < len(candidates):
+            yield [one for one in candidates if one.node not in without]
+
+
+def _slowness(step_time: StepTime) -> float:
+    return step_time.beyond_s or step_time.per_sample_s
+
+
+def _best_of(
+    members: Sequence[Candidate], limits: Limits, collective_s: float, stretch: float, num_times: int
+) -> Best | None:
+    """The best plan in which all `members` train; None when the limits allow none."""
+    counts = Counter((one.step_time, one.max_batch_size) for one in members)
+    kinds = {(one.step_time, one.max_batch_size): one for one in members}
+
+    def sizes_within(time_s: float) -> dict[tuple[StepTime, int | None], int]:
+        return {kind: _most_within(one, time_s) for kind, one in kinds.items()}
+
+    def total(time_s: float) -> int:
+        return sum(size * counts[kind] for kind, size in sizes_within(time_s).items())
+
+    least_s = max(one.step_time.at(1) for one in members)
+    most_s = _longest_time(kinds.values(), limits, collective_s, stretch, least_s, total)
+    if most_s < least_s:
+        return None
+    found: list[Best] = []
+    models = [RankModel(one.node, one.step_time) for one in members]
+    for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
+        within = sizes_within(time_s)
+        sizes = [within[one.step_time, one.max_batch_size] for one in members]
+        if limits.global_batch is not None:
+            sizes = _cut_to(sizes, members, limits.global_batch)
+            if sum(sizes) != limits.global_batch or min(sizes) < 1:
+                continue
+        prediction = predict(models, sizes, collective_s, stretch)
+        found.append(Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction))
+    if not found:
+        return None
+    fastest = max(one.prediction.images_per_s for one in found)
+    # In order of T, and so of the global batch: the first that is as fast as any.
+    return next(one for one in found if one.prediction.images_per_s >= fastest * (1 - SLACK))
+
+
+def _most_within(one: Candidate, time_s: float) -> int:
+    size = one.step_time.largest_within(time_s)
+    return min(size, one.max_batch_size) if one.max_batch_size is not None else size
+
+
+def _longest_time(
+    kinds: Iterable[Candidate],
+    limits: Limits,
+    collective_s: float,
+    stretch: float,
+    least_s: float,
+    total: Callable[[float], int],
+) -> float:
+    """The longest T that the limits allow, found by halving; memory ends it when nothing else does."""
+    bounds = [
+        one.step_time.at(one.max_batch_size) if one.max_batch_size is not None else float("inf")
+        for one in kinds
+    ]
+    most_s = max(bounds)
+    if limits.max_step_s is not None:
+        most_s = min(most_s, (limits.max_step_s - collective_s) / stretch)
+    most = limits.global_batch or limits.max_global_batch
+    if most is None:
+        if most_s == float("inf"):
+            raise TuningError("without a limit of memory, step time or global batch, more is always better")
+        return most_s
+    low, high = least_s, least_s
+    while total(high) < most and high < most_s:
+        low, high = high, high * 2
+    high = min(high, most_s)
+    if total(high) <= most and limits.global_batch is None:
+        return high
+    while high - low > TIME_TOLERANCE * high:
+        middle = (low + high) / 2
+        # An exact global batch is cut from the shortest T that has enough, a limit is the longest T within.
+        is_enough = total(middle) >= most if limits.global_batch else total(middle) > most
+        low, high = (low, middle) if is_enough else (middle, high)
+    if limits.global_batch:
+        return high if total(high) >= most else 0.0
+    return low if total(low) <= most else 0.0
+
+
+def _times(least_s: float, most_s: float, count: int) -> list[float]:
+    if count == 1 or most_s <= least_s:
+        return [most_s]
+    ratio = (most_s / least_s) ** (1 / (count - 1))
+    return [*(least_s * ratio**number for number in range(count - 1)), most_s]
+
+
+def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> list[int]:
+    """Take what is too much from the ranks that need longest, a sample at a time."""
+    cut = list(sizes)
+    while sum(cut) > wanted:
+        longest = max(range(len(cut)), key=lambda place: (members[place].step_time.at(cut[place]), place))
+        cut[longest] -= 1
+    return cut
+
+
+def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
+    given = [
+        f"{name.replace('_', '-')} {value:g}"
+        for name in ("max_global_batch", "global_batch", "max_step_s")
+        if (value := getattr(limits, name)) is not None
+    ]
+    slowest = max(candidates, key=lambda one: one.step_time.at(1))
+    return (
+        f"no plan for {len(candidates)} ranks keeps to {', '.join(given) or 'the memory there is'}; "
+        f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
+    )

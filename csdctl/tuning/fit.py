@@ -1,0 +1,120 @@
+"""From probes to the time of a step: a robust fit of α + β·b, with a knee where the probes show one; pure.
+
+A probe's error is a share of its time, so residuals are relative; one probe that something else disturbed
+must not bend the line, so large residuals weigh less (Huber's weights, reweighted until they settle).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import numpy as np
+import numpy.typing as npt
+
+from csdctl.perfmodel.step_time import StepTime
+
+Array = npt.NDArray[np.float64]
+
+HUBER_K = 1.345
+"""Residuals beyond so many standard deviations weigh less; 95% as efficient as least squares without any."""
+LEAST_SCALE = 0.01
+"""Residuals are never held against less noise than this."""
+MAD_TO_SIGMA = 1.4826
+NUM_REWEIGHTS = 20
+KNEE_LEAST_SIZES = 5
+"""So many different batch sizes before a knee is looked for: two lines fit four points always."""
+KNEE_GAIN = 4.0
+"""A knee is believed when it makes the squared residuals so many times smaller."""
+KNEE_LEAST_CHANGE = 0.1
+"""A second slope within this share of the first is the first."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: the mean step of a machine at one batch size."""
+
+    batch_size: int
+    step_time_s: float
+    num_steps: int = 1
+    """It counts as much: a mean over more steps is less noisy."""
+
+
+class FitError(ValueError):
+    """The probes determine nothing."""
+
+
+def fit_step_time(probes: Sequence[Point]) -> StepTime:
+    """The step time that `probes` of one kind of machine show; raises FitError without any.
+
+    One batch size alone gives a line through the origin.
+    """
+    if not probes:
+        raise FitError("there is no probe to fit a step time to")
+    sizes = np.array([float(probe.batch_size) for probe in probes])
+    times = np.array([probe.step_time_s for probe in probes])
+    counts = np.array([float(probe.num_steps) for probe in probes])
+    distinct = sorted({probe.batch_size for probe in probes})
+    line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times, counts)
+    if len(distinct) == 1 or line[1] <= 0:
+        # One size says nothing of α; probes that grow quicker with the batch say nothing but their noise.
+        (slope,), _ = _fit(sizes[:, np.newaxis], times, counts)
+        return StepTime(0.0, slope)
+    best = StepTime(line[0], line[1])
+    if len(distinct) < KNEE_LEAST_SIZES:
+        return best
+    least = error / KNEE_GAIN
+    for knee in distinct[1:-2]:
+        columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
+        bent, error = _fit(np.stack(columns, axis=1), times, counts)
+        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_LEAST_CHANGE
+        if is_bent and error < least:
+            least = error
+            best = StepTime(bent[0], bent[1], knee, bent[2])
+    return best
+
+
+def standard_error(step_time: StepTime, probes: Sequence[Point], batch_size: int) -> float:
+    """How far off the fit may be at `batch_size`, as a share of its time: one standard error of the line.
+
+    Infinite while there are not more probes than a line needs.
+    """
+    if len(probes) < 3:
+        return float("inf")
+    fitted = np.array([step_time.at(probe.batch_size) for probe in probes])
+    roots = np.sqrt([probe.num_steps for probe in probes])
+    residuals = roots * (np.array([probe.step_time_s for probe in probes]) / fitted - 1)
+    variance = float(residuals @ residuals) / (len(probes) - 2)
+    rows = np.array([[1.0, float(probe.batch_size)] for probe in probes]) * (roots / fitted)[:, np.newaxis]
+    at = np.array([1.0, float(batch_size)]) / step_time.at(batch_size)
+    return float(np.sqrt(variance * (at @ np.linalg.pinv(rows.T @ rows) @ at)))
+
+
+def _fit(columns: Array, times: Array, counts: Array) -> tuple[list[float], float]:
+    """Coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
+    weights, fitted = counts, times
+    coefficients: list[float] = []
+    residuals = np.zeros_like(times)
+    for _ in range(NUM_REWEIGHTS):
+        # Relative to the fit, not to the probe: else quick probes would weigh more and the fit be too quick.
+        roots = np.sqrt(weights) / fitted
+        coefficients = _non_negative(columns * roots[:, np.newaxis], times * roots)
+        before, fitted = fitted, columns @ np.array(coefficients)
+        residuals = times / fitted - 1
+        scale = max(LEAST_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
+        weights = counts * np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
+        if np.allclose(before, fitted, rtol=1e-4):
+            break
+    # Exact probes leave nothing, and no knee gains on that.
+    return coefficients, float(np.average(residuals**2, weights=weights)) + (LEAST_SCALE / 10) ** 2
+
+
+def _non_negative(columns: Array, wanted: Array) -> list[float]:
+    """Least squares with coefficients ≥ 0: the first that is negative is left out, until none is."""
+    kept = list(range(columns.shape[1]))
+    while True:
+        solved = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
+        negative = [place for place, value in zip(kept, solved, strict=True) if value < 0]
+        if not negative:
+            found = dict(zip(kept, solved, strict=True))
+            return [float(found.get(place, 0.0)) for place in range(columns.shape[1])]
+        kept.remove(negative[0])
