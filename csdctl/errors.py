@@ -2,6 +2,7 @@
 
 CsdctlError                 1  something failed
 ├── InputError              2  what a person wrote or asked for cannot be used
+│   └── DamagedHistoryError 2  the history of measurements cannot be read
 ├── PartialError            3  done on some nodes only
 ├── NodeError               1  one node failed at one thing
 │   ├── UnreachableError    4  no connection: closed port, no answer, network
@@ -53,6 +54,10 @@ class InputError(CsdctlError):
     """What a person wrote (a file, an option) cannot be used."""
 
     exit_code = ExitCode.BAD_INPUT
+
+
+class DamagedHistoryError(InputError):
+    """The file at the history's place is damaged, or is none."""
 
 
 class PartialError(CsdctlError):

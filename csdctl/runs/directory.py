@@ -43,6 +43,11 @@ class ProjectDirectory:
         return self.state / "ledger.jsonl"
 
     @property
+    def history(self) -> Path:
+        """What was measured, for the next tune."""
+        return self.state / "history.sqlite"
+
+    @property
     def failed(self) -> Path:
         """On which nodes the latest command failed."""
         return self.state / "failed.json"

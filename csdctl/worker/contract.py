@@ -123,6 +123,9 @@ class ModelInfo:
     """Of the last layer: 'softmax', 'linear', …; '' when it has none that is known."""
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape of each input by its name, when there are several."""
+    num_operations: int = 0
+    """Floating-point operations of the forward pass for one sample, of matrix products and convolutions;
+    a multiply-accumulate is two. 0: not known."""
 
 
 @dataclass(frozen=True)

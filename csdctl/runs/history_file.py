@@ -1,0 +1,193 @@
+"""The history's SQLite file: opening, its schema and version, transactions, and what can be wrong with it.
+
+A rollback journal rather than WAL: writes are few and small, the project may lie on a shared file system,
+where WAL's shared memory does not work, and between commands there is exactly one file.
+"""
+
+import contextlib
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from csdctl.errors import CsdctlError, DamagedHistoryError, DeadlineError, InputError
+
+SCHEMA = 1
+"""`PRAGMA user_version`; raised by one with every change of the tables."""
+APPLICATION_ID = 0x63736463
+"""`csdc`: tells the file from other databases."""
+BUSY_DEADLINE_S = 10.0
+
+MEND = "make room or mend permissions"
+FORGET = (
+    "forget it with `csdctl history --forget all --yes`, or remove that file; the next tune measures anew"
+)
+
+_TABLES = """
+CREATE TABLE models (
+    hash TEXT PRIMARY KEY,
+    name TEXT NOT NULL,
+    num_parameters INTEGER NOT NULL,
+    num_trainable INTEGER NOT NULL,
+    num_operations INTEGER NOT NULL,
+    input_elements INTEGER NOT NULL
+);
+CREATE TABLE machine_classes (key TEXT PRIMARY KEY, name TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE fleet_classes (key TEXT PRIMARY KEY, name TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE probes (
+    id INTEGER PRIMARY KEY,
+    model TEXT NOT NULL REFERENCES models,
+    recipe TEXT NOT NULL,
+    machine_class TEXT NOT NULL REFERENCES machine_classes,
+    threads INTEGER NOT NULL,
+    inter_op_threads INTEGER NOT NULL,
+    is_onednn INTEGER NOT NULL,
+    micro_batch_size INTEGER NOT NULL,
+    batch_size INTEGER NOT NULL,
+    step_time_s REAL,
+    num_steps INTEGER NOT NULL,
+    peak_memory_bytes INTEGER,
+    measured_at REAL NOT NULL
+);
+CREATE INDEX probes_of_a_model ON probes (model, recipe, machine_class);
+CREATE INDEX probes_of_a_class ON probes (machine_class);
+CREATE TABLE collectives (
+    id INTEGER PRIMARY KEY,
+    fleet_class TEXT NOT NULL REFERENCES fleet_classes,
+    name TEXT NOT NULL,
+    num_ranks INTEGER NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    seconds REAL NOT NULL,
+    measured_at REAL NOT NULL
+);
+CREATE INDEX collectives_of_a_fleet ON collectives (fleet_class, name, num_ranks, num_bytes);
+CREATE TABLE trials (
+    id INTEGER PRIMARY KEY,
+    model TEXT NOT NULL REFERENCES models,
+    recipe TEXT NOT NULL,
+    fleet_class TEXT NOT NULL REFERENCES fleet_classes,
+    ranks TEXT NOT NULL,
+    step_s REAL NOT NULL,
+    images_per_s REAL NOT NULL,
+    predicted_images_per_s REAL,
+    measured_at REAL NOT NULL
+);
+CREATE INDEX trials_of_a_model ON trials (model, recipe, fleet_class);
+"""
+
+
+class HistoryFile:
+    """An open history; every error of SQLite becomes one of csdctl's, with the file's name."""
+
+    def __init__(self, path: Path | None, deadline_s: float = BUSY_DEADLINE_S) -> None:
+        """Open or make the file at `path`; None: one in memory, which nobody sees and nothing is left of.
+
+        Raises InputError for a file of a newer csdctl, DamagedHistoryError for one that is no history or
+        damaged, DeadlineError when another csdctl writes for longer than `deadline_s`.
+        """
+        self.path = path
+        self._deadline_s = deadline_s
+        with self._errors():
+            if path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+            self._connection = sqlite3.connect(path or ":memory:", timeout=deadline_s, isolation_level=None)
+            try:
+                self._prepare()
+            except BaseException:
+                self._connection.close()
+                raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._connection.close()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[sqlite3.Connection]:
+        """One state of the file, whatever others write meanwhile; raises CsdctlError."""
+        with self._transaction("BEGIN") as connection:
+            yield connection
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """All that is written within, or nothing; others wait. Raises CsdctlError."""
+        with self._transaction("BEGIN IMMEDIATE") as connection:
+            yield connection
+
+    def shrink(self) -> None:
+        """Give back the room of what was deleted; it cannot be read from the file any more."""
+        with self._errors():
+            self._connection.execute("VACUUM")
+
+    @contextlib.contextmanager
+    def _transaction(self, begin: str) -> Iterator[sqlite3.Connection]:
+        with self._errors():
+            self._connection.execute(begin)
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:  # SQLite itself has ended it when the disk was full
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def _prepare(self) -> None:
+        if self._value("PRAGMA user_version") == 0:
+            with self.writing():
+                self._make()
+        version = self._value("PRAGMA user_version")
+        if version > SCHEMA:
+            raise InputError(
+                f"{self.path} has schema {version}, a newer csdctl wrote it; expected {SCHEMA}",
+                remedy=f"use that csdctl, or {FORGET}",
+            )
+        if self._value("PRAGMA application_id") != APPLICATION_ID:
+            raise self._damaged("another program's database")
+        found = self._value("PRAGMA quick_check(1)")
+        if found != "ok":
+            raise self._damaged(found)
+        self._connection.execute("PRAGMA foreign_keys = ON")
+
+    def _make(self) -> None:
+        """Make the tables, unless another csdctl did so since we looked."""
+        if self._value("PRAGMA user_version"):
+            return
+        if self._value("SELECT count(*) FROM sqlite_master"):
+            raise self._damaged("another program's database")
+        for statement in _TABLES.split(";"):
+            self._connection.execute(statement)
+        self._connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        self._connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    def _value(self, query: str) -> Any:
+        return self._connection.execute(query).fetchone()[0]
+
+    def _damaged(self, why: object) -> DamagedHistoryError:
+        return DamagedHistoryError(f"{self.path} is not a history that can be read: {why}", remedy=FORGET)
+
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.OperationalError as error:
+            if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+                raise DeadlineError(
+                    f"{self.path} was in use by another csdctl for {self._deadline_s:g} s",
+                    remedy="wait for it, and try again",
+                ) from error
+            raise CsdctlError(f"{self.path} cannot be used: {error}", remedy=MEND) from error
+        except sqlite3.DatabaseError as error:
+            if type(error) is not sqlite3.DatabaseError:  # its subclasses tell of a defect of ours
+                raise
+            raise self._damaged(error) from error
+        except OSError as error:
+            raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=MEND) from error
+
+
+def set_history_aside(path: Path) -> Path:
+    """Rename a history that cannot be read to *.bak, its journal with it; an older one there is replaced."""
+    aside = path.with_name(path.name + ".bak")
+    path.replace(aside)
+    journal = path.with_name(path.name + "-journal")
+    if journal.exists():  # it would be played back into the next file of this name
+        journal.replace(aside.with_name(aside.name + "-journal"))
+    return aside
