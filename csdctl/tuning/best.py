@@ -52,7 +52,7 @@ class Limits:
         for name in ("max_global_batch", "global_batch", "max_step_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise TuningError(f"{name.replace('_', '-')} must be above 0, received {value}")
+                raise TuningError(f"{name.replace('_', ' ')} must be above 0, received {value}")
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,25 @@ def find_best(
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
     return Best(best.batch_sizes, best.prediction, left_out)
+
+
+def best_equal(
+    candidates: Sequence[Candidate],
+    limits: Limits,
+    collective_s: Callable[[int], float],
+    stretch: float = 1.0,
+) -> float | None:
+    """Images a second of the best single batch size for all ranks; None when the limits allow none."""
+    most = limits.global_batch or limits.max_global_batch
+    largest = most // len(candidates) if most else max(one.max_batch_size or 1 for one in candidates)
+    sum_s = collective_s(len(candidates))
+    speeds = []
+    for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
+        step_s = max(one.step_time.at(size) for one in candidates) * stretch + sum_s
+        fits = all(one.max_batch_size is None or size <= one.max_batch_size for one in candidates)
+        if size <= largest and fits and step_s <= (limits.max_step_s or float("inf")):
+            speeds.append(size * len(candidates) / step_s)
+    return max(speeds, default=None)
 
 
 def _fleets(candidates: Sequence[Candidate]) -> Iterable[Sequence[Candidate]]:

@@ -97,7 +97,7 @@ def _fit(columns: Array, times: Array, counts: Array) -> tuple[list[float], floa
     for _ in range(NUM_REWEIGHTS):
         # Relative to the fit, not to the probe: else quick probes would weigh more and the fit be too quick.
         roots = np.sqrt(weights) / fitted
-        coefficients = _non_negative(columns * roots[:, np.newaxis], times * roots)
+        coefficients = non_negative(columns * roots[:, np.newaxis], times * roots)
         before, fitted = fitted, columns @ np.array(coefficients)
         residuals = times / fitted - 1
         scale = max(LEAST_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
@@ -108,7 +108,7 @@ def _fit(columns: Array, times: Array, counts: Array) -> tuple[list[float], floa
     return coefficients, float(np.average(residuals**2, weights=weights)) + (LEAST_SCALE / 10) ** 2
 
 
-def _non_negative(columns: Array, wanted: Array) -> list[float]:
+def non_negative(columns: Array, wanted: Array) -> list[float]:
     """Least squares with coefficients ≥ 0: the first that is negative is left out, until none is."""
     kept = list(range(columns.shape[1]))
     while True:

@@ -21,6 +21,9 @@ class RankPlan(Document):
     node: str
     batch_size: Annotated[int, Field(ge=1)]
     threads: Annotated[int, Field(ge=1, le=1024)]
+    inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Operations at the same time; `threads` are those of one operation."""
+    onednn: bool = True
     micro_batch_size: Annotated[int, Field(ge=1)] | None = None
     """A larger batch is computed in pieces of this size."""
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
@@ -38,6 +41,21 @@ def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
     return ranks
 
 
+class Predicted(Document):
+    """What tuning predicts for its batch sizes. Shares are of the ranks' time, and add up to 1."""
+
+    global_batch: int
+    step_s: Annotated[float, Field(gt=0)]
+    images_per_s: Annotated[float, Field(gt=0)]
+    compute_share: float
+    imbalance_share: float
+    communication_share: float
+    gain: float | None = None
+    """images/s over that of the best equal batch size, predicted from the same measurements."""
+    is_confirmed: bool = False
+    """A trial of all ranks together has shown it."""
+
+
 class Plan(Document):
     """The batch sizes of all ranks, rank 0 first, and what they were computed from."""
 
@@ -49,6 +67,9 @@ class Plan(Document):
     method_arguments: dict[str, float | list[int]] = {}
     num_probes: int = 0
     measuring_s: float = 0.0
+    predicted: Predicted | None = None
+    left_out: list[str] = []
+    """Nodes that would cost more time than they bring."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property
@@ -58,7 +79,12 @@ class Plan(Document):
 
     @property
     def predicted_images_per_s(self) -> float | None:
-        """Samples a second when every step takes as long as the slowest rank's, without communication."""
+        """Samples a second as tuning predicts them for these batch sizes.
+
+        Without a prediction: when every step takes as long as the slowest rank's, and no time to communicate.
+        """
+        if self.predicted and self.predicted.global_batch == self.global_batch:
+            return self.predicted.images_per_s
         times = [rank.step_time_s for rank in self.ranks if rank.step_time_s]
         return self.global_batch / max(times) if len(times) == len(self.ranks) else None
 

@@ -55,6 +55,7 @@ def main(arguments: list[str]) -> int:
     hello.add_argument("--rank", type=int, required=True)
     hello.add_argument("--size", type=int, required=True)
     hello.add_argument("--node", required=True)
+    hello.add_argument("--sums", default="", help="RANKS:BYTES,…: time these sums")
     hello.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
     chosen = {
@@ -191,7 +192,7 @@ def _link(options: argparse.Namespace) -> int:
 def _hello(options: argparse.Namespace) -> int:
     from csdctl.worker.hello import say_hello
 
-    code = say_hello(options.rank, options.size, options.node)
+    code = say_hello(options.rank, options.size, options.node, options.sums)
     if code:  # who fails must not wait for the others in MPI's own end
         os._exit(code)
     return code

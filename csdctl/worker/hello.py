@@ -2,11 +2,12 @@
 
 import socket
 import time
+from typing import Any
 
 import numpy as np
 
 from csdctl.worker.events import describe, emit
-from csdctl.worker.messages import Failed, Finished, Greeted, Ready, Started, Traffic
+from csdctl.worker.messages import Failed, Finished, Greeted, Ready, Started, Summed, Traffic
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -14,8 +15,11 @@ NUM_ELEMENTS = 1 << 18
 NUM_SUMS = 5
 
 
-def say_hello(rank: int, size: int, node: str) -> int:
-    """Say who is here before entering MPI, where a rank may hang for ever; returns the exit code."""
+def say_hello(rank: int, size: int, node: str, sums: str = "") -> int:
+    """Say who is here before entering MPI, where a rank may hang for ever; returns the exit code.
+
+    `sums`, as "RANKS:BYTES,…": sums that are timed besides, each over the first so many ranks.
+    """
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
@@ -46,8 +50,24 @@ def say_hello(rank: int, size: int, node: str) -> int:
     library = str(mpi.Get_library_version()).split(",")[0]
     emit(Greeted(rank, node, library, vector.nbytes, min(times)))
     star.settle()
+    for num_ranks, num_bytes in (map(int, one.split(":")) for one in sums.split(",") if one):
+        _time_sum(world, node, num_ranks, num_bytes)
     sent = gather_traffic(world)
     if rank == 0:
         emit(Traffic(rank, node, 0, tuple(sent)))
     emit(Finished(rank, node, 0, NUM_SUMS, "", 0))
     return 0
+
+
+def _time_sum(world: Any, node: str, num_ranks: int, num_bytes: int) -> None:
+    """Time the quickest way to sum over the first ranks; rank 0 tells it. Call on all ranks."""
+    from csdctl.worker.collective import choose_sum, gather
+
+    group = world.Split(0 if world.rank < num_ranks else 1, world.rank)
+    if world.rank < num_ranks:
+        local, total = (np.zeros(max(1, num_bytes // 4), np.float32) for _ in range(2))
+        _, name, seconds = choose_sum(group, local, total)
+        if world.rank == 0:
+            emit(Summed(world.rank, node, num_ranks, num_bytes, name, seconds))
+    gather(world, None)
+    group.Free()

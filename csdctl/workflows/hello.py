@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from csdctl.documents import save_text
-from csdctl.errors import CsdctlError
+from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -28,13 +28,14 @@ from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.worker.messages import SUMS, Event, Greeted, Started, Traffic
+from csdctl.worker.messages import SUMS, Event, Greeted, Started, Summed, Traffic
 from csdctl.workflows.prepare import python_of
 from csdctl.workflows.traffic import between_ranks, of_mpirun
 
 Tell = Callable[[Check], None]
 ALONE_DEADLINE_S = 15.0
 ALONE_AT_ONCE = 8
+SUMS_DEADLINE_S = 120.0
 TRY_PRTED = "try `prted --version` on the node by hand, and look at firewalls between node and host"
 LOOK_MPI = "look at firewalls and `network:` in the fleet file"
 
@@ -65,6 +66,32 @@ def say_hello(
         # mpirun starts no rank before every daemon is there, and does not say which one is missing.
         for one in _greet_alone(worker, fleet, facts, sessions, project, min(deadline_s, ALONE_DEADLINE_S)):
             tell(one)
+
+
+def measure_sums(
+    fleet: Fleet,
+    facts: Mapping[str, Facts],
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    wanted: Sequence[tuple[int, int]],
+) -> list[Summed]:
+    """Time sums over (the first so many ranks, so many bytes each); the host is the first rank.
+
+    Raises what ends them; the worker has been delivered before.
+    """
+    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
+    machines = (HOST_NAME, *(node.name for node in fleet.nodes))
+    hello = project.new_hello()
+    events: list[Event] = []
+    sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in wanted)
+    command = _command(hello, machines, worker, fleet, facts, project, [f"--sums={sums}"])
+    opened = {name: sessions[name] for name in machines}
+    outcome = _run(command, hello, fleet, project, opened, SUMS_DEADLINE_S, events)
+    check = judge_hello(machines, events, outcome, SUMS_DEADLINE_S, hello.logs)
+    if check.verdict != Verdict.OK:
+        raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
+    shutil.rmtree(hello.path, ignore_errors=True)
+    return [event for event in events if isinstance(event, Summed)]
 
 
 def _greet_alone(
@@ -128,6 +155,7 @@ def _command(
     fleet: Fleet,
     facts: Mapping[str, Facts],
     project: ProjectDirectory,
+    more: Sequence[str] = (),
 ) -> list[str]:
     nodes = [name for name in machines if name != HOST_NAME]
     config = hello.path / "ssh_config"
@@ -135,7 +163,7 @@ def _command(
     commands = []
     for rank, name in enumerate(machines):
         arguments = ["hello", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-        arguments += ["--marker", rank_marker(hello.run_id, name)]
+        arguments += [*more, "--marker", rank_marker(hello.run_id, name)]
         python = python_of(fleet, name)
         commands.append(RankCommand(name, tuple(build_worker_command(python, worker.path, arguments))))
     return build_mpirun_command(

@@ -126,7 +126,7 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: 
         if isinstance(event, Verified):
             found.append(event)
 
-    _supervise(run, spec, prepared, cut, space, options, lambda *_: None, record)
+    run_ranks(run, spec, prepared, cut, space, options, lambda *_: None, record)
     shutil.rmtree(run.path, ignore_errors=True)
     if not found:
         raise RunError("the ranks ended and compared nothing")
@@ -255,7 +255,7 @@ def _carry_out(
 
     is_stopped = False
     try:
-        is_stopped = _supervise(run, spec, prepared, cut, space, options, watcher.on_delivery, record)
+        is_stopped = run_ranks(run, spec, prepared, cut, space, options, watcher.on_delivery, record)
     except KeyboardInterrupt:
         is_stopped = True  # at once; the state of the last completed step is kept all the same
     finally:
@@ -267,7 +267,7 @@ def _carry_out(
     return summary
 
 
-def _supervise(
+def run_ranks(
     run: RunDirectory,
     spec: RunSpec,
     prepared: Prepared,

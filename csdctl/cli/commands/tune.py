@@ -17,43 +17,82 @@ from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES, DEFAULT_MARGIN_SCALE, DEFAULT_STEP_DIVISOR
 
+STANNIS_PANEL = "Algorithm 1 (--method stannis)"
+
 
 def tune(
     job: JobArgument = DEFAULT_JOB,
     fleet: FleetOption = DEFAULT_FLEET,
+    method: Annotated[
+        str,
+        typer.Option("--method", help="fit: few probes and a model; stannis: the paper's Algorithm 1."),
+    ] = "fit",
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option("--max-global-batch", min=1, help="The global batch size stays within this."),
+    ] = None,
+    global_batch: Annotated[
+        int | None, typer.Option("--global-batch", min=1, help="The global batch size, exactly.")
+    ] = None,
+    max_step_seconds: Annotated[
+        float | None, typer.Option("--max-step-seconds", help="A step stays within this time.")
+    ] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured before.")] = False,
+    explore: Annotated[
+        bool,
+        typer.Option("--explore/--no-explore", help="Probe threads and oneDNN too, and take what gains."),
+    ] = True,
+    probe_seconds: Annotated[float, typer.Option("--probe-seconds", help="Least time of a probe.")] = 1.0,
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", help="Algorithm 1's list of batch sizes.")
+        str,
+        typer.Option("--batch-sizes", help="The list of batch sizes.", rich_help_panel=STANNIS_PANEL),
     ] = ",".join(map(str, DEFAULT_BATCH_SIZES)),
     step_divisor: Annotated[
-        float, typer.Option("-C", "--step-divisor", help="Algorithm 1's C: larger is more fine-grained.")
+        float,
+        typer.Option(
+            "-C", "--step-divisor", help="C: larger is more fine-grained.", rich_help_panel=STANNIS_PANEL
+        ),
     ] = DEFAULT_STEP_DIVISOR,
     margin_scale: Annotated[
         float,
         typer.Option(
             "-E",
             "--margin-scale",
-            help="Algorithm 1's E: 20 leaves a margin of 5%, the paper's 5 one of 20%.",
+            help="E: 20 leaves a margin of 5%, the paper's 5 one of 20%.",
+            rich_help_panel=STANNIS_PANEL,
         ),
     ] = DEFAULT_MARGIN_SCALE,
-    probe_seconds: Annotated[float, typer.Option("--probe-seconds", help="Least time of a probe.")] = 1.0,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure every machine and write a plan (the paper's Algorithm 1 and equation 1)."""
+    """Measure the machines and write the plan that trains most images a second."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
+    from csdctl.launch.tools import check_tools
+    from csdctl.tuning.best import Limits
     from csdctl.tuning.plan import save_plan
     from csdctl.workflows.deploy import common_files, deploy_files
     from csdctl.workflows.partial import choose_fleet
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.tune import TuneOptions, tune
+    from csdctl.workflows.tune import FIT, TuneOptions, tune
     from csdctl.workflows.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)
-    options = TuneOptions(_sizes(batch_sizes), step_divisor, margin_scale, probe_seconds)
+    options = TuneOptions(
+        method,
+        Limits(max_global_batch, global_batch, max_step_seconds),
+        fresh,
+        explore,
+        _sizes(batch_sizes),
+        step_divisor,
+        margin_scale,
+        probe_seconds,
+    )
+    if method == FIT:
+        check_tools()  # the plan is tried with MPI
     chosen_fleet = choose_fleet(fleet, limit, exclude)
     with open_workspace(streams.directory, chosen_fleet, "tune", is_holding=True, say=streams.say) as space:
         with PreparingView(streams.people) as view:
@@ -62,10 +101,8 @@ def tune(
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
         plan = tune(
             loaded,
-            space.fleet,
-            space.facts,
             prepared,
-            space.sessions,
+            space,
             options,
             streams.say,
             lambda results: render_probes(streams.people, results),

@@ -1,0 +1,222 @@
+"""What tuning knows of the machines before and after it measures: the history, and the kinds of machines."""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_machine
+from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import Job
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.history import History
+from csdctl.tuning.adaptive import MAX_PROBES, ClassState
+from csdctl.tuning.fit import Point, fit_step_time
+from csdctl.tuning.measured import Collective, Probe, Settings, Trial, TrialRank, describe_model
+from csdctl.tuning.memory import largest_fitting
+from csdctl.tuning.similar import transfer_step_time
+from csdctl.worker.contract import ProbeResult, Runtime
+from csdctl.workflows.prepare import Prepared
+from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
+from csdctl.workflows.workspace import Workspace
+
+LEAST_NEW = 2
+"""Probes of a class of which enough are remembered, where none of them is near what is planned now."""
+
+
+@dataclass
+class Kind:
+    """Machines of one class, the host for itself, and what is known of them with one set of settings."""
+
+    machine_class: MachineClass
+    settings: Settings
+    state: ClassState
+    peaks: dict[int, int] = field(default_factory=dict)
+    """Batch sizes at once, and the most memory that a process had held by then, in bytes."""
+    memory_bytes: int | None = None
+    """What a rank may fill."""
+
+    @property
+    def max_at_once(self) -> int | None:
+        """The largest batch that fits into memory at once; None when no end is known."""
+        bounds = []
+        if self.memory_bytes and (fitting := largest_fitting(self.peaks, self.memory_bytes)):
+            bounds.append(max(fitting, max(self.state.sizes, default=1)))
+        if self.state.too_large is not None:
+            bounds.append(max(1, self.state.too_large - 1))
+        return min(bounds, default=None)
+
+    def step_time(self) -> StepTime:
+        """The fit; beyond what fits into memory, pieces that do."""
+        fit = fit_step_time(self.state.probes)
+        at_once = self.max_at_once
+        if at_once is None:
+            return fit
+        a_piece_s = fit.at(at_once) / at_once
+        if fit.knee is not None and fit.beyond_s is not None and fit.knee < at_once:
+            return StepTime(fit.fixed_s, fit.per_sample_s, fit.knee, max(fit.beyond_s, a_piece_s))
+        return StepTime(fit.fixed_s, fit.per_sample_s, at_once, a_piece_s)
+
+    @property
+    def runtime(self) -> Runtime:
+        """How TensorFlow runs with its settings."""
+        return Runtime(self.settings.threads, self.settings.inter_op_threads, self.settings.is_onednn)
+
+
+class Knowledge:
+    """What the history holds of one model, trained by one job on one fleet."""
+
+    def __init__(
+        self, job: Job, prepared: Prepared, space: Workspace, history: History, *, is_fresh: bool
+    ) -> None:
+        """`is_fresh`: nothing is recalled; what is measured is kept all the same."""
+        self.features = describe_model(prepared.model.info, prepared.model.architecture.sha256)
+        self._recipe = _hash_recipe(job, prepared)
+        self._history = history
+        self._is_fresh = is_fresh
+        fleet, facts = space.fleet, space.facts
+        machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
+        num_emulated = len(fleet.nodes) if fleet.emulated else 0
+        classes = {name: classify_machine(facts[name], num_emulated=num_emulated) for name in machines}
+        self._fleet_class = classify_fleet(
+            classes[HOST_NAME], [classes[name] for name in machines[1:]], fleet.network
+        )
+        trials = [] if is_fresh else history.trials(self.features.hash, self._recipe, self._fleet_class.key)
+        self.kinds: dict[str, Kind] = {}
+        """By a name for each: the host's, the class's key for nodes."""
+        for name in machines:
+            key = HOST_NAME if name == HOST_NAME else classes[name].key
+            if key in self.kinds:
+                kind = self.kinds[key]
+                kind.state.machines = [*kind.state.machines, name]
+                known = [size for size in (kind.memory_bytes, _memory(space, name)) if size]
+                kind.memory_bytes = min(known, default=None)
+                continue
+            runtime = default_runtime(name, fleet, facts)
+            settings = _newest_settings(trials, classes[name].key, is_host=name == HOST_NAME)
+            settings = settings or Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
+            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(space, name))
+            self.kinds[key] = kind
+            if not is_fresh:
+                self._recall(kind)
+
+    def _recall(self, kind: Kind) -> None:
+        state = kind.state
+        known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key, kind.settings)
+        for probe in known:
+            if probe.step_time_s is None:
+                state.too_large = min(probe.batch_size, state.too_large or probe.batch_size)
+                continue
+            state.probes.append(Point(probe.batch_size, probe.step_time_s, weigh(probe.num_steps)))
+            if probe.peak_memory_bytes:
+                kind.peaks[probe.batch_size] = max(
+                    probe.peak_memory_bytes, kind.peaks.get(probe.batch_size, 0)
+                )
+        if known:
+            state.max_new = max(LEAST_NEW, MAX_PROBES - len(known))
+            return
+        neighbours = self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
+        state.guess = transfer_step_time(
+            self.features,
+            [
+                (one.model, fit_step_time(points))
+                for one in neighbours
+                if (points := _points(one.probes, kind.settings))
+            ],
+        )
+
+    def collectives(self) -> list[Collective]:
+        """Sums timed on such a fleet before."""
+        return [] if self._is_fresh else self._history.collectives(self._fleet_class.key)
+
+    def keep_collectives(self, timed: Sequence[tuple[str, int, int, float]]) -> list[Collective]:
+        """Keep sums: the way, ranks, bytes, seconds of each."""
+        kept = [Collective(*one, measured_at=time.time()) for one in timed]
+        self._history.add_collectives(self._fleet_class, kept)
+        return kept
+
+    def keep_probes(
+        self, kind: Kind, settings: Settings, measured: Sequence[tuple[int, ProbeResult | None]]
+    ) -> None:
+        """Keep what was measured on machines of `kind`: batch sizes, and None for what did not fit."""
+        now = time.time()
+        probes = [
+            Probe(
+                settings,
+                size,
+                now,
+                result.step_time_s if result else None,
+                result.num_steps if result else 0,
+                result.peak_memory_bytes if result else None,
+            )
+            for size, result in measured
+        ]
+        self._history.add_probes(self.features, self._recipe, kind.machine_class, probes)
+
+    def keep_trial(
+        self,
+        ranks: Sequence[tuple[Kind, int]],
+        compute_s: Sequence[float],
+        num_steps: int,
+        reached: tuple[float, float],
+        predicted_images_per_s: float,
+    ) -> None:
+        """Keep a trial: kind and batch size of each rank, its compute time, step time and images/s of all."""
+        now = time.time()
+        tried = tuple(TrialRank(kind.machine_class.key, size, kind.settings) for kind, size in ranks)
+        self._history.add_trial(
+            self.features,
+            self._recipe,
+            self._fleet_class,
+            Trial(tried, *reached, now, predicted_images_per_s),
+        )
+        for (kind, size), step_time_s in zip(ranks, compute_s, strict=True):
+            probe = Probe(kind.settings, size, now, step_time_s, num_steps)
+            self._history.add_probes(self.features, self._recipe, kind.machine_class, [probe])
+
+
+STEPS_OF_A_PROBE = 3
+
+
+def weigh(num_steps: int) -> int:
+    """What a mean over `num_steps` counts in a fit: as the probes they would have been, within reason.
+
+    A quick machine takes hundreds of steps in a probe; its noise is not that much smaller.
+    """
+    return max(1, min(4, num_steps // STEPS_OF_A_PROBE))
+
+
+def _points(probes: Sequence[Probe], settings: Settings) -> list[Point]:
+    return [
+        Point(one.batch_size, one.step_time_s, weigh(one.num_steps))
+        for one in probes
+        if one.step_time_s is not None and one.settings == settings
+    ]
+
+
+def _memory(space: Workspace, name: str) -> int | None:
+    usable = space.facts[name].usable_memory_bytes
+    return int(usable * MEMORY_SHARE) if usable else None
+
+
+def _newest_settings(trials: Sequence[Trial], class_key: str, *, is_host: bool) -> Settings | None:
+    """What a class ran with in the newest trial; None when it had no part in any."""
+    for trial in reversed(trials):
+        for rank in trial.ranks[:1] if is_host else trial.ranks[1:]:
+            if rank.machine_class == class_key:
+                return rank.settings
+    return None
+
+
+def _hash_recipe(job: Job, prepared: Prepared) -> str:
+    """What a step's time depends on beside the model: optimizer, loss, metrics, the form of the data."""
+    recipe, public = job.recipe, prepared.public
+    form: Mapping[str, object] = {
+        "optimizer": [recipe.optimizer, recipe.optimizer_args],
+        "loss": recipe.loss,
+        "metrics": recipe.metrics,
+        "input_range": recipe.input_range,
+        "sample": [public.sample_shape, public.dtype, public.label_shape],
+    }
+    return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,216 @@
+"""Probe sessions: a machine each, which measure one batch size after another as they are asked.
+
+All are at work at once, as they will be in training: what they share (the host's cores, the tunnel, the power
+limit) then shows in the measurement.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.shipping.worker_calls import build_worker_command, worker_error
+from csdctl.transport.session import Conversation, Session
+from csdctl.tuning.memory import predict_peak_bytes
+from csdctl.worker.contract import (
+    ContractError,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    Runtime,
+    from_json,
+    to_json,
+)
+from csdctl.workflows.prepare import Prepared, python_of
+from csdctl.workflows.workspace import Workspace
+
+START_DEADLINE_S = 300.0
+PROBE_DEADLINE_S = 600.0
+ALIVE_INTERVAL_S = 10.0
+MEMORY_SHARE = 0.9
+"""Of a machine's usable memory, what a rank's predicted peak may take."""
+OUT_OF_MEMORY_CODE = 137
+
+OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
+Say = Callable[[str], None]
+
+
+def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
+    """The runtime of a rank on machine `name` before anything is measured: all the cores it may use."""
+    if name == HOST_NAME and fleet.host.threads:
+        return Runtime(fleet.host.threads)
+    return Runtime(facts[name].num_threads if name in facts else 1)
+
+
+def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
+    """The worker's probe session on machine `name`."""
+    spec = ProbeSpec(
+        prepared.model.architecture.path,
+        prepared.model.weights.path,
+        job.recipe,
+        runtime,
+        replace(prepared.public, class_counts={}, num_skipped={}),  # it goes on a command line
+    )
+    return build_worker_command(
+        python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
+    )
+
+
+class ProbeRounds:
+    """Measures on all machines at once, and counts; a context manager that ends what it has started.
+
+    TensorFlow is started on the machines when they are asked for the first time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        space: Workspace,
+        runtimes: Mapping[str, Runtime],
+        on_probes: OnProbes,
+        say: Say,
+    ) -> None:
+        self._on_probes = on_probes
+        self._say = say
+        self._stack = ExitStack()
+        self.probers = {
+            name: Prober(
+                space.sessions[name],
+                build_probe_command(name, job, space.fleet, prepared, runtime),
+                space.facts[name].usable_memory_bytes,
+            )
+            for name, runtime in runtimes.items()
+        }
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
+        self._latest: dict[str, ProbeRequest] = {}
+        self.num_probes = 0
+        self.measuring_s = 0.0
+
+    def __enter__(self) -> "ProbeRounds":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for prober in self.probers.values():
+            prober.close()
+        self._stack.close()
+
+    def measure(
+        self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
+    ) -> dict[str, ProbeResult | None]:
+        """One round; None where the batch did not fit into memory.
+
+        `is_keeping_busy`: machines that are not asked repeat what they measured last, and it does not count.
+        """
+        self._start()
+        repeated = self._latest if is_keeping_busy else {}
+        started = time.monotonic()
+        asked = {**repeated, **requests}
+        running = {name: self._pool.submit(self.probers[name].measure, one) for name, one in asked.items()}
+        done = {name: one.result() for name, one in running.items()}
+        self.measuring_s += time.monotonic() - started
+        results = {name: done[name] for name in requests}
+        self._latest.update({name: one for name, one in requests.items() if results[name]})
+        self.num_probes += len(results)
+        self._on_probes(results)
+        return results
+
+    def _start(self) -> None:
+        waiting = [one for one in self.probers.values() if not one.is_started]
+        if not waiting:
+            return
+        self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
+        list(self._pool.map(Prober.start, waiting))
+
+
+class Prober:
+    """One machine's probe session; starts it anew when a probe dies of memory."""
+
+    def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
+        self.name = session.name
+        self._session = session
+        self._command = command
+        self._usable_bytes = usable_bytes
+        self._conversation: Conversation | None = None
+        self.peaks: dict[int, int] = {}
+        """Batch sizes, and the most memory the worker had held by the time each was measured, in bytes."""
+
+    @property
+    def is_started(self) -> bool:
+        """Whether it has been started, also when it died since."""
+        return self._conversation is not None or bool(self.peaks)
+
+    def close(self) -> None:
+        """End the worker, when there is one."""
+        if self._conversation:
+            self._conversation.close()
+
+    def start(self) -> None:
+        """Start the worker and wait until it is ready for requests."""
+        self._conversation = self._session.converse(self._command)
+        try:
+            self._read_line(START_DEADLINE_S)
+        except EOFError:
+            raise self._why_it_ended() from None
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a rank may fill; None: not known."""
+        return int(self._usable_bytes * MEMORY_SHARE) if self._usable_bytes else None
+
+    def measure(self, request: ProbeRequest) -> ProbeResult | None:
+        """Measure one batch size; None when it does not fit, as predicted or as found."""
+        at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
+        if self.memory_bytes:
+            predicted = predict_peak_bytes(self.peaks, at_once)
+            if predicted and predicted > self.memory_bytes:
+                return None
+        if self._conversation is None:
+            self.start()
+        assert self._conversation is not None
+        try:
+            self._conversation.send_line(to_json(request))
+            result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
+        except EOFError:
+            if self._died_of_memory():
+                self._conversation.close()
+                self._conversation = None
+                return None
+            raise self._why_it_ended() from None
+        except ContractError as error:
+            raise RemoteCommandError(f"unreadable probe result: {error}", node=self._session.name) from None
+        # A process's peak never falls: only a size larger than all before tells its own.
+        if at_once > max(self.peaks, default=0):
+            self.peaks[at_once] = result.peak_memory_bytes
+        return result
+
+    def _read_line(self, deadline_s: float) -> str:
+        """The worker's next line; raises DeadlineError soon when the machine's SSH server hangs."""
+        assert self._conversation is not None
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                return self._conversation.read_line(deadline_s=min(ALIVE_INTERVAL_S, deadline_s))
+            except DeadlineError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"no measurement within {deadline_s:g} s",
+                        node=self.name,
+                        remedy="look what else that machine does, or leave it out: --exclude",
+                    ) from None
+            # A server that hangs keeps its connection open; only an answer tells that it lives.
+            self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
+
+    def _died_of_memory(self) -> bool:
+        assert self._conversation is not None
+        done = self._conversation.wait(deadline_s=10)
+        return done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in done.stderr
+
+    def _why_it_ended(self) -> CsdctlError:
+        assert self._conversation is not None
+        return worker_error(self._conversation.wait(deadline_s=10), self._session.name, "measuring")

@@ -1,0 +1,93 @@
+"""A trial: a plan's ranks take a few steps together, as in training, with random samples.
+
+What a machine reaches alone says little of the whole: ranks wait for the slowest of many noisy steps, and for
+the sum. A trial shows it with the processes, the links and the collective of a training. No data is read,
+no private data in particular, none is sent, and nothing is kept.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from csdctl.errors import RunError
+from csdctl.job.model import Job
+from csdctl.tuning.plan import RankPlan
+from csdctl.worker.contract import RankSpec, RunSpec, Runtime
+from csdctl.worker.messages import EpochEnd, Event, Joined
+from csdctl.workflows.prepare import Prepared
+from csdctl.workflows.train import TrainOptions, run_ranks
+from csdctl.workflows.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What the steps of a trial took, in order of rank."""
+
+    num_steps: int
+    step_s: float
+    """Of the whole fleet, from one step to the next."""
+    images_per_s: float
+    compute_s: tuple[float, ...]
+    """Of each rank in a step."""
+    collective: str
+    sum_s: float
+    """One sum of the model's vector over these ranks, as the ranks measured it when they met."""
+
+
+def run_trial(
+    job: Job, ranks: Sequence[RankPlan], prepared: Prepared, space: Workspace, num_steps: int
+) -> TrialResult:
+    """Take `num_steps` steps; raises what `train` raises."""
+    run = space.project.new_hello()
+    spec = RunSpec(
+        run_id=run.run_id,
+        architecture=prepared.model.architecture.path,
+        weights=prepared.model.weights.path,
+        # Random labels teach nothing: the weights stay as they are, and finite.
+        recipe=dataclasses.replace(
+            job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
+        ),
+        ranks=tuple(_rank_spec(number, rank, num_steps) for number, rank in enumerate(ranks)),
+        public=None,
+        validation=None,
+        output_directory=str(run.path.relative_to(space.project.root)),
+        is_balanced=False,
+        made=dataclasses.replace(prepared.public, class_counts={}, num_skipped={}),
+    )
+    events: list[Event] = []
+    run_ranks(
+        run, spec, prepared, {}, space, TrainOptions(min_nodes=len(ranks) - 1), lambda *_: None, events.append
+    )
+    shutil.rmtree(run.path, ignore_errors=True)
+    return _read(events, len(ranks))
+
+
+def _rank_spec(number: int, rank: RankPlan, num_steps: int) -> RankSpec:
+    return RankSpec(
+        number,
+        rank.node,
+        rank.batch_size,
+        Runtime(rank.threads, rank.inter_threads, rank.onednn),
+        private=None,
+        public=None,
+        num_private=0,
+        num_public=rank.batch_size * num_steps,
+        micro_batch_size=rank.micro_batch_size,
+    )
+
+
+def _read(events: Sequence[Event], num_ranks: int) -> TrialResult:
+    ends = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    joined = [event for event in events if isinstance(event, Joined)]
+    if len(ends) < num_ranks or not joined:
+        raise RunError("the ranks of the trial ended before their steps were done")
+    host = ends[0]
+    return TrialResult(
+        num_steps=host.steps,
+        step_s=host.wall_s / host.steps,
+        images_per_s=host.global_samples / host.wall_s,
+        compute_s=tuple(ends[rank].compute_s / ends[rank].steps for rank in range(num_ranks)),
+        collective=joined[-1].collective,
+        sum_s=joined[-1].sum_s,
+    )

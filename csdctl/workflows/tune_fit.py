@@ -1,0 +1,368 @@
+"""Tuning by fit: few probes of each class of machines, the cost of a sum, then the best plan, tried once.
+
+What was measured before is in the history: the second time nothing is probed, and one trial confirms.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import Job
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import RankModel, predict
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.history import open_history_to_measure
+from csdctl.tuning.adaptive import measure_classes
+from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
+from csdctl.tuning.collective_fit import fit_collective
+from csdctl.tuning.fit import Point
+from csdctl.tuning.measured import Settings
+from csdctl.tuning.plan import Plan, Predicted, RankPlan
+from csdctl.worker.contract import ProbeRequest
+from csdctl.workflows.hello import measure_sums
+from csdctl.workflows.knowledge import Kind, Knowledge, weigh
+from csdctl.workflows.prepare import Prepared
+from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
+from csdctl.workflows.trial import TrialResult, run_trial
+from csdctl.workflows.tune import FIT, TuneOptions
+from csdctl.workflows.workspace import Workspace
+
+SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
+"""Sizes of the vectors whose sums are timed, beside the model's own."""
+TRIAL_S = 6.0
+LEAST_STEPS, MOST_STEPS = 6, 60
+MAX_TRIALS = 2
+MOVED = 0.05
+"""A trial that moves a batch size by more than this share is followed by another one."""
+ODD = 0.1
+"""A machine that differs by more than this share from its class in a trial has a step time of its own."""
+LEAST_GAIN = 0.05
+"""Other settings are taken when a probe shows this share less time."""
+MANY_THREADS = 4
+STEPS_PER_EPOCH = 10
+LINEAR_SCALING = 4
+"""Without a limit given, the global batch stays within so many reference batches, over which the recipe's
+learning rate is scaled, and within what leaves STEPS_PER_EPOCH steps in an epoch."""
+
+
+def tune_by_fit(
+    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
+) -> Plan:
+    """The plan with most images a second under `options.limits`.
+
+    Raises TuningError when there is none, and what probes and a trial's ranks raise.
+    """
+    with open_history_to_measure(space.project.history, say) as history:
+        knowledge = Knowledge(job, prepared, space, history, is_fresh=options.is_fresh)
+        return _FitTuning(job, prepared, space, options, say, on_probes, knowledge).run()
+
+
+@dataclass(frozen=True)
+class _Tried:
+    best: Best
+    ranks: tuple[RankPlan, ...]
+    result: TrialResult
+
+
+class _FitTuning:
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        space: Workspace,
+        options: TuneOptions,
+        say: Say,
+        on_probes: OnProbes,
+        knowledge: Knowledge,
+    ) -> None:
+        self._job = job
+        self._prepared = prepared
+        self._space = space
+        self._options = options
+        self._say = say
+        self._on_probes = on_probes
+        self._knowledge = knowledge
+        self._kinds = knowledge.kinds
+        self._machines = [HOST_NAME, *(node.name for node in space.fleet.nodes)]
+        self._kind_of = {name: kind for kind in self._kinds.values() for name in kind.state.machines}
+        self._limits = _limits(options.limits, job, prepared)
+        self._cost = CollectiveCost()
+        self._stretch = 1.0
+        self._odd: dict[str, float] = {}
+        """Machines that are slower or quicker than their class, by this factor."""
+        self._num_probes = 0
+        self._measuring_s = 0.0
+
+    def run(self) -> Plan:
+        self._cost = self._measure_collective()
+        self._measure_steps()
+        if self._options.is_exploring:
+            self._explore()
+        return self._plan(self._confirm())
+
+    def _measure_collective(self) -> CollectiveCost:
+        """The cost of a sum on this fleet, as remembered or timed now."""
+        num_ranks, vector_bytes = len(self._machines), self._knowledge.features.vector_bytes
+        known = self._knowledge.collectives()
+        if not any(one.num_ranks == num_ranks and one.num_bytes >= vector_bytes for one in known):
+            self._say(f"timing sums over {num_ranks} ranks")
+            wanted = [
+                (ranks, size)
+                for ranks in sorted({min(2, num_ranks), num_ranks})
+                for size in sorted({*SUM_BYTES, vector_bytes})
+            ]
+            summed = measure_sums(
+                self._space.fleet, self._space.facts, self._space.sessions, self._space.project, wanted
+            )
+            timed = [(one.collective, one.num_ranks, one.num_bytes, one.sum_s) for one in summed]
+            known = [*known, *self._knowledge.keep_collectives(timed)]
+            self._measuring_s += sum(one.sum_s for one in summed)
+        cost = fit_collective(known)
+        self._say(
+            f"a sum of the model's {vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
+            f"{cost.at(vector_bytes, num_ranks) * 1000:.1f} ms"
+        )
+        return cost
+
+    def _measure_steps(self) -> None:
+        """Probe until every kind's step time is known where it matters."""
+        runtimes = {name: self._kind_of[name].runtime for name in self._machines}
+        with ProbeRounds(
+            self._job, self._prepared, self._space, runtimes, self._on_probes, self._say
+        ) as rounds:
+
+            def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
+                results = rounds.measure(
+                    {name: self._request(size) for name, size in sizes.items()}, is_keeping_busy=True
+                )
+                for name in sizes:
+                    peaks = self._kind_of[name].peaks
+                    for size, peak in rounds.probers[name].peaks.items():
+                        peaks[size] = max(peak, peaks.get(size, 0))
+                for kind in self._kinds.values():
+                    measured = [(sizes[name], results[name]) for name in kind.state.machines if name in sizes]
+                    if measured:
+                        self._knowledge.keep_probes(kind, kind.settings, measured)
+                return {name: result.step_time_s if result else None for name, result in results.items()}
+
+            measure_classes({key: kind.state for key, kind in self._kinds.items()}, measure, self._choose)
+        self._count(rounds)
+
+    def _request(self, size: int) -> ProbeRequest:
+        # A size that is new costs one step to find memory and kernels; two more show their mean.
+        return ProbeRequest(size, min_steps=2, min_duration_s=self._options.probe_duration_s, warm_up_steps=1)
+
+    def _count(self, rounds: ProbeRounds) -> None:
+        self._num_probes += rounds.num_probes
+        self._measuring_s += rounds.measuring_s
+
+    def _choose(self, fits: Mapping[str, StepTime]) -> dict[str, int]:
+        """The batch size of each kind in the best plan that `fits` lead to."""
+        best = self._best({key: fits[key] for key in self._kinds})
+        sizes = {
+            key: [best.batch_sizes.get(name, 1) for name in kind.state.machines]
+            for key, kind in self._kinds.items()
+        }
+        return {key: max(of_kind) for key, of_kind in sizes.items()}
+
+    def _best(self, fits: Mapping[str, StepTime]) -> Best:
+        return find_best(self._candidates(fits), self._limits, self._collective_s, self._stretch)
+
+    def _candidates(self, fits: Mapping[str, StepTime]) -> list[Candidate]:
+        time_of = {name: fits[key] for key, kind in self._kinds.items() for name in kind.state.machines}
+        return [
+            Candidate(
+                name,
+                time_of[name].scaled(self._odd.get(name, 1.0)),
+                is_required=name == HOST_NAME or name in self._prepared.private,
+            )
+            for name in self._machines
+        ]
+
+    def _collective_s(self, num_ranks: int) -> float:
+        return self._cost.at(self._knowledge.features.vector_bytes, num_ranks)
+
+    def _fits(self) -> dict[str, StepTime]:
+        return {key: kind.step_time() for key, kind in self._kinds.items()}
+
+    def _explore(self) -> None:
+        """Probe other runtime settings of kinds that are new, at the batch size planned for them."""
+        sizes = self._choose(self._fits())
+        for number in range(max(len(_variants(kind)) for kind in self._kinds.values())):
+            tried: dict[str, tuple[Kind, Settings]] = {}
+            for kind in self._kinds.values():
+                variants = _variants(kind)
+                if kind.state.num_new and number < len(variants) and kind.state.num_new < kind.state.max_new:
+                    tried[kind.state.machines[number % len(kind.state.machines)]] = (kind, variants[number])
+            if tried:
+                self._try_settings(tried, sizes)
+
+    def _try_settings(self, tried: Mapping[str, tuple[Kind, Settings]], sizes: Mapping[str, int]) -> None:
+        keys = {name: key for key, kind in self._kinds.items() for name in kind.state.machines}
+        runtimes = {
+            name: replace(kind, settings=settings).runtime for name, (kind, settings) in tried.items()
+        }
+        with ProbeRounds(
+            self._job, self._prepared, self._space, runtimes, self._on_probes, self._say
+        ) as rounds:
+            results = rounds.measure({name: self._request(sizes[keys[name]]) for name in tried})
+        self._count(rounds)
+        for name, (kind, settings) in tried.items():
+            result = results[name]
+            kind.state.num_new += 1
+            self._knowledge.keep_probes(kind, settings, [(sizes[keys[name]], result)])
+            if result is None:
+                continue
+            ratio = result.step_time_s / kind.step_time().at(result.batch_size)
+            if ratio < 1 - LEAST_GAIN:
+                self._say(f"{name}: {_show(settings)} takes {1 - ratio:.0%} less time: taken")
+                kind.settings = settings
+                kind.state.probes = [
+                    Point(one.batch_size, one.step_time_s * ratio, one.num_steps) for one in kind.state.probes
+                ]
+
+    def _confirm(self) -> _Tried:
+        """Try the best plan; once more when that moves it. Returns the better of what was tried."""
+        tried: list[_Tried] = []
+        while True:
+            best = self._best(self._fits())
+            ranks = tuple(self._rank_plan(name, size) for name, size in best.batch_sizes.items())
+            steps = round(TRIAL_S / best.prediction.step_s)
+            steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
+            self._say(f"trying the plan: {steps} steps of {len(ranks)} ranks together")
+            result = run_trial(self._job, ranks, self._prepared, self._space, steps)
+            self._measuring_s += result.step_s * result.num_steps
+            tried.append(_Tried(best, ranks, result))
+            self._learn(tried[-1])
+            moved = self._best(self._fits())
+            if not self._num_probes or len(tried) == MAX_TRIALS or not _has_moved(best, moved):
+                return max(tried, key=lambda one: one.result.images_per_s)
+
+    def _learn(self, tried: _Tried) -> None:
+        """Take in what a trial has shown: steps beside others, odd machines, what being in step costs."""
+        result, fits = tried.result, self._fits()
+        names = [rank.node for rank in tried.ranks]
+        computed = dict(zip(names, result.compute_s, strict=True))
+        expected = {}
+        for key, kind in self._kinds.items():
+            members = [name for name in kind.state.machines if name in computed]
+            ratios = {name: computed[name] / fits[key].at(tried.best.batch_sizes[name]) for name in members}
+            usual = median(ratios.values()) if ratios else 1.0
+            for name, ratio in ratios.items():
+                if abs(ratio / usual - 1) > ODD:
+                    self._odd[name] = ratio / usual
+                else:
+                    kind.state.probes.append(
+                        Point(tried.best.batch_sizes[name], computed[name], weigh(result.num_steps))
+                    )
+                expected[name] = computed[name]
+        vector_bytes = self._knowledge.features.vector_bytes
+        self._knowledge.keep_collectives([(result.collective, len(names), vector_bytes, result.sum_s)])
+        self._knowledge.keep_trial(
+            [(self._kind_of[name], tried.best.batch_sizes[name]) for name in names],
+            result.compute_s,
+            result.num_steps,
+            (result.step_s, result.images_per_s),
+            tried.best.prediction.images_per_s,
+        )
+        slowest = max(expected.values())
+        self._stretch = max(1.0, (result.step_s - self._collective_s(len(names))) / slowest)
+
+    def _rank_plan(self, name: str, batch_size: int) -> RankPlan:
+        kind = self._kind_of[name]
+        at_once = kind.max_at_once
+        step_time_s = kind.step_time().scaled(self._odd.get(name, 1.0)).at(batch_size)
+        return RankPlan(
+            node=name,
+            batch_size=batch_size,
+            threads=kind.settings.threads,
+            inter_threads=kind.settings.inter_op_threads,
+            onednn=kind.settings.is_onednn,
+            # A batch that grows in a run goes on in pieces that fit.
+            micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
+            step_time_s=round(step_time_s, 6),
+            images_per_s=round(batch_size / step_time_s, 2),
+            peak_memory_bytes=kind.peaks.get(batch_size),
+        )
+
+    def _plan(self, tried: _Tried) -> Plan:
+        result = tried.result
+        models = [
+            RankModel(rank.node, StepTime(0.0, seconds / rank.batch_size))
+            for rank, seconds in zip(tried.ranks, result.compute_s, strict=True)
+        ]
+        sizes = [rank.batch_size for rank in tried.ranks]
+        # What the trial took beyond the slowest rank's compute time is communication, whatever the sum alone.
+        waited_s = max(0.0, result.step_s - max(result.compute_s))
+        shown = predict(models, sizes, waited_s)
+        equal = best_equal(self._candidates(self._fits()), self._limits, self._collective_s, self._stretch)
+        return Plan(
+            job=self._job.name,
+            job_fingerprint=self._job.fingerprint(),
+            method=FIT,
+            emulated=self._space.fleet.emulated,
+            method_arguments=_written(self._limits),
+            num_probes=self._num_probes,
+            measuring_s=round(self._measuring_s, 2),
+            predicted=Predicted(
+                global_batch=sum(sizes),
+                step_s=round(result.step_s, 6),
+                images_per_s=round(result.images_per_s, 2),
+                compute_share=round(shown.compute_share, 4),
+                imbalance_share=round(shown.imbalance_share, 4),
+                communication_share=round(shown.communication_share, 4),
+                gain=round(result.images_per_s / equal - 1, 3) if equal else None,
+                is_confirmed=True,
+            ),
+            left_out=list(tried.best.left_out),
+            ranks=[
+                rank.model_copy(
+                    update={
+                        "step_time_s": round(seconds, 6),
+                        "images_per_s": round(rank.batch_size / seconds, 2),
+                    }
+                )
+                for rank, seconds in zip(tried.ranks, result.compute_s, strict=True)
+            ],
+        )
+
+
+def _variants(kind: Kind) -> list[Settings]:
+    """Settings worth a probe, most promising first."""
+    settings = kind.settings
+    variants = [replace(settings, is_onednn=not settings.is_onednn)]
+    if settings.threads >= MANY_THREADS:  # two of a core's hardware threads share what computes
+        variants.append(replace(settings, threads=settings.threads // 2))
+    if settings.threads > 1:
+        variants.append(replace(settings, inter_op_threads=2))
+    return variants
+
+
+def _show(settings: Settings) -> str:
+    onednn = "with" if settings.is_onednn else "without"
+    return f"{settings.threads} × {settings.inter_op_threads} threads {onednn} oneDNN"
+
+
+def _has_moved(before: Best, after: Best) -> bool:
+    return before.left_out != after.left_out or any(
+        abs(after.batch_sizes[name] - size) > max(1, MOVED * size)
+        for name, size in before.batch_sizes.items()
+    )
+
+
+def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
+    if given.global_batch or given.max_global_batch:
+        return given
+    num_samples = prepared.public.num_samples + sum(one.num_samples for one in prepared.private.values())
+    most = min(LINEAR_SCALING * job.recipe.reference_batch, num_samples // STEPS_PER_EPOCH)
+    return replace(given, max_global_batch=max(1 + len(prepared.private), most))
+
+
+def _written(limits: Limits) -> dict[str, float | list[int]]:
+    named = {
+        "global_batch": limits.global_batch,
+        "max_global_batch": limits.max_global_batch,
+        "max_step_s": limits.max_step_s,
+    }
+    return {name: value for name, value in named.items() if value is not None}
