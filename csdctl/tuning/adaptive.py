@@ -39,6 +39,8 @@ class ClassState:
     """Those remembered from earlier tunings too."""
     num_new: int = 0
     max_new: int = MAX_PROBES
+    is_remembered: bool = False
+    """Enough was measured before; only a size far from all of it is measured again."""
     guess: StepTime | None = None
     """What similar models suggest, before the first probe."""
     too_large: int | None = None
@@ -56,6 +58,8 @@ class ClassState:
     def is_settled(self, size: int) -> bool:
         """Whether the step at `size` is known: measured about there, and the line through all is sure."""
         is_near = any(size / NEAR <= one <= size * NEAR for one in self.sizes)
+        if is_near and self.is_remembered:
+            return True
         if not is_near or len(self.probes) < LEAST_PROBES:
             return False
         return standard_error(fit_step_time(self.probes), self.probes, size) <= TOLERANCE

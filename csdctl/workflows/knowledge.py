@@ -11,7 +11,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.history import History
-from csdctl.tuning.adaptive import MAX_PROBES, ClassState
+from csdctl.tuning.adaptive import ClassState
 from csdctl.tuning.fit import Point, fit_step_time
 from csdctl.tuning.measured import Collective, Probe, Settings, Trial, TrialRank, describe_model
 from csdctl.tuning.memory import largest_fitting
@@ -20,9 +20,6 @@ from csdctl.worker.contract import ProbeResult, Runtime
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
 from csdctl.workflows.workspace import Workspace
-
-LEAST_NEW = 2
-"""Probes of a class of which enough are remembered, where none of them is near what is planned now."""
 
 
 @dataclass
@@ -114,7 +111,7 @@ class Knowledge:
                     probe.peak_memory_bytes, kind.peaks.get(probe.batch_size, 0)
                 )
         if known:
-            state.max_new = max(LEAST_NEW, MAX_PROBES - len(known))
+            state.is_remembered = len(state.sizes) > 1
             return
         neighbours = self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
         state.guess = transfer_step_time(
