@@ -38,6 +38,18 @@ def show_bytes(size: float | None) -> str:
     return f"{size:.1f} TiB"
 
 
+def show_joules(energy_joules: float | None) -> str:
+    """An energy."""
+    if energy_joules is None:
+        return "–"
+    units = ["GJ", "MJ", "kJ", "J"]
+    while energy_joules >= 1000 and len(units) > 1:
+        energy_joules /= 1000
+        units.pop()
+    digits = 0 if energy_joules >= 100 else 1 if energy_joules >= 10 else 2
+    return f"{energy_joules:,.{digits}f} {units[-1]}"
+
+
 def show_loss(loss: float | None) -> str:
     """A loss."""
     return "–" if loss is None else f"{loss:.4f}"

@@ -1,0 +1,107 @@
+"""`csdctl plan`."""
+
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import DEFAULT_JOB, JobArgument, JsonOption
+from csdctl.cli.streams import Streams
+from csdctl.perfmodel.published import Network
+
+
+def plan(
+    job: JobArgument = DEFAULT_JOB,
+    published: Annotated[
+        Network | None,
+        typer.Option(
+            "--published",
+            help="Instead of a job: this network with the figures of the STANNIS paper, on Newport CSDs.",
+            show_default=False,
+        ),
+    ] = None,
+    nodes: Annotated[
+        str | None,
+        typer.Option(
+            "--nodes",
+            metavar="NUMBERS",
+            help="For so many nodes: 24, 1..36, or 4,8,16; default: 0 to all of them.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None, typer.Option("--epochs", min=1, help="Instead of the job's.", show_default=False)
+    ] = None,
+    samples: Annotated[
+        int | None,
+        typer.Option(
+            "--samples",
+            min=1,
+            help="Samples of an epoch, public and private: for the time to finish.",
+            show_default=False,
+        ),
+    ] = None,
+    host_watts: Annotated[
+        float | None,
+        typer.Option(
+            "--host-watts", help="Power whatever the number of nodes that train.", show_default=False
+        ),
+    ] = None,
+    node_watts: Annotated[
+        float | None,
+        typer.Option("--node-watts", help="Power that each node that trains adds.", show_default=False),
+    ] = None,
+    alone_watts: Annotated[
+        float | None,
+        typer.Option(
+            "--alone-watts",
+            help="Power of the host alone, with ordinary drives; default: --host-watts.",
+            show_default=False,
+        ),
+    ] = None,
+    sum_seconds: Annotated[
+        float | None,
+        typer.Option(
+            "--sum-seconds",
+            min=0,
+            help="Seconds that each node adds to the sum over the ranks.",
+            show_default=False,
+        ),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Predict rate, time and energy for any number of nodes, before anything runs."""
+    from csdctl.cli.render.plan import forecast_document, render_forecast
+    from csdctl.errors import InputError
+    from csdctl.job.model import load_job
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.plan import (
+        Question,
+        forecast,
+        given_power,
+        parse_node_counts,
+        plan_basis,
+        published_basis,
+    )
+
+    streams = Streams(is_json=json)
+    question = Question(
+        parse_node_counts(nodes) if nodes is not None else None,
+        epochs,
+        samples,
+        given_power(host_watts, node_watts, alone_watts),
+        sum_seconds,
+    )
+    if published:
+        basis = published_basis(published)
+    elif not job.exists():
+        raise InputError(
+            f"{job} does not exist",
+            remedy=f"name a job that was tuned, or ask without one: --published {Network.MOBILENETV2}",
+        )
+    else:
+        basis = plan_basis(ProjectDirectory(streams.directory), load_job(job))
+    answer = forecast(basis, question)
+    if json:
+        streams.result(forecast_document(answer))
+    else:
+        render_forecast(streams.people, answer)

@@ -1,0 +1,83 @@
+"""Whether nodes are worth having, from the curve over their number; pure."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
+
+LEAST_GAIN = 0.05
+"""Over the host alone. Less is within what two runs of the same job differ by."""
+LEAST_SHARE_OF_NODE = 0.1
+"""What a further node has to add, of what it reaches alone."""
+
+
+class Reason(StrEnum):
+    """Why nodes are not worth having."""
+
+    SLOWER = "slower"
+    """No faster than the host alone."""
+    LITTLE_GAIN = "little_gain"
+    """Faster by less than LEAST_GAIN."""
+    NO_ENERGY_SAVED = "no_energy_saved"
+    """A sample takes as much energy as on the host alone, or more."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of `num_nodes` nodes, and of fewer."""
+
+    num_nodes: int
+    reasons: tuple[Reason, ...]
+    worth_from: int | None
+    """The least number, up to `num_nodes`, that is worth it; None: none is."""
+    useful_nodes: int
+    """Beyond so many, every further node adds less than LEAST_SHARE_OF_NODE of its own speed."""
+    least_energy_nodes: int | None
+    """So many take the least energy for a sample; None where power is not known."""
+
+    @property
+    def is_worth_it(self) -> bool:
+        """Whether nothing is to be said against `num_nodes` nodes."""
+        return not self.reasons
+
+
+def judge(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> Verdict:
+    """Judge the last point of `curve`, which `predict_curve` made of `nodes`; at least one node."""
+    if len(curve) < 2:
+        raise ValueError("a host without nodes leaves nothing to judge")
+    alone = curve[0]
+    worth = [point.num_nodes for point in curve[1:] if not _reasons(point, alone)]
+    energies = [point.joules_per_image for point in curve if point.joules_per_image is not None]
+    return Verdict(
+        num_nodes=curve[-1].num_nodes,
+        reasons=_reasons(curve[-1], alone),
+        worth_from=worth[0] if worth else None,
+        useful_nodes=_useful_nodes(curve, nodes),
+        least_energy_nodes=energies.index(min(energies)) if energies else None,
+    )
+
+
+def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
+    reasons = []
+    if point.speedup <= 1:
+        reasons.append(Reason.SLOWER)
+    elif point.speedup < 1 + LEAST_GAIN:
+        reasons.append(Reason.LITTLE_GAIN)
+    if (
+        point.joules_per_image is not None
+        and alone.joules_per_image is not None
+        and point.joules_per_image >= alone.joules_per_image
+    ):
+        reasons.append(Reason.NO_ENERGY_SAVED)
+    return tuple(reasons)
+
+
+def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> int:
+    """The last node that adds enough: a first one may cost more than it adds, and the next ones not."""
+    for point in reversed(curve[1:]):
+        node = nodes[(point.num_nodes - 1) % len(nodes)]
+        added = point.images_per_s - curve[point.num_nodes - 1].images_per_s
+        if added >= LEAST_SHARE_OF_NODE * node.images_per_s:
+            return point.num_nodes
+    return 0

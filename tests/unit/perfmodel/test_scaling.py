@@ -1,0 +1,167 @@
+"""The curve over the number of nodes, and the verdict on it."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.energy import Power
+from csdctl.perfmodel.prediction import RankModel, predict
+from csdctl.perfmodel.ring import RingCost, SumCost, ring_share
+from csdctl.perfmodel.scaling import CurvePoint, PlannedRank, predict_curve
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.perfmodel.verdict import Reason, Verdict, judge
+
+NOTHING = CollectiveCost()
+HOST = PlannedRank(RankModel("host", StepTime(0.0, 0.01)), 100)
+NODE = PlannedRank(RankModel("csd0", StepTime(0.0, 0.1)), 10)
+
+
+def curve(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> list[CurvePoint]:
+    return predict_curve(HOST, [NODE], max_nodes, cost, power=power)
+
+
+def verdict(max_nodes: int, cost: SumCost = NOTHING, power: Power | None = None) -> Verdict:
+    return judge(curve(max_nodes, cost, power), [NODE])
+
+
+planned = st.builds(
+    lambda fixed_s, per_sample_s, size: PlannedRank(RankModel("csd", StepTime(fixed_s, per_sample_s)), size),
+    st.floats(0, 10),
+    st.floats(1e-4, 10),
+    st.integers(1, 500),
+)
+
+
+@given(
+    planned,
+    st.lists(planned, min_size=1, max_size=4),
+    st.builds(CollectiveCost, st.floats(0, 1), st.floats(0, 0.1), st.floats(0, 1e-6), st.floats(0, 1e-7)),
+    st.floats(1, 1.5),
+    st.integers(1, 9),
+)
+def test_every_point_is_what_predict_says(
+    host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, stretch: float, num_nodes: int
+) -> None:
+    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, stretch=stretch)[num_nodes]
+    ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
+    said = predict(
+        [rank.model for rank in ranks],
+        [rank.batch_size for rank in ranks],
+        cost.at(1000, len(ranks)),
+        stretch,
+    )
+    assert point.step_s == pytest.approx(said.step_s)
+    assert point.images_per_s == pytest.approx(said.images_per_s)
+    assert point.speedup == pytest.approx(said.speedup)
+    assert point.efficiency == pytest.approx(said.efficiency)
+    assert point.global_batch == sum(rank.batch_size for rank in ranks)
+
+
+def test_host_alone_is_in_step_with_nobody_and_sums_nothing() -> None:
+    cost = CollectiveCost(fixed_s=1.0, per_rank_s=1.0)
+    alone = predict_curve(HOST, [NODE], 1, cost, stretch=1.5)[0]
+    assert (alone.images_per_s, alone.speedup, alone.efficiency) == (100.0, 1.0, 1.0)
+
+
+def test_without_a_sum_balanced_nodes_add_their_whole_speed() -> None:
+    points = curve(4)
+    assert [point.images_per_s for point in points] == pytest.approx([100, 110, 120, 130, 140])
+    assert all(point.efficiency == pytest.approx(1) for point in points)
+
+
+def test_larger_fleet_has_the_same_mixture() -> None:
+    quick = PlannedRank(RankModel("dpu", StepTime(0.0, 0.02)), 50)
+    points = predict_curve(HOST, [NODE, quick], 4, NOTHING)
+    assert [point.global_batch for point in points] == [100, 110, 160, 170, 220]
+
+
+def test_nodes_that_nobody_knows_are_refused() -> None:
+    with pytest.raises(ValueError, match="without one node"):
+        predict_curve(HOST, [], 1, NOTHING)
+    assert len(predict_curve(HOST, [], 0, NOTHING)) == 1
+
+
+def test_time_and_energy_of_a_job_follow_from_rate_and_power() -> None:
+    point = curve(10, power=Power(300, 10))[10]
+    assert point.images_per_s == pytest.approx(200)
+    assert point.power_w == 400
+    assert point.joules_per_image == pytest.approx(2)
+    assert point.time_s(1000) == pytest.approx(5)
+    assert point.energy_joules(1000) == pytest.approx(2000)
+    assert curve(10)[10].energy_joules(1000) is None
+
+
+def test_thousand_nodes_take_one_look_at_each() -> None:
+    class Counting(CollectiveCost):
+        def at(self, num_bytes: int, num_ranks: int) -> float:
+            asked.append(num_ranks)
+            return 0.0
+
+    asked: list[int] = []
+    curve(1000, Counting())
+    assert asked == list(range(1, 1002))
+
+
+def test_ring_carries_nearly_two_vectors_however_many_ranks() -> None:
+    ring = RingCost(per_byte_s=1e-6)
+    assert [ring_share(ranks) for ranks in (0, 1, 2, 4)] == [0, 0, 1, 1.5]
+    assert ring.at(1000, 1) == 0
+    assert ring.at(1000, 1000) == pytest.approx(0.002, rel=0.01)
+
+
+def test_nodes_that_add_are_worth_it_from_the_first_that_adds_enough() -> None:
+    said = verdict(10)
+    assert said.is_worth_it
+    assert (said.num_nodes, said.worth_from, said.useful_nodes) == (10, 1, 10)
+    assert said.least_energy_nodes is None
+
+
+def test_sum_that_costs_more_than_the_nodes_add_is_not_worth_it() -> None:
+    said = verdict(3, CollectiveCost(fixed_s=0.5))
+    assert said.reasons == (Reason.SLOWER,)
+    assert said.worth_from is None
+
+
+def test_few_percent_are_not_worth_it() -> None:
+    said = verdict(1, CollectiveCost(fixed_s=0.06))
+    assert said.reasons == (Reason.LITTLE_GAIN,)
+
+
+def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay() -> None:
+    said = verdict(20, CollectiveCost(fixed_s=0.5))
+    assert said.is_worth_it
+    assert said.worth_from == 6  # 160 samples in 1.5 s
+    assert said.useful_nodes == 20
+
+
+def test_number_beyond_which_the_sum_takes_what_a_node_adds_is_said() -> None:
+    # Rates go towards 10 / 0.05 = 200 images/s: each node adds less than the one before.
+    said = verdict(200, CollectiveCost(per_rank_s=0.05))
+    points = curve(200, CollectiveCost(per_rank_s=0.05))
+    added = [after.images_per_s - before.images_per_s for before, after in itertools.pairwise(points)]
+    assert 0 < said.useful_nodes < 200
+    assert added[said.useful_nodes - 1] >= 1 > added[said.useful_nodes]
+
+
+def test_nodes_that_draw_more_than_they_save_are_not_worth_it() -> None:
+    said = verdict(10, power=Power(100, 20))
+    assert said.reasons == (Reason.NO_ENERGY_SAVED,)
+    assert said.least_energy_nodes == 0
+    assert verdict(10, power=Power(100, 5)).is_worth_it
+
+
+def test_number_with_the_least_energy_is_said() -> None:
+    said = verdict(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
+    energies = [
+        point.joules_per_image for point in curve(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
+    ]
+    assert said.least_energy_nodes == energies.index(min(filter(None, energies)))
+    assert 0 < said.least_energy_nodes < 200
+
+
+def test_host_alone_cannot_be_judged() -> None:
+    with pytest.raises(ValueError, match="nothing to judge"):
+        verdict(0)
