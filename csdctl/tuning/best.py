@@ -151,15 +151,18 @@ def _best_of(
     most_s = _longest_time(kinds.values(), limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
+    most = limits.global_batch or limits.max_global_batch
     found: list[Best] = []
     models = [RankModel(one.node, one.step_time) for one in members]
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
         within = sizes_within(time_s)
         sizes = [within[one.step_time, one.max_batch_size] for one in members]
-        if limits.global_batch is not None:
-            sizes = _cut_to(sizes, members, limits.global_batch)
-            if sum(sizes) != limits.global_batch or min(sizes) < 1:
-                continue
+        if most is not None and sum(sizes) > most:
+            sizes = _cut_to(sizes, members, most)
+        if min(sizes) < 1 or sum(sizes) > (most or sum(sizes)):
+            continue
+        if limits.global_batch is not None and sum(sizes) != limits.global_batch:
+            continue
         prediction = predict(models, sizes, collective_s, stretch)
         found.append(Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction))
     if not found:
@@ -208,7 +211,8 @@ def _longest_time(
         low, high = (low, middle) if is_enough else (middle, high)
     if limits.global_batch:
         return high if total(high) >= most else 0.0
-    return low if total(low) <= most else 0.0
+    # With the shortest T that lets all take part, quick ranks may have too much: it is cut.
+    return low
 
 
 def _times(least_s: float, most_s: float, count: int) -> list[float]:
@@ -219,17 +223,25 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
 
 
 def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> list[int]:
-    """Take what is too much from the ranks that need longest, a sample at a time."""
-    cut = list(sizes)
-    while sum(cut) > wanted:
-        longest = max(range(len(cut)), key=lambda place: (members[place].step_time.at(cut[place]), place))
-        cut[longest] -= 1
+    """Take what is too much from those that have most, and the rest from those that need longest."""
+    total = sum(sizes)
+    # Rounded up: what is still too much is at most a sample for each rank.
+    cut = [max(1, ceil(size * wanted / total)) for size in sizes]
+    while (over := sum(cut) - wanted) > 0:
+        longest = max(
+            (place for place in range(len(cut)) if cut[place] > 1),
+            key=lambda place: (members[place].step_time.at(cut[place]), place),
+            default=None,
+        )
+        if longest is None:
+            return cut
+        cut[longest] -= 1 if over < len(cut) else max(1, min(cut[longest] - 1, over // len(cut)))
     return cut
 
 
 def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
     given = [
-        f"{name.replace('_', '-')} {value:g}"
+        f"{name.replace('_', ' ')} {value:g}"
         for name in ("max_global_batch", "global_batch", "max_step_s")
         if (value := getattr(limits, name)) is not None
     ]

@@ -23,8 +23,8 @@ MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
 KNEE_LEAST_SIZES = 5
 """So many different batch sizes before a knee is looked for: two lines fit four points always."""
-KNEE_GAIN = 4.0
-"""A knee is believed when it makes the squared residuals so many times smaller."""
+KNEE_LEAST_F = 50.0
+"""The F statistic beyond which a knee is believed: it is the best of several places, so more than one asks."""
 KNEE_LEAST_CHANGE = 0.1
 """A second slope within this share of the first is the first."""
 
@@ -62,7 +62,9 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
     best = StepTime(line[0], line[1])
     if len(distinct) < KNEE_LEAST_SIZES:
         return best
-    least = error / KNEE_GAIN
+    # F = (what the knee explains) / (what it leaves, for each probe that is free): solved for what it leaves.
+    num_free = len(probes) - 3
+    least = error / (1 + KNEE_LEAST_F / num_free)
     for knee in distinct[1:-2]:
         columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
         bent, error = _fit(np.stack(columns, axis=1), times, counts)

@@ -1,0 +1,44 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.tuning.collective_fit import fit_collective
+from csdctl.tuning.measured import Collective
+
+PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
+
+
+def timed(cost: CollectiveCost, name: str = "star", factor: float = 1.0) -> list[Collective]:
+    return [Collective(name, ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES]
+
+
+@given(
+    fixed_s=st.floats(1e-5, 1e-2),
+    per_rank_s=st.floats(0, 1e-3),
+    per_byte_s=st.floats(1e-10, 1e-8),
+    per_rank_byte_s=st.floats(0, 1e-8),
+)
+def test_cost_is_found_from_exact_sums(
+    fixed_s: float, per_rank_s: float, per_byte_s: float, per_rank_byte_s: float
+) -> None:
+    cost = CollectiveCost(fixed_s, per_rank_s, per_byte_s, per_rank_byte_s)
+    found = fit_collective(timed(cost))
+    for ranks, size in [*PLACES, (9, 10_000_000)]:
+        assert found.at(size, ranks) == pytest.approx(cost.at(size, ranks), rel=0.02)
+
+
+def test_of_two_ways_to_sum_the_quicker_counts() -> None:
+    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+    found = fit_collective([*timed(cost, "allreduce", 3.0), *timed(cost)])
+    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
+
+
+def test_noise_gives_no_negative_time() -> None:
+    noisy = [Collective("star", 2, 1 << 16, 0.004, 0.0), Collective("star", 5, 1 << 23, 0.001, 0.0)]
+    found = fit_collective(noisy)
+    assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
+
+
+def test_nothing_timed_costs_nothing() -> None:
+    assert fit_collective([]) == CollectiveCost()

@@ -1,0 +1,88 @@
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fit import FitError, Point, fit_step_time, standard_error
+
+SIZES = (4, 8, 16, 32, 64, 128, 256)
+
+seconds = st.floats(1e-4, 1.0)
+
+
+def measured(step_time: StepTime, sizes: tuple[int, ...] = SIZES) -> list[Point]:
+    return [Point(size, step_time.at(size)) for size in sizes]
+
+
+@given(fixed_s=st.floats(0, 1.0), per_sample_s=seconds)
+def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) -> None:
+    found = fit_step_time(measured(StepTime(fixed_s, per_sample_s)))
+    for size in (1, 20, 500):
+        assert found.at(size) == pytest.approx(fixed_s + per_sample_s * size, rel=0.02)
+
+
+def test_knee_is_found_where_the_probes_show_one() -> None:
+    bent = StepTime(0.01, 0.001, knee=64, beyond_s=0.002)
+    found = fit_step_time(measured(bent))
+    assert found.knee == 64
+    assert found.at(200) == pytest.approx(bent.at(200), rel=0.01)
+
+
+def test_noise_is_not_taken_for_a_knee() -> None:
+    generator = random.Random(1)
+    line = StepTime(0.01, 0.001)
+    bent = 0
+    for _ in range(50):
+        noisy = [
+            Point(one.batch_size, one.step_time_s * generator.uniform(0.9, 1.1)) for one in measured(line)
+        ]
+        bent += fit_step_time(noisy).knee is not None
+    assert bent <= 5
+
+
+def test_one_disturbed_probe_does_not_bend_the_line() -> None:
+    line = StepTime(0.02, 0.001)
+    points = [*measured(line)[:-1], Point(96, line.at(96) * 3)]
+    assert fit_step_time(points).at(64) == pytest.approx(line.at(64), rel=0.1)
+
+
+def test_one_size_gives_a_line_through_the_origin() -> None:
+    found = fit_step_time([Point(16, 0.4), Point(16, 0.4)])
+    assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
+
+
+def test_probes_that_fall_with_the_batch_still_give_a_step_time() -> None:
+    found = fit_step_time([Point(16, 0.5), Point(32, 0.3)])
+    assert found.per_sample_s > 0
+
+
+def test_means_over_more_steps_weigh_more() -> None:
+    points = [Point(10, 1.0), Point(100, 10.0), Point(100, 12.0, num_steps=9)]
+    assert fit_step_time(points).at(100) > 11
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(FitError):
+        fit_step_time([])
+
+
+def test_standard_error_is_known_from_three_probes_on() -> None:
+    line = StepTime(0.02, 0.001)
+    assert math.isinf(standard_error(line, measured(line)[:2], 64))
+    assert standard_error(line, measured(line), 64) == pytest.approx(0, abs=1e-9)
+
+
+def test_standard_error_is_about_what_the_noise_makes_it() -> None:
+    """The mean over many draws of eight probes at one place, each 10% off: 10% / √8."""
+    generator = random.Random(3)
+    line = StepTime(0.0, 0.001)
+    errors = []
+    for _ in range(200):
+        points = [
+            Point(size, line.at(size) * generator.gauss(1, 0.1)) for size in (60, 62, 64, 66, 68, 70, 10, 30)
+        ]
+        errors.append(standard_error(fit_step_time(points), points, 64))
+    assert 0.03 < sum(errors) / len(errors) < 0.06
