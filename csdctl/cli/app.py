@@ -26,6 +26,7 @@ COMMANDS: CommandTable = {
     },
     "Training": {
         "tune": "Measure every machine and write a plan (the paper's Algorithm 1 and equation 1).",
+        "history": "Show what was measured before, and how well predictions held; or forget it.",
         "verify": "Prove on your model and fleet that the ranks compute what one process would.",
         "train": "Train on the host and all nodes in step, each with its own batch size.",
         "report": "Show what a run came to.",
