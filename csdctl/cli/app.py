@@ -25,8 +25,9 @@ COMMANDS: CommandTable = {
         "deploy": "Bring a job's files, or whole trees, to every node; what is there is not sent again.",
     },
     "Training": {
-        "tune": "Measure every machine and write a plan (the paper's Algorithm 1 and equation 1).",
+        "tune": "Measure the machines and write the plan that trains most images a second.",
         "plan": "Predict rate, time and energy for any number of nodes, before anything runs.",
+        "history": "Show what was measured before, and how well predictions held; or forget it.",
         "verify": "Prove on your model and fleet that the ranks compute what one process would.",
         "train": "Train on the host and all nodes in step, each with its own batch size.",
         "report": "Show what a run came to.",

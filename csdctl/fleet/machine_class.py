@@ -57,6 +57,22 @@ class MachineClass:
             parts.append(f"emulated with {self.num_emulated} node" + ("" if self.num_emulated == 1 else "s"))
         return ", ".join(parts)
 
+    @property
+    def software(self) -> str:
+        """For people: "Python 3.11, TensorFlow 2.21.0, …"."""
+        versions = {
+            "Python": self.python,
+            "TensorFlow": self.tensorflow,
+            "Keras": self.keras,
+            "NumPy": self.numpy,
+        }
+        return ", ".join(f"{name} {version or _UNKNOWN}" for name, version in versions.items())
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether what it shows is an emulated fleet's."""
+        return self.num_emulated > 0
+
 
 @dataclass(frozen=True)
 class FleetClass:
@@ -74,10 +90,9 @@ class FleetClass:
         return _short_hash([self.host.key, [node.key for node in self.nodes], self.network])
 
     @property
-    def name(self) -> str:
-        """For people: the host, the nodes, the network."""
-        nodes = " and ".join(node.name for node in self.nodes) or "no node"
-        return f"{self.host.name} with {nodes}" + (f" over {self.network}" if self.network else "")
+    def is_emulated(self) -> bool:
+        """Whether what it shows is an emulated fleet's."""
+        return self.host.is_emulated
 
 
 def classify_machine(facts: Facts, *, num_emulated: int = 0) -> MachineClass:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from sqlite3 import Connection
+from typing import TypeVar
 
 from csdctl.errors import CsdctlError, DamagedHistoryError, InputError
 from csdctl.fleet.machine_class import FleetClass, MachineClass
@@ -18,6 +19,8 @@ from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, T
 from csdctl.tuning.similar import feature_distance
 
 LEAST_HASH_LENGTH = 6
+
+ValueT = TypeVar("ValueT")
 
 Say = Callable[[str], None]
 
@@ -46,8 +49,7 @@ class Forgotten:
 class History:
     """An open history. Every method is one transaction, and raises CsdctlError when the file refuses.
 
-    With `on_refused` it is told that measurements could not be kept, and nothing is raised: whoever measures
-    goes on.
+    With `on_refused` it is told so instead, nothing is kept, and nothing is known: whoever measures goes on.
     """
 
     def __init__(self, file: HistoryFile, on_refused: Say | None = None) -> None:
@@ -70,8 +72,8 @@ class History:
         self, model_hash: str, recipe: str, machine_class: str, settings: Settings | None = None
     ) -> list[Probe]:
         """What is known of a model on a machine class (its key), oldest first; `settings` None: with any."""
-        with self.file.reading() as connection:
-            probes = rows.select_probes(connection, (model_hash, recipe, machine_class))
+        key = (model_hash, recipe, machine_class)
+        probes = self._read(lambda connection: rows.select_probes(connection, key))
         return [probe for probe in probes if settings in (None, probe.settings)]
 
     def neighbours(
@@ -81,26 +83,21 @@ class History:
 
         This model with this recipe is not among them. Equally near ones come in the order of their hashes.
         """
-        with self.file.reading() as connection:
-            found = connection.execute(
-                f"SELECT DISTINCT {rows.MODEL_COLUMNS}, recipe FROM probes JOIN models ON model = hash"
-                " WHERE machine_class = ? AND step_time_s IS NOT NULL AND (hash, recipe) != (?, ?)",
-                (machine_class, model.hash, recipe),
-            ).fetchall()
-            others = [(ModelFeatures(*row[:-1]), str(row[-1])) for row in found]
-            ordered = sorted(
-                ((_distance(model, other), other.hash, its, other) for other, its in others),
-                key=lambda one: one[:3],
-            )
-            return [
-                Neighbour(
-                    other,
-                    its,
-                    distance,
-                    tuple(rows.select_probes(connection, (other.hash, its, machine_class))),
-                )
-                for distance, _, its, other in ordered[:limit]
+
+        def read(connection: Connection) -> list[Neighbour]:
+            others = [
+                (_distance(model, other), other, its_recipe)
+                for other, its_recipe in rows.select_measured(connection, machine_class)
+                if (other.hash, its_recipe) != (model.hash, recipe)
             ]
+            others.sort(key=lambda one: (one[0], one[1].hash, one[2]))
+            return [
+                Neighbour(other, its_recipe, distance, tuple(rows.select_probes(connection, key)))
+                for distance, other, its_recipe in others[:limit]
+                for key in [(other.hash, its_recipe, machine_class)]
+            ]
+
+        return self._read(read)
 
     def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[Collective]) -> None:
         """Keep how long sums over the ranks of a fleet took."""
@@ -113,13 +110,8 @@ class History:
 
     def collectives(self, fleet_class: str, name: str | None = None) -> list[Collective]:
         """What is known of sums on a fleet class (its key), oldest first; `name` None: in all ways."""
-        with self.file.reading() as connection:
-            found = connection.execute(
-                f"SELECT {rows.COLLECTIVE_COLUMNS} FROM collectives WHERE fleet_class = ?"
-                " ORDER BY measured_at, id",
-                (fleet_class,),
-            ).fetchall()
-        return [one for one in (Collective(*row) for row in found) if name in (None, one.name)]
+        found = self._read(lambda connection: rows.select_collectives(connection, fleet_class))
+        return [one for one in found if name in (None, one.name)]
 
     def add_trial(self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: Trial) -> None:
         """Keep what a whole plan reached."""
@@ -133,19 +125,12 @@ class History:
 
     def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[Trial]:
         """The plans that were tried on a fleet class (its key), with any number of ranks, oldest first."""
-        with self.file.reading() as connection:
-            found = connection.execute(
-                f"SELECT {rows.TRIAL_COLUMNS} FROM trials"
-                " WHERE (model, recipe, fleet_class) = (?, ?, ?) ORDER BY measured_at, id",
-                (model_hash, recipe, fleet_class),
-            ).fetchall()
-        return [rows.trial_of(row) for row in found]
+        key = (model_hash, recipe, fleet_class)
+        return self._read(lambda connection: rows.select_trials(connection, key))
 
     def models(self) -> list[ModelFeatures]:
         """All models of which something is known, by name."""
-        with self.file.reading() as connection:
-            found = connection.execute(f"SELECT {rows.MODEL_COLUMNS} FROM models ORDER BY name, hash")
-            return [ModelFeatures(*row) for row in found]
+        return self._read(rows.select_models)
 
     def find_models(self, wanted: str) -> list[ModelFeatures]:
         """The models of that name, short or whole, or whose hash starts so; raises InputError for none."""
@@ -183,6 +168,16 @@ class History:
             rows.delete_unused(connection)
         self.file.shrink()
         return Forgotten(*counts)
+
+    def _read(self, read: Callable[[Connection], list[ValueT]]) -> list[ValueT]:
+        try:
+            with self.file.reading() as connection:
+                return read(connection)
+        except CsdctlError as error:
+            if self._on_refused is None:
+                raise
+            self._on_refused(f"the history is not used: {error}")
+            return []
 
     def _write(self, write: Callable[[Connection], None]) -> None:
         try:

@@ -32,8 +32,8 @@ CREATE TABLE models (
     num_operations INTEGER NOT NULL,
     input_elements INTEGER NOT NULL
 );
-CREATE TABLE machine_classes (key TEXT PRIMARY KEY, name TEXT NOT NULL, content TEXT NOT NULL);
-CREATE TABLE fleet_classes (key TEXT PRIMARY KEY, name TEXT NOT NULL, content TEXT NOT NULL);
+CREATE TABLE machine_classes (key TEXT PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE fleet_classes (key TEXT PRIMARY KEY, content TEXT NOT NULL);
 CREATE TABLE probes (
     id INTEGER PRIMARY KEY,
     model TEXT NOT NULL REFERENCES models,
@@ -187,7 +187,17 @@ def set_history_aside(path: Path) -> Path:
     """Rename a history that cannot be read to *.bak, its journal with it; an older one there is replaced."""
     aside = path.with_name(path.name + ".bak")
     path.replace(aside)
-    journal = path.with_name(path.name + "-journal")
-    if journal.exists():  # it would be played back into the next file of this name
-        journal.replace(aside.with_name(aside.name + "-journal"))
+    if _journal(path).exists():  # it would be played back into the next file of this name
+        _journal(path).replace(_journal(aside))
     return aside
+
+
+def remove_history(path: Path) -> None:
+    """Remove the file and what may lie beside it."""
+    for one in (path, _journal(path)):
+        one.unlink(missing_ok=True)
+
+
+def _journal(path: Path) -> Path:
+    """What SQLite calls the journal of `path`."""
+    return path.with_name(path.name + "-journal")

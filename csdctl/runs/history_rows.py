@@ -36,14 +36,32 @@ def put_model(connection: Connection, model: ModelFeatures) -> None:
 
 def put_machine_class(connection: Connection, one: MachineClass) -> None:
     """Add a machine class, unless it is there."""
-    row = (one.key, one.name, json.dumps(asdict(one)))
-    _insert(connection, "machine_classes", "key, name, content", [row], verb="INSERT OR IGNORE")
+    row = (one.key, json.dumps(asdict(one)))
+    _insert(connection, "machine_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
 def put_fleet_class(connection: Connection, one: FleetClass) -> None:
     """Add a fleet class, unless it is there."""
-    row = (one.key, one.name, json.dumps(asdict(one)))
-    _insert(connection, "fleet_classes", "key, name, content", [row], verb="INSERT OR IGNORE")
+    row = (one.key, json.dumps(asdict(one)))
+    _insert(connection, "fleet_classes", "key, content", [row], verb="INSERT OR IGNORE")
+
+
+def select_models(connection: Connection) -> list[ModelFeatures]:
+    """All models, by name."""
+    found = connection.execute(f"SELECT {MODEL_COLUMNS} FROM models ORDER BY name, hash")
+    return [ModelFeatures(*row) for row in found]
+
+
+def select_machine_classes(connection: Connection) -> dict[str, MachineClass]:
+    """All machine classes by the keys they were stored with."""
+    found = connection.execute("SELECT key, content FROM machine_classes ORDER BY key")
+    return {key: MachineClass(**json.loads(content)) for key, content in found}
+
+
+def select_fleet_classes(connection: Connection) -> dict[str, FleetClass]:
+    """All fleet classes by the keys they were stored with."""
+    found = connection.execute("SELECT key, content FROM fleet_classes ORDER BY key")
+    return {key: _fleet_class(json.loads(content)) for key, content in found}
 
 
 def insert_probes(connection: Connection, key: tuple[str, str, str], probes: Iterable[Probe]) -> None:
@@ -74,6 +92,16 @@ def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[Pro
     return [Probe(settings_of(row[:4]), *row[4:]) for row in rows]
 
 
+def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelFeatures, str]]:
+    """The models and recipes of which some batch size fitted on a machine class (its key)."""
+    found = connection.execute(
+        f"SELECT DISTINCT {MODEL_COLUMNS}, recipe FROM probes JOIN models ON model = hash"
+        " WHERE machine_class = ? AND step_time_s IS NOT NULL",
+        (machine_class,),
+    )
+    return [(ModelFeatures(*row[:-1]), row[-1]) for row in found]
+
+
 def insert_collectives(connection: Connection, fleet_class: str, collectives: Iterable[Collective]) -> None:
     """Add sums measured on a fleet class."""
     rows = [
@@ -84,12 +112,31 @@ def insert_collectives(connection: Connection, fleet_class: str, collectives: It
     _forget_old(connection, "collectives")
 
 
+def select_collectives(connection: Connection, fleet_class: str) -> list[Collective]:
+    """Sums on a fleet class (its key), oldest first."""
+    found = connection.execute(
+        f"SELECT {COLLECTIVE_COLUMNS} FROM collectives WHERE fleet_class = ? ORDER BY measured_at, id",
+        (fleet_class,),
+    )
+    return [Collective(*row) for row in found]
+
+
 def insert_trial(connection: Connection, key: tuple[str, str, str], trial: Trial) -> None:
     """Add a trial of (model hash, recipe, fleet class key)."""
     ranks = json.dumps([asdict(rank) for rank in trial.ranks])
     row = (*key, ranks, trial.step_s, trial.images_per_s, trial.measured_at, trial.predicted_images_per_s)
     _insert(connection, "trials", f"model, recipe, fleet_class, {TRIAL_COLUMNS}", [row])
     _forget_old(connection, "trials")
+
+
+def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Trial]:
+    """The trials of (model hash, recipe, fleet class key), oldest first."""
+    found = connection.execute(
+        f"SELECT {TRIAL_COLUMNS} FROM trials WHERE (model, recipe, fleet_class) = (?, ?, ?)"
+        " ORDER BY measured_at, id",
+        key,
+    )
+    return [trial_of(row) for row in found]
 
 
 def trial_of(row: tuple[Any, ...]) -> Trial:
@@ -117,6 +164,11 @@ def delete_unused(connection: Connection) -> None:
         used = " UNION ".join(f"SELECT {key} FROM {user}" for user in users)
         column = "hash" if table == "models" else "key"
         connection.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({used})")
+
+
+def _fleet_class(content: dict[str, Any]) -> FleetClass:
+    nodes = tuple(MachineClass(**one) for one in content["nodes"])
+    return FleetClass(MachineClass(**content["host"]), nodes, content["network"])
 
 
 def _model_row(model: ModelFeatures) -> tuple[str | int, ...]:

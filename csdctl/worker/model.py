@@ -14,6 +14,7 @@ import numpy as np
 
 from csdctl.worker.contract import ModelInfo, Recipe
 from csdctl.worker.events import WorkerError, describe
+from csdctl.worker.operations import count_operations
 from csdctl.worker.recipe import load_own_metrics, make_loss, make_metrics, make_optimizer
 from csdctl.worker.users_code import load_function, run_users_code
 
@@ -63,6 +64,7 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
         num_parameters=model.count_params(),
         num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
         output_activation=_output_activation(model),
+        num_operations=count_operations(model),
     )
 
 

@@ -1,6 +1,7 @@
 """Numbers as people read them; one way for each kind."""
 
 from collections.abc import Sized
+from datetime import datetime
 
 
 def show_rate(images_per_s: float | None) -> str:
@@ -25,6 +26,11 @@ def show_seconds(seconds: float | None) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
+
+
+def show_date(time_s: float) -> str:
+    """The day of a Unix time, in the time zone of whoever looks."""
+    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
 
 
 def show_bytes(size: float | None) -> str:

@@ -16,7 +16,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.history import History, open_history, open_history_to_measure
-from csdctl.runs.history_file import SCHEMA, HistoryFile
+from csdctl.runs.history_file import SCHEMA, HistoryFile, set_history_aside
 from csdctl.runs.history_rows import NUM_KEPT
 from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
 
@@ -160,6 +160,17 @@ class TestForgetting:
         assert "mine.py:build" in raised.value.remedy
 
 
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from csdctl.runs.history_file import HistoryFile
+file = HistoryFile(Path(sys.argv[1]))
+with file.writing() as connection:
+    connection.execute("PRAGMA cache_spill = 1")
+    connection.execute("PRAGMA cache_size = 1")
+    connection.executemany("INSERT INTO models VALUES (?, 'x', 0, 0, 0, 0)", [(str(k),) for k in range(9999)])
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 WRITER = """
 import sys
 from pathlib import Path
@@ -202,6 +213,15 @@ class TestSeveralProcesses:
         with pytest.raises(sqlite3.IntegrityError):
             history.add_probes(MODEL, "recipe", CSD, [PROBES[0], unusable])
         assert history.models() == []
+
+    def test_what_a_killed_csdctl_has_half_written_is_undone(self, path: Path, history: History) -> None:
+        history.add_probes(MODEL, "recipe", CSD, PROBES)
+        size = path.stat().st_size
+        subprocess.run([sys.executable, "-c", KILLED, str(path)], check=False)
+        assert path.stat().st_size > size
+        assert path.with_name("history.sqlite-journal").exists()
+        assert history.models() == [MODEL]
+        assert history.probes(MODEL.hash, "recipe", CSD.key) == PROBES
 
     def test_waiting_for_another_writer_has_an_end(self, path: Path, history: History) -> None:
         waiting = HistoryFile(path, deadline_s=0.05)
@@ -256,6 +276,31 @@ class TestTroubles:
         with pytest.raises(DamagedHistoryError), open_history(path):
             pass
         assert "begun anew" in said_when_measuring(path)[0]
+
+    @pytest.mark.fault(36)
+    def test_journal_of_a_damaged_history_is_set_aside_with_it(self, path: Path) -> None:
+        path.parent.mkdir()
+        path.write_bytes(b"no database at all")
+        path.with_name("history.sqlite-journal").write_bytes(b"its journal")
+        assert set_history_aside(path).read_bytes() == b"no database at all"
+        assert sorted(file.name for file in path.parent.iterdir()) == [
+            "history.sqlite.bak",
+            "history.sqlite.bak-journal",
+        ]
+
+    def test_table_that_is_missing_does_not_stop_measuring(self, path: Path, history: History) -> None:
+        with history.file.writing() as connection:
+            connection.execute("DROP TABLE collectives")
+        said: list[str] = []
+        with open_history_to_measure(path, said.append) as lenient:
+            assert lenient.collectives(FLEET.key) == []
+            lenient.add_collectives(FLEET, [Collective("star", 5, 1, 0.1, 1.0)])
+        assert [one.partition(":")[0] for one in said] == [
+            "the history is not used",
+            "not kept in the history",
+        ]
+        with pytest.raises(CsdctlError, match="no such table"):
+            history.collectives(FLEET.key)
 
     def test_database_of_another_program_is_not_written_to(self, path: Path) -> None:
         path.parent.mkdir()

@@ -231,3 +231,9 @@ def test_damaged_event_is_refused(rest: str) -> None:
 
 def test_images_per_s_of_a_probe_is_samples_over_seconds() -> None:
     assert ProbeResult(32, 0.25, 4, 0).images_per_s == 128
+
+
+def test_model_described_by_an_older_csdctl_is_read() -> None:
+    described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
+    del described["num_operations"]
+    assert from_json(ModelInfo, json.dumps(described)).num_operations == 0

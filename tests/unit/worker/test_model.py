@@ -35,6 +35,11 @@ def own_layer():
     return keras.Sequential([keras.Input((4,)), Mine(), layers.Dense(3)])
 
 
+def any_size():
+    middle = [layers.Conv2D(4, 3), layers.GlobalAveragePooling2D()]
+    return keras.Sequential([keras.Input((None, None, 3)), *middle, layers.Dense(3)])
+
+
 def fine():
     return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
 """
@@ -129,3 +134,11 @@ def test_metrics_by_either_name_are_taken(tmp_path: Path) -> None:
     metrics = ("accuracy", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
     info, found = build(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
     assert info, found
+
+
+@pytest.mark.parametrize(("reference", "num_operations"), [("fine", 2 * 4 * 3), ("any_size", 0)])
+def test_built_model_says_how_much_it_computes(tmp_path: Path, reference: str, num_operations: int) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    info, found = build(tmp_path, f"{tmp_path}/mine.py:{reference}")
+    assert info, found
+    assert info.num_operations == num_operations
