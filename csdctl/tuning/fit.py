@@ -24,7 +24,7 @@ NUM_REWEIGHTS = 20
 KNEE_LEAST_SIZES = 5
 """So many different batch sizes before a knee is looked for: two lines fit four points always."""
 KNEE_LEAST_F = 50.0
-"""The F statistic beyond which a knee is believed: it is the best of several places, so more than one asks."""
+"""The F statistic beyond which a knee is believed; high, because it is the best of several places."""
 KNEE_LEAST_CHANGE = 0.1
 """A second slope within this share of the first is the first."""
 

@@ -18,6 +18,7 @@ from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.fit import Point
 from csdctl.tuning.measured import Settings
+from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
@@ -283,7 +284,7 @@ class _FitTuning:
             micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
             step_time_s=round(step_time_s, 6),
             images_per_s=round(batch_size / step_time_s, 2),
-            peak_memory_bytes=kind.peaks.get(batch_size),
+            peak_memory_bytes=predict_peak_bytes(kind.peaks, min(batch_size, at_once or batch_size)),
         )
 
     def _plan(self, tried: _Tried) -> Plan:

@@ -1,12 +1,12 @@
 """Probes as they happen, and the plan as a table."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes, show_rate, show_seconds
-from csdctl.tuning.plan import Plan
+from csdctl.cli.render.numbers import show_bytes, show_rate, show_seconds, show_share
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.contract import ProbeResult
 
 
@@ -22,7 +22,7 @@ def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -
 
 
 def render_plan(console: Console, plan: Plan, path: str) -> None:
-    """The plan and where it lies."""
+    """The plan, what it will reach and where the time goes, and where it lies."""
     title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
@@ -30,19 +30,43 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
     for column in ("batch size", "threads", "step", "images/s alone", "peak memory"):
         table.add_column(column, justify="right")
     for number, rank in enumerate(plan.ranks):
+        pieces = f" in {rank.micro_batch_size}s" if rank.micro_batch_size else ""
         table.add_row(
             str(number),
             rank.node,
-            str(rank.batch_size),
-            str(rank.threads),
+            f"{rank.batch_size}{pieces}",
+            _show_runtime(rank),
             show_seconds(rank.step_time_s),
             show_rate(rank.images_per_s),
             show_bytes(rank.peak_memory_bytes),
         )
     console.print(table)
-    console.print(
-        f"global batch size {plan.global_batch}, at most {show_rate(plan.predicted_images_per_s)} images/s "
-        f"({plan.num_probes} probes in {show_seconds(plan.measuring_s)})",
-        markup=False,
-    )
+    for line in _lines(plan):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(f"plan: {path}", markup=False, soft_wrap=True)
+
+
+def _show_runtime(rank: RankPlan) -> str:
+    threads = f"{rank.threads} × {rank.inter_threads}" if rank.inter_threads > 1 else str(rank.threads)
+    return threads if rank.onednn else f"{threads}, no oneDNN"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    predicted = plan.predicted
+    rate = show_rate(plan.predicted_images_per_s)
+    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all of it remembered"
+    measured += f", {show_seconds(plan.measuring_s)} of measuring"
+    if predicted is None:
+        yield f"global batch size {plan.global_batch}, at most {rate} images/s ({measured})"
+        return
+    shown = "as a trial of all ranks showed" if predicted.is_confirmed else "not tried"
+    yield f"global batch size {plan.global_batch}: {rate} images/s, {shown} ({measured})"
+    yield (
+        f"of the ranks' time: {show_share(predicted.compute_share)} computing, "
+        f"{show_share(predicted.imbalance_share)} waiting for the slowest, "
+        f"{show_share(predicted.communication_share)} communicating"
+    )
+    if predicted.gain is not None:
+        yield f"against the best equal batch size: {predicted.gain:+.0%} images/s"
+    if plan.left_out:
+        yield f"left out, because they cost more time than they bring: {', '.join(plan.left_out)}"
