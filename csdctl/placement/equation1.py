@@ -28,6 +28,7 @@ class RankLoad:
 
     name: str
     batch_size: int
+    """0: it sits out."""
     num_private: int = 0
     """Different private samples."""
 
@@ -69,27 +70,29 @@ class Placed:
     @property
     def num_steps(self) -> int:
         """Steps until this rank has read its shard."""
-        return ceil(self.num_samples / self.batch_size)
+        return ceil(self.num_samples / self.batch_size) if self.batch_size else 0
 
 
 def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
     """Every public sample on exactly one rank, every private one on its own, in order of `ranks`.
 
     `is_repeating`: private samples are read again where there are few, instead of more public ones.
-    Raises PlacementError for a batch size below 1, without ranks, or when there is no sample at all.
+    Raises PlacementError for a batch size below 0, a rank that sits out and has private samples, when no rank
+    trains, or when there is no sample at all.
     """
-    if not ranks:
+    if not any(rank.batch_size for rank in ranks):
         raise PlacementError("there is no rank to place samples on")
     for rank in ranks:
-        if rank.batch_size < 1:
-            raise PlacementError(f"{rank.name}: batch size must be at least 1, received {rank.batch_size}")
+        if rank.batch_size < (1 if rank.num_private else 0):
+            least = "at least 1, for its private samples" if rank.num_private else "0 or more"
+            raise PlacementError(f"{rank.name}: batch size must be {least}, received {rank.batch_size}")
         if rank.num_private < 0 or num_public < 0:
             raise PlacementError(f"{rank.name}: a number of samples cannot be negative")
     if num_public + sum(rank.num_private for rank in ranks) == 0:
         raise PlacementError("there is no sample to train on")
     private = [rank.num_private for rank in ranks]
     if is_repeating:
-        most = max(Fraction(rank.num_private, rank.batch_size) for rank in ranks)
+        most = max(Fraction(rank.num_private, rank.batch_size) for rank in ranks if rank.batch_size)
         private = [int(most * rank.batch_size) if rank.num_private else 0 for rank in ranks]
     wanted = public_shares([rank.batch_size for rank in ranks], private, num_public)
     placed, start = [], 0

@@ -80,7 +80,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         for number, rank in enumerate(plan["ranks"])
     )
     speed = samples / training_s if training_s else 0.0
-    alone = [rank.alone_images_per_s for rank in ranks]
+    alone = [rank.alone_images_per_s for rank in ranks if rank.batch_size]
     all_alone = sum(one for one in alone if one) if all(alone) else None
     last = of_host[-1] if of_host else None
     return RunSummary(

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, Field
 
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME
 
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
@@ -19,7 +20,8 @@ class RankPlan(Document):
     """One rank: what it will do, and what was measured for it."""
 
     node: str
-    batch_size: Annotated[int, Field(ge=1)]
+    batch_size: Annotated[int, Field(ge=0)]
+    """0: it sits out, adds up and serves the others; the host alone can."""
     threads: Annotated[int, Field(ge=1, le=1024)]
     inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Operations at the same time; `threads` are those of one operation."""
@@ -38,6 +40,10 @@ def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"{name} is there more than once")
+        if name != HOST_NAME and not ranks[names.index(name)].batch_size:
+            raise ValueError(f"{name}: only the host can have batch size 0; leave the node out instead")
+    if not any(rank.batch_size for rank in ranks):
+        raise ValueError("one rank at least must have a batch size above 0")
     return ranks
 
 
@@ -85,8 +91,9 @@ class Plan(Document):
         """
         if self.predicted and self.predicted.global_batch == self.global_batch:
             return self.predicted.images_per_s
-        times = [rank.step_time_s for rank in self.ranks if rank.step_time_s]
-        return self.global_batch / max(times) if len(times) == len(self.ranks) else None
+        times = [rank.step_time_s for rank in self.ranks if rank.batch_size]
+        known = [time for time in times if time]
+        return self.global_batch / max(known) if len(known) == len(times) else None
 
 
 def save_plan(path: Path, plan: Plan) -> None:

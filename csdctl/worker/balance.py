@@ -55,7 +55,15 @@ class Balancer:
             steps.append(dict(times_s))
 
     def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Better batch sizes with the same sum, or None when they are good as they are, or not known yet."""
+        """Better batch sizes with the same sum, or None when they are good as they are, or not known yet.
+
+        A rank that sits out, with batch size 0, goes on to.
+        """
+        training = {rank: size for rank, size in batch_sizes.items() if size}
+        found = self._propose(training)
+        return None if found is None else {**dict.fromkeys(batch_sizes, 0), **found}
+
+    def _propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
         for look, steps in self._times.items():
             longest_s = max((sum(step[rank] for step in steps) for rank in batch_sizes), default=0.0)
             if len(steps) < look.min_steps or longest_s < look.min_duration_s:

@@ -62,7 +62,7 @@ class Share:
     @property
     def num_steps(self) -> int:
         """Steps until nothing is left."""
-        return ceil(self.num_samples / self.batch_size)
+        return ceil(self.num_samples / self.batch_size) if self.batch_size else 0
 
     def after(self, num_steps: int) -> "Share":
         """What is left after `num_steps` steps."""

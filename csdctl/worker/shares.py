@@ -11,10 +11,10 @@ from collections.abc import Sequence
 def public_shares(batch_sizes: Sequence[int], num_private: Sequence[int], num_public: int) -> list[int]:
     """Public samples of each rank: all its samples ∝ its batch size, private ones first.
 
-    A rank whose private samples alone are more than its part gets no public ones. `batch_sizes` are at
-    least 1; the sum of what is returned is `num_public`.
+    A rank whose private samples alone are more than its part gets no public ones, and so does one that sits
+    out, with batch size 0. One at least is above 0; the sum of what is returned is `num_public`.
     """
-    open_ranks = list(range(len(batch_sizes)))
+    open_ranks = [rank for rank, size in enumerate(batch_sizes) if size]
     while True:
         total = num_public + sum(num_private[k] for k in open_ranks)
         weight = sum(batch_sizes[k] for k in open_ranks)

@@ -65,7 +65,14 @@ class Knowledge:
     """What the history holds of one model, trained by one job on one fleet."""
 
     def __init__(
-        self, job: Job, prepared: Prepared, space: Workspace, history: History, *, is_fresh: bool
+        self,
+        job: Job,
+        prepared: Prepared,
+        space: Workspace,
+        history: History,
+        *,
+        is_fresh: bool,
+        is_host_training: bool = True,
     ) -> None:
         """`is_fresh`: nothing is recalled; what is measured is kept all the same."""
         self.features = describe_model(prepared.model.info, prepared.model.architecture.sha256)
@@ -82,7 +89,7 @@ class Knowledge:
         trials = [] if is_fresh else history.trials(self.features.hash, self._recipe, self._fleet_class.key)
         self.kinds: dict[str, Kind] = {}
         """By a name for each: the host's, the class's key for nodes."""
-        for name in machines:
+        for name in machines if is_host_training else machines[1:]:
             key = HOST_NAME if name == HOST_NAME else classes[name].key
             if key in self.kinds:
                 kind = self.kinds[key]
@@ -153,15 +160,24 @@ class Knowledge:
 
     def keep_trial(
         self,
-        ranks: Sequence[tuple[Kind, int]],
+        ranks: Sequence[tuple[Kind | None, int]],
         compute_s: Sequence[float],
         num_steps: int,
         reached: tuple[float, float],
         predicted_images_per_s: float,
     ) -> None:
-        """Keep a trial: kind and batch size of each rank, its compute time, step time and images/s of all."""
+        """Keep a trial: kind and batch size of each rank, its compute time, step time and images/s of all.
+
+        A host that sits out is of no kind.
+        """
         now = time.time()
-        tried = tuple(TrialRank(kind.machine_class.key, size, kind.settings) for kind, size in ranks)
+        host = self._fleet_class.host.key
+        tried = tuple(
+            TrialRank(kind.machine_class.key, size, kind.settings)
+            if kind
+            else TrialRank(host, size, Settings(1))
+            for kind, size in ranks
+        )
         self._history.add_trial(
             self.features,
             self._recipe,
@@ -169,6 +185,8 @@ class Knowledge:
             Trial(tried, *reached, now, predicted_images_per_s),
         )
         for (kind, size), step_time_s in zip(ranks, compute_s, strict=True):
+            if kind is None:
+                continue
             probe = Probe(kind.settings, size, now, step_time_s, num_steps)
             self._history.add_probes(self.features, self._recipe, kind.machine_class, [probe])
 
@@ -201,7 +219,7 @@ def _newest_settings(trials: Sequence[Trial], class_key: str, *, is_host: bool) 
     """What a class ran with in the newest trial; None when it had no part in any."""
     for trial in reversed(trials):
         for rank in trial.ranks[:1] if is_host else trial.ranks[1:]:
-            if rank.machine_class == class_key:
+            if rank.machine_class == class_key and rank.batch_size:
                 return rank.settings
     return None
 

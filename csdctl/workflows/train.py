@@ -380,7 +380,8 @@ def _supervised(
         build_links=links,
         log_path=log_path,
         directory=project.root,
-        min_nodes=min(options.min_nodes, len(nodes)),
+        # A host that sits out cannot go on alone.
+        min_nodes=min(max(options.min_nodes, spec.ranks[0].batch_size == 0), len(nodes)),
         deadlines=options.deadlines,
         collective=_collective(run, options),
         absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),

@@ -39,6 +39,8 @@ class TuneOptions:
     """Nothing that was measured before counts."""
     is_exploring: bool = True
     """Other runtime settings are probed too."""
+    is_host_training: bool = True
+    """Else it sits out: it adds up and serves the others."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
     step_divisor: float = DEFAULT_STEP_DIVISOR
     margin_scale: float = DEFAULT_MARGIN_SCALE
@@ -60,6 +62,8 @@ def tune(
     job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
 ) -> Plan:
     """A plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial's ranks raise."""
+    if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
+        raise InputError("a host that sits out needs nodes that train, and the method fit")
     try:
         if options.method == STANNIS:
             return _tune_by_algorithm_1(job, prepared, space, options, say, on_probes)

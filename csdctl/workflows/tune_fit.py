@@ -4,6 +4,7 @@ What was measured before is in the history: the second time nothing is probed, a
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -20,6 +21,7 @@ from csdctl.tuning.fit import Point
 from csdctl.tuning.measured import Settings
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
+from csdctl.tuning.stannis import TuningError
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
 from csdctl.workflows.knowledge import Kind, Knowledge, weigh
@@ -55,7 +57,14 @@ def tune_by_fit(
     Raises TuningError when there is none, and what probes and a trial's ranks raise.
     """
     with open_history_to_measure(space.project.history, say) as history:
-        knowledge = Knowledge(job, prepared, space, history, is_fresh=options.is_fresh)
+        knowledge = Knowledge(
+            job,
+            prepared,
+            space,
+            history,
+            is_fresh=options.is_fresh,
+            is_host_training=options.is_host_training,
+        )
         return _FitTuning(job, prepared, space, options, say, on_probes, knowledge).run()
 
 
@@ -85,7 +94,10 @@ class _FitTuning:
         self._on_probes = on_probes
         self._knowledge = knowledge
         self._kinds = knowledge.kinds
-        self._machines = [HOST_NAME, *(node.name for node in space.fleet.nodes)]
+        nodes = [node.name for node in space.fleet.nodes]
+        self._machines = [HOST_NAME, *nodes] if options.is_host_training else nodes
+        """Those that train."""
+        self._num_ranks = 1 + len(nodes)
         self._kind_of = {name: kind for kind in self._kinds.values() for name in kind.state.machines}
         self._limits = _limits(options.limits, job, prepared)
         self._cost = CollectiveCost()
@@ -104,7 +116,7 @@ class _FitTuning:
 
     def _measure_collective(self) -> CollectiveCost:
         """The cost of a sum on this fleet, as remembered or timed now."""
-        num_ranks, vector_bytes = len(self._machines), self._knowledge.features.vector_bytes
+        num_ranks, vector_bytes = self._num_ranks, self._knowledge.features.vector_bytes
         known = self._knowledge.collectives()
         if not any(one.num_ranks == num_ranks and one.num_bytes >= vector_bytes for one in known):
             self._say(f"timing sums over {num_ranks} ranks")
@@ -168,7 +180,16 @@ class _FitTuning:
         return {key: max(of_kind) for key, of_kind in sizes.items()}
 
     def _best(self, fits: Mapping[str, StepTime]) -> Best:
-        return find_best(self._candidates(fits), self._limits, self._collective_s, self._stretch)
+        candidates = self._candidates(fits)
+        best = find_best(candidates, self._limits, self._collective_s, self._stretch)
+        if candidates[0].node != HOST_NAME or len(candidates) == 1:
+            return best
+        # The host adds up in any case; it need not train.
+        with suppress(TuningError):
+            without = find_best(candidates[1:], self._limits, self._collective_s, self._stretch)
+            if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN):
+                return without
+        return best
 
     def _candidates(self, fits: Mapping[str, StepTime]) -> list[Candidate]:
         time_of = {name: fits[key] for key, kind in self._kinds.items() for name in kind.state.machines}
@@ -181,7 +202,9 @@ class _FitTuning:
             for name in self._machines
         ]
 
-    def _collective_s(self, num_ranks: int) -> float:
+    def _collective_s(self, num_training: int) -> float:
+        """Of a sum when so many machines train; the host has a part in it also when it sits out."""
+        num_ranks = num_training + (self._num_ranks - len(self._machines))
         return self._cost.at(self._knowledge.features.vector_bytes, num_ranks)
 
     def _fits(self) -> dict[str, StepTime]:
@@ -229,6 +252,8 @@ class _FitTuning:
         while True:
             best = self._best(self._fits())
             ranks = tuple(self._rank_plan(name, size) for name, size in best.batch_sizes.items())
+            if HOST_NAME not in best.batch_sizes:
+                ranks = (RankPlan(node=HOST_NAME, batch_size=0, threads=1), *ranks)
             steps = round(TRIAL_S / best.prediction.step_s)
             steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
             self._say(f"trying the plan: {steps} steps of {len(ranks)} ranks together")
@@ -245,9 +270,8 @@ class _FitTuning:
         result, fits = tried.result, self._fits()
         names = [rank.node for rank in tried.ranks]
         computed = dict(zip(names, result.compute_s, strict=True))
-        expected = {}
         for key, kind in self._kinds.items():
-            members = [name for name in kind.state.machines if name in computed]
+            members = [name for name in kind.state.machines if name in tried.best.batch_sizes]
             ratios = {name: computed[name] / fits[key].at(tried.best.batch_sizes[name]) for name in members}
             usual = median(ratios.values()) if ratios else 1.0
             for name, ratio in ratios.items():
@@ -257,17 +281,16 @@ class _FitTuning:
                     kind.state.probes.append(
                         Point(tried.best.batch_sizes[name], computed[name], weigh(result.num_steps))
                     )
-                expected[name] = computed[name]
         vector_bytes = self._knowledge.features.vector_bytes
         self._knowledge.keep_collectives([(result.collective, len(names), vector_bytes, result.sum_s)])
         self._knowledge.keep_trial(
-            [(self._kind_of[name], tried.best.batch_sizes[name]) for name in names],
+            [(self._kind_of.get(name), tried.best.batch_sizes.get(name, 0)) for name in names],
             result.compute_s,
             result.num_steps,
             (result.step_s, result.images_per_s),
             tried.best.prediction.images_per_s,
         )
-        slowest = max(expected.values())
+        slowest = max(result.compute_s)
         self._stretch = max(1.0, (result.step_s - self._collective_s(len(names))) / slowest)
 
     def _rank_plan(self, name: str, batch_size: int) -> RankPlan:
@@ -292,8 +315,9 @@ class _FitTuning:
         models = [
             RankModel(rank.node, StepTime(0.0, seconds / rank.batch_size))
             for rank, seconds in zip(tried.ranks, result.compute_s, strict=True)
+            if rank.batch_size
         ]
-        sizes = [rank.batch_size for rank in tried.ranks]
+        sizes = [rank.batch_size for rank in tried.ranks if rank.batch_size]
         # What the trial took beyond the slowest rank's compute time is communication, whatever the sum alone.
         waited_s = max(0.0, result.step_s - max(result.compute_s))
         shown = predict(models, sizes, waited_s)
@@ -318,7 +342,9 @@ class _FitTuning:
             ),
             left_out=list(tried.best.left_out),
             ranks=[
-                rank.model_copy(
+                rank
+                if not rank.batch_size
+                else rank.model_copy(
                     update={
                         "step_time_s": round(seconds, 6),
                         "images_per_s": round(rank.batch_size / seconds, 2),

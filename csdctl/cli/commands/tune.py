@@ -42,6 +42,9 @@ def tune(
         bool,
         typer.Option("--explore/--no-explore", help="Probe threads and oneDNN too, and take what gains."),
     ] = True,
+    host: Annotated[
+        bool, typer.Option("--host/--no-host", help="Whether the host trains, or only adds up.")
+    ] = True,
     probe_seconds: Annotated[float, typer.Option("--probe-seconds", help="Least time of a probe.")] = 1.0,
     batch_sizes: Annotated[
         str,
@@ -86,6 +89,7 @@ def tune(
         Limits(max_global_batch, global_batch, max_step_seconds),
         fresh,
         explore,
+        host,
         _sizes(batch_sizes),
         step_divisor,
         margin_scale,

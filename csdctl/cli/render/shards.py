@@ -34,7 +34,11 @@ def _describe(rank: RankSpec) -> str:
 
 def _late(spec: RunSpec) -> list[str]:
     """Nodes whose private samples alone last longer than what the others have."""
-    steps = {rank.node: ceil((rank.num_private + rank.num_public) / rank.batch_size) for rank in spec.ranks}
+    steps = {
+        rank.node: ceil((rank.num_private + rank.num_public) / rank.batch_size)
+        for rank in spec.ranks
+        if rank.batch_size
+    }
     least = min(steps.values())
     late = [node for node, count in steps.items() if count > least + 1]
     if not late:
