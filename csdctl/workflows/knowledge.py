@@ -5,6 +5,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 
 from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME
@@ -107,17 +108,17 @@ class Knowledge:
 
     def _recall(self, kind: Kind) -> None:
         state = kind.state
-        known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key, kind.settings)
+        known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key)
         for probe in known:
+            if probe.settings != kind.settings:
+                continue
             if probe.step_time_s is None:
                 state.too_large = min(probe.batch_size, state.too_large or probe.batch_size)
-                continue
-            state.probes.append(Point(probe.batch_size, probe.step_time_s, weigh(probe.num_steps)))
-            if probe.peak_memory_bytes:
-                kind.peaks[probe.batch_size] = max(
-                    probe.peak_memory_bytes, kind.peaks.get(probe.batch_size, 0)
-                )
-        if known:
+            elif probe.peak_memory_bytes:
+                peak = kind.peaks.get(probe.batch_size, 0)
+                kind.peaks[probe.batch_size] = max(probe.peak_memory_bytes, peak)
+        state.probes = _recalled(known, kind.settings)
+        if state.probes:
             state.is_remembered = len(state.sizes) > 1
             return
         neighbours = self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
@@ -208,6 +209,22 @@ def _points(probes: Sequence[Probe], settings: Settings) -> list[Point]:
         for one in probes
         if one.step_time_s is not None and one.settings == settings
     ]
+
+
+def _recalled(known: Sequence[Probe], settings: Settings) -> list[Point]:
+    """What was measured with `settings`; when that is little, what was with others too, scaled to it.
+
+    Settings that were taken after the batch sizes had been probed have few probes of their own.
+    """
+    own = _points(known, settings)
+    others = [_points(known, other) for other in {probe.settings for probe in known} - {settings}]
+    most = max(others, key=lambda points: len({point.batch_size for point in points}), default=[])
+    if not own or len({point.batch_size for point in most}) <= len({point.batch_size for point in own}):
+        return own
+    fit = fit_step_time(most)
+    ratio = median(point.step_time_s / fit.at(point.batch_size) for point in own)
+    scaled = [Point(one.batch_size, one.step_time_s * ratio, one.num_steps) for one in most]
+    return scaled + own
 
 
 def _memory(space: Workspace, name: str) -> int | None:

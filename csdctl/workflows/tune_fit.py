@@ -17,7 +17,7 @@ from csdctl.runs.history import open_history_to_measure
 from csdctl.tuning.adaptive import measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
-from csdctl.tuning.fit import Point
+from csdctl.tuning.fit import Point, standard_error
 from csdctl.tuning.measured import Settings
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
@@ -239,7 +239,8 @@ class _FitTuning:
             if result is None:
                 continue
             ratio = result.step_time_s / kind.step_time().at(result.batch_size)
-            if ratio < 1 - LEAST_GAIN:
+            unsure = standard_error(kind.step_time(), kind.state.probes, result.batch_size)
+            if ratio < 1 - LEAST_GAIN - 2 * unsure:
                 self._say(f"{name}: {_show(settings)} takes {1 - ratio:.0%} less time: taken")
                 kind.settings = settings
                 kind.state.probes = [
@@ -321,7 +322,9 @@ class _FitTuning:
         # What the trial took beyond the slowest rank's compute time is communication, whatever the sum alone.
         waited_s = max(0.0, result.step_s - max(result.compute_s))
         shown = predict(models, sizes, waited_s)
-        equal = best_equal(self._candidates(self._fits()), self._limits, self._collective_s, self._stretch)
+        fits = self._fits()
+        equal = best_equal(self._candidates(fits), self._limits, self._collective_s, self._stretch)
+        gain = self._best(fits).prediction.images_per_s / equal - 1 if equal else None
         return Plan(
             job=self._job.name,
             job_fingerprint=self._job.fingerprint(),
@@ -337,7 +340,7 @@ class _FitTuning:
                 compute_share=round(shown.compute_share, 4),
                 imbalance_share=round(shown.imbalance_share, 4),
                 communication_share=round(shown.communication_share, 4),
-                gain=round(result.images_per_s / equal - 1, 3) if equal else None,
+                gain=None if gain is None else round(gain, 3),
                 is_confirmed=True,
             ),
             left_out=list(tried.best.left_out),

@@ -1,0 +1,165 @@
+"""Tuning for real, on an emulated host and two nodes: probes, sums, trials, and what is remembered."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.emulated.running import csdctl
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+LIMIT = 256
+JOB = """\
+model: model.py:build
+data: {public: {path: public}}
+recipe: {epochs: 1, learning_rate: 0.01, optimizer: OPTIMIZER}
+"""
+MODEL = """\
+import keras
+from keras import layers
+
+
+def build():
+    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(3)]
+    output = layers.Dense(10, activation="softmax")
+    return keras.Sequential([keras.Input((16, 16, 1)), layers.Flatten(), *hidden, output])
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("tune")
+    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
+    for name, width, optimizer in (("job", 1024, "sgd"), ("similar", 1100, "sgd")):
+        (directory / f"{name}.yaml").write_text(
+            JOB.replace("OPTIMIZER", optimizer).replace("model.py", f"{name}.py")
+        )
+        (directory / f"{name}.py").write_text(MODEL.replace("WIDTH", str(width)))
+    (directory / "public").mkdir()
+    generator = np.random.default_rng(3)
+    np.save(directory / "public/images.npy", generator.integers(0, 256, (4000, 16, 16, 1), np.uint8))
+    np.save(directory / "public/labels.npy", generator.integers(0, 10, 4000).astype(np.int32))
+    yield directory
+    csdctl(directory, "emulate", "down")
+
+
+def tune(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    done = csdctl(directory, "tune", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document, done.stderr
+
+
+@pytest.fixture(scope="module")
+def first(project: Path) -> tuple[dict[str, Any], str]:
+    return tune(project, f"--max-global-batch={LIMIT}", "--probe-seconds=0.2")
+
+
+def test_plan_keeps_to_its_limit_and_says_what_it_will_reach(first: tuple[dict[str, Any], str]) -> None:
+    plan, said = first
+    assert 3 <= plan["global_batch"] <= LIMIT
+    predicted = plan["predicted"]
+    assert predicted["is_confirmed"]
+    assert plan["predicted_images_per_s"] == predicted["images_per_s"] > 0
+    shares = [predicted[f"{what}_share"] for what in ("compute", "imbalance", "communication")]
+    assert sum(shares) == pytest.approx(1, abs=0.01)
+    assert "a sum of the model's" in said
+    assert "trying the plan" in said
+
+
+def test_no_class_of_machines_is_probed_more_than_eight_times(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    assert 0 < first[0]["num_probes"] <= 16
+    shown = json.loads(csdctl(project, "history", "--json").stdout)
+    assert shown["schema"] == "csdctl.history/1"
+    assert "csd0" not in json.dumps(shown["probes"])  # of classes, not of machines
+
+
+def test_nodes_of_one_class_measure_different_sizes_and_get_one(first: tuple[dict[str, Any], str]) -> None:
+    plan, _ = first
+    host, *nodes = plan["ranks"]
+    assert [rank["node"] for rank in (host, *nodes)] == ["host", "csd0", "csd1"]
+    assert nodes[0]["batch_size"] == nodes[1]["batch_size"]
+
+
+def test_second_time_nothing_is_probed_and_one_trial_confirms(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    plan, said = tune(project, f"--max-global-batch={LIMIT}")
+    assert plan["num_probes"] == 0
+    assert said.count("trying the plan") == 1
+    assert "starting TensorFlow" not in said
+    assert "timing sums" not in said
+
+
+def test_exact_global_batch_is_planned_and_trained(project: Path, first: tuple[dict[str, Any], str]) -> None:
+    plan, _ = tune(project, "--global-batch=100", "--no-explore", "--probe-seconds=0.2")
+    assert plan["global_batch"] == 100
+    done = csdctl(project, "train", "--max-steps", "5", "--skip-doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert summary["samples"] == 500
+    assert summary["predicted_images_per_s"] == plan["predicted_images_per_s"]
+
+
+def test_similar_model_is_probed_where_its_neighbour_suggests(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    plan, said = tune(project, "similar.yaml", f"--max-global-batch={LIMIT}", "--no-explore")
+    assert plan["num_probes"] > 0
+    probed = next(line for line in said.splitlines() if line.startswith("  host "))
+    first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
+    # A stranger's first round is 16 on the host, 8 and 32 on two nodes.
+    assert first_round != {16, 8, 32}
+
+
+def test_fresh_tune_probes_again(project: Path, first: tuple[dict[str, Any], str]) -> None:
+    plan, said = tune(
+        project, f"--max-global-batch={LIMIT}", "--fresh", "--no-explore", "--probe-seconds=0.2"
+    )
+    assert plan["num_probes"] > 0
+    assert "timing sums" in said
+
+
+def test_host_that_sits_out_trains_nothing_and_the_run_is_whole(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    plan, _ = tune(project, "--no-host", "--no-explore", f"--max-global-batch={LIMIT}")
+    assert plan["ranks"][0]["batch_size"] == 0
+    done = csdctl(project, "train", "--skip-doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("done", 4000, True)
+
+
+def test_limit_that_nothing_keeps_to_is_refused_before_anything_is_trained(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    done = csdctl(project, "tune", "--max-step-seconds", "0.0001")
+    assert done.returncode == 2
+    assert "no plan for 3 ranks keeps to" in done.stderr
+    assert "trying the plan" not in done.stderr
+
+
+def test_algorithm_1_is_there_by_name(project: Path) -> None:
+    plan, said = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
+    assert plan["method"] == "stannis"
+    assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
+    assert "confirming the chosen batch sizes" in said
+
+
+def test_plan_is_a_file_that_a_person_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:
+    path = project / ".csdctl" / "plans" / "job.yaml"
+    content = yaml.safe_load(path.read_text())
+    for rank in content["ranks"]:
+        rank["batch_size"] = 7
+    path.write_text(yaml.safe_dump(content))
+    done = csdctl(project, "train", "--max-steps", "2", "--skip-doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1])["samples"] == 2 * 21
