@@ -108,10 +108,22 @@ def test_fewer_samples_than_ranks_leave_some_with_nothing() -> None:
     assert steps_per_epoch(placed) == 1
 
 
+def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
+    host, *nodes = place_shards([RankLoad("host", 0), RankLoad("csd0", 4, 10), RankLoad("csd1", 8)], 110)
+    assert (host.num_samples, host.num_steps) == (0, 0)
+    assert [shard.num_samples for shard in nodes] == [40, 80]
+    assert steps_per_epoch([host, *nodes]) == 10
+
+
 @pytest.mark.parametrize(
     ("ranks", "num_public", "said"),
     [
-        ([RankLoad("csd0", 0)], 10, "csd0: batch size must be at least 1, received 0"),
+        (
+            [RankLoad("host", 4), RankLoad("csd0", 0, 7)],
+            10,
+            "csd0: batch size must be at least 1, .* received 0",
+        ),
+        ([RankLoad("host", 0)], 10, "no rank"),
         ([RankLoad("host", 1), RankLoad("csd1", -4)], 10, "csd1: batch size .* received -4"),
         ([RankLoad("csd0", 4, num_private=-1)], 10, "csd0: .* negative"),
         ([RankLoad("csd0", 4)], -1, "negative"),

@@ -96,3 +96,10 @@ def test_global_batch_stays_and_everybody_has_a_sample(
     assert sum(sizes.values()) == total
     assert set(sizes) == set(speeds)
     assert min(sizes.values()) >= 1
+
+
+def test_rank_that_sits_out_is_given_nothing_when_another_becomes_slow() -> None:
+    sizes = balanced({0: 0, 1: 100, 2: 100}, {0: 1e9, 1: 100.0, 2: 50.0}, 30)
+    assert sizes[0] == 0
+    assert sizes[1] > 120 > sizes[2]
+    assert sum(sizes.values()) == 200

@@ -50,6 +50,7 @@ from csdctl.worker.messages import (
     Rebalanced,
     Sent,
     Started,
+    Summed,
     Stop,
     Traffic,
     Verified,
@@ -99,6 +100,7 @@ PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 SAID = [
     Started(1, "csd0", "node-7"),
     Greeted(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
+    Summed(0, "host", 5, 1 << 20, "star", 0.0035),
     Ready(1, "csd0", 100, 3.25),
     PROGRESS,
     Traffic(0, "host", 2, (Sent("sums", 0, 1, 1 << 33), Sent("samples", 0, 2, 7))),

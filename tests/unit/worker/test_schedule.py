@@ -121,3 +121,10 @@ def test_pieces_are_cut_across_their_borders() -> None:
     pieces = [Piece(1, 10, 20), Piece(2, 0, 5), Piece(3, 7, 9)]
     assert cut_pieces(pieces, 8, 16) == (Piece(1, 18, 20), Piece(2, 0, 5), Piece(3, 7, 8))
     assert cut_pieces(pieces, 3, 3) == ()
+
+
+def test_rank_that_sits_out_goes_on_to_when_batch_sizes_change() -> None:
+    leg = begin_epoch([Own(0, 0), Own(10, 30), Own(0, 80)], {0: 0, 1: 4, 2: 8})
+    assert leg.stop_step == 10
+    changed = change_leg(leg, 5, {0: 0, 1: 2, 2: 10})
+    assert [share.num_samples for share in changed.shares] == [0, 10, 50]
