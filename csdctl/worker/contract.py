@@ -123,6 +123,8 @@ class ModelInfo:
     """Of the last layer: 'softmax', 'linear', …; '' when it has none that is known."""
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The shape of each input by its name, when there are several."""
+    stateful_layers: tuple[str, ...] = ()
+    """Layers that keep something of the samples they train on: batch norm and such."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,18 @@ class RankSpec:
     """Of each of its samples."""
     micro_batch_size: int | None = None
     """A larger batch is computed in pieces of this size: the same gradient in less memory."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Differential privacy of private samples, by the terms of DP-SGD."""
+
+    l2_norm_clip: float
+    """The largest L2 norm of one sample's gradient."""
+    noise_multiplier: float
+    """The noise's standard deviation over `l2_norm_clip`."""
+    delta: float
+    """For which ε is told; it changes nothing in training."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +254,8 @@ class RunSpec:
     """End after this many steps of the whole run: for measuring."""
     is_verified: bool = False
     """Take one step with random samples, compare it with one process, and end."""
+    noise: Noise | None = None
+    """Of every rank's private samples."""
     schema: int = SCHEMA
 
 
@@ -253,6 +269,8 @@ class ProbeSpec:
     threads: int
     data: DatasetInfo
     """The public data: probes take samples of its shape and type, not its samples."""
+    noise: Noise | None = None
+    """Measure samples as private ones are trained on."""
     schema: int = SCHEMA
 
 

@@ -137,6 +137,7 @@ def _probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, thread
         job.recipe,
         threads,
         replace(prepared.public, class_counts={}, num_skipped={}),  # it goes on a command line
+        noise=job.noise if name in prepared.private else None,
     )
     return build_worker_command(
         python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
