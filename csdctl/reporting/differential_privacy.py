@@ -77,7 +77,7 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     """What the run will have come to at its end, with its `events` so far; None without noise."""
     if spec.noise is None:
         return None
-    kept = [event for event in events if event.rank == 0]
+    kept = list(events)
     done = max((event.epoch for event in kept if isinstance(event, EpochEnd)), default=0)
     passes = [count + spec.recipe.epochs - done for count in count_passes(kept, len(spec.ranks))]
     samples = [(one.node, one.num_private, one.num_repeated) for one in spec.ranks]
@@ -98,9 +98,10 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
 
     By what rank 0 said, whose words reach csdctl without a network: all members of its group are in the same
     epoch. An epoch that a new group went on with counts again, for it may have read the samples of one step,
-    or of all since a checkpoint, a second time. Where the words break off, what may have followed counts.
+    or of all since a checkpoint, a second time. Where the words break off, what may have followed counts, and
+    so does a group that another rank told of and rank 0, lost before it could, did not.
     """
-    passes = [0] * num_ranks
+    passes, unheard_groups = [0] * num_ranks, [0] * num_ranks
     members: set[int] = set()
     entered, is_between, is_open = (
         0,
@@ -114,12 +115,15 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
 
     for event in events:
         if event.rank != 0:
+            unheard_groups[event.rank] += isinstance(event, Joined)
             continue
         if isinstance(event, Joined):
             unheard = event.epoch - entered if is_open and members else 0
             for _ in range(max(unheard, 1 if is_between else 0)):
                 enter()  # csdctl was ended while the ranks went on
             members = {int(rank) for rank in event.batch_sizes}
+            for rank in members:
+                unheard_groups[rank] -= 1
             entered, is_between, is_open = event.epoch, False, True
             enter()
         elif isinstance(event, EpochEnd):
@@ -136,7 +140,7 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
             is_between = is_open = False
     if is_between:
         enter()
-    return passes
+    return [count + max(0, more) for count, more in zip(passes, unheard_groups, strict=True)]
 
 
 def _privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:

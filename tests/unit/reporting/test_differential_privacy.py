@@ -160,6 +160,12 @@ def test_words_of_other_ranks_add_nothing() -> None:
     assert count_passes([*WAYS["three epochs"][0], *others], 3) == [3] * 3
 
 
+def test_group_that_only_a_node_told_of_counts_for_it() -> None:
+    first = replace(joined(1), rank=2)
+    events = [first, joined(1), replace(joined(1), rank=1), first, ended(1), finished()]
+    assert count_passes(events, 3) == [1, 1, 2]
+
+
 MANIFEST: dict[str, Any] = {
     "noise": {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5},
     "placed": [
