@@ -150,10 +150,10 @@ class Step:
             self._apply(self._tf.convert_to_tensor(total))
         return sums
 
-    def alone(self, images: Array, labels: Array) -> Sums:
+    def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """`local` and `apply` of a rank that trains without others, in one graph."""
         if self._has_noise or (self._micro_batch_size and len(images) > self._micro_batch_size):
-            return self.apply(self.local(images, labels))
+            return self.apply(self.local(images, labels, private_copies=private_copies))
         return self._sums(np.asarray(self._alone(self._tensor(images), self._tensor(labels))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:

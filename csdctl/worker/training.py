@@ -260,13 +260,13 @@ class RankTraining:
         received = time.perf_counter()
         images, labels = self._reader.read(mine, borrowed)
         self._step.set_step(position.total_steps, self._rate())
+        copies = self._reader.private_copies(mine) if self._step.has_noise else None
         if ranks.size == 1:
-            sums = self._step.alone(images, labels)
+            sums = self._step.alone(images, labels, private_copies=copies)
             self._check(sums, sums.loss)
             self._advance(sums, global_samples)
             return len(images), time.perf_counter() - received, 0.0, sums, self._orders.is_stopping
         vector, size = ranks.local, self._step.size
-        copies = self._reader.private_copies(mine) if self._step.has_noise else None
         self._step.local(images, labels, vector[:size], private_copies=copies)
         computed = time.perf_counter()
         vector[size:] = 0
