@@ -51,8 +51,8 @@ lock: $(UV) ## resolve requirements/*.txt again (newer versions: make lock ARGS=
 	}
 	echo "requirements/runtime.txt: csdctl alone"
 	run --output-file requirements/runtime.txt
-	echo "requirements/dev.txt: with the emulator and the tools"
-	run --output-file requirements/dev.txt --extra emulator --group dev --constraints requirements/runtime.txt
+	echo "requirements/dev.txt: with the emulator, the accountant and the tools"
+	run --output-file requirements/dev.txt --extra emulator --extra privacy --group dev --constraints requirements/runtime.txt
 
 build: $(STAMP) ## a wheel, in dist/
 	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .

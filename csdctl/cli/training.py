@@ -6,10 +6,12 @@ from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import show_accuracy, show_bytes, show_rate, show_share
+from csdctl.cli.render.privacy import show_epsilon
 from csdctl.cli.render.report import report_document
 from csdctl.cli.render.shards import show_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Verdict, fold
+from csdctl.reporting.differential_privacy import Privacy, plan_privacy
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
@@ -65,6 +67,8 @@ class TrainingScreen:
             f"done: {show_rate(summary.images_per_s)} images/s{efficiency}, "
             f"validation accuracy {show_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
         )
+        if summary.privacy:
+            self._say_privacy(summary.privacy, "released: ")
         self._streams.say(f"run directory: {path}")
         self._streams.result_line(report_document(summary, path))
 
@@ -72,6 +76,8 @@ class TrainingScreen:
         """The run was asked to stop: what is kept, and how to go on."""
         self._stack.close()
         self._streams.say("stopped; the state of the last completed step is kept")
+        if stopped.summary.privacy:
+            self._say_privacy(stopped.summary.privacy, "released so far: ")
         self._streams.say(f"run directory: {self._path()}")
         self._streams.say(f"to go on: csdctl train --resume {stopped.run_id}")
         self._streams.result_line(report_document(stopped.summary, self._path()))
@@ -86,9 +92,16 @@ class TrainingScreen:
         self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {steps_per_epoch} steps an epoch")
         for line in show_shards(spec):
             self._streams.say(line)
+        events = (event for _, event in run.read_events()) if run.events.exists() else ()
+        if planned := plan_privacy(spec, events):
+            self._say_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(
             TrainingView(self._streams.people, spec, steps_per_epoch, emulated=self._emulated)
         )
+
+    def _say_privacy(self, privacy: Privacy, when: str) -> None:
+        for line in show_epsilon(privacy):
+            self._streams.say(when + line)
 
     def _delivered(self, node: str, delivery: Delivery) -> None:
         if delivery.num_sent:

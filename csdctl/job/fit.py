@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
-from csdctl.worker.contract import DatasetInfo, ModelInfo, Recipe
+from csdctl.worker.contract import DatasetInfo, ModelInfo, Noise, Recipe
 
 INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 
@@ -23,6 +23,33 @@ def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetIn
     _check_types(datasets)
     if recipe.loss in INTEGER_LABEL_LOSSES:
         _check_logits(recipe, model)
+
+
+def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:
+    """Raise InputError when noise on gradients would not cover all that training tells of private samples.
+
+    `private` maps each node's name to its private data.
+    """
+    if model.stateful_layers:
+        raise InputError(
+            f"model {model.name} keeps statistics of its samples, which data.private.noise does not cover: "
+            f"{_named(model.stateful_layers)}",
+            remedy="use LayerNormalization or GroupNormalization, freeze the layers (trainable=False), "
+            "or train without data.private.noise",
+        )
+    for node, data in private.items():
+        if noise.delta * data.num_samples >= 1:
+            raise InputError(
+                f"data.private.noise.delta is {noise.delta:g}, but {node} has {data.num_samples:,} private "
+                "samples: such a promise would allow to publish one of them",
+                remedy=f"expected far less than 1 / {data.num_samples}, for instance "
+                f"{0.01 / data.num_samples:.0e}",
+            )
+
+
+def _named(names: tuple[str, ...], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:

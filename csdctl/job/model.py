@@ -21,7 +21,7 @@ from csdctl.job.reading import (
     check_private_path,
     files_of,
 )
-from csdctl.worker.contract import EarlyStopping, Recipe, ReduceOnPlateau
+from csdctl.worker.contract import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 
 ValueT = TypeVar("ValueT")
 
@@ -44,6 +44,8 @@ class Job:
     """Nodes with few private samples read them again, instead of more public ones."""
     is_weighted_by_data_set: bool = False
     """A rank counts as much as it has different samples, however often it reads them."""
+    noise: Noise | None = None
+    """Differential privacy of private samples."""
 
     @property
     def name(self) -> str:
@@ -71,6 +73,8 @@ class Job:
                 )
             ).encode()
         )
+        if self.noise:
+            digest.update(repr(self.noise).encode())
         own = (*self.reading.function_files, *files_of(self.recipe.metrics))
         for file in filter(None, (self.model_file, *own)):
             digest.update(file.read_bytes())
@@ -85,12 +89,21 @@ class PublicData(Document):
     function: str = ""
 
 
+class NoiseEntry(Document):
+    """Differential privacy of private samples, by the terms of DP-SGD."""
+
+    l2_norm_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+
+
 class PrivateData(Document):
     """Data that only its own node may read: a path on each node."""
 
     path: Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
     function: str = ""
     unequal: Literal["top-up", "repeat"] = "top-up"
+    noise: NoiseEntry | None = None
 
 
 class ValidationData(Document):
@@ -215,6 +228,7 @@ def load_job(path: Path) -> Job:
         is_everywhere=file.data.public.on == "every-node",
         is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
         is_weighted_by_data_set=file.data.weights == "data-set",
+        noise=_values(Noise, file.data.private.noise) if file.data.private else None,
         recipe=Recipe(
             epochs=recipe.epochs,
             optimizer=recipe.optimizer,

@@ -12,21 +12,34 @@ PROMISE = (
     "on that node alone, and no command of csdctl has a way to ask for it."
 )
 REMARKS: dict[str, str] = {
-    Kind.GRADIENT: "computed from private samples too; from a gradient of few samples, parts of a sample can "
-    "be reconstructed (larger batches and sums over more ranks make that harder, and do not exclude it)",
+    Kind.GRADIENT: "computed from private samples too, with loss and metric sums beside it; from a gradient "
+    "of few samples, parts of a sample can be reconstructed (larger batches and sums over more ranks make "
+    "that harder, and do not exclude it)",
     Kind.MODEL: "weights and optimizer state; a trained model can remember single samples",
     Kind.LOG: "what the worker printed; it names no private file",
     Kind.CONTROL: "commands, answers and SSH's and MPI's own; among them the number of private samples of "
-    "each node, their shape and type, the largest label, and loss and accuracy sums of each step",
+    "each node and of each class there, why others were left out, their shape and type, the largest label, a "
+    "fingerprint of the prepared data, and how long each rank computes",
     Kind.PUBLIC: "public by the job file's word",
     Kind.CODE: "csdctl's worker",
     Kind.FILES: "trees that the user deployed",
 }
 """What may be learnt from each kind of bytes."""
-BATCH_NORM = (
-    "Moving statistics of batch normalisation travel with the gradient: means and variances of a node's "
-    "activations."
+NOISY_GRADIENT = (
+    "in this run, what comes of a node's private samples is one sum of clipped gradients with noise a step; "
+    "loss and metric sums are of public samples alone. Runs without noise tell as much as if there were none "
+    "in this one"
 )
+NOISY_MODEL = "weights and optimizer state, which in this run know private samples by the noisy sums alone"
+BATCH_NORM = (
+    "Moving statistics of batch normalisation, where the model has it, travel with the gradient: means and "
+    "variances of a node's activations."
+)
+
+
+def remarks_on(*, has_noise: bool) -> dict[str, str]:
+    """What may be learnt from each kind of bytes of a run."""
+    return {**REMARKS, Kind.GRADIENT: NOISY_GRADIENT, Kind.MODEL: NOISY_MODEL} if has_noise else REMARKS
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from csdctl.reporting.differential_privacy import Privacy, measure_privacy
 from csdctl.worker.messages import STOPPED, EpochEnd, Event, Failed, Finished, Joined, NodeLost, Rebalanced
 
 
@@ -63,6 +64,8 @@ class RunSummary:
     num_rebalanced: int
     """How often batch sizes moved."""
     ranks: tuple[RankSummary, ...]
+    privacy: Privacy | None = None
+    """What is promised of private samples; None without noise."""
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
@@ -108,6 +111,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         num_private_unread=sum(event.num_lost for event in of_host),
         num_rebalanced=sum(isinstance(event, Rebalanced) for event in kept),
         ranks=ranks,
+        privacy=measure_privacy(manifest, kept),
     )
 
 

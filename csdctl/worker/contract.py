@@ -126,6 +126,8 @@ class ModelInfo:
     num_operations: int = 0
     """Floating-point operations of the forward pass for one sample, of matrix products and convolutions;
     a multiply-accumulate is two. 0: not known."""
+    stateful_layers: tuple[str, ...] = ()
+    """Layers that keep something of the samples they train on: batch norm and such."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,18 @@ class RankSpec:
     """Of each of its samples."""
     micro_batch_size: int | None = None
     """A larger batch is computed in pieces of this size: the same gradient in less memory."""
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Differential privacy of private samples, by the terms of DP-SGD."""
+
+    l2_norm_clip: float
+    """The largest L2 norm of one sample's gradient."""
+    noise_multiplier: float
+    """The noise's standard deviation over `l2_norm_clip`."""
+    delta: float
+    """For which ε is told; it changes nothing in training."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +271,8 @@ class RunSpec:
     """Take one step with random samples, compare it with one process, and end."""
     made: DatasetInfo | None = None
     """For a trial: random samples of this form instead of any data, and nothing is kept."""
+    noise: Noise | None = None
+    """Of every rank's private samples."""
     schema: int = SCHEMA
 
 
@@ -270,6 +286,8 @@ class ProbeSpec:
     runtime: Runtime
     data: DatasetInfo
     """The public data: probes take samples of its shape and type, not its samples."""
+    noise: Noise | None = None
+    """Measure samples as private ones are trained on."""
     schema: int = SCHEMA
 
 

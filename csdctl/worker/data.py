@@ -111,6 +111,15 @@ class EpochReader:
         images, labels = zip(*pieces, strict=True)
         return np.concatenate(images), np.concatenate(labels)
 
+    def private_copies(self, share: Share) -> Array:
+        """How often each private sample of a step is among them, shape (n,), in the order of `read`."""
+        if not share.num_private:
+            return np.zeros(0, np.int64)
+        places = np.sort(self._order(self._rank, _PRIVATE)[share.private_start : share.private_stop])
+        _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
+        copies: Array = counts[place]
+        return copies
+
     def read_borrowed(self, pieces: Sequence[Piece]) -> tuple[Array, Array]:
         """Rank 0: the samples of `pieces`, from the host's public data."""
         if self._all_public is None:

@@ -36,6 +36,10 @@ class MadeReader:
         """As many samples as `share` has."""
         return self.first(share.num_samples)
 
+    def private_copies(self, share: Share) -> Array:
+        """That many of them stand for private samples, each of them once."""
+        return np.ones(share.num_private, np.int64)
+
     def pack_borrowed(self, pieces: Sequence[Piece]) -> bytes:
         """Nothing is lent: batch sizes do not move in a trial."""
         raise NotImplementedError

@@ -65,7 +65,23 @@ def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Pat
         num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
         output_activation=_output_activation(model),
         num_operations=count_operations(model),
+        stateful_layers=find_stateful_layers(model, keras),
     )
+
+
+def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
+    """Names of the layers of `model` that keep something of the samples they train on.
+
+    What a layer keeps and is not known to stay as it is counts too: layers do not say what changes it.
+    """
+    found = []
+    for layer in model._flatten_layers(include_self=False, recursive=True):
+        is_fixed = isinstance(layer, keras.layers.Normalization) or (
+            isinstance(layer, keras.layers.BatchNormalization) and not layer.trainable
+        )
+        if getattr(layer, "stateful", False) or (layer._non_trainable_variables and not is_fixed):
+            found.append(f"{layer.name} ({type(layer).__name__})")
+    return tuple(found)
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

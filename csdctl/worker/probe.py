@@ -25,7 +25,8 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
     model = load(Path(spec.architecture), Path(spec.weights), keras)
     generator = np.random.default_rng(0)
-    step = Step(model, spec.recipe, random_batch(generator, spec.data, 1), tf, keras)
+    example = random_batch(generator, spec.data, 1)
+    step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
     print(READY, flush=True)
     for line in sys.stdin:
@@ -41,12 +42,13 @@ def measure(step: Step, batch: tuple[Array, Array], request: ProbeRequest) -> Pr
     The mean, because a machine held to a share of a core works in bursts: most of its steps are quick and
     a few take all the time.
     """
+    copies = np.ones(len(batch[1]), np.int64) if step.has_noise else None
     for _ in range(request.warm_up_steps):
-        step.apply(step.local(*batch))
+        step.apply(step.local(*batch, private_copies=copies))
     num_steps, elapsed_s = 0, 0.0
     started = time.perf_counter()
     while num_steps < request.min_steps or elapsed_s < request.min_duration_s:
-        step.apply(step.local(*batch))
+        step.apply(step.local(*batch, private_copies=copies))
         num_steps += 1
         elapsed_s = time.perf_counter() - started
     return ProbeResult(request.batch_size, elapsed_s / num_steps, num_steps, peak_memory_bytes())

@@ -7,6 +7,9 @@ Rank k turns its n_k samples into one flat float32 vector
 and leaves the model as it was. The sum of these vectors over the ranks, divided by its last element, is the
 mean over all samples, whatever the n_k: partial batches and ranks without samples come out right. A rank
 whose samples have a weight multiplies its vector, the count included, by it.
+
+With noise (worker/noise.py) private samples have a part in gradients and n_k alone, and loss and metrics are
+of the public ones; their number then stands before n_k.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.contract import Recipe
+from csdctl.worker.contract import Noise, Recipe
 from csdctl.worker.data import Array
+from csdctl.worker.noise import NoisySums
 from csdctl.worker.recipe import make_loss, make_metrics, make_optimizer
 from csdctl.worker.statistics import MovingStatistics, Seeds
 
@@ -28,7 +32,7 @@ class Sums:
     loss: float
     metrics: tuple[float, ...]
     samples: float
-    """Their number, each counted with its weight."""
+    """How many loss and metrics are of, each counted with its weight."""
 
 
 class Step:
@@ -46,6 +50,7 @@ class Step:
         micro_batch_size: int | None = None,
         weight: float = 1.0,
         own_metrics: Mapping[str, Any] | None = None,
+        noise: Noise | None = None,
     ) -> None:
         """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types.
 
@@ -67,7 +72,8 @@ class Step:
         self._seeds = Seeds(model, recipe.seed, rank)
         self.micro_batch_size = micro_batch_size
         self._weight = weight
-        self._num_sums = 2 + len(self._metrics)
+        self._has_noise = noise is not None
+        self._num_sums = 2 + len(self._metrics) + self._has_noise
         self.num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
         self.size = self.num_gradients + self._statistics.size + self._num_sums
         # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
@@ -79,6 +85,14 @@ class Step:
             self._apply_graph, autograph=False, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
         )
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
+        if noise:
+            of_one = self._loss_of_one, self._penalty
+            self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether private samples are clipped and get noise."""
+        return self._has_noise
 
     @property
     def mixes_samples(self) -> bool:
@@ -95,8 +109,25 @@ class Step:
         self._seeds.set_step(step)
         self.optimizer.learning_rate.assign(learning_rate)
 
-    def local(self, images: Array, labels: Array, out: Array | None = None) -> Array:
-        """This rank's vector, shape (size,), float32, not divided by anything; in `out` when given."""
+    def local(
+        self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
+    ) -> Array:
+        """This rank's vector, shape (size,), float32, not divided by anything; in `out` when given.
+
+        `private_copies`, shape (p,), with noise: the first p samples are private, each so often among them.
+        """
+        if private_copies is None or not len(private_copies) or not self._has_noise:
+            return self._plain(images, labels, out)
+        count = len(private_copies)
+        vector = np.zeros(self.size, np.float32) if out is None else out
+        self._plain(images[count:], labels[count:], vector)
+        # Once a step, however large the pieces are: every further noisy sum would tell more.
+        private = self._tensor(images[:count]), self._tensor(labels[:count])
+        self._noisy.add_to(vector[: self.num_gradients], *private, private_copies, self._weight)
+        vector[-1] += count * self._weight
+        return vector
+
+    def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
             return np.asarray(self._local(self._tensor(images), self._tensor(labels)))
@@ -115,14 +146,14 @@ class Step:
     def apply(self, total: Array) -> Sums:
         """Divide the summed vector by its sample count and let the optimizer take one step."""
         sums = self.read_sums(total)
-        if sums.samples:
+        if total[-1]:
             self._apply(self._tf.convert_to_tensor(total))
         return sums
 
-    def alone(self, images: Array, labels: Array) -> Sums:
+    def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """`local` and `apply` of a rank that trains without others, in one graph."""
-        if self.micro_batch_size and len(images) > self.micro_batch_size:
-            return self.apply(self.local(images, labels))
+        if self._has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
+            return self.apply(self.local(images, labels, private_copies=private_copies))
         return self._sums(np.asarray(self._alone(self._tensor(images), self._tensor(labels))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
@@ -131,7 +162,8 @@ class Step:
 
     def read_sums(self, total: Array) -> Sums:
         """What the end of a vector says, without applying it."""
-        return self._sums(total[-self._num_sums :])
+        tail = total[-self._num_sums :]
+        return self._sums(tail[:-1] if self._has_noise else tail)
 
     def compile_apply(self) -> None:
         """Trace the graph of `apply` without running it."""
@@ -192,12 +224,26 @@ class Step:
             for gradient, variable in zip(gradients, variables, strict=True)
         ], [objective, *sums[1:]]
 
+    def _loss_of_one(self, images: Any, labels: Any) -> Any:
+        """Of a batch of one sample, with what layers add for it, without the penalties of weights."""
+        tf = self._tf
+        loss = tf.cast(self._loss(labels, self.model(self._inputs(images), training=True)), tf.float32)
+        added = self.model.losses
+        of_samples = added[: len(added) - len(self.model._get_regularization_losses())]
+        return loss + tf.add_n(of_samples) if of_samples else loss
+
+    def _penalty(self) -> Any:
+        penalties = self.model._get_regularization_losses()
+        return self._tf.add_n(penalties) if penalties else None
+
     def _local_graph(self, images: Any, labels: Any) -> Any:
         tf = self._tf
         before = self._statistics.read()
         gradients, sums = self._gradients(images, labels)
         changes = self._statistics.take_changes(before, sums[-1])
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
+        if self._has_noise:
+            sums = [*sums, sums[-1]]
         vector = tf.concat([*flat, *changes, sums], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
 

@@ -134,6 +134,7 @@ class RankTraining:
             micro_batch_size=me.micro_batch_size,
             weight=me.weight,
             own_metrics=load_own_metrics(spec.recipe) if self._validation is not None else None,
+            noise=spec.noise,
         )
         self._teller.metric_names = self._step.metric_names
         # After the vector: whether somebody wants to stop, and every rank's compute time.
@@ -146,8 +147,12 @@ class RankTraining:
         """Trace the graphs and reach full speed before the clock runs; the weights stay as they were."""
         images, labels = self._reader.first(self._me.batch_size)
         self._step.set_step(0, 0.0)
+        is_private = self._step.has_noise and self._me.num_private
+        copies = np.ones(len(images), np.int64) if is_private else None
         for _ in range(2):
             self._step.local(images, labels)
+            if copies is not None:
+                self._step.local(images, labels, private_copies=copies)
         self._step.compile_apply()
 
     def _join(self, group: FormGroup, door: Door) -> Ranks | None:
@@ -256,13 +261,14 @@ class RankTraining:
         received = time.perf_counter()
         images, labels = self._reader.read(mine, borrowed)
         self._step.set_step(position.total_steps, self._rate())
+        copies = self._reader.private_copies(mine) if self._step.has_noise else None
         if ranks.size == 1:
-            sums = self._step.alone(images, labels)
+            sums = self._step.alone(images, labels, private_copies=copies)
             self._check(sums, sums.loss)
             self._advance(sums, global_samples)
             return len(images), time.perf_counter() - received, 0.0, sums, self._orders.is_stopping
         vector, size = ranks.local, self._step.size
-        self._step.local(images, labels, vector[:size])
+        self._step.local(images, labels, vector[:size], private_copies=copies)
         computed = time.perf_counter()
         vector[size:] = 0
         vector[size] = self._is_root and self._orders.is_stopping

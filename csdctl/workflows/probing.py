@@ -55,6 +55,7 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         job.recipe,
         runtime,
         replace(prepared.public, class_counts={}, num_skipped={}),  # it goes on a command line
+        noise=job.noise if name in prepared.private else None,
     )
     return build_worker_command(
         python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]

@@ -1,5 +1,8 @@
 """`report`: a run's events as numbers, and the ledger's lines as sums."""
 
+from dataclasses import dataclass
+
+from csdctl.reporting.differential_privacy import Privacy, measure_privacy
 from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
@@ -12,8 +15,21 @@ def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory,
     return run, summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
 
 
-def privacy(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, list[Flow], list[Flow]]:
-    """The run (default: the latest), what was sent in it, and what in all commands; raises InputError."""
+@dataclass(frozen=True)
+class PrivacyReport:
+    """What left the machines, and what noise promises of it."""
+
+    run_id: str
+    of_run: list[Flow]
+    of_all: list[Flow]
+    """Of all commands so far."""
+    privacy: Privacy | None
+
+
+def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
+    """Of the run `run_id`, or the latest one; raises InputError when there is none."""
     run = project.find_run(run_id)
     entries = list(read_ledger(project.ledger))
-    return run, add_flows(entries, run.run_id), add_flows(entries)
+    events = (event for _, event in run.read_events()) if run.events.exists() else ()
+    promised = measure_privacy(run.load_manifest(), events)
+    return PrivacyReport(run.run_id, add_flows(entries, run.run_id), add_flows(entries), promised)

@@ -37,7 +37,7 @@ from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import ContractError, RunSpec, from_json, to_json
+from csdctl.worker.contract import ContractError, Noise, RunSpec, from_json, to_json
 from csdctl.worker.messages import EARLY_STOPPING, Event, Finished, Joined, Traffic, Verified
 from csdctl.workflows.deploy import common_files, cut_shards, deploy_files, nodes_in, place, rank_specs, whole
 from csdctl.workflows.prepare import Prepared, python_of
@@ -162,6 +162,7 @@ def _build_spec(
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),
         progress_interval_s=max(0.5, len(plan.ranks) / RANKS_HEARD_PER_S),
+        noise=job.noise,
     )
 
 
@@ -192,6 +193,12 @@ def resume(
             f"the recipe of {job.path} has changed since run {run.run_id} began",
             remedy="undo the change (epochs may be raised), or start a new run",
         )
+    if spec.noise != job.noise:
+        raise InputError(
+            f"data.private.noise of {job.path} is {_told(job.noise)}, "
+            f"that of run {run.run_id} {_told(spec.noise)}",
+            remedy="undo the change, or start a new run",
+        )
     placed = [Placed(**one) for one in manifest["placed"]]
     cut = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
@@ -203,6 +210,10 @@ def resume(
         max_steps=options.max_steps,
     )
     return _carry_out(run, spec, placed, prepared, cut, space, options, watcher)
+
+
+def _told(noise: Noise | None) -> str:
+    return str(asdict(noise)) if noise else "absent"
 
 
 def find_resumable(
@@ -432,6 +443,7 @@ def _manifest(
         "python": sys.version.split()[0],
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
         "recipe": asdict(job.recipe),
+        "noise": asdict(job.noise) if job.noise else None,
         "data": _fingerprints(prepared),
         "fleet": {
             "path": str(space.fleet.path),

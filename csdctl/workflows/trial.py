@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
+from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.contract import RankSpec, RunSpec, Runtime
 from csdctl.worker.messages import EpochEnd, Event, Joined
@@ -48,11 +49,12 @@ def run_trial(
         recipe=dataclasses.replace(
             job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
         ),
-        ranks=tuple(_rank_spec(number, rank, num_steps) for number, rank in enumerate(ranks)),
+        ranks=_rank_specs(job, ranks, prepared, num_steps),
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
         is_balanced=False,
+        noise=job.noise,
         made=dataclasses.replace(prepared.public, class_counts={}, num_skipped={}),
     )
     events: list[Event] = []
@@ -63,18 +65,32 @@ def run_trial(
     return _read(events, len(ranks))
 
 
-def _rank_spec(number: int, rank: RankPlan, num_steps: int) -> RankSpec:
-    return RankSpec(
-        number,
-        rank.node,
-        rank.batch_size,
-        Runtime(rank.threads, rank.inter_threads, rank.onednn),
-        private=None,
-        public=None,
-        num_private=0,
-        num_public=rank.batch_size * num_steps,
-        micro_batch_size=rank.micro_batch_size,
-    )
+def _rank_specs(
+    job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
+) -> tuple[RankSpec, ...]:
+    """Ranks with as many samples as the trial takes, as many of them private as in a training."""
+    private = {name: info.num_samples for name, info in prepared.private.items()}
+    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
+    placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
+    specs = []
+    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
+        num_samples = rank.batch_size * num_steps
+        # It matters with noise alone: each private sample has a gradient of its own then.
+        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
+        specs.append(
+            RankSpec(
+                number,
+                rank.node,
+                rank.batch_size,
+                Runtime(rank.threads, rank.inter_threads, rank.onednn),
+                private=None,
+                public=None,
+                num_private=num_private,
+                num_public=num_samples - num_private,
+                micro_batch_size=rank.micro_batch_size,
+            )
+        )
+    return tuple(specs)
 
 
 def _read(events: Sequence[Event], num_ranks: int) -> TrialResult:

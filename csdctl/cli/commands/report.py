@@ -16,7 +16,10 @@ def report(
         str | None, typer.Argument(help="The run's id; default: the latest.", show_default=False)
     ] = None,
     privacy: Annotated[
-        bool, typer.Option("--privacy", help="Instead: every byte that was sent, by link and by what it was.")
+        bool,
+        typer.Option(
+            "--privacy", help="Instead: every byte that was sent, by link and by what it was; with noise, ε."
+        ),
     ] = False,
     json: JsonOption = False,
 ) -> None:
@@ -41,8 +44,8 @@ def _show_privacy(streams: Streams, project: "ProjectDirectory", run_id: str | N
     from csdctl.cli.render.privacy import privacy_document, render_privacy
     from csdctl.workflows.report import privacy
 
-    run, of_run, of_all = privacy(project, run_id)
+    found = privacy(project, run_id)
     if streams.is_json:
-        streams.result(privacy_document(of_run, of_all, run.run_id))
+        streams.result(privacy_document(found))
     else:
-        render_privacy(streams.people, of_run, of_all, run.run_id)
+        render_privacy(streams.people, found)

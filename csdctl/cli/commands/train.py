@@ -74,6 +74,7 @@ def train(
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.launch.tools import check_tools
+    from csdctl.reporting.differential_privacy import check_accountant
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
@@ -88,6 +89,8 @@ def train(
     streams = Streams(is_json=json)
     loaded = load_job(job)
     check_tools()
+    if loaded.noise:
+        check_accountant()
     options = TrainOptions(
         Deadlines(start_deadline, silence_deadline),
         max_steps,

@@ -58,6 +58,8 @@ def verify(
         with PreparingView(streams.people) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         streams.say(f"starting {len(chosen.ranks)} ranks")
+        if loaded.noise:
+            streams.say("compared without clipping and noise: the samples are random, and none is private")
         verified = verify_run(loaded, chosen, prepared, space, TrainOptions())
     nodes = [rank.node for rank in chosen.ranks]
     render_verified(streams.people, verified, nodes, emulated=space.fleet.emulated)

@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
+from csdctl.cli.render.privacy import show_epsilon
 from csdctl.reporting.summary import RunSummary
 
 
@@ -55,6 +56,8 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
             "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared",
         ),
     ]
+    if summary.privacy:
+        rows += [("privacy", line) for line in show_epsilon(summary.privacy)]
     if summary.lost_nodes:
         unread = (
             f"; {summary.num_private_unread:,} private samples were not read"

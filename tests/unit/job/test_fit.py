@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.fit import check_fit
-from csdctl.worker.contract import DatasetInfo, ModelInfo, Recipe
+from csdctl.job.fit import check_fit, check_noise
+from csdctl.worker.contract import DatasetInfo, ModelInfo, Noise, Recipe
 
 MODEL = ModelInfo("my_model.py:build", (28, 28, 1), (10,), 1000, 990, "softmax")
 DATA = DatasetInfo("/data", 100, (28, 28, 1), "uint8", (), 9, "f")
@@ -92,3 +92,23 @@ def test_softmax_taken_for_logits_or_the_reverse_is_told(
 @pytest.mark.parametrize("from_logits", [True, False])
 def test_activation_that_is_not_known_is_left_to_the_user(from_logits: bool) -> None:
     check_fit(Recipe(from_logits=from_logits), replace(MODEL, output_activation=""), {"public": DATA})
+
+
+NOISE = Noise(1.0, 8.0, 1e-5)
+
+
+def test_noise_fits_a_model_that_keeps_nothing_of_its_samples() -> None:
+    check_noise(NOISE, MODEL, {"csd0": DATA})
+
+
+def test_noise_is_refused_where_a_model_keeps_statistics_of_its_samples() -> None:
+    layers = tuple(f"bn_{number} (BatchNormalization)" for number in range(6))
+    with pytest.raises(InputError, match="bn_3 [(]BatchNormalization[)] and 2 more") as caught:
+        check_noise(NOISE, replace(MODEL, stateful_layers=layers), {"csd0": DATA})
+    assert "trainable=False" in caught.value.remedy
+    assert caught.value.exit_code == 2
+
+
+def test_delta_that_would_allow_to_publish_a_sample_is_refused_with_its_node() -> None:
+    with pytest.raises(InputError, match="delta is 0.01, but csd1 has 100 private samples"):
+        check_noise(replace(NOISE, delta=0.01), MODEL, {"csd0": replace(DATA, num_samples=99), "csd1": DATA})

@@ -5,6 +5,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
+from csdctl.worker.contract import Noise
 
 JOB = """\
 model: keras.applications:MobileNetV2
@@ -198,3 +199,34 @@ def test_empty_model_or_private_path_is_refused(write: Write, written: str) -> N
     old = f"{written} {MODEL}" if written == "model:" else f"{written} ~/private}}"
     with pytest.raises(InputError, match="at least 1 character"):
         load_job(write((old, f"{written} ''" + ("" if written == "model:" else "}"))))
+
+
+NOISE = "noise: {l2_norm_clip: 1.0, noise_multiplier: 8.0, delta: 1.0e-5}"
+
+
+def with_noise(write: Write, noise: str) -> Job:
+    return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
+
+
+def test_noise_on_private_samples_changes_the_plan_and_is_absent_unless_asked_for(write: Write) -> None:
+    without = load_job(write())
+    job = with_noise(write, NOISE)
+    assert (without.noise, job.noise) == (None, Noise(1.0, 8.0, 1e-5))
+    assert job.fingerprint() != without.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("l2_norm_clip: 1.0", "l2_norm_clip: 0", "l2_norm_clip"),
+        ("l2_norm_clip: 1.0", "l2_norm_clip: .inf", "l2_norm_clip"),
+        ("noise_multiplier: 8.0", "noise_multiplier: 0", "noise_multiplier"),
+        ("noise_multiplier: 8.0", "noise_multiplier: .nan", "noise_multiplier"),
+        ("delta: 1.0e-5", "delta: 1", "delta"),
+        (", delta: 1.0e-5", "", "delta"),
+        ("noise_multiplier", "multiplier", "noise_multiplier"),
+    ],
+)
+def test_impossible_noise_is_refused_with_its_key(write: Write, old: str, new: str, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        with_noise(write, NOISE.replace(old, new))

@@ -221,3 +221,23 @@ def test_repeated_private_samples_come_equally_often_and_each_time_in_another_or
     assert sum(times) == 20 + num_repeated
     assert max(times) - min(times) <= 1
     assert sorted(label for label in read if label < 100) == list(range(60))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 70), st.integers(1, 60))
+def test_private_samples_stand_first_in_a_batch_and_their_copies_are_known(
+    part: ShardPart, other: ShardPart, num_repeated: int, batch_size: int
+) -> None:
+    spec = one_rank(other, part, (20 + num_repeated, 60))
+    rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
+    reader = EpochReader(dataclasses.replace(spec, ranks=(rank,)), 0)
+    reader.begin(1)
+    leg = begin_epoch([Own(20 + num_repeated, 60)], {0: batch_size})
+    for step in range(leg.stop_step):
+        share = leg.batch(step)[0]
+        labels = reader.read(share)[1].tolist()
+        copies = reader.private_copies(share)
+        private = labels[: len(copies)]
+        assert all(label >= 100 for label in private)
+        assert all(label < 100 for label in labels[len(copies) :])
+        assert [private.count(label) for label in private] == copies.tolist()
