@@ -27,6 +27,8 @@ from csdctl.worker.tcp import list_connections
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 END_GRACE_S = 5.0
+DRAIN_S = 2.0
+"""When all is ended, what is still on its way is waited for so long: an orphan may hold a stream open."""
 DAEMONS = ("mpirun", "prterun", "ssh")
 """The programs that bring ranks to the nodes; the others are ranks, and count for themselves."""
 LOOK_SHARE, LONGEST_LOOK_S = 0.1, 2.0
@@ -121,8 +123,9 @@ class MpiJob:
                 self._watch(self._process, outcome, on_event, deadlines)
         finally:
             self.end()
+            drained_by = time.monotonic() + DRAIN_S
             for reader in readers:
-                reader.join(timeout=2)
+                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
             self._close_logs()
         outcome.exit_code = self._process.returncode
         outcome.last_words = list(self._words)
