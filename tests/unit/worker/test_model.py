@@ -34,6 +34,12 @@ def own_layer():
     return keras.Sequential([keras.Input((4,)), Mine(), layers.Dense(3)])
 
 
+def with_an_end():
+    import atexit, pathlib
+    atexit.register(lambda: pathlib.Path(__file__).with_name("at-the-end").touch())
+    return fine()
+
+
 def fine():
     return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
 """
@@ -98,6 +104,12 @@ def test_keras_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
     info, why = build_in_a_worker(tmp_path, file)
     assert info is None
     assert "not a model that can be loaded safely" in why
+
+
+def test_what_the_users_code_has_left_for_the_end_is_done(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    assert build_in_a_worker(tmp_path, f"{tmp_path}/mine.py:with_an_end")[0]
+    assert (tmp_path / "at-the-end").exists()
 
 
 @pytest.mark.fault(42)
