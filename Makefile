@@ -12,6 +12,8 @@ STAMP := $(VENV)/.installed
 UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
 ARGS ?=
+# A process for each core, to some degree; the tests of a file stay together, for what they share.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
 
 # The first of these that csdctl can run on; python3 when none can, so that the message names it.
 IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -28,8 +30,13 @@ setup: $(STAMP) ## make .venv with csdctl and its locked dependencies
 demo: $(STAMP) ## train on an emulated fleet on this machine
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run all tests
-	@$(BIN)/pytest $(ARGS)
+test: $(STAMP) ## run all tests; those of tests/unit side by side
+	@$(if $(ARGS),exec $(BIN)/pytest $(ARGS))
+	failed=0
+	$(BIN)/pytest $(SIDE_BY_SIDE) tests/unit || failed=$$?
+	[ "$$failed" -ne 2 ] || exit 2 # somebody pressed Ctrl-C
+	$(BIN)/pytest tests/emulated tests/lab || failed=$$?
+	exit "$$failed"
 
 lab: $(STAMP) ## the tests with network namespaces and real SSH servers alone; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)

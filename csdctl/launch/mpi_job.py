@@ -27,6 +27,8 @@ from csdctl.worker.tcp import list_connections
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 END_GRACE_S = 5.0
+DRAIN_S = 2.0
+"""When all is ended, what is still on its way is waited for so long: an orphan may hold a stream open."""
 DAEMONS = ("mpirun", "prterun", "ssh")
 """The programs that bring ranks to the nodes; the others are ranks, and count for themselves."""
 LOOK_SHARE, LONGEST_LOOK_S = 0.1, 2.0
@@ -90,6 +92,7 @@ class MpiJob:
         self._directory = directory
         self._environment = {**environment, **ALLOW_ROOT}
         self._events: queue.Queue[Event | None] = queue.Queue()
+        """None is the end of a stream."""
         self._words: deque[str] = deque(maxlen=60)
         self._files: dict[int | None, IO[bytes]] = {}
         self._lock = threading.Lock()
@@ -117,11 +120,12 @@ class MpiJob:
             reader.start()
         try:
             if not self._is_ended:  # who ended it just before it was started found nothing to end
-                self._watch(outcome, on_event, deadlines, readers)
+                self._watch(self._process, outcome, on_event, deadlines)
         finally:
             self.end()
+            drained_by = time.monotonic() + DRAIN_S
             for reader in readers:
-                reader.join(timeout=2)
+                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
             self._close_logs()
         outcome.exit_code = self._process.returncode
         outcome.last_words = list(self._words)
@@ -129,18 +133,19 @@ class MpiJob:
 
     def _watch(
         self,
+        process: subprocess.Popen[bytes],
         outcome: JobOutcome,
         on_event: Callable[[Event], None],
         deadlines: Deadlines,
-        readers: Sequence[threading.Thread],
     ) -> None:
         started = heard = looked = time.monotonic()
         ended: float | None = None
-        while any(reader.is_alive() for reader in readers) or not self._events.empty():
-            try:
+        num_streams = 2
+        while num_streams:
+            event = None
+            with contextlib.suppress(queue.Empty):
                 event = self._events.get(timeout=0.2)
-            except queue.Empty:
-                event = None
+                num_streams -= event is None
             if event is not None:
                 heard = time.monotonic()
                 self._note(outcome, event)
@@ -149,7 +154,7 @@ class MpiJob:
             if now - looked > min(LONGEST_LOOK_S, LOOK_SHARE * (now - started)):
                 looked = now
                 self._look_at_traffic(outcome)
-            if self._process and self._process.poll() is not None:
+            if process.poll() is not None:
                 ended = ended or now
                 if now - ended > ORPHAN_GRACE_S:
                     return  # mpirun was killed, and what it had started keeps its output open
@@ -162,6 +167,8 @@ class MpiJob:
             elif now - heard > deadlines.silence_s:
                 outcome.overdue = "silence"
                 return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=0.2)  # its output ends just before it does
 
     @staticmethod
     def _note(outcome: JobOutcome, event: Event) -> None:
@@ -178,8 +185,11 @@ class MpiJob:
         """Take in one stream to its end, whatever happens to the logs: a full pipe would stop the run."""
         assert stream is not None
         # Closed here alone: closing waits for a reader, and an orphan of mpirun may hold the pipe open.
-        with stream:
-            self._read_lines(stream)
+        try:
+            with stream:
+                self._read_lines(stream)
+        finally:
+            self._events.put(None)
 
     def _read_lines(self, stream: IO[bytes]) -> None:
         while line := stream.readline(MAX_LINE_BYTES):
@@ -232,7 +242,8 @@ class MpiJob:
         if process.poll() is None:
             for _ in range(2):
                 process.send_signal(signal.SIGINT)
-                time.sleep(0.1)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=0.1)
             try:
                 process.wait(timeout=END_GRACE_S)
             except subprocess.TimeoutExpired:

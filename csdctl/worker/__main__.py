@@ -5,6 +5,8 @@ the exit code is the error's.
 """
 
 import argparse
+import atexit
+import contextlib
 import json
 import os
 import sys
@@ -211,6 +213,17 @@ def _told(error: WorkerError | ContractError) -> WorkerError:
 
 def run() -> None:
     """Run the command of sys.argv and leave with its exit code."""
+    code = 1
+
+    def leave() -> None:
+        """Spare Python to take TensorFlow apart, which takes a second; MPI must be left in its own way."""
+        if "tensorflow" in sys.modules and "mpi4py" not in sys.modules:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    atexit.register(leave)  # the first one is called last
     try:
         code = main(sys.argv[1:])
     except (WorkerError, ContractError) as error:

@@ -48,6 +48,8 @@ JOIN_S, JOIN_EACH_S = 60.0, 0.5
 STALL_S = 20.0
 """A rank that others wait for and that does not answer for so long is lost."""
 SETTLE_S = 0.5
+LOOK_S = 0.2
+"""mpirun, and all that has a deadline, is looked at this often when nobody says anything."""
 END_S = 30.0
 MAX_RETURNS = 3
 """How often a node may come back: one that is lost again and again only stops the others."""
@@ -211,7 +213,7 @@ class Supervision:
 
     def _turn(self) -> None:
         """Take one notice in, and look whether the group still lives."""
-        self._take(self._next(0.2))
+        self._take(self._next(LOOK_S))
         self._in_hand = None
         if self._links and not self._finished and not self._paused:
             self._look_at_links(self._links)
@@ -261,7 +263,7 @@ class Supervision:
         """A run is done when every rank has left as it should."""
         deadline = time.monotonic() + END_S
         while left := sorted(set(self._group) & self._processes.ranks):
-            notice = self._next(0.2)
+            notice = self._next(LOOK_S)
             if isinstance(notice, ProcessEnded):
                 self._take_end(notice)
             if time.monotonic() > deadline:
@@ -389,8 +391,8 @@ class Supervision:
                 # What all others could do in this time, one that lives could do in four times of it.
                 slowest_s = max([at - begun for at in self._answered.values() if at > begun], default=0.0)
                 patience_s = min(ANSWER_S, max(LEAST_ANSWER_S, 4 * slowest_s))
-            notice = self._next(0.1)
-            self._take_between_groups(notice)
+            left_s = begun + (patience_s if waiting else SETTLE_S) - time.monotonic()
+            self._take_between_groups(self._next(max(0.0, left_s)))
         for rank in waiting:
             node = self._run.nodes[rank]
             self._lose(
@@ -419,7 +421,7 @@ class Supervision:
         """Rank 0 is being started again, on this machine: nobody can go on without it."""
         deadline = time.monotonic() + self._run.deadlines.start_s
         while 0 not in self._ready:
-            notice = self._next(0.2)
+            notice = self._next(LOOK_S)
             self._take_between_groups(notice)
             if time.monotonic() > deadline or self._num_losses.get(0, 0) > MAX_RETURNS:
                 raise _fatal(self._lost.get(0, RunError("rank 0 cannot be started again")))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.launch import mpi_job
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.worker.messages import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
@@ -181,7 +182,8 @@ class TestEnding:
         )
         assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
 
-    def test_job_deaf_to_interrupts_is_killed(self, job: Job) -> None:
+    def test_job_deaf_to_interrupts_is_killed(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(mpi_job, "END_GRACE_S", 0.2)
         deaf = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
         program = f"{deaf}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
         outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
@@ -208,7 +210,10 @@ class TestEnding:
         job.run(f"{program}    time.sleep(100)\ntime.sleep(0.5)\n")
         assert wait_until_gone(int((job.directory / "pid").read_text()))
 
-    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(self, job: Job) -> None:
+    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(
+        self, job: Job, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(mpi_job, "DRAIN_S", 0.2)
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
         job.run(f"{program}    time.sleep(100)\ntime.sleep(100)\n", Deadlines(1, 1))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
@@ -218,7 +223,7 @@ class TestEnding:
 
 
 def test_job_that_is_ended_before_it_has_started_leaves_nothing(job: Job) -> None:
-    mpi_job = job.make("time.sleep(60)")
-    mpi_job.end()
-    outcome = mpi_job.run(job.events.append, PATIENT)
+    ended = job.make("time.sleep(60)")
+    ended.end()
+    outcome = ended.run(job.events.append, PATIENT)
     assert outcome.exit_code != 0

@@ -108,7 +108,14 @@ def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
 
 
-@pytest.mark.parametrize("garbage", [b"HTTP/1.1 400 Bad Request\r\n\r\n", os.urandom(100), b"x" * 200_000])
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", id="of a web server"),
+        pytest.param(os.urandom(100), id="without sense"),
+        pytest.param(b"x" * 200_000, id="without end"),
+    ],
+)
 def test_server_that_sends_garbage_is_unreachable(server: Server, garbage: bytes) -> None:
     with answering(garbage) as port, pytest.raises(UnreachableError):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=1.0)

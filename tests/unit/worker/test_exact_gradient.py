@@ -8,11 +8,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from csdctl.launch.mpi_command import ALLOW_ROOT
+from tests.unit.worker.made_models import carry, keras
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
 NUM_SAMPLES = 23
@@ -23,36 +25,38 @@ NUM_SUMS = 3
 """Loss, accuracy and count at the end of a vector."""
 STATISTICS = (4, 5)
 """Where the model's weights have the moving mean and variance: after the convolution's and BN's own."""
-BUILD = """
-import sys, keras
-from pathlib import Path
-from keras import layers, regularizers
-from csdctl.worker.model import save_weights
-keras.utils.set_random_seed(3)
-kind = sys.argv[2]
-inner = [layers.Conv2D(8, 3, kernel_regularizer=regularizers.L2(0.01))]
-if kind != "without batch norm":
-    inner += [layers.BatchNormalization(trainable=kind != "batch norm frozen")]
-inner += [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax")]
-model = keras.Sequential([keras.Input((9, 9, 3)), *inner])
-directory = Path(sys.argv[1])
-(directory / "architecture.json").write_text(model.to_json())
-save_weights(directory / "weights.npz", model.get_weights())
-"""
+KINDS = ("without batch norm", "batch norm frozen", "batch norm trained")
 
 
-def run_ranks(directory: Path, kind: str) -> Path:
-    """Every way of WAYS, by real ranks in one mpirun."""
-    subprocess.run([sys.executable, "-c", BUILD, str(directory), kind], check=True, capture_output=True)
+def build(kind: str) -> Any:
+    """A small convolutional network; its regularizer counts in the gradient."""
+    layers = keras().layers
+    inner = [layers.Conv2D(8, 3, kernel_regularizer=keras().regularizers.L2(0.01))]
+    if kind != "without batch norm":
+        inner.append(layers.BatchNormalization(trainable=kind != "batch norm frozen"))
+    inner += [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax")]
+    return keras().Sequential([keras().Input((9, 9, 3)), *inner])
+
+
+@pytest.fixture(scope="module")
+def results_of_all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every way of WAYS with every kind of model, by real ranks in one mpirun; a directory for each kind."""
+    directory = tmp_path_factory.mktemp("ranks")
     generator = np.random.default_rng(11)
-    np.save(directory / "images.npy", generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8))
+    images = generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8)
     # Uneven classes: with even ones the samples' gradients of an untrained model cancel almost wholly, and
     # what a relative difference then shows is the rounding inside TensorFlow's kernels, not the ranks.
     labels = generator.choice(5, NUM_SAMPLES, p=[0.6, 0.1, 0.1, 0.1, 0.1])
-    np.save(directory / "labels.npy", labels.astype(np.int32))
+    for kind in KINDS:
+        (directory / kind).mkdir()
+        keras().utils.set_random_seed(3)
+        carry(build(kind), directory / kind)
+        np.save(directory / kind / "images.npy", images)
+        np.save(directory / kind / "labels.npy", labels.astype(np.int32))
     mpirun = Path(sys.prefix) / "bin" / "mpirun"
     options = ["--map-by", ":OVERSUBSCRIBE", "--mca", "pml", "ob1", "--mca", "coll", "^han"]
-    program = [sys.executable, str(PROGRAM), str(directory), json.dumps(list(WAYS.values()))]
+    directories = [str(directory / kind) for kind in KINDS]
+    program = [sys.executable, str(PROGRAM), json.dumps(list(WAYS.values())), *directories]
     done = subprocess.run(
         [str(mpirun), *options, "-np", str(NUM_RANKS), *program],
         env={**os.environ, **ALLOW_ROOT},
@@ -65,9 +69,9 @@ def run_ranks(directory: Path, kind: str) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["without batch norm", "batch norm frozen"])
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return run_ranks(tmp_path_factory.mktemp("ranks"), request.param)
+@pytest.fixture(params=["without batch norm", "batch norm frozen"])
+def results(request: pytest.FixtureRequest, results_of_all_kinds: Path) -> Path:
+    return results_of_all_kinds / str(request.param)
 
 
 def mean_gradient(vector: np.ndarray) -> np.ndarray:
@@ -126,16 +130,16 @@ def test_a_rank_without_others_takes_the_same_step_in_one_graph(results: Path) -
         assert np.allclose(one, its, rtol=1e-5, atol=1e-7)
 
 
-def test_moving_statistics_become_those_of_the_pooled_batch_on_all_ranks(tmp_path: Path) -> None:
+def test_moving_statistics_become_those_of_the_pooled_batch_on_all_ranks(results_of_all_kinds: Path) -> None:
     """The bits are the same on all ranks, and mean and spread those of all samples together."""
-    run_ranks(tmp_path, "batch norm trained")
+    results = results_of_all_kinds / "batch norm trained"
     for number in range(len(WAYS)):
         weights = [
-            list(np.load(tmp_path / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
+            list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
         ]
         for other in weights[1:]:
             assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
         # One process with all samples in one batch sees the pooled mean and variance.
-        alone = list(np.load(tmp_path / "alone-weights.npz").values())
+        alone = list(np.load(results / "alone-weights.npz").values())
         for index in STATISTICS:
             assert np.allclose(weights[0][index], alone[index], rtol=1e-4, atol=1e-6)

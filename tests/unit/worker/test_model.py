@@ -6,18 +6,17 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from csdctl.worker.contract import ANSWER_PREFIX, WORKER_ERROR_PREFIX, ModelInfo, Recipe, from_json, to_json
+from csdctl.worker.events import WorkerError
+from csdctl.worker.model import build
+from tests.unit.worker.made_models import keras
 
-MAKE = """
-import sys, keras
-from keras import layers
-kind, path = sys.argv[1:]
-middle = layers.Lambda(lambda x: x * 2) if kind == "lambda" else layers.Rescaling(2.0)
-keras.Sequential([keras.Input((4, 4, 1)), middle, layers.Flatten(), layers.Dense(3)]).save(path)
-"""
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
+
 FUNCTION = """
 import keras
 from keras import layers
@@ -40,17 +39,37 @@ def any_size():
     return keras.Sequential([keras.Input((None, None, 3)), *middle, layers.Dense(3)])
 
 
+def with_an_end():
+    import atexit, pathlib
+    atexit.register(lambda: pathlib.Path(__file__).with_name("at-the-end").touch())
+    return fine()
+
+
 def fine():
     return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
 """
 QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def build(directory: Path, reference: str, **recipe: object) -> tuple[ModelInfo | None, str]:
-    """What `build` tells of the model, or why not."""
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a user's code lies is put on the path."""
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+
+
+def refusal(directory: Path, reference: str, **recipe: Any) -> str:
+    """Why the model cannot be used, a fault of the input."""
+    with pytest.raises(WorkerError) as caught:
+        build(reference, {}, Recipe(**recipe), directory, keras())
+    assert caught.value.exit_code == 2
+    return caught.value.message
+
+
+def build_in_a_worker(directory: Path, reference: str) -> tuple[ModelInfo | None, str]:
+    """What the worker's `build` tells of the model, or why not."""
     output = directory / "output"
     output.mkdir(exist_ok=True)
-    arguments = ["--reference", reference, "--recipe", to_json(Recipe(**recipe)), "--output", str(output)]  # type: ignore[arg-type]
+    arguments = ["--reference", reference, "--recipe", to_json(Recipe()), "--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-m", "csdctl.worker", "build", *arguments],
         capture_output=True,
@@ -67,13 +86,15 @@ def build(directory: Path, reference: str, **recipe: object) -> tuple[ModelInfo 
     return None, str(json.loads(lines[-1].removeprefix(WORKER_ERROR_PREFIX))["message"])
 
 
-def make_keras_file(kind: str, path: Path) -> None:
-    subprocess.run([sys.executable, "-c", MAKE, kind, str(path)], check=True, capture_output=True, env=QUIET)
+def save_keras_file(path: Path, middle: Any) -> str:
+    layers = keras().layers
+    keras().Sequential([keras().Input((4, 4, 1)), middle, layers.Flatten(), layers.Dense(3)]).save(path)
+    return str(path)
 
 
 def test_keras_file_is_carried_as_architecture_and_weights(tmp_path: Path) -> None:
-    make_keras_file("plain", tmp_path / "model.keras")
-    info, _ = build(tmp_path, str(tmp_path / "model.keras"))
+    file = save_keras_file(tmp_path / "model.keras", keras().layers.Rescaling(2.0))
+    info, _ = build_in_a_worker(tmp_path, file)
     assert info
     assert (info.input_shape, info.output_shape) == ((4, 4, 1), (3,))
     assert sorted(path.name for path in (tmp_path / "output").iterdir()) == [
@@ -84,10 +105,16 @@ def test_keras_file_is_carried_as_architecture_and_weights(tmp_path: Path) -> No
 
 @pytest.mark.fault(42)
 def test_keras_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
-    make_keras_file("lambda", tmp_path / "model.keras")
-    info, why = build(tmp_path, str(tmp_path / "model.keras"))
+    file = save_keras_file(tmp_path / "model.keras", keras().layers.Lambda(lambda x: x * 2))
+    info, why = build_in_a_worker(tmp_path, file)
     assert info is None
     assert "not a model that can be loaded safely" in why
+
+
+def test_what_the_users_code_has_left_for_the_end_is_done(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    assert build_in_a_worker(tmp_path, f"{tmp_path}/mine.py:with_an_end")[0]
+    assert (tmp_path / "at-the-end").exists()
 
 
 @pytest.mark.fault(42)
@@ -97,8 +124,7 @@ def test_pickle_under_the_name_of_a_keras_file_is_refused_and_not_run(tmp_path: 
             return os.system, (f"touch {tmp_path}/was-run",)
 
     (tmp_path / "model.keras").write_bytes(pickle.dumps(Runs()))
-    info, why = build(tmp_path, str(tmp_path / "model.keras"))
-    assert info is None
+    why = refusal(tmp_path, str(tmp_path / "model.keras"))
     assert "not a model that can be loaded safely" in why
     assert not (tmp_path / "was-run").exists()
 
@@ -107,9 +133,7 @@ def test_pickle_under_the_name_of_a_keras_file_is_refused_and_not_run(tmp_path: 
 @pytest.mark.parametrize("function", ["with_lambda", "own_layer"])
 def test_layer_that_only_the_users_code_knows_is_refused(tmp_path: Path, function: str) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    info, why = build(tmp_path, f"{tmp_path}/mine.py:{function}")
-    assert info is None
-    assert "cannot be carried" in why
+    assert "cannot be carried" in refusal(tmp_path, f"{tmp_path}/mine.py:{function}")
 
 
 @pytest.mark.parametrize(
@@ -124,21 +148,19 @@ def test_metric_that_cannot_be_added_up_is_refused(
     tmp_path: Path, metrics: tuple[str, ...], why: str
 ) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    info, found = build(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
-    assert info is None
-    assert why in found
+    assert why in refusal(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
 
 
 def test_metrics_by_either_name_are_taken(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     metrics = ("accuracy", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
-    info, found = build(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
-    assert info, found
+    assert build(f"{tmp_path}/mine.py:fine", {}, Recipe(metrics=metrics), tmp_path, keras()).output_shape == (
+        3,
+    )
 
 
 @pytest.mark.parametrize(("reference", "num_operations"), [("fine", 2 * 4 * 3), ("any_size", 0)])
 def test_built_model_says_how_much_it_computes(tmp_path: Path, reference: str, num_operations: int) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    info, found = build(tmp_path, f"{tmp_path}/mine.py:{reference}")
-    assert info, found
+    info = build(f"{tmp_path}/mine.py:{reference}", {}, Recipe(), tmp_path, keras())
     assert info.num_operations == num_operations

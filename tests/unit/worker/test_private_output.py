@@ -10,31 +10,23 @@ import pytest
 
 from csdctl.worker.contract import RankSpec, Recipe, RunSpec, Runtime, ShardPart, to_json
 from csdctl.worker.messages import Failed, event_from_line
+from tests.unit.worker.made_models import carry, keras
 
 CANARY = 987_654
 """A label that no output of the model is for: TensorFlow names the labels of such a batch."""
-BUILD = """
-import sys, keras
-from pathlib import Path
-from csdctl.worker.model import save_weights
-model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3, activation="softmax")])
-directory = Path(sys.argv[1])
-(directory / "architecture.json").write_text(model.to_json())
-save_weights(directory / "weights.npz", model.get_weights())
-"""
 
 
 @pytest.mark.parametrize("is_private", [True, False])
 def test_only_the_kind_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     tmp_path: Path, *, is_private: bool
 ) -> None:
-    subprocess.run([sys.executable, "-c", BUILD, str(tmp_path)], check=True, capture_output=True)
+    layers = [keras().Input((4,)), keras().layers.Dense(3, activation="softmax")]
+    files = carry(keras().Sequential(layers), tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((8, 4), np.float32))
     np.save(tmp_path / "labels.npy", np.full(8, CANARY, np.int32))
     part = ShardPart(str(tmp_path / "images.npy"), str(tmp_path / "labels.npy"))
     data = (part, None, 8, 0) if is_private else (None, part, 0, 8)
     rank = RankSpec(0, "csd0", 4, Runtime(1), *data)
-    files = [str(tmp_path / name) for name in ("architecture.json", "weights.npz")]
     spec = RunSpec("a-run", *files, Recipe(), (rank,), None, None, str(tmp_path))
     (tmp_path / "spec.json").write_text(to_json(spec))
     orders, held_open = os.pipe()  # a rank whose orders end leaves at once

@@ -46,6 +46,13 @@ def spec(pictures: Path, tmp_path: Path) -> PrepareSpec:
     return PrepareSpec(str(pictures), str(tmp_path / "store"), PictureRule((5, 5, 3)), names_classes=True)
 
 
+@pytest.fixture(scope="module")
+def whole(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
+    """What `spec` asks for, prepared without an interruption by one thread."""
+    store = str(tmp_path_factory.mktemp("whole"))
+    return prepare(PrepareSpec(str(pictures), store, PictureRule((5, 5, 3)), names_classes=True), threads=1)
+
+
 def content(info: DatasetInfo) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(info.path).iterdir() if path.suffix == ".npy"}
 
@@ -70,20 +77,18 @@ def interrupt(spec: PrepareSpec, after: int, sync_interval_s: float = 0) -> None
 class TestSameBytes:
     @pytest.mark.parametrize("threads", [2, 5])
     def test_any_number_of_threads_gives_the_same_bytes(
-        self, spec: PrepareSpec, tmp_path: Path, threads: int
+        self, spec: PrepareSpec, whole: DatasetInfo, threads: int
     ) -> None:
-        alone = prepare(spec, threads=1)
-        many = prepare(replace(spec, store=str(tmp_path / "other")), threads=threads)
-        assert content(many) == content(alone)
-        assert replace(many, path="") == replace(alone, path="")
-        assert alone.num_skipped == {"undecodable": len(range(0, NUM_PICTURES, 7))}
+        many = prepare(spec, threads=threads)
+        assert content(many) == content(whole)
+        assert replace(many, path="") == replace(whole, path="")
+        assert whole.num_skipped == {"undecodable": len(range(0, NUM_PICTURES, 7))}
 
     def test_any_size_of_blocks_gives_the_same_bytes(
-        self, spec: PrepareSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, spec: PrepareSpec, whole: DatasetInfo, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        whole = prepare(spec)
         monkeypatch.setattr(source_module, "BLOCK_SAMPLES", 7)
-        assert content(prepare(replace(spec, store=str(tmp_path / "other")))) == content(whole)
+        assert content(prepare(spec)) == content(whole)
 
     def test_another_rule_is_another_data_set(self, spec: PrepareSpec) -> None:
         rules = [PictureRule((5, 5, 3)), PictureRule((5, 5, 1)), PictureRule((5, 5, 3), "pad")]
@@ -97,9 +102,8 @@ class TestSameBytes:
 class TestGoingOn:
     @pytest.mark.parametrize("after", [1, 256, 512])
     def test_what_was_done_is_not_done_again_and_the_bytes_are_the_same(
-        self, spec: PrepareSpec, tmp_path: Path, after: int
+        self, spec: PrepareSpec, whole: DatasetInfo, after: int
     ) -> None:
-        whole = prepare(replace(spec, store=str(tmp_path / "whole")))
         interrupt(spec, after)
         seen: list[int] = []
         info = prepare(spec, on_progress=lambda progress: seen.append(progress.num_done))
@@ -109,9 +113,8 @@ class TestGoingOn:
         assert parts(spec) == []
 
     def test_what_was_written_behind_the_last_record_is_cut_off(
-        self, spec: PrepareSpec, tmp_path: Path
+        self, spec: PrepareSpec, whole: DatasetInfo
     ) -> None:
-        whole = prepare(replace(spec, store=str(tmp_path / "whole")))
         interrupt(spec, after=1)
         for name in ("images.npy", "labels.npy"):
             with (parts(spec)[0] / name).open("ab") as file:
@@ -120,9 +123,8 @@ class TestGoingOn:
 
     @pytest.mark.parametrize("record", ["", "{", "[]", '{"fingerprint": "another"}'])
     def test_with_a_record_that_is_of_no_use_it_begins_again(
-        self, spec: PrepareSpec, tmp_path: Path, record: str
+        self, spec: PrepareSpec, whole: DatasetInfo, record: str
     ) -> None:
-        whole = prepare(replace(spec, store=str(tmp_path / "whole")))
         interrupt(spec, after=1)
         (parts(spec)[0] / "record.json").write_text(record)
         assert content(prepare(spec)) == content(whole)
@@ -139,8 +141,7 @@ class TestGoingOn:
         assert info.num_samples + sum(info.num_skipped.values()) == NUM_PICTURES - 1
         assert parts(changing) == []
 
-    def test_killed_worker_is_gone_on_with(self, spec: PrepareSpec, tmp_path: Path) -> None:
-        whole = prepare(replace(spec, store=str(tmp_path / "whole")))
+    def test_killed_worker_is_gone_on_with(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
         program = (
             "import os, signal, sys\n"
             "from csdctl.worker.contract import PrepareSpec, from_json\n"

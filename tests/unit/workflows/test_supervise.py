@@ -38,6 +38,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         "ANSWER_S": 0.3,
         "LEAST_ANSWER_S": 0.1,
         "SETTLE_S": 0.02,
+        "LOOK_S": 0.02,
         "STALL_S": 0.1,
         "END_S": 0.3,
     }.items():
