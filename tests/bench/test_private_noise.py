@@ -20,7 +20,7 @@ from csdctl.worker.contract import Noise, Recipe
 from csdctl.worker.noise import secret_normal
 from csdctl.worker.step import Step
 name, count, has_noise = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "noise"
-tf, keras = load_backend(1)
+tf, keras = load_backend()
 layers = keras.layers
 if name == "convolutions":
     size = 32

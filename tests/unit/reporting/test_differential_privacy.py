@@ -16,7 +16,7 @@ from csdctl.reporting.differential_privacy import (
     measure_privacy,
     plan_privacy,
 )
-from csdctl.worker.contract import Noise, RankSpec, Recipe, RunSpec
+from csdctl.worker.contract import Noise, RankSpec, Recipe, RunSpec, Runtime
 from csdctl.worker.messages import (
     EARLY_STOPPING,
     MAX_STEPS,
@@ -198,9 +198,9 @@ SPEC = RunSpec(
     "w",
     Recipe(epochs=4),
     (
-        RankSpec(0, "host", 4, 1, None, None, 0, 100),
-        RankSpec(1, "csd0", 4, 1, None, None, 40, 0),
-        RankSpec(2, "csd1", 4, 1, None, None, 25, 0, num_repeated=15),
+        RankSpec(0, "host", 4, Runtime(1), None, None, 0, 100),
+        RankSpec(1, "csd0", 4, Runtime(1), None, None, 40, 0),
+        RankSpec(2, "csd1", 4, Runtime(1), None, None, 25, 0, num_repeated=15),
     ),
     None,
     None,

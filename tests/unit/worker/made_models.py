@@ -8,7 +8,7 @@ from csdctl.worker.model import save_weights
 
 
 def keras() -> Any:
-    return load_backend(threads=1)[1]
+    return load_backend()[1]
 
 
 def carry(model: Any, directory: Path) -> tuple[str, str]:

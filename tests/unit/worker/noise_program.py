@@ -17,7 +17,7 @@ NO_NOISE = 1e-12
 """A multiplier that shows the clipped sum as it is."""
 PENALTY = 0.01
 directory = Path(sys.argv[1])
-tf, keras = load_backend(threads=1)
+tf, keras = load_backend()
 layers = keras.layers
 generator = np.random.default_rng(5)
 images = generator.random((12, 6, 6, 1), np.float32)

@@ -11,7 +11,7 @@ import pytest
 COUNT = """
 import json
 from csdctl.worker.backend import load_backend
-tf, keras = load_backend(1)
+tf, keras = load_backend()
 from csdctl.worker.operations import count_operations
 from keras import Input, Model, Sequential, layers
 
