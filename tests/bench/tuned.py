@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,16 @@ class Tuned:
     def num_trials(self) -> int:
         return self.words.count("trying the plan")
 
-    def num_probes_of(self, *machines: str) -> int:
-        return sum(
-            name in machines
-            for line in self.words.splitlines()
-            if "/s" in line or "does not fit" in line
-            for name in PROBED.findall(line)
-        )
+    def num_probes_by_class(self) -> dict[str, int]:
+        """Machines of one class have one name but for the number at its end."""
+        rounds = [line for line in self.words.splitlines() if "/s" in line or "does not fit" in line]
+        names = [name for line in rounds for name in PROBED.findall(line)]
+        return Counter(name.rstrip("0123456789") for name in names)
 
     def tell(self, name: str) -> None:
-        nodes = [rank["node"] for rank in self.plan["ranks"] if rank["node"] != "host"]
+        of_class = ", ".join(f"{one} {count}" for one, count in self.num_probes_by_class().items())
         print(
-            f"{name}: {self.plan['num_probes']} probes (host {self.num_probes_of('host')}, "
-            f"nodes {self.num_probes_of(*nodes)}), {self.num_trials} trials, "
+            f"{name}: {self.plan['num_probes']} probes ({of_class or 'none'}), {self.num_trials} trials, "
             f"{self.plan['measuring_s']:.1f} s of measuring, {self.wall_s:.0f} s in all; "
             f"batch sizes {[rank['batch_size'] for rank in self.plan['ranks']]}"
         )
