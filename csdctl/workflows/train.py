@@ -400,8 +400,8 @@ def _supervised(
 
 
 def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
-    """Refuse a plan that was made for something else."""
-    planned = {rank.node for rank in plan.ranks}
+    """Refuse a plan that was made for something else. Nodes that tuning left out may be in the fleet."""
+    planned = {*(rank.node for rank in plan.ranks), *plan.left_out}
     new = [node.name for node in fleet.nodes if node.name not in planned]
     if new:
         raise InputError(

@@ -1,8 +1,9 @@
-"""What the benchmarks of many nodes run against: one sshd that answers at a thousand addresses.
+"""What benchmarks run against: the lab, and one sshd that answers at a thousand addresses.
 
-As root it lives in a network namespace, and a second namespace sees it from 50 ms away: a small router
-between two TUN devices holds every packet for 25 ms on its way, the handshake's too. (`tc netem` would do
-the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine, undelayed.
+As root the latter lives in a network namespace, and a second namespace sees it from 50 ms away: a small
+router between two TUN devices holds every packet for 25 ms on its way, the handshake's too. (`tc netem`
+would do the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine,
+undelayed.
 """
 
 import getpass
@@ -15,6 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.lab.lab import Lab, open_lab
+from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
 
 ROUND_TRIP_S = 0.05
 NEAR = "127.7"
@@ -48,6 +52,17 @@ class ManyNodes:
         if not self.namespace:
             return []
         return ["ip", "netns", "exec", f"{self.namespace}{'-far' if far else ''}"]
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    if reason := why_not_here():
+        pytest.skip(f"the lab does not run: {reason}")
+    if packages := find_missing_packages():
+        pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
+    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
+    with open_lab() as opened:
+        yield opened
 
 
 @pytest.fixture(scope="session")

@@ -19,10 +19,15 @@ def csdctl(directory: Path, *arguments: str) -> list[Any]:
     done = subprocess.run(
         [str(CSDCTL), *arguments, "--json"], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
     )
+    return read_documents(done.stdout)
+
+
+def read_documents(output: str) -> list[Any]:
+    """What a command wrote with --json: one document, or one a line."""
     try:
-        return [json.loads(done.stdout)]
+        return [json.loads(output)]
     except ValueError:
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return [json.loads(line) for line in output.splitlines() if line.startswith("{")]
 
 
 def write_plan(directory: Path, job: str, ranks: Sequence[dict[str, Any]]) -> None:

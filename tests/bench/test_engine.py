@@ -19,45 +19,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import yaml
 
 from csdctl.emulation.cgroups import plan_quota
 from tests.bench.running import write_plan
-from tests.lab.lab import Lab, open_lab
+from tests.bench.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
+from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
-from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
 
 NUM_NODES = 4
-CPU = 0.22
 BATCH_SIZES = (384, 92)
 """Of the host and of a node, before rebalancing."""
 MICRO_BATCH = 64
 HOROVOD_EQUAL = 32
 HOROVOD_S = 30
-NETWORK = "10.77.0.0/23"
 NUM_IMAGES = 12_000
 WATCH_STEPS = 20
-JOB = """\
-model: keras.applications:MobileNetV2
-model_args: {input_shape: [64, 64, 3], classes: 200, weights: null}
-data: {public: {path: public}}
-recipe: {epochs: 1000, learning_rate: 0.01, reference_batch: 256, momentum: 0.9}
-"""
 ROUND_TRIP = "round trip"
-
-
-@pytest.fixture(scope="module")
-def lab() -> Iterator[Lab]:
-    if reason := why_not_here():
-        pytest.skip(f"the lab does not run: {reason}")
-    if packages := find_missing_packages():
-        pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
-    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
-    with open_lab() as opened:
-        yield opened
 
 
 @pytest.fixture(scope="module")
@@ -68,18 +47,11 @@ def nodes(lab: Lab) -> Iterator[list[LabNode]]:
 
 @pytest.fixture(scope="module")
 def project(lab: Lab, nodes: list[LabNode], tmp_path_factory: pytest.TempPathFactory) -> Project:
-    """A project with data and a plan."""
+    """A project with data; `start` adds a plan."""
     project = Project(lab, tmp_path_factory.mktemp("engine"))
-    project.use(*nodes, network=NETWORK)
-    fleet = yaml.safe_load((project.path / "fleet.yaml").read_text())
-    fleet["host"] = {"threads": 1}
-    (project.path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
-    (project.path / "job.yaml").write_text(JOB)
-    (project.path / "public").mkdir()
-    generator = np.random.default_rng(7)
-    images = generator.integers(0, 256, (NUM_IMAGES, 64, 64, 3), np.uint8)
-    np.save(project.path / "public/images.npy", images)
-    np.save(project.path / "public/labels.npy", generator.integers(0, 200, NUM_IMAGES).astype(np.int32))
+    project.know(*nodes)
+    write_fleet(project, nodes)
+    write_job(project, "job", MOBILENET, NUM_IMAGES)
     return project
 
 
