@@ -14,7 +14,7 @@ from csdctl.tuning.stannis import Measure, TuningError
 
 MAX_PROBES = 8
 """Of one class of machines."""
-FIRST_SIZES = {1: (16,), 2: (8, 32), 3: (4, 16, 64)}
+FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 """By the number of machines that measure in the first round."""
 LEAP = 4
 """A batch is tried that is at most so many times the largest that fitted: memory may end in between."""
@@ -22,8 +22,8 @@ NEAR = 1.25
 """A probe is at a size when it is within this factor of it."""
 TOLERANCE = 0.03
 """A fit is good enough when its standard error at the planned size is at most this share."""
-LEAST_PROBES = 4
-"""Of a class, remembered ones included: fewer agree by chance."""
+LEAST_PROBES = 3
+"""Of a class, remembered ones included: a line goes through two whatever they are."""
 GUESSED_SHARES = (0.25, 0.5, 1.0)
 """What is probed first of a size that is only guessed, by machines: too large a one costs time or memory."""
 AROUND = (1.0, 0.6)
@@ -39,6 +39,8 @@ class ClassState:
     """Those remembered from earlier tunings too."""
     num_new: int = 0
     max_new: int = MAX_PROBES
+    max_size: int | None = None
+    """No plan gives a machine more."""
     is_remembered: bool = False
     """Enough was measured before; only a size far from all of it is measured again."""
     guess: StepTime | None = None
@@ -50,6 +52,10 @@ class ClassState:
     def sizes(self) -> set[int]:
         """Batch sizes measured."""
         return {probe.batch_size for probe in self.probes}
+
+    def cap(self, size: int) -> int:
+        """`size`, or the largest that a plan can give."""
+        return size if self.max_size is None else min(size, self.max_size)
 
     def fit(self) -> StepTime | None:
         """The step time that the probes show, or the guess; None without either."""
@@ -73,7 +79,8 @@ def measure_classes(
     """Probe until every class is known well enough; returns the step time of each and adds to `classes`.
 
     `measure` takes batch sizes by machine, as Algorithm 1's does; `choose` gives the batch size each class
-    would have in the best plan, from the fits so far. Raises TuningError when a class fits at no size.
+    would have in the best plan, from the fits so far; none for a class that has no part in it. Raises
+    TuningError when a class fits at no size.
     """
     while True:
         fits = {name: fit for name, state in classes.items() if (fit := state.fit())}
@@ -115,7 +122,8 @@ def _next_sizes(state: ClassState, target: int | None) -> list[int]:
         if state.too_large is not None:
             return [max(1, state.too_large // LEAP)]
         if target is None:
-            return list(FIRST_SIZES[min(count, max(FIRST_SIZES))])
+            first = dict.fromkeys(state.cap(size) for size in FIRST_SIZES[min(count, max(FIRST_SIZES))])
+            return list(first)
         # A guess may be wrong: the planned size comes last, when there are machines for all of them.
         guessed = dict.fromkeys(max(1, round(target * share)) for share in GUESSED_SHARES[:count])
         return sorted(guessed)
@@ -124,7 +132,7 @@ def _next_sizes(state: ClassState, target: int | None) -> list[int]:
     if len(state.sizes) < 2 and target in state.sizes:
         target = max(1, target // 2)
     largest = max(state.sizes)
-    limit = min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest)
+    limit = state.cap(min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest))
     if target > limit:
         # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
         return [limit] if limit > largest * NEAR else []

@@ -28,6 +28,9 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     example = random_batch(generator, spec.data, 1)
     step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
+    # The first step traces the graphs: it belongs to starting, not to a measurement.
+    copies = np.ones(1, np.int64) if step.has_noise else None
+    step.apply(step.local(*example, private_copies=copies))
     print(READY, flush=True)
     for line in sys.stdin:
         request = from_json(ProbeRequest, line)

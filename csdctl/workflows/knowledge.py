@@ -59,7 +59,7 @@ class Kind:
     @property
     def runtime(self) -> Runtime:
         """How TensorFlow runs with its settings."""
-        return Runtime(self.settings.threads, self.settings.inter_op_threads, self.settings.is_onednn)
+        return runtime_of(self.settings)
 
 
 class Knowledge:
@@ -193,6 +193,11 @@ class Knowledge:
 
 
 STEPS_OF_A_PROBE = 3
+
+
+def runtime_of(settings: Settings) -> Runtime:
+    """How TensorFlow is to run."""
+    return Runtime(settings.threads, settings.inter_op_threads, settings.is_onednn)
 
 
 def weigh(num_steps: int) -> int:

@@ -77,19 +77,14 @@ class ProbeRounds:
         on_probes: OnProbes,
         say: Say,
     ) -> None:
+        self._job, self._prepared, self._space = job, prepared, space
         self._on_probes = on_probes
         self._say = say
         self._stack = ExitStack()
-        self.probers = {
-            name: Prober(
-                space.sessions[name],
-                build_probe_command(name, job, space.fleet, prepared, runtime),
-                space.facts[name].usable_memory_bytes,
-            )
-            for name, runtime in runtimes.items()
-        }
+        self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
-        self._latest: dict[str, ProbeRequest] = {}
+        self._smallest: dict[str, int] = {}
+        self._busy: dict[str, ProbeRequest] = {}
         self.num_probes = 0
         self.measuring_s = 0.0
 
@@ -101,22 +96,38 @@ class ProbeRounds:
             prober.close()
         self._stack.close()
 
+    def _prober(self, name: str, runtime: Runtime) -> "Prober":
+        return Prober(
+            self._space.sessions[name],
+            build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime),
+            self._space.facts[name].usable_memory_bytes,
+        )
+
+    def restart(self, runtimes: Mapping[str, Runtime]) -> None:
+        """From the next round on these machines measure with other settings."""
+        for name, runtime in runtimes.items():
+            self.probers[name].close()
+            self.probers[name] = self._prober(name, runtime)
+
     def measure(
         self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
     ) -> dict[str, ProbeResult | None]:
         """One round; None where the batch did not fit into memory.
 
-        `is_keeping_busy`: machines that are not asked repeat what they measured last, and it does not count.
+        `is_keeping_busy`: machines that are not asked take steps of the smallest size they have measured, and
+        it does not count.
         """
         self._start()
-        repeated = self._latest if is_keeping_busy else {}
         started = time.monotonic()
-        asked = {**repeated, **requests}
+        asked = {**(self._busy if is_keeping_busy else {}), **requests}
         running = {name: self._pool.submit(self.probers[name].measure, one) for name, one in asked.items()}
         done = {name: one.result() for name, one in running.items()}
         self.measuring_s += time.monotonic() - started
         results = {name: done[name] for name in requests}
-        self._latest.update({name: one for name, one in requests.items() if results[name]})
+        for name, request in requests.items():
+            if results[name] and request.batch_size < self._smallest.get(name, request.batch_size + 1):
+                self._smallest[name] = request.batch_size
+                self._busy[name] = replace(request, min_steps=1, warm_up_steps=0)
         self.num_probes += len(results)
         self._on_probes(results)
         return results

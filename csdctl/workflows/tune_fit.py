@@ -14,7 +14,7 @@ from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.history import open_history_to_measure
-from csdctl.tuning.adaptive import measure_classes
+from csdctl.tuning.adaptive import MAX_PROBES, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.fit import Point, standard_error
@@ -24,7 +24,7 @@ from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
-from csdctl.workflows.knowledge import Kind, Knowledge, weigh
+from csdctl.workflows.knowledge import Kind, Knowledge, runtime_of, weigh
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
 from csdctl.workflows.trial import TrialResult, run_trial
@@ -34,7 +34,7 @@ from csdctl.workflows.workspace import Workspace
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, beside the model's own."""
 TRIAL_S = 6.0
-LEAST_STEPS, MOST_STEPS = 6, 60
+LEAST_STEPS, MOST_STEPS = 4, 60
 MAX_TRIALS = 2
 MOVED = 0.05
 """A trial that moves a batch size by more than this share is followed by another one."""
@@ -109,9 +109,15 @@ class _FitTuning:
 
     def run(self) -> Plan:
         self._cost = self._measure_collective()
-        self._measure_steps()
-        if self._options.is_exploring:
-            self._explore()
+        runtimes = {name: self._kind_of[name].runtime for name in self._machines}
+        with ProbeRounds(
+            self._job, self._prepared, self._space, runtimes, self._on_probes, self._say
+        ) as rounds:
+            self._measure_steps(rounds)
+            if self._options.is_exploring:
+                self._explore(rounds)
+        self._num_probes = rounds.num_probes
+        self._measuring_s += rounds.measuring_s
         return self._plan(self._confirm())
 
     def _measure_collective(self) -> CollectiveCost:
@@ -138,46 +144,43 @@ class _FitTuning:
         )
         return cost
 
-    def _measure_steps(self) -> None:
+    def _measure_steps(self, rounds: ProbeRounds) -> None:
         """Probe until every kind's step time is known where it matters."""
-        runtimes = {name: self._kind_of[name].runtime for name in self._machines}
-        with ProbeRounds(
-            self._job, self._prepared, self._space, runtimes, self._on_probes, self._say
-        ) as rounds:
+        most = self._limits.global_batch or self._limits.max_global_batch
+        for kind in self._kinds.values():
+            state = kind.state
+            state.max_size = max(1, most - len(self._machines) + 1) if most else None
+            if self._options.is_exploring:
+                state.max_new -= 1  # kept for other settings
 
-            def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
-                results = rounds.measure(
-                    {name: self._request(size) for name, size in sizes.items()}, is_keeping_busy=True
-                )
-                for name in sizes:
-                    peaks = self._kind_of[name].peaks
-                    for size, peak in rounds.probers[name].peaks.items():
-                        peaks[size] = max(peak, peaks.get(size, 0))
-                for kind in self._kinds.values():
-                    measured = [(sizes[name], results[name]) for name in kind.state.machines if name in sizes]
-                    if measured:
-                        self._knowledge.keep_probes(kind, kind.settings, measured)
-                return {name: result.step_time_s if result else None for name, result in results.items()}
+        def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
+            results = rounds.measure(
+                {name: self._request(size) for name, size in sizes.items()}, is_keeping_busy=True
+            )
+            for name in sizes:
+                peaks = self._kind_of[name].peaks
+                for size, peak in rounds.probers[name].peaks.items():
+                    peaks[size] = max(peak, peaks.get(size, 0))
+            for kind in self._kinds.values():
+                measured = [(sizes[name], results[name]) for name in kind.state.machines if name in sizes]
+                if measured:
+                    self._knowledge.keep_probes(kind, kind.settings, measured)
+            return {name: result.step_time_s if result else None for name, result in results.items()}
 
-            measure_classes({key: kind.state for key, kind in self._kinds.items()}, measure, self._choose)
-        self._count(rounds)
+        measure_classes({key: kind.state for key, kind in self._kinds.items()}, measure, self._choose)
 
     def _request(self, size: int) -> ProbeRequest:
-        # A size that is new costs one step to find memory and kernels; two more show their mean.
-        return ProbeRequest(size, min_steps=2, min_duration_s=self._options.probe_duration_s, warm_up_steps=1)
-
-    def _count(self, rounds: ProbeRounds) -> None:
-        self._num_probes += rounds.num_probes
-        self._measuring_s += rounds.measuring_s
+        # A size that is new costs one step to find memory and kernels; the next shows what it takes.
+        return ProbeRequest(size, min_steps=1, min_duration_s=self._options.probe_duration_s, warm_up_steps=1)
 
     def _choose(self, fits: Mapping[str, StepTime]) -> dict[str, int]:
-        """The batch size of each kind in the best plan that `fits` lead to."""
-        best = self._best({key: fits[key] for key in self._kinds})
-        sizes = {
-            key: [best.batch_sizes.get(name, 1) for name in kind.state.machines]
+        """The batch size of each kind in the best plan that `fits` lead to; none for a kind left out."""
+        chosen = self._best({key: fits[key] for key in self._kinds}).batch_sizes
+        return {
+            key: max(chosen[name] for name in taking_part)
             for key, kind in self._kinds.items()
+            if (taking_part := [name for name in kind.state.machines if name in chosen])
         }
-        return {key: max(of_kind) for key, of_kind in sizes.items()}
 
     def _best(self, fits: Mapping[str, StepTime]) -> Best:
         candidates = self._candidates(fits)
@@ -210,32 +213,32 @@ class _FitTuning:
     def _fits(self) -> dict[str, StepTime]:
         return {key: kind.step_time() for key, kind in self._kinds.items()}
 
-    def _explore(self) -> None:
+    def _explore(self, rounds: ProbeRounds) -> None:
         """Probe other runtime settings of kinds that are new, at the batch size planned for them."""
         sizes = self._choose(self._fits())
-        for number in range(max(len(_variants(kind)) for kind in self._kinds.values())):
-            tried: dict[str, tuple[Kind, Settings]] = {}
-            for kind in self._kinds.values():
-                variants = _variants(kind)
-                if kind.state.num_new and number < len(variants) and kind.state.num_new < kind.state.max_new:
-                    tried[kind.state.machines[number % len(kind.state.machines)]] = (kind, variants[number])
-            if tried:
-                self._try_settings(tried, sizes)
+        new = {key: kind for key, kind in self._kinds.items() if kind.state.num_new and key in sizes}
+        variants = {key: _variants(kind)[: MAX_PROBES - kind.state.num_new] for key, kind in new.items()}
+        for number in range(max(map(len, variants.values()), default=0)):
+            tried = {
+                new[key].state.machines[number % len(new[key].state.machines)]: (key, of_kind[number])
+                for key, of_kind in variants.items()
+                if number < len(of_kind)
+            }
+            self._try_settings(rounds, tried, sizes)
 
-    def _try_settings(self, tried: Mapping[str, tuple[Kind, Settings]], sizes: Mapping[str, int]) -> None:
-        keys = {name: key for key, kind in self._kinds.items() for name in kind.state.machines}
-        runtimes = {
-            name: replace(kind, settings=settings).runtime for name, (kind, settings) in tried.items()
-        }
-        with ProbeRounds(
-            self._job, self._prepared, self._space, runtimes, self._on_probes, self._say
-        ) as rounds:
-            results = rounds.measure({name: self._request(sizes[keys[name]]) for name in tried})
-        self._count(rounds)
-        for name, (kind, settings) in tried.items():
+    def _try_settings(
+        self, rounds: ProbeRounds, tried: Mapping[str, tuple[str, Settings]], sizes: Mapping[str, int]
+    ) -> None:
+        """Measure machines with other settings, while the rest is at work as before."""
+        rounds.restart({name: runtime_of(settings) for name, (_, settings) in tried.items()})
+        results = rounds.measure(
+            {name: self._request(sizes[key]) for name, (key, _) in tried.items()}, is_keeping_busy=True
+        )
+        for name, (key, settings) in tried.items():
+            kind = self._kinds[key]
             result = results[name]
             kind.state.num_new += 1
-            self._knowledge.keep_probes(kind, settings, [(sizes[keys[name]], result)])
+            self._knowledge.keep_probes(kind, settings, [(sizes[key], result)])
             if result is None:
                 continue
             ratio = result.step_time_s / kind.step_time().at(result.batch_size)
@@ -257,7 +260,7 @@ class _FitTuning:
                 ranks = (RankPlan(node=HOST_NAME, batch_size=0, threads=1), *ranks)
             steps = round(TRIAL_S / best.prediction.step_s)
             steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
-            self._say(f"trying the plan: {steps} steps of {len(ranks)} ranks together")
+            self._say(f"trying the plan: {steps} steps of all {len(ranks)} ranks")
             result = run_trial(self._job, ranks, self._prepared, self._space, steps)
             self._measuring_s += result.step_s * result.num_steps
             tried.append(_Tried(best, ranks, result))
