@@ -17,11 +17,12 @@ from csdctl.tuning.adaptive import measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.fit import Point
-from csdctl.tuning.measured import Settings
+from csdctl.tuning.limits import default_limits
+from csdctl.tuning.measured import Settings, describe_model
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
-from csdctl.workflows.knowledge import Kind, Knowledge, weigh
+from csdctl.workflows.knowledge import Kind, Knowledge, hash_recipe, weigh
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
 from csdctl.workflows.trial import TrialResult, run_trial
@@ -40,10 +41,6 @@ ODD = 0.1
 LEAST_GAIN = 0.05
 """Other settings are taken when a probe shows this share less time."""
 MANY_THREADS = 4
-STEPS_PER_EPOCH = 10
-LINEAR_SCALING = 4
-"""Without a limit given, the global batch stays within so many reference batches, over which the recipe's
-learning rate is scaled, and within what leaves STEPS_PER_EPOCH steps in an epoch."""
 
 
 def tune_by_fit(
@@ -54,7 +51,14 @@ def tune_by_fit(
     Raises TuningError when there is none, and what probes and a trial's ranks raise.
     """
     with open_history_to_measure(space.project.history, say) as history:
-        knowledge = Knowledge(job, prepared, space, history, is_fresh=options.is_fresh)
+        knowledge = Knowledge(
+            describe_model(prepared.model.info, prepared.model.architecture.sha256),
+            hash_recipe(job.recipe, prepared.public),
+            space.fleet,
+            space.facts,
+            history,
+            is_fresh=options.is_fresh,
+        )
         return _FitTuning(job, prepared, space, options, say, on_probes, knowledge).run()
 
 
@@ -352,11 +356,8 @@ def _has_moved(before: Best, after: Best) -> bool:
 
 
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
-    if given.global_batch or given.max_global_batch:
-        return given
     num_samples = prepared.public.num_samples + sum(one.num_samples for one in prepared.private.values())
-    most = min(LINEAR_SCALING * job.recipe.reference_batch, num_samples // STEPS_PER_EPOCH)
-    return replace(given, max_global_batch=max(1 + len(prepared.private), most))
+    return default_limits(given, job.recipe.reference_batch, num_samples, 1 + len(prepared.private))
 
 
 def _written(limits: Limits) -> dict[str, float | list[int]]:
