@@ -1,6 +1,6 @@
 """Whether a plan still fits: what it was made for, and what the job and the machines are now."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
@@ -13,6 +13,8 @@ from csdctl.tuning.plan import Plan
 
 RETUNE = "run `csdctl tune` again"
 MOST_SHOWN = 8
+UNTOLD = "job, model or recipe changed since tuning"
+"""When the plan does not say what it was made for."""
 
 
 def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> MadeFor:
@@ -24,18 +26,12 @@ def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> MadeF
     return MadeFor(job=describe_job(job), files=hash_own_files(job), machines=machines)
 
 
-def find_problem(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> str:
-    """Why `plan` no longer fits, with what has changed since it was made; '' when it fits."""
-    has_job_changed = plan.job_fingerprint != job.fingerprint()
+def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
+    """What has changed since `plan` was made, a line each; none when it fits."""
     changes = list_changes(plan.made_for, describe_made_for(plan, job, facts)) if plan.made_for else []
-    if changes:
-        if len(changes) > MOST_SHOWN:
-            changes = [*changes[: MOST_SHOWN - 1], f"and {len(changes) - MOST_SHOWN + 1} more"]
-        listed = "".join(f"\n  {one}" for one in changes)
-        return f"the plan does not fit {job.path}: changed since tuning:{listed}"
-    if has_job_changed:
-        return f"the plan does not fit {job.path}: job, model or recipe changed since tuning"
-    return ""
+    if plan.job_fingerprint != job.fingerprint() and not changes:
+        return [UNTOLD]
+    return changes
 
 
 def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
@@ -58,5 +54,14 @@ def check_plan(plan: Plan, job: Job, fleet: Fleet, facts: Mapping[str, Facts]) -
             f"the plan has nothing for {', '.join(new)}",
             remedy=f"{RETUNE}, or train with --exclude {','.join(new)}",
         )
-    if problem := find_problem(plan, job, facts):
-        raise InputError(problem, remedy=RETUNE)
+    if changes := find_changes(plan, job, facts):
+        raise InputError(f"the plan does not fit {job.path}: {_list_changes(changes)}", remedy=RETUNE)
+
+
+def _list_changes(changes: Sequence[str]) -> str:
+    if list(changes) == [UNTOLD]:
+        return UNTOLD
+    shown = [*changes[:MOST_SHOWN]]
+    if len(changes) > MOST_SHOWN:
+        shown.append(f"and {len(changes) - MOST_SHOWN} more")
+    return "".join(["changed since tuning:", *(f"\n  {one}" for one in shown)])
