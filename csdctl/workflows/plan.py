@@ -20,7 +20,9 @@ from csdctl.workflows.basis import Basis
 
 MAX_NODES = 10_000
 MOST_JUDGED = 40
-"""Numbers of nodes between 0 and the largest that a verdict looks at, when each takes a search."""
+FEW_JUDGED = 16
+"""Where each number of nodes takes a search, a verdict looks at all of them up to the first, and beyond it at
+so many between 0 and the largest."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]
         )
     else:
         costs = Costs(basis.sum_cost, basis.gradient_bytes, basis.stretch)
-        looked_at = sorted({*counts, *(round(part * most / MOST_JUDGED) for part in range(MOST_JUDGED + 1))})
+        parts = MOST_JUDGED if most <= MOST_JUDGED else FEW_JUDGED
+        looked_at = sorted({*counts, *(round(part * most / parts) for part in range(parts + 1))})
         try:
             points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
         except TuningError as error:
