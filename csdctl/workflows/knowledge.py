@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.history import History
 from csdctl.tuning.adaptive import ClassState
@@ -16,7 +17,7 @@ from csdctl.tuning.fit import Point, fit_step_time
 from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
 from csdctl.tuning.memory import largest_fitting
 from csdctl.tuning.similar import MAX_DISTANCE, transfer_step_time
-from csdctl.worker.contract import DatasetInfo, ProbeResult, Recipe, Runtime
+from csdctl.worker.contract import DatasetInfo, ProbeResult, Runtime
 from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
 
 
@@ -219,8 +220,9 @@ def _newest_settings(trials: Sequence[Trial], class_key: str, *, is_host: bool) 
     return None
 
 
-def hash_recipe(recipe: Recipe, public: DatasetInfo) -> str:
+def hash_recipe(job: Job, public: DatasetInfo) -> str:
     """What a step's time depends on beside the model: optimizer, loss, metrics, the form of the data."""
+    recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
         "loss": recipe.loss,

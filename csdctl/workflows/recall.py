@@ -70,7 +70,7 @@ def recall(
     if not project.history.exists():
         return Unknown("nothing was measured here yet", TUNE)
     features = describe_job_model(job, project.root, say)
-    recipe = hash_recipe(job.recipe, data.public) if data else NOT_PREPARED
+    recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
         with open_history(project.history) as history:
             knowledge = Knowledge(features, recipe, fleet, facts, history)

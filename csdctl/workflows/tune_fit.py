@@ -53,7 +53,7 @@ def tune_by_fit(
     with open_history_to_measure(space.project.history, say) as history:
         knowledge = Knowledge(
             describe_model(prepared.model.info, prepared.model.architecture.sha256),
-            hash_recipe(job.recipe, prepared.public),
+            hash_recipe(job, prepared.public),
             space.fleet,
             space.facts,
             history,

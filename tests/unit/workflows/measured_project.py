@@ -129,7 +129,7 @@ def remember_probes(
         for name in machines:
             step_time = STEPS.get(name, STEPS["csd"])
             probes = [Probe(settings_of(name), size, 1000.0, step_time.at(size), 3) for size in SIZES]
-            recipe = hash_recipe(at.job.recipe, PUBLIC)
+            recipe = hash_recipe(at.job, PUBLIC)
             history.add_probes(features or at.features, recipe, class_of(name), probes)
 
 
@@ -152,7 +152,7 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
         for name, size in zip(names, sizes, strict=True)
     )
     step_s = trial_step_s(sizes, at.features.vector_bytes)
-    recipe = hash_recipe(at.job.recipe, PUBLIC)
+    recipe = hash_recipe(at.job, PUBLIC)
     with open_history(at.project.history) as history:
         trial = Trial(ranks, step_s, sum(sizes) / step_s, 1001.0)
         history.add_trial(at.features, recipe, fleet_class(), trial)
