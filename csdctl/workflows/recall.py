@@ -116,10 +116,13 @@ def _say_origin(kinds: Sequence[Kind], model: str) -> str:
     if measured:
         num_probes = sum(len(kind.state.probes) for kind in measured)
         parts.append(f"measured: {num_probes} probes and trials of {model} on machines like these")
+    guesses: dict[tuple[str, ...], list[str]] = {}
     for kind in guessed:
+        guesses.setdefault(kind.guessed_from, []).extend(kind.state.machines)
+    for models, machines in guesses.items():
         parts.append(
-            f"guessed from {', '.join(kind.guessed_from)} for {show_names(kind.state.machines)}: "
-            f"{model} was not measured there with this recipe and data"
+            f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe and "
+            "form of data, was never measured there"
         )
     return "; ".join(parts)
 
