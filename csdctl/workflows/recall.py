@@ -121,8 +121,8 @@ def _say_origin(kinds: Sequence[Kind], model: str) -> str:
         guesses.setdefault(kind.guessed_from, []).extend(kind.state.machines)
     for models, machines in guesses.items():
         parts.append(
-            f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe and "
-            "form of data, was never measured there"
+            f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe "
+            "and form of data, was never measured there"
         )
     return "; ".join(parts)
 
