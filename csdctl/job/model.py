@@ -59,6 +59,12 @@ class Job:
             return None
         return Path(self.model if self.model.endswith(".keras") else self.model.rpartition(":")[0])
 
+    @property
+    def own_files(self) -> tuple[Path, ...]:
+        """The user's files that the job needs: of the model, the functions and the metrics."""
+        own = (self.model_file, *self.reading.function_files, *files_of(self.recipe.metrics))
+        return tuple(file for file in own if file)
+
     def fingerprint(self) -> str:
         """Changes with whatever a plan depends on: model (its file's content too), data paths, recipe."""
         digest = hashlib.sha256(
@@ -75,8 +81,7 @@ class Job:
         )
         if self.noise:
             digest.update(repr(self.noise).encode())
-        own = (*self.reading.function_files, *files_of(self.recipe.metrics))
-        for file in filter(None, (self.model_file, *own)):
+        for file in self.own_files:
             digest.update(file.read_bytes())
         return digest.hexdigest()[:16]
 

@@ -46,6 +46,10 @@ class CurvePoint:
     """Of what all of them reach alone, together."""
     power_w: float | None
     joules_per_image: float | None
+    num_left_out: int = 0
+    """Of the nodes: those that would cost more time than they bring, and stay idle."""
+    is_host_training: bool = True
+    """Else it adds up and serves the others."""
 
     def time_s(self, num_samples: int) -> float:
         """Seconds to read `num_samples`, all epochs together."""
@@ -84,19 +88,41 @@ def predict_curve(
             ceiling += node.images_per_s
         sum_s = sum_cost.at(gradient_bytes, num_nodes + 1)
         step_s = slowest_s * (stretch if num_nodes else 1.0) + sum_s
-        images_per_s = global_batch / step_s
-        power_w = power.at(num_nodes) if power else None
-        points.append(
-            CurvePoint(
-                num_nodes=num_nodes,
-                global_batch=global_batch,
-                step_s=step_s,
-                sum_s=sum_s,
-                images_per_s=images_per_s,
-                speedup=images_per_s / host.images_per_s,
-                efficiency=images_per_s / ceiling,
-                power_w=power_w,
-                joules_per_image=None if power_w is None else power_w / images_per_s,
-            )
-        )
+        rates = Rates(global_batch / step_s, alone=host.images_per_s, ceiling=ceiling)
+        points.append(build_point(num_nodes, global_batch, sum_s, rates, power))
     return points
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Samples a second of a fleet, and what they are held against."""
+
+    images_per_s: float
+    alone: float
+    """Of the host alone."""
+    ceiling: float
+    """Of all that train, each alone, added up."""
+
+
+def build_point(
+    num_nodes: int,
+    global_batch: int,
+    sum_s: float,
+    rates: Rates,
+    power: Power | None,
+    num_left_out: int = 0,
+) -> CurvePoint:
+    """A point with what follows from its rates; nodes that are left out draw no power to train."""
+    power_w = power.at(num_nodes - num_left_out) if power else None
+    return CurvePoint(
+        num_nodes=num_nodes,
+        global_batch=global_batch,
+        step_s=global_batch / rates.images_per_s,
+        sum_s=sum_s,
+        images_per_s=rates.images_per_s,
+        speedup=rates.images_per_s / rates.alone,
+        efficiency=rates.images_per_s / rates.ceiling,
+        power_w=power_w,
+        joules_per_image=None if power_w is None else power_w / rates.images_per_s,
+        num_left_out=num_left_out,
+    )

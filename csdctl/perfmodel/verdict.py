@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import pairwise
 
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
 
@@ -43,18 +44,24 @@ class Verdict:
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> Verdict:
-    """Judge the last point of `curve`, which `predict_curve` made of `nodes`; at least one node."""
+    """Judge the last point of `curve`, which was made of `nodes`, over and over; at least one node.
+
+    The first point is the host alone. Where numbers of nodes are missing in between, those that are there
+    speak for them.
+    """
     if len(curve) < 2:
         raise ValueError("a host without nodes leaves nothing to judge")
     alone = curve[0]
     worth = [point.num_nodes for point in curve[1:] if not _reasons(point, alone)]
-    energies = [point.joules_per_image for point in curve if point.joules_per_image is not None]
+    energies = {
+        point.num_nodes: point.joules_per_image for point in curve if point.joules_per_image is not None
+    }
     return Verdict(
         num_nodes=curve[-1].num_nodes,
         reasons=_reasons(curve[-1], alone),
         worth_from=worth[0] if worth else None,
         useful_nodes=_useful_nodes(curve, nodes),
-        least_energy_nodes=energies.index(min(energies)) if energies else None,
+        least_energy_nodes=min(energies, key=energies.__getitem__) if energies else None,
     )
 
 
@@ -75,9 +82,8 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
 
 def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> int:
     """The last node that adds enough: a first one may cost more than it adds, and the next ones not."""
-    for point in reversed(curve[1:]):
-        node = nodes[(point.num_nodes - 1) % len(nodes)]
-        added = point.images_per_s - curve[point.num_nodes - 1].images_per_s
-        if added >= LEAST_SHARE_OF_NODE * node.images_per_s:
+    for before, point in reversed(list(pairwise(curve))):
+        added = (point.images_per_s - before.images_per_s) / (point.num_nodes - before.num_nodes)
+        if added >= LEAST_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].images_per_s:
             return point.num_nodes
     return 0

@@ -81,6 +81,10 @@ class ProjectDirectory:
         """The plan that `tune` wrote for a job."""
         return self.state / "plans" / f"{job_name}.yaml"
 
+    def prepared(self, job_name: str) -> Path:
+        """What a job's data came to when it was last prepared."""
+        return self.state / "prepared" / f"{job_name}.json"
+
     def step_file(self, run: "RunDirectory") -> Path:
         """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
         if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.tuning.made_for import MadeFor
 
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
@@ -76,6 +77,8 @@ class Plan(Document):
     predicted: Predicted | None = None
     left_out: list[str] = []
     """Nodes that would cost more time than they bring."""
+    made_for: MadeFor | None = None
+    """None: a plan by hand, or an older one; whether it fits is then told by the fingerprint alone."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property

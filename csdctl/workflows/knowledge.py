@@ -4,23 +4,22 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
+from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_machine
-from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.history import History
 from csdctl.tuning.adaptive import ClassState
 from csdctl.tuning.fit import Point, fit_step_time
-from csdctl.tuning.measured import Collective, Probe, Settings, Trial, TrialRank, describe_model
+from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
 from csdctl.tuning.memory import largest_fitting
-from csdctl.tuning.similar import transfer_step_time
-from csdctl.worker.contract import ProbeResult, Runtime
-from csdctl.workflows.prepare import Prepared
+from csdctl.tuning.similar import MAX_DISTANCE, transfer_step_time
+from csdctl.worker.contract import DatasetInfo, ProbeResult, Runtime
 from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
-from csdctl.workflows.workspace import Workspace
 
 
 @dataclass
@@ -34,6 +33,8 @@ class Kind:
     """Batch sizes at once, and the most memory that a process had held by then, in bytes."""
     memory_bytes: int | None = None
     """What a rank may fill."""
+    guessed_from: tuple[str, ...] = ()
+    """The models, nearest first, that the guess of the state comes from."""
 
     @property
     def max_at_once(self) -> int | None:
@@ -67,27 +68,30 @@ class Knowledge:
 
     def __init__(
         self,
-        job: Job,
-        prepared: Prepared,
-        space: Workspace,
+        features: ModelFeatures,
+        recipe: str,
+        fleet: Fleet,
+        facts: Mapping[str, Facts],
         history: History,
         *,
-        is_fresh: bool,
+        is_fresh: bool = False,
         is_host_training: bool = True,
     ) -> None:
-        """`is_fresh`: nothing is recalled; what is measured is kept all the same."""
-        self.features = describe_model(prepared.model.info, prepared.model.architecture.sha256)
-        self._recipe = _hash_recipe(job, prepared)
+        """`recipe` as `hash_recipe` has it; `facts` of the host and every node of `fleet`.
+
+        `is_fresh`: nothing is recalled; what is measured is kept all the same.
+        """
+        self.features = features
+        self._recipe = recipe
         self._history = history
         self._is_fresh = is_fresh
-        fleet, facts = space.fleet, space.facts
         machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
         num_emulated = len(fleet.nodes) if fleet.emulated else 0
         classes = {name: classify_machine(facts[name], num_emulated=num_emulated) for name in machines}
         self._fleet_class = classify_fleet(
             classes[HOST_NAME], [classes[name] for name in machines[1:]], fleet.network
         )
-        trials = [] if is_fresh else history.trials(self.features.hash, self._recipe, self._fleet_class.key)
+        trials = self.trials()
         self.kinds: dict[str, Kind] = {}
         """By a name for each: the host's, the class's key for nodes."""
         for name in machines if is_host_training else machines[1:]:
@@ -95,13 +99,13 @@ class Knowledge:
             if key in self.kinds:
                 kind = self.kinds[key]
                 kind.state.machines = [*kind.state.machines, name]
-                known = [size for size in (kind.memory_bytes, _memory(space, name)) if size]
+                known = [size for size in (kind.memory_bytes, _memory(facts[name])) if size]
                 kind.memory_bytes = min(known, default=None)
                 continue
             runtime = default_runtime(name, fleet, facts)
             settings = _newest_settings(trials, classes[name].key, is_host=name == HOST_NAME)
             settings = settings or Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
-            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(space, name))
+            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(facts[name]))
             self.kinds[key] = kind
             if not is_fresh:
                 self._recall(kind)
@@ -121,15 +125,19 @@ class Knowledge:
         if state.probes:
             state.is_remembered = len(state.sizes) > 1
             return
-        neighbours = self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
-        state.guess = transfer_step_time(
-            self.features,
-            [
-                (one.model, fit_step_time(points))
-                for one in neighbours
-                if (points := _points(one.probes, kind.settings))
-            ],
-        )
+        neighbours = [
+            (one.model, fit_step_time(points))
+            for one in self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
+            if one.distance <= MAX_DISTANCE and (points := _points(one.probes, kind.settings))
+        ]
+        state.guess = transfer_step_time(self.features, neighbours)
+        kind.guessed_from = tuple(dict.fromkeys(model.short_name for model, _ in neighbours))
+
+    def trials(self) -> list[Trial]:
+        """What was tried of this model on such a fleet before, oldest first."""
+        if self._is_fresh:
+            return []
+        return self._history.trials(self.features.hash, self._recipe, self._fleet_class.key)
 
     def collectives(self) -> list[Collective]:
         """Sums timed on such a fleet before."""
@@ -232,8 +240,8 @@ def _recalled(known: Sequence[Probe], settings: Settings) -> list[Point]:
     return scaled + own
 
 
-def _memory(space: Workspace, name: str) -> int | None:
-    usable = space.facts[name].usable_memory_bytes
+def _memory(facts: Facts) -> int | None:
+    usable = facts.usable_memory_bytes
     return int(usable * MEMORY_SHARE) if usable else None
 
 
@@ -246,14 +254,15 @@ def _newest_settings(trials: Sequence[Trial], class_key: str, *, is_host: bool) 
     return None
 
 
-def _hash_recipe(job: Job, prepared: Prepared) -> str:
+def hash_recipe(job: Job, public: DatasetInfo) -> str:
     """What a step's time depends on beside the model: optimizer, loss, metrics, the form of the data."""
-    recipe, public = job.recipe, prepared.public
+    recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
         "loss": recipe.loss,
         "metrics": recipe.metrics,
         "input_range": recipe.input_range,
+        "noise": asdict(job.noise) if job.noise else None,
         "sample": [public.sample_shape, public.dtype, public.label_shape],
     }
     return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]

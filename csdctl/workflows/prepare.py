@@ -29,7 +29,9 @@ from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
+from csdctl.tuning.measured import ModelFeatures, describe_model
 from csdctl.worker.contract import DatasetInfo, ModelInfo, PrepareSpec, Preparing, Seen, from_json, to_json
+from csdctl.workflows.prepared_data import save_prepared
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
@@ -105,23 +107,43 @@ def prepare_job(
     check_fit(job.recipe, model.info, {"public": public, "validation": validation, **private})
     if job.noise:
         check_noise(job.noise, model.info, private)
+    save_prepared(project, job, public, private)
     return Prepared(worker, model, public, validation, private)
 
 
 def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
     """Worker and model alone, in the host's store below `directory`; no node has a part in it."""
-    worker = store_bytes(pack_worker(), ".pyz", directory, Kind.CODE)
     say("model: " + job.model)
-    with closing(LocalSession(HOST_NAME, directory)) as host:
-        model = carry_model(job, worker, host, ProjectDirectory(directory))
+    worker, model = _code(job, directory)
     return [worker, model.architecture, model.weights]
 
 
-def carry_model(job: Job, worker: StoredFile, host: Session, project: ProjectDirectory) -> CarriedModel:
-    """Build the job's model in a worker process, once for each content of it."""
+def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
+    """What the history knows the job's model by; TensorFlow is started when it was never built before."""
+    _, model = _code(job, directory, lambda: say(f"building {job.model}, to know what it is"))
+    return describe_model(model.info, model.architecture.sha256)
+
+
+def _code(
+    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
+) -> tuple[StoredFile, CarriedModel]:
+    worker = store_bytes(pack_worker(), ".pyz", directory, Kind.CODE)
+    with closing(LocalSession(HOST_NAME, directory)) as host:
+        return worker, carry_model(job, worker, host, ProjectDirectory(directory), on_build)
+
+
+def carry_model(
+    job: Job,
+    worker: StoredFile,
+    host: Session,
+    project: ProjectDirectory,
+    on_build: Callable[[], None] = lambda: None,
+) -> CarriedModel:
+    """Build the job's model in a worker process, once for each content of it; `on_build`: now."""
     directory = project.models / _model_key(job, worker)
     record = directory / "info.json"
     if not record.exists():
+        on_build()
         with build_aside(directory) as aside:
             arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
             arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]

@@ -95,7 +95,7 @@ def train(
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
-    The caller holds the machines and has called `check_plan`.
+    The caller holds the machines and has called `plan_check.check_plan`.
     """
     placed = _place(plan, prepared, job, space)
     run = space.project.new_run()
@@ -397,22 +397,6 @@ def _supervised(
         collective=_collective(run, options),
         absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
     )
-
-
-def check_plan(plan: Plan, job: Job, fleet: Fleet) -> None:
-    """Refuse a plan that was made for something else. Nodes that tuning left out may be in the fleet."""
-    planned = {*(rank.node for rank in plan.ranks), *plan.left_out}
-    new = [node.name for node in fleet.nodes if node.name not in planned]
-    if new:
-        raise InputError(
-            f"the plan has nothing for {', '.join(new)}",
-            remedy=f"run `csdctl tune` again, or train with --exclude {','.join(new)}",
-        )
-    if plan.job_fingerprint != job.fingerprint():
-        raise InputError(
-            f"the plan does not fit {job.path}: job, model or recipe changed since tuning",
-            remedy="run `csdctl tune` again",
-        )
 
 
 def _collective(run: RunDirectory, options: TrainOptions) -> str:

@@ -19,6 +19,7 @@ from csdctl.tuning.stannis import (
     tune_stannis,
 )
 from csdctl.worker.contract import ProbeRequest, Runtime
+from csdctl.workflows.plan_check import describe_made_for
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import PROBE_DEADLINE_S, OnProbes, ProbeRounds, Say, default_runtime
 from csdctl.workflows.workspace import Workspace
@@ -66,12 +67,14 @@ def tune(
         raise InputError("a host that sits out needs nodes that train, and the method fit")
     try:
         if options.method == STANNIS:
-            return _tune_by_algorithm_1(job, prepared, space, options, say, on_probes)
-        from csdctl.workflows.tune_fit import tune_by_fit
+            plan = _tune_by_algorithm_1(job, prepared, space, options, say, on_probes)
+        else:
+            from csdctl.workflows.tune_fit import tune_by_fit
 
-        return tune_by_fit(job, prepared, space, options, say, on_probes)
+            plan = tune_by_fit(job, prepared, space, options, say, on_probes)
     except TuningError as error:
         raise InputError(str(error), remedy=TUNING_HELP) from None
+    return plan.model_copy(update={"made_for": describe_made_for(plan, job, space.facts)})
 
 
 def _tune_by_algorithm_1(

@@ -4,7 +4,6 @@ What was measured before is in the history: the second time nothing is probed, a
 """
 
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -18,13 +17,14 @@ from csdctl.tuning.adaptive import MAX_PROBES, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.fit import Point, standard_error
-from csdctl.tuning.measured import Settings
+from csdctl.tuning.host import find_best_ranks
+from csdctl.tuning.limits import default_limits
+from csdctl.tuning.measured import Settings, describe_model
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.tuning.stannis import TuningError
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
-from csdctl.workflows.knowledge import Kind, Knowledge, runtime_of, weigh
+from csdctl.workflows.knowledge import Kind, Knowledge, hash_recipe, runtime_of, weigh
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
 from csdctl.workflows.trial import TrialResult, run_trial
@@ -43,10 +43,6 @@ ODD = 0.1
 LEAST_GAIN = 0.05
 """Other settings are taken when a probe shows this share less time."""
 MANY_THREADS = 4
-STEPS_PER_EPOCH = 10
-LINEAR_SCALING = 4
-"""Without a limit given, the global batch stays within so many reference batches, over which the recipe's
-learning rate is scaled, and within what leaves STEPS_PER_EPOCH steps in an epoch."""
 
 
 def tune_by_fit(
@@ -58,9 +54,10 @@ def tune_by_fit(
     """
     with open_history_to_measure(space.project.history, say) as history:
         knowledge = Knowledge(
-            job,
-            prepared,
-            space,
+            describe_model(prepared.model.info, prepared.model.architecture.sha256),
+            hash_recipe(job, prepared.public),
+            space.fleet,
+            space.facts,
             history,
             is_fresh=options.is_fresh,
             is_host_training=options.is_host_training,
@@ -184,15 +181,9 @@ class _FitTuning:
 
     def _best(self, fits: Mapping[str, StepTime]) -> Best:
         candidates = self._candidates(fits)
-        best = find_best(candidates, self._limits, self._collective_s, self._stretch)
-        if candidates[0].node != HOST_NAME or len(candidates) == 1:
-            return best
-        # The host adds up in any case; it need not train.
-        with suppress(TuningError):
-            without = find_best(candidates[1:], self._limits, self._collective_s, self._stretch)
-            if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN):
-                return without
-        return best
+        if candidates[0].node != HOST_NAME:
+            return find_best(candidates, self._limits, self._collective_s, self._stretch)
+        return find_best_ranks(candidates[0], candidates[1:], self._limits, self._collective_s, self._stretch)
 
     def _candidates(self, fits: Mapping[str, StepTime]) -> list[Candidate]:
         time_of = {name: fits[key] for key, kind in self._kinds.items() for name in kind.state.machines}
@@ -295,7 +286,7 @@ class _FitTuning:
             tried.best.prediction.images_per_s,
         )
         slowest = max(result.compute_s)
-        self._stretch = max(1.0, (result.step_s - self._collective_s(len(names))) / slowest)
+        self._stretch = max(1.0, (result.step_s - self._cost.at(vector_bytes, len(names))) / slowest)
 
     def _rank_plan(self, name: str, batch_size: int) -> RankPlan:
         kind = self._kind_of[name]
@@ -385,11 +376,8 @@ def _has_moved(before: Best, after: Best) -> bool:
 
 
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
-    if given.global_batch or given.max_global_batch:
-        return given
     num_samples = prepared.public.num_samples + sum(one.num_samples for one in prepared.private.values())
-    most = min(LINEAR_SCALING * job.recipe.reference_batch, num_samples // STEPS_PER_EPOCH)
-    return replace(given, max_global_batch=max(1 + len(prepared.private), most))
+    return default_limits(given, job.recipe.reference_batch, num_samples, 1 + len(prepared.private))
 
 
 def _written(limits: Limits) -> dict[str, float | list[int]]:

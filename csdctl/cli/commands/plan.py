@@ -4,13 +4,22 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import DEFAULT_JOB, JobArgument, JsonOption
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DEFAULT_JOB,
+    ExcludeOption,
+    FleetOption,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+)
 from csdctl.cli.streams import Streams
 from csdctl.perfmodel.published import Network
 
 
 def plan(
     job: JobArgument = DEFAULT_JOB,
+    fleet: FleetOption = DEFAULT_FLEET,
     published: Annotated[
         Network | None,
         typer.Option(
@@ -67,6 +76,8 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Predict rate, time and energy for any number of nodes, before anything runs."""
@@ -74,14 +85,10 @@ def plan(
     from csdctl.errors import InputError
     from csdctl.job.model import load_job
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.plan import (
-        Question,
-        forecast,
-        given_power,
-        parse_node_counts,
-        plan_basis,
-        published_basis,
-    )
+    from csdctl.workflows.basis import published_basis
+    from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.plan import Question, forecast, given_power, parse_node_counts
+    from csdctl.workflows.tuned_basis import tuned_basis
 
     streams = Streams(is_json=json)
     question = Question(
@@ -99,7 +106,9 @@ def plan(
             remedy=f"name a job that was tuned, or ask without one: --published {Network.MOBILENETV2}",
         )
     else:
-        basis = plan_basis(ProjectDirectory(streams.directory), load_job(job))
+        chosen = choose_fleet(fleet, limit, exclude) if fleet.exists() or limit or exclude else None
+        project = ProjectDirectory(streams.directory)
+        basis = tuned_basis(load_job(job), project, chosen, streams.say, samples)
     answer = forecast(basis, question)
     if json:
         streams.result(forecast_document(answer))

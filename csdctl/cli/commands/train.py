@@ -78,9 +78,10 @@ def train(
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.doctor import DoctorOptions, examine_open
     from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.plan_check import check_plan, find_left_out
     from csdctl.workflows.prepare import prepare_job
     from csdctl.workflows.report import report
-    from csdctl.workflows.train import RunStopped, TrainOptions, check_plan, find_resumable, is_complete
+    from csdctl.workflows.train import RunStopped, TrainOptions, find_resumable, is_complete
     from csdctl.workflows.train import resume as resume_run
     from csdctl.workflows.train import train as train_run
     from csdctl.workflows.tune import equal_plan
@@ -115,7 +116,9 @@ def train(
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size)
         else:
             chosen = load_plan(plan or space.project.plan(loaded.name))
-            check_plan(chosen, loaded, space.fleet)
+            check_plan(chosen, loaded, space.fleet, space.facts)
+            if left_out := find_left_out(chosen, space.fleet):
+                streams.say(f"without {', '.join(left_out)}, as planned: more time than they would bring")
         if not skip_doctor:
             doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
             show_preflight(streams, doctor)

@@ -37,8 +37,9 @@ def verify(
     from csdctl.launch.tools import check_tools
     from csdctl.tuning.plan import load_plan
     from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.plan_check import check_plan
     from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions, check_plan
+    from csdctl.workflows.train import TrainOptions
     from csdctl.workflows.train import verify as verify_run
     from csdctl.workflows.tune import equal_plan
     from csdctl.workflows.workspace import open_workspace
@@ -51,7 +52,7 @@ def verify(
         path = plan or space.project.plan(loaded.name)
         if plan or path.exists():
             chosen = load_plan(path)
-            check_plan(chosen, loaded, space.fleet)
+            check_plan(chosen, loaded, space.fleet, space.facts)
         else:
             names = [node.name for node in space.fleet.nodes]
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)

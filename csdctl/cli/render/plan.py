@@ -35,10 +35,10 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     if forecast.verdict:
         style = "bold green" if forecast.verdict.is_worth_it else "bold red"
         console.print(_headline(forecast.verdict), style=style, markup=False, soft_wrap=True)
-        for sentence in [*_reasons(forecast).values(), *_advice(forecast.verdict)]:
+        for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
             console.print(f"  {sentence}", markup=False, soft_wrap=True)
     for what, origin in basis.origins.items():
-        console.print(f"{what}: {origin}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"{what.replace('_', ' ')}: {origin}", style="dim", markup=False, soft_wrap=True)
 
 
 def forecast_document(forecast: Forecast) -> dict[str, Any]:
@@ -118,6 +118,16 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
         "no less than on the host alone",
     }
     return {reason: sentences[reason] for reason in forecast.verdict.reasons}
+
+
+def _idle(forecast: Forecast) -> list[str]:
+    """Who does not train with the largest number of nodes."""
+    point, idle = forecast.points[-1], []
+    if point.num_left_out:
+        idle.append(f"{_nodes(point.num_left_out)} of them left out: more time than they would bring")
+    if not point.is_host_training:
+        idle.append("the host sits out: it adds up and serves the others")
+    return idle
 
 
 def _advice(verdict: Verdict) -> list[str]:

@@ -18,7 +18,8 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.plan import Question, forecast, published_basis
+from csdctl.workflows.basis import published_basis
+from csdctl.workflows.plan import Question, forecast
 
 HOW_TO = Path(__file__).parents[3] / "docs/how-to/ask-before-you-buy.md"
 

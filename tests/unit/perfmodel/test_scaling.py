@@ -165,3 +165,19 @@ def test_number_with_the_least_energy_is_said() -> None:
 def test_host_alone_cannot_be_judged() -> None:
     with pytest.raises(ValueError, match="nothing to judge"):
         verdict(0)
+
+
+def test_some_numbers_of_nodes_speak_for_those_in_between() -> None:
+    cost = CollectiveCost(per_rank_s=0.01)
+    power = Power(100.0, 1.0)
+    every = curve(60, cost, power)
+    some = [every[number] for number in (*range(0, 60, 4), 60)]
+    whole, thinned = judge(every, [NODE]), judge(some, [NODE])
+    assert thinned.reasons == whole.reasons
+    assert abs(thinned.useful_nodes - whole.useful_nodes) <= 4
+    assert thinned.worth_from is not None
+    assert whole.worth_from is not None
+    assert 0 <= thinned.worth_from - whole.worth_from < 4
+    assert thinned.least_energy_nodes is not None
+    assert whole.least_energy_nodes is not None
+    assert abs(thinned.least_energy_nodes - whole.least_energy_nodes) < 4

@@ -8,15 +8,9 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import TABLE_1, Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.plan import (
-    MAX_NODES,
-    Question,
-    forecast,
-    given_power,
-    parse_node_counts,
-    plan_basis,
-    published_basis,
-)
+from csdctl.workflows.basis import Basis, published_basis
+from csdctl.workflows.plan import MAX_NODES, Question, forecast, given_power, parse_node_counts
+from csdctl.workflows.tuned_basis import tuned_basis
 
 RANKS = [
     RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, images_per_s=100.0),
@@ -44,6 +38,11 @@ def project(tmp_path: Path) -> ProjectDirectory:
 def tuned(project: ProjectDirectory, job: Job, **changes: object) -> None:
     plan = Plan(job="job", job_fingerprint=job.fingerprint(), method="stannis", num_probes=9, ranks=RANKS)
     save_plan(project.plan(job.name), plan.model_copy(update=changes))
+
+
+def plan_basis(project: ProjectDirectory, job: Job) -> Basis:
+    """There is a plan, and neither fleet nor history."""
+    return tuned_basis(job, project, None, lambda line: None)
 
 
 class TestFromAPlan:

@@ -1,0 +1,51 @@
+"""A job as flat named values, as job.yaml names them: to say what is different from another time."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from csdctl.job.model import Job
+
+
+def describe_job(job: Job) -> dict[str, Any]:
+    """What `Job.fingerprint` depends on, but for the files' content; what is not set is not there.
+
+    Values are those of YAML: text, numbers, booleans, and lists of them.
+    """
+    recipe, reading = asdict(job.recipe), asdict(job.reading)
+    described = {
+        "model": job.model,
+        "model_args": job.model_args,
+        "data": {
+            "public": {"path": str(job.public_path), "function": reading["public_function"]},
+            "private": {
+                "path": job.private_path,
+                "function": reading["private_function"],
+                "noise": asdict(job.noise) if job.noise else {},
+            },
+            "validation": {"function": reading["validation_function"]},
+            "input_range": recipe.pop("input_range"),
+            "image": reading["picture"],
+            "classes": reading["classes"],
+            "tfrecord": reading["records"],
+        },
+        "recipe": recipe,
+    }
+    return dict(_flatten("", described))
+
+
+def hash_own_files(job: Job) -> dict[str, str]:
+    """A short hash of the content of each of the user's files, by path."""
+    return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.own_files}
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            yield from _flatten(f"{name}.{key}" if name else str(key), one)
+    elif isinstance(value, list | tuple):
+        if value:
+            yield name, list(value)
+    elif value not in (None, ""):
+        yield name, value

@@ -1,0 +1,70 @@
+"""A job in flat values: whatever its fingerprint depends on is told by one of them."""
+
+from pathlib import Path
+
+from csdctl.job.model import Job, load_job
+from csdctl.job.values import describe_job, hash_own_files
+
+PLAIN = """\
+model: keras.applications:MobileNetV2
+model_args: {input_shape: [64, 64, 3], weights: null}
+data:
+  public: {path: data}
+  private: {path: /data/private}
+  classes: [cat, dog]
+recipe: {epochs: 3, learning_rate: 0.1, momentum: 0.9, early_stopping: {patience: 4}}
+"""
+
+
+def written(directory: Path, text: str) -> Job:
+    (directory / "job.yaml").write_text(text)
+    return load_job(directory / "job.yaml")
+
+
+def test_values_have_the_names_of_the_job_file(tmp_path: Path) -> None:
+    values = describe_job(written(tmp_path, PLAIN))
+    assert values["model"] == "keras.applications:MobileNetV2"
+    assert values["model_args.input_shape"] == [64, 64, 3]
+    assert values["data.public.path"] == str(tmp_path / "data")
+    assert values["data.private.path"] == "/data/private"
+    assert values["data.classes"] == ["cat", "dog"]
+    assert values["data.input_range"] == [0.0, 1.0]
+    assert values["data.image.fit"] == "stretch"
+    assert values["recipe.optimizer_args.momentum"] == 0.9
+    assert values["recipe.early_stopping.patience"] == 4
+    assert values["recipe.from_logits"] is False
+
+
+def test_what_is_not_set_is_not_there(tmp_path: Path) -> None:
+    values = describe_job(written(tmp_path, PLAIN))
+    assert "model_args.weights" not in values
+    assert "recipe.max_learning_rate" not in values
+    assert "data.tfrecord" not in values
+    assert None not in values.values()
+
+
+def test_every_change_that_the_fingerprint_sees_is_seen_here(tmp_path: Path) -> None:
+    before = written(tmp_path, PLAIN)
+    for old, new in (
+        ("MobileNetV2", "ResNet50"),
+        ("weights: null", "alpha: 0.5"),
+        ("path: data}", "path: other}"),
+        ("/data/private", "/data/mine"),
+        ("[cat, dog]", "[dog, cat]"),
+        ("epochs: 3", "epochs: 4"),
+        ("momentum: 0.9", "optimizer_args: {nesterov: true}"),
+        ("patience: 4", "monitor: loss"),
+    ):
+        after = written(tmp_path, PLAIN.replace(old, new))
+        assert after.fingerprint() != before.fingerprint()
+        assert describe_job(after) != describe_job(before), old
+
+
+def test_content_of_the_users_files_is_hashed(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def build(): ...\n")
+    text = PLAIN.replace("keras.applications:MobileNetV2", "mine.py:build")
+    before = hash_own_files(written(tmp_path, text))
+    assert list(before) == [str(tmp_path / "mine.py")]
+    (tmp_path / "mine.py").write_text("def build(): return 1\n")
+    assert hash_own_files(written(tmp_path, text)) != before
+    assert hash_own_files(written(tmp_path, PLAIN)) == {}

@@ -1,0 +1,165 @@
+"""A project as `tune` leaves it: model built, data prepared, facts, and a history that was made by hand.
+
+Nothing of it needs TensorFlow or a machine: the steps and sums are those of a model that the tests know.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.fleet.facts import Facts, save_facts
+from csdctl.fleet.machine_class import FleetClass, MachineClass, classify_fleet, classify_machine
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.job.model import Job, load_job
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.history import open_history
+from csdctl.shipping.store import store_bytes
+from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.fake import FakeSession
+from csdctl.transport.session import Completed
+from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.worker.contract import ANSWER_PREFIX, DatasetInfo, ModelInfo, to_json
+from csdctl.workflows.knowledge import hash_recipe
+from csdctl.workflows.prepare import carry_model, describe_job_model
+from csdctl.workflows.prepared_data import save_prepared
+
+JOB = """\
+model: keras.applications:MobileNetV2
+data: {{public: {{path: data}}{private}}}
+recipe: {{epochs: 3, learning_rate: 0.1, optimizer: {optimizer}}}
+"""
+MODEL = ModelInfo("MobileNetV2", (64, 64, 3), (200,), 2_500_000, 2_000_000, "softmax", {}, 50_000_000)
+PUBLIC = DatasetInfo("data/images", 60_000, (64, 64, 3), "uint8", (), 9, "f" * 32)
+STEPS = {HOST_NAME: StepTime(0.02, 0.002), "csd": StepTime(0.1, 0.02)}
+SUMS = CollectiveCost(0.001, 0.002, 0.0, 1e-9)
+STRETCH = 1.1
+SIZES = (4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class MeasuredProject:
+    """The parts that a test looks at."""
+
+    job: Job
+    project: ProjectDirectory
+    fleet: Fleet
+    features: ModelFeatures
+
+
+def make_project(
+    directory: Path, *, num_nodes: int = 2, is_private: bool = False, optimizer: str = "sgd"
+) -> MeasuredProject:
+    """Job, fleet, facts, built model and prepared data; nothing is measured yet."""
+    write_job(directory, is_private=is_private, optimizer=optimizer)
+    (directory / "data").mkdir(exist_ok=True)
+    job, project = load_job(directory / "job.yaml"), ProjectDirectory(directory)
+    nodes = tuple(Node(f"csd{number}", f"10.1.1.{number + 2}") for number in range(num_nodes))
+    names = "\n".join(f"  - {{name: {node.name}, address: {node.address}}}" for node in nodes)
+    (directory / "fleet.yaml").write_text(f"nodes:\n{names}\n")
+    fleet = Fleet(nodes, path=directory / "fleet.yaml")
+    machines = {HOST_NAME: facts_of(HOST_NAME)} | {node.name: facts_of(node.name) for node in nodes}
+    save_facts(fleet, machines)
+    build(job, project)
+    private = {node.name: PUBLIC for node in nodes} if is_private else {}
+    save_prepared(project, job, PUBLIC, private)
+    return MeasuredProject(job, project, fleet, describe_job_model(job, directory, lambda line: None))
+
+
+def write_job(directory: Path, *, is_private: bool = False, optimizer: str = "sgd") -> Job:
+    """job.yaml."""
+    private = ", private: {path: /data/private}" if is_private else ""
+    (directory / "job.yaml").write_text(JOB.format(private=private, optimizer=optimizer))
+    return load_job(directory / "job.yaml")
+
+
+def facts_of(name: str, num_cores: int = 4) -> Facts:
+    """A machine that is ready to train."""
+    return Facts(
+        name,
+        architecture="x86_64" if name == HOST_NAME else "aarch64",
+        num_cores=8 if name == HOST_NAME else num_cores,
+        memory_bytes=32 << 30,
+        python_version="3.11.7",
+        tensorflow_version="2.21.0",
+        mpi_version="5.0.8",
+        mpi4py_version="4.1.0",
+    )
+
+
+def class_of(name: str) -> MachineClass:
+    """The class of such a machine."""
+    return classify_machine(facts_of(name))
+
+
+def fleet_class() -> FleetClass:
+    """The class of such fleets, however many nodes they have."""
+    return classify_fleet(class_of(HOST_NAME), [class_of("csd0")], "")
+
+
+class Builder(FakeSession):
+    """The host, where building a model takes no TensorFlow."""
+
+    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+        """Write what the worker's `build` would write."""
+        output = Path(command[list(command).index("--output") + 1])
+        (output / "architecture.json").write_text("{}")
+        (output / "weights.npz").write_bytes(b"weights")
+        answer = f"{ANSWER_PREFIX}{to_json(MODEL)}\n".encode()
+        return Completed(tuple(command), 0, answer, b"", 0.0)
+
+
+def build(job: Job, project: ProjectDirectory) -> None:
+    """Leave the job's model as `build` does."""
+    worker = store_bytes(pack_worker(), ".pyz", project.root)
+    carry_model(job, worker, Builder(HOST_NAME), project)
+
+
+def settings_of(name: str) -> Settings:
+    """All cores, as before anything is tried."""
+    return Settings(facts_of(name).num_threads)
+
+
+def remember_probes(
+    at: MeasuredProject, machines: Sequence[str] = (HOST_NAME, "csd0"), features: ModelFeatures | None = None
+) -> None:
+    """Probes of each size on `machines`, of this model or another one."""
+    with open_history(at.project.history) as history:
+        for name in machines:
+            step_time = STEPS.get(name, STEPS["csd"])
+            probes = [Probe(settings_of(name), size, 1000.0, step_time.at(size), 3) for size in SIZES]
+            recipe = hash_recipe(at.job, PUBLIC)
+            history.add_probes(features or at.features, recipe, class_of(name), probes)
+
+
+def remember_sums(at: MeasuredProject) -> None:
+    """Sums over 2 and 3 ranks."""
+    sums = [
+        Collective("star", ranks, size, SUMS.at(size, ranks), 1000.0)
+        for ranks in (2, 3)
+        for size in (1 << 16, 1 << 20, at.features.vector_bytes)
+    ]
+    with open_history(at.project.history) as history:
+        history.add_collectives(fleet_class(), sums)
+
+
+def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
+    """A trial of the host and nodes with these batch sizes, STRETCH times as slow as each alone."""
+    names = [HOST_NAME, *(f"csd{number}" for number in range(len(sizes) - 1))]
+    ranks = tuple(
+        TrialRank(class_of(name).key, size, settings_of(name))
+        for name, size in zip(names, sizes, strict=True)
+    )
+    step_s = trial_step_s(sizes, at.features.vector_bytes)
+    recipe = hash_recipe(at.job, PUBLIC)
+    with open_history(at.project.history) as history:
+        trial = Trial(ranks, step_s, sum(sizes) / step_s, 1001.0)
+        history.add_trial(at.features, recipe, fleet_class(), trial)
+
+
+def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:
+    """A step of the host and nodes together."""
+    host, *nodes = sizes
+    slowest_s = max(STEPS[HOST_NAME].at(host), *(STEPS["csd"].at(size) for size in nodes))
+    return slowest_s * STRETCH + SUMS.at(vector_bytes, len(sizes))
