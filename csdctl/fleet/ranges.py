@@ -39,6 +39,10 @@ def expand_range(pattern: str) -> list[str]:
     return [f"{head}{number:0{width}d}{rest}" for number in range(first, last + 1) for rest in rests]
 
 
+_NO_NUMBER = -2
+"""Of a name without digits; not next to 0, or the two would be a range."""
+
+
 def fold_names(names: Iterable[str]) -> list[str]:
     """`names` as few ranges, in the order of their first names: csd0, csd1, csd2, jetson → csd[0-2], jetson.
 
@@ -50,7 +54,7 @@ def fold_names(names: Iterable[str]) -> list[str]:
     for name in unique:
         head, tail, digits = _split(name)
         width = len(digits) if (head, tail, len(digits)) in padded else 0
-        numbers[head, tail, width].append(int(digits) if digits else -1)
+        numbers[head, tail, width].append(int(digits) if digits else _NO_NUMBER)
     return [
         _show(head, tail, width, first, last)
         for (head, tail, width), found in numbers.items()

@@ -19,6 +19,7 @@ NAMES = st.from_regex(r"(csd|r0-n|[a-z]{0,2})([0-9]{1,3})?(\.lan|x)?", fullmatch
         (["n1.lan", "n2.lan", "n1", "n2"], ["n[1-2].lan", "n[1-2]"]),
         (["rack1-n1", "rack1-n2", "rack2-n1"], ["rack1-n[1-2]", "rack2-n1"]),
         (["csd1", "csd1"], ["csd1"]),
+        (["x", "0x"], ["x", "0x"]),
         ([], []),
     ],
 )

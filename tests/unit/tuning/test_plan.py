@@ -49,7 +49,11 @@ def test_batch_size_edited_by_hand_is_taken(path: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "edited", "said"),
     [
-        ("batch_size: 25", "batch_size: 0", "`ranks.1.batch_size`: .*greater than or equal to 1 .received 0"),
+        (
+            "batch_size: 25",
+            "batch_size: -1",
+            "`ranks.1.batch_size`: .*greater than or equal to 0 .received -1",
+        ),
         ("batch_size: 25", "batch_size: many", "`ranks.1.batch_size`: .*integer.*received 'many'"),
         ("batch_size: 25", "batch_size: 2.5", "`ranks.1.batch_size`: .*integer.*received 2.5"),
         ("threads: 4", "threads: -4", "`ranks.1.threads`"),
@@ -85,3 +89,14 @@ def test_predicted_speed_is_the_global_batch_over_the_slowest_step() -> None:
 def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:
     ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
     assert PLAN.model_copy(update={"ranks": ranks}).predicted_images_per_s is None
+
+
+def test_host_alone_can_sit_out(path: Path) -> None:
+    plan = PLAN.model_copy(
+        update={"ranks": [PLAN.ranks[0].model_copy(update={"batch_size": 0}), PLAN.ranks[1]]}
+    )
+    save_plan(path, plan)
+    assert load_plan(path).global_batch == 25
+    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 0"))
+    with pytest.raises(InputError, match="csd0: only the host can have batch size 0"):
+        load_plan(path)
