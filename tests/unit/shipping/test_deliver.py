@@ -7,7 +7,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,18 @@ def source(tmp_path: Path) -> Path:
 def node(tmp_path: Path) -> Machine:
     (tmp_path / "node").mkdir()
     return LocalSession("csd0", tmp_path / "node"), tmp_path / "node"
+
+
+@contextmanager
+def file_system(place: Path, options: str) -> Iterator[Path]:
+    """A file system of its own in memory, mounted at `place`."""
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)
+    try:
+        yield place
+    finally:
+        # It goes when nobody uses it: what a session has just ended may take a moment to be gone.
+        subprocess.run(["umount", "--lazy", place], check=True)
 
 
 class TestFiles:
@@ -443,10 +456,7 @@ class TestFaults:
     @pytest.mark.fault(25)
     @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
     def test_full_disk_is_said_and_leaves_old_files_and_no_part(self, source: Path, tmp_path: Path) -> None:
-        home = tmp_path / "node"
-        home.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", home], check=True)
-        try:
+        with file_system(tmp_path / "node", "size=2m") as home:
             session = LocalSession("csd0", home)
             send_tree(session, source)
             (source / "a").write_bytes(b"new")
@@ -456,18 +466,13 @@ class TestFaults:
             assert (raised.value.node, "df -h" in raised.value.remedy) == ("csd0", True)
             assert (home / "there" / "a").read_bytes() == b"one"
             assert not parts(home)
-        finally:
-            subprocess.run(["umount", home], check=True)
 
     @pytest.mark.fault(25)
     @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
     def test_disk_that_is_full_for_the_tree_itself_leaves_the_old_one(
         self, source: Path, tmp_path: Path
     ) -> None:
-        home = tmp_path / "node"
-        home.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "nr_inodes=40", "tmpfs", home], check=True)
-        try:
+        with file_system(tmp_path / "node", "nr_inodes=40") as home:
             session = LocalSession("csd0", home)
             send_tree(session, source)
             for number in range(60):
@@ -477,18 +482,13 @@ class TestFaults:
             assert not (home / "there" / "empty 0").exists()
             assert (home / "there" / "a").read_bytes() == b"one"
             assert not parts(home)
-        finally:
-            subprocess.run(["umount", home], check=True)
 
     @pytest.mark.fault(26)
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounted by root only")
     def test_read_only_file_system_is_said_and_what_is_there_is_still_found(
         self, source: Path, tmp_path: Path
     ) -> None:
-        home = tmp_path / "node"
-        home.mkdir()
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", home], check=True)
-        try:
+        with file_system(tmp_path / "node", "rw") as home:
             session = LocalSession("csd0", home)
             send_tree(session, source)
             subprocess.run(["mount", "-o", "remount,ro", home], check=True)
@@ -498,8 +498,6 @@ class TestFaults:
                 send_tree(session, source)
             assert "read-only" in raised.value.remedy
             assert (home / "there" / "a").read_bytes() == b"one"
-        finally:
-            subprocess.run(["umount", home], check=True)
 
     @pytest.mark.fault(25)
     def test_write_error_in_the_middle_keeps_the_old_tree(self, server: Any, source: Path) -> None:
