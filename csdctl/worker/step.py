@@ -165,9 +165,14 @@ class Step:
         tail = total[-self._num_sums :]
         return self._sums(tail[:-1] if self._has_noise else tail)
 
-    def compile_apply(self) -> None:
-        """Trace the graph of `apply` without running it."""
-        self._apply.get_concrete_function()
+    def rehearse_apply(self) -> None:
+        """Let the optimizer take a step and take it back: the first time costs a slow node seconds."""
+        before = [np.array(variable) for variable in self.state]
+        vector = np.zeros(self.size, np.float32)
+        vector[-1] = 1
+        self.apply(vector)
+        for variable, value in zip(self.state, before, strict=True):
+            variable.assign(value)
 
     def _tensor(self, array: Array) -> Any:
         """`array` for TensorFlow; records become a dict of their fields."""

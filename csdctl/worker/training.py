@@ -153,7 +153,7 @@ class RankTraining:
             self._step.local(images, labels)
             if copies is not None:
                 self._step.local(images, labels, private_copies=copies)
-        self._step.compile_apply()
+        self._step.rehearse_apply()
 
     def _join(self, group: FormGroup, door: Door) -> Ranks | None:
         """The other ranks of `group`; None when there was another order before they were there."""

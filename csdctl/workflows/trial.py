@@ -15,10 +15,14 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.contract import RankSpec, RunSpec, Runtime
-from csdctl.worker.messages import EpochEnd, Event, Joined
+from csdctl.worker.messages import Event, Joined, Progress
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.train import TrainOptions, run_ranks
 from csdctl.workflows.workspace import Workspace
+
+
+NUM_SKIPPED = 1
+"""Steps at the beginning that do not count: memory is found in them."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,8 @@ class TrialResult:
     images_per_s: float
     compute_s: tuple[float, ...]
     """Of each rank in a step."""
+    wall_s: float
+    """Of all steps, also those that do not count."""
     collective: str
     sum_s: float
     """One sum of the model's vector over these ranks, as the ranks measured it when they met."""
@@ -39,7 +45,7 @@ class TrialResult:
 def run_trial(
     job: Job, ranks: Sequence[RankPlan], prepared: Prepared, space: Workspace, num_steps: int
 ) -> TrialResult:
-    """Take `num_steps` steps; raises what `train` raises."""
+    """Take `num_steps` steps that count; raises what `train` raises."""
     run = space.project.new_hello()
     spec = RunSpec(
         run_id=run.run_id,
@@ -49,11 +55,12 @@ def run_trial(
         recipe=dataclasses.replace(
             job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
         ),
-        ranks=_rank_specs(job, ranks, prepared, num_steps),
+        ranks=_rank_specs(job, ranks, prepared, NUM_SKIPPED + num_steps),
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
         is_balanced=False,
+        progress_interval_s=0.0,
         noise=job.noise,
         made=dataclasses.replace(prepared.public, class_counts={}, num_skipped={}),
     )
@@ -94,16 +101,25 @@ def _rank_specs(
 
 
 def _read(events: Sequence[Event], num_ranks: int) -> TrialResult:
-    ends = {event.rank: event for event in events if isinstance(event, EpochEnd)}
     joined = [event for event in events if isinstance(event, Joined)]
-    if len(ends) < num_ranks or not joined:
+    steps: dict[int, list[Progress]] = {rank: [] for rank in range(num_ranks)}
+    for event in events:
+        if isinstance(event, Progress):
+            steps[event.rank].append(event)
+    counted = {rank: of_rank[NUM_SKIPPED:] for rank, of_rank in steps.items()}
+    if not joined or not all(counted.values()):
         raise RunError("the ranks of the trial ended before their steps were done")
-    host = ends[0]
+    wall_s = sum(event.wall_s for event in counted[0])
+    num_steps = sum(event.steps for event in counted[0])
     return TrialResult(
-        num_steps=host.steps,
-        step_s=host.wall_s / host.steps,
-        images_per_s=host.global_samples / host.wall_s,
-        compute_s=tuple(ends[rank].compute_s / ends[rank].steps for rank in range(num_ranks)),
+        num_steps=num_steps,
+        step_s=wall_s / num_steps,
+        images_per_s=sum(event.global_samples for event in counted[0]) / wall_s,
+        compute_s=tuple(
+            sum(event.compute_s for event in of_rank) / sum(event.steps for event in of_rank)
+            for of_rank in counted.values()
+        ),
+        wall_s=sum(event.wall_s for event in steps[0]),
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
     )

@@ -34,7 +34,7 @@ from csdctl.workflows.workspace import Workspace
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, beside the model's own."""
 TRIAL_S = 6.0
-LEAST_STEPS, MOST_STEPS = 4, 60
+LEAST_STEPS, MOST_STEPS = 3, 60
 MAX_TRIALS = 2
 MOVED = 0.05
 """A trial that moves a batch size by more than this share is followed by another one."""
@@ -253,7 +253,7 @@ class _FitTuning:
             steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
             self._say(f"trying the plan: {steps} steps of all {len(ranks)} ranks")
             result = run_trial(self._job, ranks, self._prepared, self._space, steps)
-            self._measuring_s += result.step_s * result.num_steps
+            self._measuring_s += result.wall_s
             tried.append(_Tried(best, ranks, result))
             self._learn(tried[-1])
             moved = self._best(self._fits())
