@@ -20,7 +20,6 @@ from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.train import TrainOptions, run_ranks
 from csdctl.workflows.workspace import Workspace
 
-
 NUM_SKIPPED = 1
 """Steps at the beginning that do not count: memory is found in them."""
 
