@@ -86,7 +86,7 @@ def measure_sums(
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in wanted)
     command = _command(hello, machines, worker, fleet, facts, project, [f"--sums={sums}"])
     opened = {name: sessions[name] for name in machines}
-    outcome = _run(command, hello, fleet, project, opened, SUMS_DEADLINE_S, events)
+    outcome = _run(command, hello, fleet, project, opened, SUMS_DEADLINE_S, events, "tune")
     check = judge_hello(machines, events, outcome, SUMS_DEADLINE_S, hello.logs)
     if check.verdict != Verdict.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
@@ -128,7 +128,14 @@ def _greet(
     try:
         command = _command(hello, machines, worker, fleet, facts, project)
         outcome = _run(
-            command, hello, fleet, project, {name: sessions[name] for name in machines}, deadline_s, events
+            command,
+            hello,
+            fleet,
+            project,
+            {name: sessions[name] for name in machines},
+            deadline_s,
+            events,
+            "doctor",
         )
     except CsdctlError as error:
         return judge_error(FLEET_NAME, "hello", error), False
@@ -184,6 +191,7 @@ def _run(
     sessions: Mapping[str, Session],
     deadline_s: float,
     events: list[Event],
+    doing: str,
 ) -> JobOutcome:
     """Run it to its end, keep its `events`, and leave nothing running on any machine."""
 
@@ -193,7 +201,7 @@ def _run(
     job = MpiJob(command, len(sessions), log_path, project.root, os.environ)
     try:
         outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
-        _note(events, outcome, list(sessions), fleet, project)
+        _note(events, outcome, list(sessions), fleet, project, doing)
         return outcome
     finally:
         end_run(hello.run_id, sessions, {name: python_of(fleet, name) for name in sessions})
@@ -205,8 +213,9 @@ def _note(
     machines: Sequence[str],
     fleet: Fleet,
     project: ProjectDirectory,
+    doing: str,
 ) -> None:
-    ledger = Ledger(project.ledger, "doctor")
+    ledger = Ledger(project.ledger, doing)
     traffic = [event for event in events if isinstance(event, Traffic)]
     ledger.add(between_ranks(traffic, machines, {SUMS: Kind.CONTROL}))
     ledger.add(of_mpirun([outcome], fleet))
