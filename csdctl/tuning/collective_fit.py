@@ -16,6 +16,8 @@ def fit_collective(measured: Sequence[Collective]) -> CollectiveCost:
     """
     quickest: dict[tuple[int, int], float] = {}
     for one in measured:
+        if one.num_ranks < 2 or one.seconds <= 0:
+            continue  # a rank alone sums nothing
         place = (one.num_ranks, one.num_bytes)
         quickest[place] = min(one.seconds, quickest.get(place, one.seconds))
     if not quickest:

@@ -277,7 +277,8 @@ class _FitTuning:
                         Point(tried.best.batch_sizes[name], computed[name], weigh(result.num_steps))
                     )
         vector_bytes = self._knowledge.features.vector_bytes
-        self._knowledge.keep_collectives([(result.collective, len(names), vector_bytes, result.sum_s)])
+        if len(names) > 1:
+            self._knowledge.keep_collectives([(result.collective, len(names), vector_bytes, result.sum_s)])
         self._knowledge.keep_trial(
             [(self._kind_of.get(name), tried.best.batch_sizes.get(name, 0)) for name in names],
             result.compute_s,

@@ -25,9 +25,9 @@ from keras import layers
 
 
 def build():
-    hidden = [layers.Dense(WIDTH, activation="relu") for _ in range(3)]
-    output = layers.Dense(10, activation="softmax")
-    return keras.Sequential([keras.Input((16, 16, 1)), layers.Flatten(), *hidden, output])
+    hidden = [layers.Conv2D(WIDTH, 3, activation="relu", padding="same") for _ in range(3)]
+    output = [layers.GlobalAveragePooling2D(), layers.Dense(10, activation="softmax")]
+    return keras.Sequential([keras.Input((16, 16, 1)), *hidden, *output])
 """
 
 
@@ -35,7 +35,7 @@ def build():
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("tune")
     assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
-    for name, width, optimizer in (("job", 1024, "sgd"), ("similar", 1100, "sgd")):
+    for name, width, optimizer in (("job", 32, "sgd"), ("similar", 34, "sgd")):
         (directory / f"{name}.yaml").write_text(
             JOB.replace("OPTIMIZER", optimizer).replace("model.py", f"{name}.py")
         )
@@ -98,8 +98,12 @@ def test_second_time_nothing_is_probed_and_one_trial_confirms(
     assert "timing sums" not in said
 
 
-def test_exact_global_batch_is_planned_and_trained(project: Path, first: tuple[dict[str, Any], str]) -> None:
-    plan, _ = tune(project, "--global-batch=100", "--no-explore", "--probe-seconds=0.2")
+def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    plan, said = tune(project, "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.2")
+    assert plan["num_probes"] > 0
+    assert "timing sums" in said
     assert plan["global_batch"] == 100
     done = csdctl(project, "train", "--max-steps", "5", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
@@ -117,14 +121,6 @@ def test_similar_model_is_probed_where_its_neighbour_suggests(
     first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
     # A stranger's first round is 16 on the host, 8 and 32 on two nodes.
     assert first_round != {16, 8, 32}
-
-
-def test_fresh_tune_probes_again(project: Path, first: tuple[dict[str, Any], str]) -> None:
-    plan, said = tune(
-        project, f"--max-global-batch={LIMIT}", "--fresh", "--no-explore", "--probe-seconds=0.2"
-    )
-    assert plan["num_probes"] > 0
-    assert "timing sums" in said
 
 
 def test_host_that_sits_out_trains_nothing_and_the_run_is_whole(

@@ -40,5 +40,13 @@ def test_noise_gives_no_negative_time() -> None:
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
 
 
+def test_rank_alone_tells_nothing_of_sums() -> None:
+    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+    alone = Collective("star", 1, 1 << 20, 0.0, 0.0)
+    assert fit_collective([*timed(cost), alone]).at(1 << 20, 5) == pytest.approx(
+        cost.at(1 << 20, 5), rel=0.01
+    )
+
+
 def test_nothing_timed_costs_nothing() -> None:
     assert fit_collective([]) == CollectiveCost()
