@@ -208,17 +208,25 @@ def runtime_of(settings: Settings) -> Runtime:
     return Runtime(settings.threads, settings.inter_op_threads, settings.is_onednn)
 
 
-def weigh(num_steps: int) -> int:
-    """What a mean over `num_steps` counts in a fit: as the probes they would have been, within reason.
+IN_STEP_WEIGHT = 24
+"""Of a trial's time in a fit, against a probe's: beside others that compute as in training, a machine takes
+what it will take; a probe is made while the others do little. Three times all probes of a class together."""
 
-    A quick machine takes hundreds of steps in a probe; its noise is not that much smaller.
+
+def weigh(probe: Probe) -> int:
+    """What a probe counts in a fit: a mean over more steps counts more, within reason.
+
+    A quick machine takes hundreds of steps in a probe; its noise is not that much smaller. What a trial left
+    has no peak of memory: it was not a process of its own that was measured.
     """
-    return max(1, min(4, num_steps // STEPS_OF_A_PROBE))
+    if probe.peak_memory_bytes is None:
+        return IN_STEP_WEIGHT
+    return max(1, min(4, probe.num_steps // STEPS_OF_A_PROBE))
 
 
 def _points(probes: Sequence[Probe], settings: Settings) -> list[Point]:
     return [
-        Point(one.batch_size, one.step_time_s, weigh(one.num_steps))
+        Point(one.batch_size, one.step_time_s, weigh(one))
         for one in probes
         if one.step_time_s is not None and one.settings == settings
     ]

@@ -24,7 +24,7 @@ from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
-from csdctl.workflows.knowledge import Kind, Knowledge, hash_recipe, runtime_of, weigh
+from csdctl.workflows.knowledge import IN_STEP_WEIGHT, Kind, Knowledge, hash_recipe, runtime_of
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
 from csdctl.workflows.trial import TrialResult, run_trial
@@ -274,7 +274,7 @@ class _FitTuning:
                     self._odd[name] = ratio / usual
                 else:
                     kind.state.probes.append(
-                        Point(tried.best.batch_sizes[name], computed[name], weigh(result.num_steps))
+                        Point(tried.best.batch_sizes[name], computed[name], IN_STEP_WEIGHT)
                     )
         vector_bytes = self._knowledge.features.vector_bytes
         if len(names) > 1:

@@ -13,12 +13,12 @@ from csdctl.tuning.adaptive import MAX_PROBES, ClassState, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, find_best
 from csdctl.tuning.fit import Point, fit_step_time
 from csdctl.tuning.stannis import TuningError
+from csdctl.workflows.knowledge import IN_STEP_WEIGHT
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}
 THREE_KINDS = {**EQUAL_NODES, "b": (StepTime(0.02, 0.012), 3), "c": (StepTime(0.05, 0.05), 2)}
 TRIAL_STEPS = 12
-STEPS_OF_A_PROBE = 3
 
 
 class Machines:
@@ -102,7 +102,7 @@ def tuned_with_noise(kinds: Mapping[str, tuple[StepTime, int]], seed: int) -> Tu
     num_probes = {kind: machines.num_probes(kind) for kind in kinds}
     for name, size in machines.best(fits).batch_sizes.items():
         step_s = fmean(machines.time(name, size) for _ in range(TRIAL_STEPS))
-        states[machines.kind_of[name]].probes.append(Point(size, step_s, TRIAL_STEPS // STEPS_OF_A_PROBE))
+        states[machines.kind_of[name]].probes.append(Point(size, step_s, IN_STEP_WEIGHT))
     fits = {kind: fit_step_time(state.probes) for kind, state in states.items()}
     return Tuned(machines.loss(machines.best(fits)), num_probes)
 
