@@ -41,6 +41,11 @@ class Fleet:
     emulated: bool = False
     path: Path = Path("fleet.yaml")
 
+    @property
+    def machines(self) -> tuple[str, ...]:
+        """The names of the host and all nodes, the host first."""
+        return (HOST_NAME, *(node.name for node in self.nodes))
+
     def node(self, name: str) -> Node:
         """The node called `name`; raises InputError when there is none."""
         for node in self.nodes:

@@ -7,7 +7,7 @@ larger the global batch; so T is all there is to search for, once for every set 
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
@@ -49,10 +49,19 @@ class Limits:
     max_step_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_global_batch", "global_batch", "max_step_s"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        for name, value in self.given.items():
+            if not value > 0:
                 raise TuningError(f"{name.replace('_', ' ')} must be above 0, received {value}")
+
+    @property
+    def given(self) -> dict[str, float]:
+        """Those that there are, by name."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def most(self) -> int | None:
+        """The largest global batch that they allow."""
+        return self.global_batch or self.max_global_batch
 
 
 @dataclass(frozen=True)
@@ -103,8 +112,9 @@ def best_equal(
     stretch: float = 1.0,
 ) -> float | None:
     """Images a second of the best single batch size for all ranks; None when the limits allow none."""
-    most = limits.global_batch or limits.max_global_batch
-    largest = most // len(candidates) if most else max(one.max_batch_size or 1 for one in candidates)
+    largest = (
+        limits.most // len(candidates) if limits.most else max(one.max_batch_size or 1 for one in candidates)
+    )
     sum_s = collective_s(len(candidates))
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
@@ -151,7 +161,7 @@ def _best_of(
     most_s = _longest_time(kinds.values(), limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
-    most = limits.global_batch or limits.max_global_batch
+    most = limits.most
     found: list[Best] = []
     models = [RankModel(one.node, one.step_time) for one in members]
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
@@ -193,7 +203,7 @@ def _longest_time(
     most_s = max(bounds)
     if limits.max_step_s is not None:
         most_s = min(most_s, (limits.max_step_s - collective_s) / stretch)
-    most = limits.global_batch or limits.max_global_batch
+    most = limits.most
     if most is None:
         if most_s == float("inf"):
             raise TuningError("without a limit of memory, step time or global batch, more is always better")
@@ -240,11 +250,7 @@ def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> 
 
 
 def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
-    given = [
-        f"{name.replace('_', ' ')} {value:g}"
-        for name in ("max_global_batch", "global_batch", "max_step_s")
-        if (value := getattr(limits, name)) is not None
-    ]
+    given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
     slowest = max(candidates, key=lambda one: one.step_time.at(1))
     return (
         f"no plan for {len(candidates)} ranks keeps to {', '.join(given) or 'the memory there is'}; "

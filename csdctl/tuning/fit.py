@@ -35,8 +35,8 @@ class Point:
 
     batch_size: int
     step_time_s: float
-    num_steps: int = 1
-    """It counts as much: a mean over more steps is less noisy."""
+    weight: int = 1
+    """It counts as so many: a mean over more steps is less noisy."""
 
 
 class FitError(ValueError):
@@ -52,7 +52,7 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         raise FitError("there is no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
-    counts = np.array([float(probe.num_steps) for probe in probes])
+    counts = np.array([float(probe.weight) for probe in probes])
     distinct = sorted({probe.batch_size for probe in probes})
     line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times, counts)
     if len(distinct) == 1 or line[1] <= 0:
@@ -83,7 +83,7 @@ def standard_error(step_time: StepTime, probes: Sequence[Point], batch_size: int
     if len(probes) < 3:
         return float("inf")
     fitted = np.array([step_time.at(probe.batch_size) for probe in probes])
-    roots = np.sqrt([probe.num_steps for probe in probes])
+    roots = np.sqrt([probe.weight for probe in probes])
     residuals = roots * (np.array([probe.step_time_s for probe in probes]) / fitted - 1)
     variance = float(residuals @ residuals) / (len(probes) - 2)
     rows = np.array([[1.0, float(probe.batch_size)] for probe in probes]) * (roots / fitted)[:, np.newaxis]

@@ -1,5 +1,6 @@
-"""What a plan keeps to when nobody says: a global batch that still learns; pure."""
+"""What a plan keeps to: by default a global batch that still learns; read back from a plan; pure."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from csdctl.tuning.best import Limits
@@ -16,9 +17,23 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
     `num_samples` of an epoch, None: not known; `num_required` ranks are never left out and take one sample
     at least.
     """
-    if given.global_batch or given.max_global_batch:
+    if given.most:
         return given
     most = LINEAR_SCALING * reference_batch
     if num_samples is not None:
         most = min(most, num_samples // STEPS_PER_EPOCH)
     return replace(given, max_global_batch=max(num_required, most))
+
+
+def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
+    """The limits in a plan's `method_arguments`, which are `Limits.given`; Algorithm 1 knows none."""
+
+    def number(name: str) -> float | None:
+        value = written.get(name)
+        return value if isinstance(value, int | float) else None
+
+    def whole(name: str) -> int | None:
+        value = number(name)
+        return None if value is None else round(value)
+
+    return Limits(whole("max_global_batch"), whole("global_batch"), number("max_step_s"))

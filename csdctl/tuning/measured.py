@@ -48,6 +48,18 @@ class Settings:
     micro_batch_size: int = 0
     """A larger batch is computed in pieces of this size; 0: in one piece."""
 
+    @property
+    def name(self) -> str:
+        """For people: "2 threads, no oneDNN"."""
+        parts = [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
+        if self.inter_op_threads != 1:
+            parts.append(f"{self.inter_op_threads} inter-op")
+        if not self.is_onednn:
+            parts.append("no oneDNN")
+        if self.micro_batch_size:
+            parts.append(f"pieces of {self.micro_batch_size}")
+        return ", ".join(parts)
+
 
 @dataclass(frozen=True)
 class Probe:

@@ -13,17 +13,21 @@ def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
         return peaks[batch_size]
     if len(peaks) < 2:
         return None
-    (small, small_peak), (large, large_peak) = sorted(peaks.items())[-2:]
-    slope = max(0.0, (large_peak - small_peak) / (large - small))
-    return int(large_peak + slope * max(0, batch_size - large))
+    largest, slope = _line(peaks)
+    return int(peaks[largest] + max(0.0, slope) * max(0, batch_size - largest))
 
 
 def largest_fitting(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
     """The largest batch size whose predicted peak is at most `memory_bytes`; None: no end can be told."""
     if len(peaks) < 2:
         return None
-    (small, small_peak), (large, large_peak) = sorted(peaks.items())[-2:]
-    slope = (large_peak - small_peak) / (large - small)
+    largest, slope = _line(peaks)
     if slope <= 0:
         return None
-    return max(1, int(large + (memory_bytes - large_peak) / slope))
+    return max(1, int(largest + (memory_bytes - peaks[largest]) / slope))
+
+
+def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
+    """The largest batch size, and the bytes that each sample added since the next smaller one."""
+    small, large = sorted(peaks)[-2:]
+    return large, (peaks[large] - peaks[small]) / (large - small)

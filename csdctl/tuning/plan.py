@@ -10,6 +10,7 @@ from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.tuning.made_for import MadeFor
+from csdctl.worker.contract import Runtime
 
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:
@@ -34,6 +35,11 @@ class RankPlan(Document):
     step_time_s: Annotated[float, Field(gt=0)] | None = None
     images_per_s: Annotated[float, Field(gt=0)] | None = None
     peak_memory_bytes: int | None = None
+
+    @property
+    def runtime(self) -> Runtime:
+        """How TensorFlow runs."""
+        return Runtime(self.threads, self.inter_threads, self.onednn)
 
 
 def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
@@ -87,13 +93,19 @@ class Plan(Document):
         return sum(rank.batch_size for rank in self.ranks)
 
     @property
+    def prediction(self) -> Predicted | None:
+        """What tuning predicted, while it holds: None when batch sizes were edited since."""
+        holds = self.predicted and self.predicted.global_batch == self.global_batch
+        return self.predicted if holds else None
+
+    @property
     def predicted_images_per_s(self) -> float | None:
         """Samples a second as tuning predicts them for these batch sizes.
 
         Without a prediction: when every step takes as long as the slowest rank's, and no time to communicate.
         """
-        if self.predicted and self.predicted.global_batch == self.global_batch:
-            return self.predicted.images_per_s
+        if self.prediction:
+            return self.prediction.images_per_s
         times = [rank.step_time_s for rank in self.ranks if rank.batch_size]
         known = [time for time in times if time]
         return self.global_batch / max(known) if len(known) == len(times) else None

@@ -50,6 +50,11 @@ class DatasetInfo:
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, not one of which could be used."""
 
+    @property
+    def form(self) -> "DatasetInfo":
+        """Without its classes and what was left out: what computing with such samples needs."""
+        return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=())
+
 
 @dataclass(frozen=True)
 class PictureRule:

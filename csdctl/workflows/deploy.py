@@ -22,7 +22,7 @@ from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_r
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
-from csdctl.worker.contract import DatasetInfo, RankSpec, Runtime, ShardPart
+from csdctl.worker.contract import DatasetInfo, RankSpec, ShardPart
 from csdctl.workflows.prepare import Prepared, python_of
 from csdctl.workflows.traffic import note_traffic
 
@@ -133,7 +133,7 @@ def rank_specs(
                 number,
                 rank.node,
                 rank.batch_size,
-                Runtime(rank.threads, rank.inter_threads, rank.onednn),
+                rank.runtime,
                 whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
                 public,
                 shard.num_private,

@@ -78,7 +78,7 @@ def discover(
     )
     warnings = (*doubts, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     failed = errors_of(outcomes)
-    names = [HOST_NAME, *(node.name for node in fleet.nodes)]
+    names = fleet.machines
     facts = {name: _facts_or_problem(outcomes[name]) for name in names}
     path = save_facts(fleet, {**earlier, **facts})
     return DiscoverResult(

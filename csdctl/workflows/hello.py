@@ -59,7 +59,7 @@ def say_hello(
         tell(check)
     if refused:
         return
-    machines = (HOST_NAME, *nodes)
+    machines = fleet.machines
     check, nobody_started = _greet(machines, worker, fleet, facts, sessions, project, deadline_s)
     tell(check)
     if nobody_started and len(nodes) > 1:
@@ -80,7 +80,7 @@ def measure_sums(
     Raises what ends them; the worker has been delivered before.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
-    machines = (HOST_NAME, *(node.name for node in fleet.nodes))
+    machines = fleet.machines
     hello = project.new_hello()
     events: list[Event] = []
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in wanted)

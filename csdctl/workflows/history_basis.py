@@ -8,7 +8,7 @@ from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.best import Limits
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.curve import Choice, Costs, calibrate_stretch, choose_best, size_ranks
-from csdctl.tuning.limits import default_limits
+from csdctl.tuning.limits import default_limits, read_limits
 from csdctl.tuning.measured import Collective
 from csdctl.tuning.plan import Plan
 from csdctl.workflows.basis import EMULATED, NO_POWER, NO_SUM, Basis
@@ -56,7 +56,7 @@ def history_basis(
 def _choose_as_tuned(job: Job, fleet: Fleet, plan: Plan | None, num_samples: int | None) -> Choice:
     """Within the limits that the plan was made with, or those of a `tune` that is given none."""
     is_required = job.private_path is not None
-    given = _limits_of(plan) if plan else Limits()
+    given = read_limits(plan.method_arguments) if plan else Limits()
 
     def limits(num_nodes: int) -> Limits:
         num_required = 1 + num_nodes if is_required else 1
@@ -68,27 +68,13 @@ def _choose_as_tuned(job: Job, fleet: Fleet, plan: Plan | None, num_samples: int
     return Choice(limits, is_required, is_planned=True, idle=frozenset(idle))
 
 
-def _limits_of(plan: Plan) -> Limits:
-    """The limits in what `tune` wrote down; Algorithm 1 knows none."""
-
-    def written(name: str) -> float | None:
-        value = plan.method_arguments.get(name)
-        return value if isinstance(value, int | float) else None
-
-    def whole(name: str) -> int | None:
-        value = written(name)
-        return None if value is None else round(value)
-
-    return Limits(whole("max_global_batch"), whole("global_batch"), written("max_step_s"))
-
-
 def _stretch(plan: Plan | None, known: Recalled, sum_cost: CollectiveCost) -> tuple[float, str]:
     """What being in step costs beyond the slowest rank and the sum, and where that comes from."""
     tried = known.trial
     shown_by = "the newest trial of this model on such a fleet"
-    if plan and plan.predicted and plan.predicted.global_batch == plan.global_batch:
+    if plan and (prediction := plan.prediction):
         steps = {rank.node: rank.step_time for rank in (known.host, *known.nodes)}
-        tried = [(steps[rank.node], rank.batch_size) for rank in plan.ranks], plan.predicted.step_s
+        tried = [(steps[rank.node], rank.batch_size) for rank in plan.ranks], prediction.step_s
         shown_by = "the plan's trial"
     if tried is None:
         return 1.0, "nothing was tried together: counted as nothing"

@@ -5,7 +5,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from statistics import median
 
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_machine
@@ -14,9 +13,10 @@ from csdctl.job.model import Job
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.history import History
 from csdctl.tuning.adaptive import ClassState
-from csdctl.tuning.fit import Point, fit_step_time
+from csdctl.tuning.fit import fit_step_time
 from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
 from csdctl.tuning.memory import largest_fitting
+from csdctl.tuning.remembered import points_with, recall_points
 from csdctl.tuning.similar import MAX_DISTANCE, transfer_step_time
 from csdctl.worker.contract import DatasetInfo, ProbeResult, Runtime
 from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
@@ -85,7 +85,7 @@ class Knowledge:
         self._recipe = recipe
         self._history = history
         self._is_fresh = is_fresh
-        machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
+        machines = fleet.machines
         num_emulated = len(fleet.nodes) if fleet.emulated else 0
         classes = {name: classify_machine(facts[name], num_emulated=num_emulated) for name in machines}
         self._fleet_class = classify_fleet(
@@ -121,14 +121,14 @@ class Knowledge:
             elif probe.peak_memory_bytes:
                 peak = kind.peaks.get(probe.batch_size, 0)
                 kind.peaks[probe.batch_size] = max(probe.peak_memory_bytes, peak)
-        state.probes = _recalled(known, kind.settings)
+        state.probes = recall_points(known, kind.settings)
         if state.probes:
             state.is_remembered = len(state.sizes) > 1
             return
         neighbours = [
             (one.model, fit_step_time(points))
             for one in self._history.neighbours(self.features, self._recipe, kind.machine_class.key)
-            if one.distance <= MAX_DISTANCE and (points := _points(one.probes, kind.settings))
+            if one.distance <= MAX_DISTANCE and (points := points_with(one.probes, kind.settings))
         ]
         state.guess = transfer_step_time(self.features, neighbours)
         kind.guessed_from = tuple(dict.fromkeys(model.short_name for model, _ in neighbours))
@@ -200,52 +200,9 @@ class Knowledge:
             self._history.add_probes(self.features, self._recipe, kind.machine_class, [probe])
 
 
-STEPS_OF_A_PROBE = 3
-
-
 def runtime_of(settings: Settings) -> Runtime:
     """How TensorFlow is to run."""
     return Runtime(settings.threads, settings.inter_op_threads, settings.is_onednn)
-
-
-IN_STEP_WEIGHT = 24
-"""Of a trial's time in a fit, against a probe's: beside others that compute as in training, a machine takes
-what it will take; a probe is made while the others do little. Three times all probes of a class together."""
-
-
-def weigh(probe: Probe) -> int:
-    """What a probe counts in a fit: a mean over more steps counts more, within reason.
-
-    A quick machine takes hundreds of steps in a probe; its noise is not that much smaller. What a trial left
-    has no peak of memory: it was not a process of its own that was measured.
-    """
-    if probe.peak_memory_bytes is None:
-        return IN_STEP_WEIGHT
-    return max(1, min(4, probe.num_steps // STEPS_OF_A_PROBE))
-
-
-def _points(probes: Sequence[Probe], settings: Settings) -> list[Point]:
-    return [
-        Point(one.batch_size, one.step_time_s, weigh(one))
-        for one in probes
-        if one.step_time_s is not None and one.settings == settings
-    ]
-
-
-def _recalled(known: Sequence[Probe], settings: Settings) -> list[Point]:
-    """What was measured with `settings`; when that is little, what was with others too, scaled to it.
-
-    Settings that were taken after the batch sizes had been probed have few probes of their own.
-    """
-    own = _points(known, settings)
-    others = [_points(known, other) for other in {probe.settings for probe in known} - {settings}]
-    most = max(others, key=lambda points: len({point.batch_size for point in points}), default=[])
-    if not own or len({point.batch_size for point in most}) <= len({point.batch_size for point in own}):
-        return own
-    fit = fit_step_time(most)
-    ratio = median(point.step_time_s / fit.at(point.batch_size) for point in own)
-    scaled = [Point(one.batch_size, one.step_time_s * ratio, one.num_steps) for one in most]
-    return scaled + own
 
 
 def _memory(facts: Facts) -> int | None:

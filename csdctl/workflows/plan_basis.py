@@ -21,8 +21,8 @@ def plan_basis(job: Job, plan: Plan) -> Basis:
     host, *nodes = [_planned_rank(plan, rank) for rank in plan.ranks]
     measured = f"measured by `csdctl tune`, {plan.num_probes} probes"
     sum_cost, sum_origin = CollectiveCost(), NO_SUM
-    if nodes and plan.predicted and plan.predicted.global_batch == plan.global_batch:
-        waited_s = max(0.0, plan.predicted.step_s - max(rank.step_s for rank in (host, *nodes)))
+    if nodes and (prediction := plan.prediction):
+        waited_s = max(0.0, prediction.step_s - max(rank.step_s for rank in (host, *nodes)))
         sum_cost = CollectiveCost(per_rank_s=waited_s / len(nodes))
         sum_origin = (
             f"{waited_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "

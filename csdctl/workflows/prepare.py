@@ -228,7 +228,7 @@ class _Preparing:
                 deadline_s=LOOK_DEADLINE_S,
             )
 
-        names = [HOST_NAME, *(node.name for node in self._fleet.nodes)]
+        names = self._fleet.machines
         seen = values_or_raise(
             run_on_all({name: sessions[name] for name in names}, on_node), "looking at the public data"
         )

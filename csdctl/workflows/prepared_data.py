@@ -7,7 +7,7 @@ no file name.
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from csdctl.documents import save_text
 from csdctl.job.model import Job
@@ -38,7 +38,7 @@ def save_prepared(
     """Leave the note of `job`."""
     note = PreparedData(
         _key(job),
-        replace(public, class_counts={}, num_skipped={}),
+        public.form,
         {name: info.num_samples for name, info in private.items()},
     )
     save_text(project.prepared(job.name), to_json(note) + "\n")

@@ -54,7 +54,7 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         prepared.model.weights.path,
         job.recipe,
         runtime,
-        replace(prepared.public, class_counts={}, num_skipped={}),  # it goes on a command line
+        prepared.public.form,  # it goes on a command line
         noise=job.noise if name in prepared.private else None,
     )
     return build_worker_command(

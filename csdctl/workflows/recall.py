@@ -62,7 +62,7 @@ def recall(
     say: Say,
 ) -> Recalled | Unknown:
     """What the history of `project` holds; raises what building a model that is new raises."""
-    machines = [HOST_NAME, *(node.name for node in fleet.nodes)]
+    machines = fleet.machines
     if strangers := [name for name in machines if name not in facts or not is_ready(facts[name])]:
         return Unknown(
             f"nobody has found out yet what {show_names(strangers)} can do", "run `csdctl discover`"

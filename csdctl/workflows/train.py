@@ -224,7 +224,7 @@ def find_resumable(
     plan: Any = run.load_manifest()["plan"]
     if plan["job"] != job.name:
         raise InputError(f"run {run.run_id} is one of job {plan['job']}, not of {job.name}")
-    present = {HOST_NAME, *(node.name for node in fleet.nodes)}
+    present = set(fleet.machines)
     planned = {rank["node"] for rank in plan["ranks"]}
     if away := sorted(planned - present):
         say(f"going on without {', '.join(away)}: private data there is not trained on")
@@ -290,7 +290,7 @@ def run_ranks(
 ) -> bool:
     """Deliver what is missing and see the ranks through; says whether somebody stopped them."""
     stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
-    present = {HOST_NAME, *(node.name for node in space.fleet.nodes)}
+    present = set(space.fleet.machines)
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
     files = {name: [*common_files(prepared), *cut.get(name, ()), stored] for name in nodes}
     deploy_files(files, space.fleet, space.sessions, on_delivery)

@@ -14,7 +14,7 @@ from csdctl.errors import RunError
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.contract import RankSpec, RunSpec, Runtime
+from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.messages import Event, Joined, Progress
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.train import TrainOptions, run_ranks
@@ -61,7 +61,7 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=0.0,
         noise=job.noise,
-        made=dataclasses.replace(prepared.public, class_counts={}, num_skipped={}),
+        made=prepared.public.form,
     )
     events: list[Event] = []
     run_ranks(
@@ -88,7 +88,7 @@ def _rank_specs(
                 number,
                 rank.node,
                 rank.batch_size,
-                Runtime(rank.threads, rank.inter_threads, rank.onednn),
+                rank.runtime,
                 private=None,
                 public=None,
                 num_private=num_private,

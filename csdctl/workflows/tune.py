@@ -80,7 +80,7 @@ def tune(
 def _tune_by_algorithm_1(
     job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
 ) -> Plan:
-    machines = [HOST_NAME, *(node.name for node in space.fleet.nodes)]
+    machines = space.fleet.machines
     runtimes = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
     with ProbeRounds(job, prepared, space, runtimes, on_probes, say) as rounds:
 

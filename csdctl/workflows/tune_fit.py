@@ -22,9 +22,10 @@ from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measured import Settings, describe_model
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
+from csdctl.tuning.remembered import IN_STEP_WEIGHT
 from csdctl.worker.contract import ProbeRequest
 from csdctl.workflows.hello import measure_sums
-from csdctl.workflows.knowledge import IN_STEP_WEIGHT, Kind, Knowledge, hash_recipe, runtime_of
+from csdctl.workflows.knowledge import Kind, Knowledge, hash_recipe, runtime_of
 from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.probing import OnProbes, ProbeRounds, Say
 from csdctl.workflows.trial import TrialResult, run_trial
@@ -91,10 +92,10 @@ class _FitTuning:
         self._on_probes = on_probes
         self._knowledge = knowledge
         self._kinds = knowledge.kinds
-        nodes = [node.name for node in space.fleet.nodes]
-        self._machines = [HOST_NAME, *nodes] if options.is_host_training else nodes
+        machines = space.fleet.machines
+        self._machines = machines if options.is_host_training else machines[1:]
         """Those that train."""
-        self._num_ranks = 1 + len(nodes)
+        self._num_ranks = len(machines)
         self._kind_of = {name: kind for kind in self._kinds.values() for name in kind.state.machines}
         self._limits = _limits(options.limits, job, prepared)
         self._cost = CollectiveCost()
@@ -143,7 +144,7 @@ class _FitTuning:
 
     def _measure_steps(self, rounds: ProbeRounds) -> None:
         """Probe until every kind's step time is known where it matters."""
-        most = self._limits.global_batch or self._limits.max_global_batch
+        most = self._limits.most
         for kind in self._kinds.values():
             state = kind.state
             state.max_size = max(1, most - len(self._machines) + 1) if most else None
@@ -235,10 +236,10 @@ class _FitTuning:
             ratio = result.step_time_s / kind.step_time().at(result.batch_size)
             unsure = standard_error(kind.step_time(), kind.state.probes, result.batch_size)
             if ratio < 1 - LEAST_GAIN - 2 * unsure:
-                self._say(f"{name}: {_show(settings)} takes {1 - ratio:.0%} less time: taken")
+                self._say(f"{name}: {settings.name}: takes {1 - ratio:.0%} less time: taken")
                 kind.settings = settings
                 kind.state.probes = [
-                    Point(one.batch_size, one.step_time_s * ratio, one.num_steps) for one in kind.state.probes
+                    Point(one.batch_size, one.step_time_s * ratio, one.weight) for one in kind.state.probes
                 ]
 
     def _confirm(self) -> _Tried:
@@ -325,7 +326,7 @@ class _FitTuning:
             job_fingerprint=self._job.fingerprint(),
             method=FIT,
             emulated=self._space.fleet.emulated,
-            method_arguments=_written(self._limits),
+            method_arguments={**self._limits.given},
             num_probes=self._num_probes,
             measuring_s=round(self._measuring_s, 2),
             predicted=Predicted(
@@ -364,11 +365,6 @@ def _variants(kind: Kind) -> list[Settings]:
     return variants
 
 
-def _show(settings: Settings) -> str:
-    onednn = "with" if settings.is_onednn else "without"
-    return f"{settings.threads} × {settings.inter_op_threads} threads {onednn} oneDNN"
-
-
 def _has_moved(before: Best, after: Best) -> bool:
     return before.left_out != after.left_out or any(
         abs(after.batch_sizes[name] - size) > max(1, MOVED * size)
@@ -379,12 +375,3 @@ def _has_moved(before: Best, after: Best) -> bool:
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
     num_samples = prepared.public.num_samples + sum(one.num_samples for one in prepared.private.values())
     return default_limits(given, job.recipe.reference_batch, num_samples, 1 + len(prepared.private))
-
-
-def _written(limits: Limits) -> dict[str, float | list[int]]:
-    named = {
-        "global_batch": limits.global_batch,
-        "max_global_batch": limits.max_global_batch,
-        "max_step_s": limits.max_step_s,
-    }
-    return {name: value for name, value in named.items() if value is not None}

@@ -37,7 +37,7 @@ def tune(
     max_step_seconds: Annotated[
         float | None, typer.Option("--max-step-seconds", help="A step stays within this time.")
     ] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Forget what was measured before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Use nothing that was measured before.")] = False,
     explore: Annotated[
         bool,
         typer.Option("--explore/--no-explore", help="Probe threads and oneDNN too, and take what gains."),

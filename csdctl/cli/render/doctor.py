@@ -10,7 +10,7 @@ from rich.table import Table
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, fold
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import Fleet
 from csdctl.workflows.doctor import Examination, describe
 
 SCHEMA = "csdctl.doctor/1"
@@ -41,7 +41,7 @@ class ExaminationView(View):
         self._is_verbose = is_verbose
         self._settings = settings
         self._title = f"fleet {fleet.path}" + (" (emulated fleet)" if fleet.emulated else "")
-        self._machines = [HOST_NAME, *(node.name for node in fleet.nodes), FLEET_NAME]
+        self._machines = [*fleet.machines, FLEET_NAME]
         self._checks: list[Check] = []
         self._live = live_on(console, self._table)
         super().__init__(self._live)

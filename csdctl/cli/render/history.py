@@ -14,7 +14,7 @@ from csdctl.cli.render.numbers import show_bytes, show_date, show_rate, show_sec
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.runs.history import Forgotten
 from csdctl.runs.history_overview import Overview, Probed, Summed, Tried
-from csdctl.tuning.measured import ModelFeatures, Settings, Trial
+from csdctl.tuning.measured import ModelFeatures, Trial
 
 SCHEMA = "csdctl.history/1"
 NUM_TRIALS = 20
@@ -98,7 +98,7 @@ def _build_probed(probed: Sequence[Probed]) -> Table:
             escape(one.model.short_name),
             escape(one.recipe[:SHOWN_LENGTH]),
             one.machine_class.key[:SHOWN_LENGTH],
-            _show_settings(one.settings),
+            one.settings.name,
             str(one.num_probes),
             _show_sizes(one),
             show_rate(one.best_images_per_s),
@@ -157,17 +157,6 @@ def _show_fleet(fleet: FleetClass) -> str:
     """The host's class, the nodes' classes, the network."""
     machines = " + ".join(one.key[:SHOWN_LENGTH] for one in (fleet.host, *fleet.nodes))
     return machines + (f", {fleet.network}" if fleet.network else "")
-
-
-def _show_settings(settings: Settings) -> str:
-    parts = [f"{settings.threads} thread" + ("" if settings.threads == 1 else "s")]
-    if settings.inter_op_threads != 1:
-        parts.append(f"{settings.inter_op_threads} inter-op")
-    if not settings.is_onednn:
-        parts.append("no oneDNN")
-    if settings.micro_batch_size:
-        parts.append(f"pieces of {settings.micro_batch_size}")
-    return ", ".join(parts)
 
 
 def _show_sizes(probed: Probed) -> str:

@@ -12,8 +12,8 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.adaptive import MAX_PROBES, ClassState, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, find_best
 from csdctl.tuning.fit import Point, fit_step_time
+from csdctl.tuning.remembered import IN_STEP_WEIGHT
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.knowledge import IN_STEP_WEIGHT
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}

@@ -60,7 +60,7 @@ def test_probes_that_fall_with_the_batch_still_give_a_step_time() -> None:
 
 
 def test_means_over_more_steps_weigh_more() -> None:
-    points = [Point(10, 1.0), Point(100, 10.0), Point(100, 12.0, num_steps=9)]
+    points = [Point(10, 1.0), Point(100, 10.0), Point(100, 12.0, weight=9)]
     assert fit_step_time(points).at(100) > 11
 
 
