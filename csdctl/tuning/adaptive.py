@@ -2,7 +2,8 @@
 
 Machines of one class share: in a round each of them may take another batch size. The first round spreads over
 small sizes, which are quick. After it the fits say which batch sizes the best plan would have, and the next
-rounds probe there, until the fit is sure there.
+rounds probe half of that and less, until the fit is sure of the planned sizes: large steps take long, and a
+trial of the plan measures those.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,15 +19,17 @@ FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 """By the number of machines that measure in the first round."""
 LEAP = 4
 """A batch is tried that is at most so many times the largest that fitted: memory may end in between."""
-NEAR = 1.25
-"""A probe is at a size when it is within this factor of it."""
-TOLERANCE = 0.03
-"""A fit is good enough when its standard error at the planned size is at most this share."""
+NEAR = 2.0
+"""A probe tells of a size within this factor of it: a trial measures the planned size itself."""
+MEMORY_NEAR = 1.25
+"""Where memory ends, larger sizes than those measured are not worth a probe when they are within this factor."""
+TOLERANCE = 0.05
+"""A fit is good enough when its standard error at the planned size is at most this share; a trial follows."""
 LEAST_PROBES = 3
 """Of a class, remembered ones included: a line goes through two whatever they are."""
-GUESSED_SHARES = (0.25, 0.5, 1.0)
+GUESSED_SHARES = (0.25, 0.5, 0.12)
 """What is probed first of a size that is only guessed, by machines: too large a one costs time or memory."""
-AROUND = (1.0, 0.6)
+AROUND = (0.5, 0.3)
 """Where the machines of a class probe, as shares of the planned size."""
 
 
@@ -124,19 +127,18 @@ def _next_sizes(state: ClassState, target: int | None) -> list[int]:
         if target is None:
             first = dict.fromkeys(state.cap(size) for size in FIRST_SIZES[min(count, max(FIRST_SIZES))])
             return list(first)
-        # A guess may be wrong: the planned size comes last, when there are machines for all of them.
         guessed = dict.fromkeys(max(1, round(target * share)) for share in GUESSED_SHARES[:count])
         return sorted(guessed)
     if target is None:
         return []
-    if len(state.sizes) < 2 and target in state.sizes:
-        target = max(1, target // 2)
-    largest = max(state.sizes)
-    limit = state.cap(min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest))
-    if target > limit:
-        # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
-        return [limit] if limit > largest * NEAR else []
     if state.is_settled(target):
         return []
+    largest = max(state.sizes)
+    limit = state.cap(min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest))
+    if target > limit * NEAR:
+        # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
+        return [limit] if limit > largest * MEMORY_NEAR else []
     around = dict.fromkeys(min(limit, max(1, round(target * share))) for share in AROUND)
+    if len(state.sizes) < 2:  # a line needs two
+        around = dict.fromkeys(size for size in around if size not in state.sizes) or around
     return list(around)[:count]

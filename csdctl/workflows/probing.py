@@ -6,9 +6,10 @@ limit) then shows in the measurement.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
+from threading import Event
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.facts import Facts
@@ -35,6 +36,8 @@ ALIVE_INTERVAL_S = 10.0
 MEMORY_SHARE = 0.9
 """Of a machine's usable memory, what a rank's predicted peak may take."""
 OUT_OF_MEMORY_CODE = 137
+BUSY_STEP_S = 0.5
+"""Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
 
 OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
 Say = Callable[[str], None]
@@ -83,8 +86,8 @@ class ProbeRounds:
         self._stack = ExitStack()
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
-        self._smallest: dict[str, int] = {}
         self._busy: dict[str, ProbeRequest] = {}
+        """What a machine does while others are measured."""
         self.num_probes = 0
         self.measuring_s = 0.0
 
@@ -114,23 +117,42 @@ class ProbeRounds:
     ) -> dict[str, ProbeResult | None]:
         """One round; None where the batch did not fit into memory.
 
-        `is_keeping_busy`: machines that are not asked take steps of the smallest size they have measured, and
-        it does not count.
+        `is_keeping_busy`: machines that are not asked, or that are done, take short steps until all are done;
+        they do not count. What machines share is then taken as it will be in training.
         """
         self._start()
         started = time.monotonic()
-        asked = {**(self._busy if is_keeping_busy else {}), **requests}
-        running = {name: self._pool.submit(self.probers[name].measure, one) for name, one in asked.items()}
-        done = {name: one.result() for name, one in running.items()}
+        is_over = Event()
+        asked = {self._pool.submit(self.probers[name].measure, one): name for name, one in requests.items()}
+        busy: list[Future[None]] = []
+        results: dict[str, ProbeResult | None] = {}
+
+        def keep_busy(name: str) -> None:
+            if is_keeping_busy and name in self._busy:
+                busy.append(self._pool.submit(self._keep_busy, name, is_over))
+
+        try:
+            for name in self.probers.keys() - requests.keys():
+                keep_busy(name)
+            for done in as_completed(asked):
+                name, result = asked[done], done.result()
+                results[name] = result
+                if result:
+                    self._busy[name] = _short_steps(requests[name], result)
+                    keep_busy(name)
+        finally:
+            is_over.set()
+        for one in busy:
+            one.result()
         self.measuring_s += time.monotonic() - started
-        results = {name: done[name] for name in requests}
-        for name, request in requests.items():
-            if results[name] and request.batch_size < self._smallest.get(name, request.batch_size + 1):
-                self._smallest[name] = request.batch_size
-                self._busy[name] = replace(request, min_steps=1, warm_up_steps=0)
+        results = {name: results[name] for name in requests}
         self.num_probes += len(results)
         self._on_probes(results)
         return results
+
+    def _keep_busy(self, name: str, is_over: Event) -> None:
+        while not is_over.is_set():
+            self.probers[name].measure(self._busy[name])
 
     def _start(self) -> None:
         waiting = [one for one in self.probers.values() if not one.is_started]
@@ -138,6 +160,13 @@ class ProbeRounds:
             return
         self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
         list(self._pool.map(Prober.start, waiting))
+
+
+def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
+    """As many samples as take BUSY_STEP_S, and no more than what has been measured."""
+    share = min(1.0, BUSY_STEP_S / result.step_time_s)
+    size = max(1, int(request.batch_size * share))
+    return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
 
 
 class Prober:

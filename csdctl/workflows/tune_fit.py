@@ -43,6 +43,8 @@ ODD = 0.1
 """A machine that differs by more than this share from its class in a trial has a step time of its own."""
 LEAST_GAIN = 0.05
 """Other settings are taken when a probe shows this share less time."""
+EXPLORE_STEP_S = 1.0
+"""Other settings are probed with as many samples as take this long; with more it would only last longer."""
 MANY_THREADS = 4
 
 
@@ -206,8 +208,12 @@ class _FitTuning:
         return {key: kind.step_time() for key, kind in self._kinds.items()}
 
     def _explore(self, rounds: ProbeRounds) -> None:
-        """Probe other runtime settings of kinds that are new, at the batch size planned for them."""
-        sizes = self._choose(self._fits())
+        """Probe other runtime settings of kinds that are new, at the batch size planned or a smaller one."""
+        fits = self._fits()
+        sizes = {
+            key: max(1, min(size, fits[key].largest_within(EXPLORE_STEP_S)))
+            for key, size in self._choose(fits).items()
+        }
         new = {key: kind for key, kind in self._kinds.items() if kind.state.num_new and key in sizes}
         variants = {key: _variants(kind)[: MAX_PROBES - kind.state.num_new] for key, kind in new.items()}
         for number in range(max(map(len, variants.values()), default=0)):
