@@ -24,7 +24,7 @@ NEAR = 2.0
 MEMORY_NEAR = 1.25
 """Where memory ends, larger sizes than those measured are not worth a probe when they are within this factor."""
 TOLERANCE = 0.05
-"""A fit is good enough when its standard error at the planned size is at most this share; a trial follows."""
+"""Good enough is a standard error at the planned size of at most this share; a trial follows."""
 LEAST_PROBES = 3
 """Of a class, remembered ones included: a line goes through two whatever they are."""
 GUESSED_SHARES = (0.25, 0.5, 0.12)

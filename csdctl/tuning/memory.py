@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping
 
+SPREAD = 2.0
+"""Sizes closer together than this factor tell more of the noise than of what a sample takes."""
+
 
 def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
-    """The straight line through the two largest batch sizes measured, at `batch_size`.
+    """The straight line through the largest batch size measured and one half as large, at `batch_size`.
 
     `peaks` maps batch size to peak memory in bytes. None with fewer than two sizes. A peak never falls,
     because it is the highest mark of one process.
@@ -28,6 +31,7 @@ def largest_fitting(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
 
 
 def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
-    """The largest batch size, and the bytes that each sample added since the next smaller one."""
-    small, large = sorted(peaks)[-2:]
-    return large, (peaks[large] - peaks[small]) / (large - small)
+    """The largest batch size, and the bytes that each sample took since one at most half as large."""
+    largest = max(peaks)
+    small = max((size for size in peaks if size * SPREAD <= largest), default=min(peaks))
+    return largest, (peaks[largest] - peaks[small]) / (largest - small)

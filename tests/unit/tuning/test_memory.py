@@ -13,8 +13,13 @@ def test_one_measurement_predicts_nothing(peaks: dict[int, int]) -> None:
     assert predict_peak_bytes(peaks, 16) is None
 
 
-def test_line_goes_through_the_two_largest_sizes() -> None:
+def test_line_goes_through_the_largest_size_and_half_of_it() -> None:
     assert predict_peak_bytes({4: 99, 16: 130, 8: 100}, 32) == 130 + 16 * 30 // 8
+
+
+def test_sizes_that_are_almost_equal_make_no_slope() -> None:
+    assert predict_peak_bytes({32: 100, 128: 196, 130: 298}, 260) == 298 + 130 * 198 // 98
+    assert predict_peak_bytes({100: 200, 110: 210}, 130) == 230
 
 
 def test_highest_mark_of_a_process_does_not_fall() -> None:
