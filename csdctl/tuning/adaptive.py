@@ -22,7 +22,7 @@ LEAP = 4
 NEAR = 2.0
 """A probe tells of a size within this factor of it: a trial measures the planned size itself."""
 MEMORY_NEAR = 1.25
-"""Where memory ends, larger sizes than those measured are not worth a probe when they are within this factor."""
+"""Where memory ends, a larger size is worth no probe when it is within this factor of what was measured."""
 TOLERANCE = 0.05
 """Good enough is a standard error at the planned size of at most this share; a trial follows."""
 LEAST_PROBES = 3
