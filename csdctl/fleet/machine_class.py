@@ -38,11 +38,15 @@ class MachineClass:
     numpy: str
     num_emulated: int = 0
     """Nodes of an emulated fleet, which share one machine's cores; 0: a machine of its own."""
+    is_host: bool = False
+    """The host adds up and serves the others beside its own steps, which a node that is its twin does not."""
 
     @property
     def key(self) -> str:
         """The same for machines of one class, on any host and in any version of csdctl with these fields."""
-        return _short_hash(asdict(self))
+        return _short_hash(
+            {name: value for name, value in asdict(self).items() if name != "is_host" or value}
+        )
 
     @property
     def name(self) -> str:
@@ -95,7 +99,7 @@ class FleetClass:
         return self.host.is_emulated
 
 
-def classify_machine(facts: Facts, *, num_emulated: int = 0) -> MachineClass:
+def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = False) -> MachineClass:
     """The class of the machine that `facts` describe; in an emulated fleet with the number of its nodes."""
     sizes = [size for size in (facts.memory_bytes, facts.memory_limit_bytes) if size]
     features = " ".join(sorted(set(facts.cpu_features)))
@@ -111,6 +115,7 @@ def classify_machine(facts: Facts, *, num_emulated: int = 0) -> MachineClass:
         keras=facts.keras_version or "",
         numpy=facts.numpy_version or "",
         num_emulated=num_emulated,
+        is_host=is_host,
     )
 
 

@@ -8,6 +8,7 @@ trial of the plan measures those.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fit import Point, fit_step_time, standard_error
@@ -23,7 +24,7 @@ NEAR = 2.0
 """A probe tells of a size within this factor of it: a trial measures the planned size itself."""
 MEMORY_NEAR = 1.25
 """Where memory ends, a larger size is worth no probe when it is within this factor of what was measured."""
-TOLERANCE = 0.05
+TOLERANCE = 0.08
 """Good enough is a standard error at the planned size of at most this share; a trial follows."""
 LEAST_PROBES = 3
 """Of a class, remembered ones included: a line goes through two whatever they are."""
@@ -40,6 +41,10 @@ class ClassState:
     machines: Sequence[str]
     probes: list[Point] = field(default_factory=list)
     """Those remembered from earlier tunings too."""
+    in_step: float = 1.0
+    """A step in a trial, beside others that compute and sum as in training, over one in a probe."""
+    tried_sizes: list[int] = field(default_factory=list)
+    """Of each trial that has shown it, its batch size."""
     num_new: int = 0
     max_new: int = MAX_PROBES
     max_size: int | None = None
@@ -61,12 +66,17 @@ class ClassState:
         return size if self.max_size is None else min(size, self.max_size)
 
     def fit(self) -> StepTime | None:
-        """The step time that the probes show, or the guess; None without either."""
-        return fit_step_time(self.probes) if self.probes else self.guess
+        """The step time in training as probes and trials show it, or the guess; None without either."""
+        return fit_step_time(self.probes).scaled(self.in_step) if self.probes else self.guess
+
+    def learn_in_step(self, size: int, ratio: float) -> None:
+        """One more trial: its steps of `size` took `ratio` times what `fit` says. All trials count alike."""
+        self.tried_sizes.append(size)
+        self.in_step *= ratio ** (1 / len(self.tried_sizes))
 
     def is_settled(self, size: int) -> bool:
         """Whether the step at `size` is known: measured about there, and the line through all is sure."""
-        is_near = any(size / NEAR <= one <= size * NEAR for one in self.sizes)
+        is_near = any(size / NEAR <= one <= size * NEAR for one in (*self.sizes, *self.tried_sizes))
         if is_near and self.is_remembered:
             return True
         if not is_near or len(self.probes) < LEAST_PROBES:
@@ -90,7 +100,7 @@ def measure_classes(
         targets = choose(fits) if len(fits) == len(classes) else {}
         wanted = {name: _next_sizes(state, targets.get(name)) for name, state in classes.items()}
         if not any(wanted.values()):
-            return {name: fit_step_time(state.probes) for name, state in classes.items()}
+            return fits
         _learn(classes, wanted, measure)
 
 
@@ -112,8 +122,9 @@ def _learn(classes: Mapping[str, ClassState], wanted: Mapping[str, Sequence[int]
                 state.too_large = min(size, state.too_large or size)
             else:
                 state.probes.append(Point(size, time_s))
-        if not state.probes and state.too_large == 1:
-            raise TuningError(f"{state.machines[0]} cannot train even 1 sample at a time: out of memory")
+        if not state.probes and (state.too_large == 1 or state.num_new >= state.max_new):
+            samples = "even 1 sample" if state.too_large == 1 else f"{state.too_large} samples"
+            raise TuningError(f"{state.machines[0]} cannot train {samples} at a time: out of memory")
 
 
 def _next_sizes(state: ClassState, target: int | None) -> list[int]:
@@ -138,7 +149,7 @@ def _next_sizes(state: ClassState, target: int | None) -> list[int]:
     if target > limit * NEAR:
         # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
         return [limit] if limit > largest * MEMORY_NEAR else []
-    around = dict.fromkeys(min(limit, max(1, round(target * share))) for share in AROUND)
+    around = dict.fromkeys(min(limit, ceil(target * share)) for share in AROUND)
     if len(state.sizes) < 2:  # a line needs two
         around = dict.fromkeys(size for size in around if size not in state.sizes) or around
     return list(around)[:count]

@@ -35,8 +35,6 @@ class Point:
 
     batch_size: int
     step_time_s: float
-    weight: int = 1
-    """It counts as so many: a mean over more steps is less noisy."""
 
 
 class FitError(ValueError):
@@ -52,12 +50,11 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         raise FitError("there is no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
-    counts = np.array([float(probe.weight) for probe in probes])
     distinct = sorted({probe.batch_size for probe in probes})
-    line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times, counts)
+    line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
     if len(distinct) == 1 or line[1] <= 0:
         # One size says nothing of α; probes that grow quicker with the batch say nothing but their noise.
-        (slope,), _ = _fit(sizes[:, np.newaxis], times, counts)
+        (slope,), _ = _fit(sizes[:, np.newaxis], times)
         return StepTime(0.0, slope)
     best = StepTime(line[0], line[1])
     if len(distinct) < KNEE_LEAST_SIZES:
@@ -67,7 +64,7 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
     least = error / (1 + KNEE_LEAST_F / num_free)
     for knee in distinct[1:-2]:
         columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
-        bent, error = _fit(np.stack(columns, axis=1), times, counts)
+        bent, error = _fit(np.stack(columns, axis=1), times)
         is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_LEAST_CHANGE
         if is_bent and error < least:
             least = error
@@ -83,17 +80,16 @@ def standard_error(step_time: StepTime, probes: Sequence[Point], batch_size: int
     if len(probes) < 3:
         return float("inf")
     fitted = np.array([step_time.at(probe.batch_size) for probe in probes])
-    roots = np.sqrt([probe.weight for probe in probes])
-    residuals = roots * (np.array([probe.step_time_s for probe in probes]) / fitted - 1)
+    residuals = np.array([probe.step_time_s for probe in probes]) / fitted - 1
     variance = float(residuals @ residuals) / (len(probes) - 2)
-    rows = np.array([[1.0, float(probe.batch_size)] for probe in probes]) * (roots / fitted)[:, np.newaxis]
+    rows = np.array([[1.0, float(probe.batch_size)] for probe in probes]) / fitted[:, np.newaxis]
     at = np.array([1.0, float(batch_size)]) / step_time.at(batch_size)
     return float(np.sqrt(variance * (at @ np.linalg.pinv(rows.T @ rows) @ at)))
 
 
-def _fit(columns: Array, times: Array, counts: Array) -> tuple[list[float], float]:
+def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
     """Coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
-    weights, fitted = counts, times
+    weights, fitted = np.ones_like(times), times
     coefficients: list[float] = []
     residuals = np.zeros_like(times)
     for _ in range(NUM_REWEIGHTS):
@@ -103,7 +99,7 @@ def _fit(columns: Array, times: Array, counts: Array) -> tuple[list[float], floa
         before, fitted = fitted, columns @ np.array(coefficients)
         residuals = times / fitted - 1
         scale = max(LEAST_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
-        weights = counts * np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
+        weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
         if np.allclose(before, fitted, rtol=1e-4):
             break
     # Exact probes leave nothing, and no knee gains on that.

@@ -73,12 +73,17 @@ class Probe:
     """Mean of forward, backward and apply; None: it did not fit in memory."""
     num_steps: int = 0
     peak_memory_bytes: int | None = None
-    """The most that the process had held by then; None: not known."""
+    """The most that the process had held by then; 0: a larger size had held more; None: not known."""
 
     @property
     def fits(self) -> bool:
         """Whether the machine had memory enough."""
         return self.step_time_s is not None
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether it is of a trial of all ranks: no process of its own was measured, so it has no peak."""
+        return self.fits and self.batch_size > 0 and self.peak_memory_bytes is None
 
     @property
     def images_per_s(self) -> float | None:

@@ -16,7 +16,7 @@ from csdctl.tuning.adaptive import ClassState
 from csdctl.tuning.fit import fit_step_time
 from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
 from csdctl.tuning.memory import largest_fitting
-from csdctl.tuning.remembered import points_with, recall_points
+from csdctl.tuning.remembered import points_with, recall_in_step, recall_points
 from csdctl.tuning.similar import MAX_DISTANCE, transfer_step_time
 from csdctl.worker.contract import DatasetInfo, ProbeResult, Runtime
 from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
@@ -41,14 +41,15 @@ class Kind:
         """The largest batch that fits into memory at once; None when no end is known."""
         bounds = []
         if self.memory_bytes and (fitting := largest_fitting(self.peaks, self.memory_bytes)):
-            bounds.append(max(fitting, max(self.state.sizes, default=1)))
+            bounds.append(max(fitting, *self.peaks))
         if self.state.too_large is not None:
             bounds.append(max(1, self.state.too_large - 1))
         return min(bounds, default=None)
 
     def step_time(self) -> StepTime:
-        """The fit; beyond what fits into memory, pieces that do."""
-        fit = fit_step_time(self.state.probes)
+        """The fit, or the guess, of which there must be one; beyond what fits into memory, pieces that do."""
+        fit = self.state.fit()
+        assert fit is not None
         at_once = self.max_at_once
         if at_once is None:
             return fit
@@ -87,11 +88,13 @@ class Knowledge:
         self._is_fresh = is_fresh
         machines = fleet.machines
         num_emulated = len(fleet.nodes) if fleet.emulated else 0
-        classes = {name: classify_machine(facts[name], num_emulated=num_emulated) for name in machines}
+        classes = {
+            name: classify_machine(facts[name], num_emulated=num_emulated, is_host=name == HOST_NAME)
+            for name in machines
+        }
         self._fleet_class = classify_fleet(
             classes[HOST_NAME], [classes[name] for name in machines[1:]], fleet.network
         )
-        trials = self.trials()
         self.kinds: dict[str, Kind] = {}
         """By a name for each: the host's, the class's key for nodes."""
         for name in machines if is_host_training else machines[1:]:
@@ -103,16 +106,19 @@ class Knowledge:
                 kind.memory_bytes = min(known, default=None)
                 continue
             runtime = default_runtime(name, fleet, facts)
-            settings = _newest_settings(trials, classes[name].key, is_host=name == HOST_NAME)
-            settings = settings or Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
+            settings = Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
             kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(facts[name]))
             self.kinds[key] = kind
             if not is_fresh:
-                self._recall(kind)
+                self._recall(kind, fleet.host.threads if name == HOST_NAME else None)
 
-    def _recall(self, kind: Kind) -> None:
+    def _recall(self, kind: Kind, threads: int | None) -> None:
+        """Take in what is known; `threads` that the user has set are kept to."""
         state = kind.state
         known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key)
+        tried = [one for one in known if one.is_in_step and threads in (None, one.settings.threads)]
+        if tried:
+            kind.settings = tried[-1].settings
         for probe in known:
             if probe.settings != kind.settings:
                 continue
@@ -121,9 +127,15 @@ class Knowledge:
             elif probe.peak_memory_bytes:
                 peak = kind.peaks.get(probe.batch_size, 0)
                 kind.peaks[probe.batch_size] = max(probe.peak_memory_bytes, peak)
+                if state.too_large and probe.batch_size >= state.too_large:
+                    state.too_large = None  # something else had filled the memory that day
         state.probes = recall_points(known, kind.settings)
         if state.probes:
-            state.is_remembered = len(state.sizes) > 1
+            # Who pressed Ctrl-C in the middle of a tuning has probes, and no trial.
+            state.is_remembered = bool(tried) and len(state.sizes) > 1
+            shown = recall_in_step(known, kind.settings, fit_step_time(state.probes))
+            if shown:
+                state.learn_in_step(*shown)
             return
         neighbours = [
             (one.model, fit_step_time(points))
@@ -139,6 +151,22 @@ class Knowledge:
             return []
         return self._history.trials(self.features.hash, self._recipe, self._fleet_class.key)
 
+    def newest_trial(
+        self, steps: Mapping[str, StepTime]
+    ) -> tuple[Sequence[tuple[StepTime, int]], float] | None:
+        """The newest trial of several ranks: step time, of `steps` by kind, and batch size of each; seconds.
+
+        None when there was none, or one with a kind that `steps` lack.
+        """
+        trials = [trial for trial in self.trials() if len(trial.ranks) > 1]
+        if not trials:
+            return None
+        host, *nodes = trials[-1].ranks
+        ranks = [(HOST_NAME, host.batch_size), *((rank.machine_class, rank.batch_size) for rank in nodes)]
+        if any(size and key not in steps for key, size in ranks):
+            return None
+        return [(steps[key], size) for key, size in ranks if size], trials[-1].step_s
+
     def collectives(self) -> list[Collective]:
         """Sums timed on such a fleet before."""
         return [] if self._is_fresh else self._history.collectives(self._fleet_class.key)
@@ -150,20 +178,18 @@ class Knowledge:
         return kept
 
     def keep_probes(
-        self, kind: Kind, settings: Settings, measured: Sequence[tuple[int, ProbeResult | None]]
+        self, kind: Kind, settings: Settings, measured: Sequence[tuple[int, ProbeResult | None, int]]
     ) -> None:
-        """Keep what was measured on machines of `kind`: batch sizes, and None for what did not fit."""
+        """Keep what was measured on machines of `kind`.
+
+        Batch sizes, results, None for what did not fit, and each size's own peak of memory; 0: not known.
+        """
         now = time.time()
         probes = [
-            Probe(
-                settings,
-                size,
-                now,
-                result.step_time_s if result else None,
-                result.num_steps if result else 0,
-                result.peak_memory_bytes if result else None,
-            )
-            for size, result in measured
+            Probe(settings, size, now, result.step_time_s, result.num_steps, peak)
+            if result
+            else Probe(settings, size, now, None)
+            for size, result, peak in measured
         ]
         self._history.add_probes(self.features, self._recipe, kind.machine_class, probes)
 
@@ -177,7 +203,7 @@ class Knowledge:
     ) -> None:
         """Keep a trial: kind and batch size of each rank, its compute time, step time and images/s of all.
 
-        A host that sits out is of no kind.
+        `compute_s` as its class would have taken. A host that may not train is of no kind.
         """
         now = time.time()
         host = self._fleet_class.host.key
@@ -194,7 +220,7 @@ class Knowledge:
             Trial(tried, *reached, now, predicted_images_per_s),
         )
         for (kind, size), step_time_s in zip(ranks, compute_s, strict=True):
-            if kind is None:
+            if kind is None or not size:
                 continue
             probe = Probe(kind.settings, size, now, step_time_s, num_steps)
             self._history.add_probes(self.features, self._recipe, kind.machine_class, [probe])
@@ -208,15 +234,6 @@ def runtime_of(settings: Settings) -> Runtime:
 def _memory(facts: Facts) -> int | None:
     usable = facts.usable_memory_bytes
     return int(usable * MEMORY_SHARE) if usable else None
-
-
-def _newest_settings(trials: Sequence[Trial], class_key: str, *, is_host: bool) -> Settings | None:
-    """What a class ran with in the newest trial; None when it had no part in any."""
-    for trial in reversed(trials):
-        for rank in trial.ranks[:1] if is_host else trial.ranks[1:]:
-            if rank.machine_class == class_key and rank.batch_size:
-                return rank.settings
-    return None
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:

@@ -152,7 +152,15 @@ class ProbeRounds:
 
     def _keep_busy(self, name: str, is_over: Event) -> None:
         while not is_over.is_set():
-            self.probers[name].measure(self._busy[name])
+            if self.probers[name].measure(self._busy[name]) is None:
+                return
+
+    def share_work(self, machines: Sequence[str]) -> None:
+        """Let those of `machines`, one class, that were not asked yet keep busy as one of them does."""
+        known = next((self._busy[name] for name in machines if name in self._busy), None)
+        if known:
+            for name in machines:
+                self._busy.setdefault(name, known)
 
     def _start(self) -> None:
         waiting = [one for one in self.probers.values() if not one.is_started]
@@ -179,12 +187,14 @@ class Prober:
         self._usable_bytes = usable_bytes
         self._conversation: Conversation | None = None
         self.peaks: dict[int, int] = {}
-        """Batch sizes, and the most memory the worker had held by the time each was measured, in bytes."""
+        """Batch sizes larger than all before, and the most memory that the worker had held then, in bytes."""
+        self.killing: set[int] = set()
+        """Batch sizes that the worker died of."""
 
     @property
     def is_started(self) -> bool:
         """Whether it has been started, also when it died since."""
-        return self._conversation is not None or bool(self.peaks)
+        return self._conversation is not None or bool(self.peaks or self.killing)
 
     def close(self) -> None:
         """End the worker, when there is one."""
@@ -207,7 +217,7 @@ class Prober:
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
         """Measure one batch size; None when it does not fit, as predicted or as found."""
         at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
-        if self.memory_bytes:
+        if self.memory_bytes and at_once > max(self.peaks, default=0):
             predicted = predict_peak_bytes(self.peaks, at_once)
             if predicted and predicted > self.memory_bytes:
                 return None
@@ -219,12 +229,17 @@ class Prober:
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
         except EOFError:
             if self._died_of_memory():
+                self.killing.add(request.batch_size)
                 self._conversation.close()
                 self._conversation = None
                 return None
             raise self._why_it_ended() from None
         except ContractError as error:
-            raise RemoteCommandError(f"unreadable probe result: {error}", node=self._session.name) from None
+            raise RemoteCommandError(
+                f"unreadable probe result: {error}",
+                node=self._session.name,
+                remedy="look for what else prints there, such as a shell's start-up files",
+            ) from None
         # A process's peak never falls: only a size larger than all before tells its own.
         if at_once > max(self.peaks, default=0):
             self.peaks[at_once] = result.peak_memory_bytes

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import CsdctlError
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import is_ready
 from csdctl.fleet.ranges import show_names
 from csdctl.job.model import Job
@@ -101,7 +101,7 @@ def _read(knowledge: Knowledge, machines: Sequence[str]) -> Recalled | Unknown:
         any(not kind.state.probes for kind in knowledge.kinds.values()),
         knowledge.features.vector_bytes,
         knowledge.collectives(),
-        _newest_trial(knowledge, steps),
+        knowledge.newest_trial(steps),
     )
 
 
@@ -125,15 +125,3 @@ def _say_origin(kinds: Sequence[Kind], model: str) -> str:
             "and form of data, was never measured there"
         )
     return "; ".join(parts)
-
-
-def _newest_trial(
-    knowledge: Knowledge, steps: Mapping[str, StepTime]
-) -> tuple[Sequence[tuple[StepTime, int]], float] | None:
-    trials = [trial for trial in knowledge.trials() if len(trial.ranks) > 1]
-    if not trials:
-        return None
-    host, *nodes = trials[-1].ranks
-    tried = [(steps[HOST_NAME], host.batch_size)]
-    tried += [(steps[rank.machine_class], rank.batch_size) for rank in nodes]
-    return tried, trials[-1].step_s

@@ -2,7 +2,7 @@
 
 What a machine reaches alone says little of the whole: ranks wait for the slowest of many noisy steps, and for
 the sum. A trial shows it with the processes, the links and the collective of a training. No data is read,
-no private data in particular, none is sent, and nothing is kept.
+no private data in particular, none is sent, and neither weights nor samples are kept.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ class TrialResult:
 def run_trial(
     job: Job, ranks: Sequence[RankPlan], prepared: Prepared, space: Workspace, num_steps: int
 ) -> TrialResult:
-    """Take `num_steps` steps that count; raises what `train` raises."""
+    """Take `num_steps` steps that count; raises what `train` raises, KeyboardInterrupt when it is ended."""
     run = space.project.new_hello()
     spec = RunSpec(
         run_id=run.run_id,
@@ -64,11 +64,13 @@ def run_trial(
         made=prepared.public.form,
     )
     events: list[Event] = []
-    run_ranks(
+    is_stopped = run_ranks(
         run, spec, prepared, {}, space, TrainOptions(min_nodes=len(ranks) - 1), lambda *_: None, events.append
     )
     shutil.rmtree(run.path, ignore_errors=True)
-    return _read(events, len(ranks))
+    if is_stopped:
+        raise KeyboardInterrupt
+    return _read(events, [rank.node for rank in ranks])
 
 
 def _rank_specs(
@@ -99,15 +101,18 @@ def _rank_specs(
     return tuple(specs)
 
 
-def _read(events: Sequence[Event], num_ranks: int) -> TrialResult:
+def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined)]
-    steps: dict[int, list[Progress]] = {rank: [] for rank in range(num_ranks)}
+    steps: dict[int, list[Progress]] = {rank: [] for rank in range(len(nodes))}
     for event in events:
         if isinstance(event, Progress):
             steps[event.rank].append(event)
     counted = {rank: of_rank[NUM_SKIPPED:] for rank, of_rank in steps.items()}
-    if not joined or not all(counted.values()):
-        raise RunError("the ranks of the trial ended before their steps were done")
+    if missing := [nodes[rank] for rank, of_rank in counted.items() if not of_rank]:
+        raise RunError(
+            f"the trial ended before {', '.join(missing)} had done a step",
+            remedy="look at the machines: `csdctl doctor`",
+        )
     wall_s = sum(event.wall_s for event in counted[0])
     num_steps = sum(event.steps for event in counted[0])
     return TrialResult(

@@ -1,4 +1,4 @@
-"""Tuning by fit: few probes of each class of machines, the cost of a sum, then the best plan, tried once.
+"""Tuning by fit: few probes of each class of machines, the cost of a sum, then the best plan, tried.
 
 What was measured before is in the history: the second time nothing is probed, and one trial confirms.
 """
@@ -16,14 +16,14 @@ from csdctl.runs.history import open_history_to_measure
 from csdctl.tuning.adaptive import MAX_PROBES, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
-from csdctl.tuning.fit import Point, standard_error
+from csdctl.tuning.curve import calibrate_stretch
+from csdctl.tuning.fit import Point, fit_step_time, standard_error
 from csdctl.tuning.host import find_best_ranks
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measured import Settings, describe_model
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.tuning.remembered import IN_STEP_WEIGHT
-from csdctl.worker.contract import ProbeRequest
+from csdctl.worker.contract import ProbeRequest, ProbeResult
 from csdctl.workflows.hello import measure_sums
 from csdctl.workflows.knowledge import Kind, Knowledge, hash_recipe, runtime_of
 from csdctl.workflows.prepare import Prepared
@@ -34,14 +34,14 @@ from csdctl.workflows.workspace import Workspace
 
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, beside the model's own."""
-TRIAL_S = 6.0
-LEAST_STEPS, MOST_STEPS = 3, 60
+TRIAL_S = 5.0
+LEAST_STEPS, MOST_STEPS = 2, 60
 MAX_TRIALS = 2
-MOVED = 0.05
-"""A trial that moves a batch size by more than this share is followed by another one."""
+WORTH_A_TRIAL = 0.03
+"""What a trial has shown may lead to a plan that is better by more than this share: it is tried as well."""
 ODD = 0.1
 """A machine that differs by more than this share from its class in a trial has a step time of its own."""
-LEAST_GAIN = 0.05
+SETTINGS_GAIN = 0.05
 """Other settings are taken when a probe shows this share less time."""
 EXPLORE_STEP_S = 1.0
 """Other settings are probed with as many samples as take this long; with more it would only last longer."""
@@ -102,6 +102,7 @@ class _FitTuning:
         self._limits = _limits(options.limits, job, prepared)
         self._cost = CollectiveCost()
         self._stretch = 1.0
+        """A step's time but for the sum, over the compute time of its slowest rank."""
         self._odd: dict[str, float] = {}
         """Machines that are slower or quicker than their class, by this factor."""
         self._num_probes = 0
@@ -116,6 +117,7 @@ class _FitTuning:
             self._measure_steps(rounds)
             if self._options.is_exploring:
                 self._explore(rounds)
+        self._stretch = self._recall_stretch()
         self._num_probes = rounds.num_probes
         self._measuring_s += rounds.measuring_s
         return self._plan(self._confirm())
@@ -162,12 +164,31 @@ class _FitTuning:
                 for size, peak in rounds.probers[name].peaks.items():
                     peaks[size] = max(peak, peaks.get(size, 0))
             for kind in self._kinds.values():
-                measured = [(sizes[name], results[name]) for name in kind.state.machines if name in sizes]
-                if measured:
-                    self._knowledge.keep_probes(kind, kind.settings, measured)
+                asked = [name for name in kind.state.machines if name in sizes]
+                self._keep(
+                    rounds, kind, kind.settings, {name: (sizes[name], results[name]) for name in asked}
+                )
+                rounds.share_work(kind.state.machines)
             return {name: result.step_time_s if result else None for name, result in results.items()}
 
         measure_classes({key: kind.state for key, kind in self._kinds.items()}, measure, self._choose)
+
+    def _keep(
+        self,
+        rounds: ProbeRounds,
+        kind: Kind,
+        settings: Settings,
+        measured: Mapping[str, tuple[int, ProbeResult | None]],
+    ) -> None:
+        """Into the history, but for what was only foreseen not to fit: another day there is more memory."""
+        probers = rounds.probers
+        kept = [
+            (size, result, probers[name].peaks.get(size, 0))
+            for name, (size, result) in measured.items()
+            if result or size in probers[name].killing
+        ]
+        if kept:
+            self._knowledge.keep_probes(kind, settings, kept)
 
     def _request(self, size: int) -> ProbeRequest:
         # A size that is new costs one step to find memory and kernels; the next shows what it takes.
@@ -208,13 +229,18 @@ class _FitTuning:
         return {key: kind.step_time() for key, kind in self._kinds.items()}
 
     def _explore(self, rounds: ProbeRounds) -> None:
-        """Probe other runtime settings of kinds that are new, at the batch size planned or a smaller one."""
+        """Probe other runtime settings of kinds that are new, at a batch size no larger than measured."""
         fits = self._fits()
-        sizes = {
-            key: max(1, min(size, fits[key].largest_within(EXPLORE_STEP_S)))
-            for key, size in self._choose(fits).items()
+        planned = self._choose(fits)
+        new = {
+            key: kind
+            for key, kind in self._kinds.items()
+            if key in planned and kind.state.sizes and not kind.state.is_remembered
         }
-        new = {key: kind for key, kind in self._kinds.items() if kind.state.num_new and key in sizes}
+        sizes = {
+            key: max(1, min(planned[key], max(kind.state.sizes), fits[key].largest_within(EXPLORE_STEP_S)))
+            for key, kind in new.items()
+        }
         variants = {key: _variants(kind)[: MAX_PROBES - kind.state.num_new] for key, kind in new.items()}
         for number in range(max(map(len, variants.values()), default=0)):
             tried = {
@@ -236,20 +262,21 @@ class _FitTuning:
             kind = self._kinds[key]
             result = results[name]
             kind.state.num_new += 1
-            self._knowledge.keep_probes(kind, settings, [(sizes[key], result)])
+            self._keep(rounds, kind, settings, {name: (sizes[key], result)})
             if result is None:
                 continue
-            ratio = result.step_time_s / kind.step_time().at(result.batch_size)
-            unsure = standard_error(kind.step_time(), kind.state.probes, result.batch_size)
-            if ratio < 1 - LEAST_GAIN - 2 * unsure:
+            fit = fit_step_time(kind.state.probes)
+            ratio = result.step_time_s / fit.at(result.batch_size)
+            unsure = standard_error(fit, kind.state.probes, result.batch_size)
+            if ratio < 1 - SETTINGS_GAIN - 2 * unsure:
                 self._say(f"{name}: {settings.name}: takes {1 - ratio:.0%} less time: taken")
                 kind.settings = settings
                 kind.state.probes = [
-                    Point(one.batch_size, one.step_time_s * ratio, one.weight) for one in kind.state.probes
+                    Point(one.batch_size, one.step_time_s * ratio) for one in kind.state.probes
                 ]
 
     def _confirm(self) -> _Tried:
-        """Try the best plan; once more when that moves it. Returns the better of what was tried."""
+        """Try the best plan, and another when the trial shows one; returns the better of what was tried."""
         tried: list[_Tried] = []
         while True:
             best = self._best(self._fits())
@@ -263,38 +290,56 @@ class _FitTuning:
             self._measuring_s += result.wall_s
             tried.append(_Tried(best, ranks, result))
             self._learn(tried[-1])
-            moved = self._best(self._fits())
-            if not self._num_probes or len(tried) == MAX_TRIALS or not _has_moved(best, moved):
+            gain = self._best(self._fits()).prediction.images_per_s / self._predict(best.batch_sizes) - 1
+            if not self._num_probes or len(tried) == MAX_TRIALS or gain < WORTH_A_TRIAL:
                 return max(tried, key=lambda one: one.result.images_per_s)
 
     def _learn(self, tried: _Tried) -> None:
         """Take in what a trial has shown: steps beside others, odd machines, what being in step costs."""
-        result, fits = tried.result, self._fits()
+        result, sizes = tried.result, tried.best.batch_sizes
         names = [rank.node for rank in tried.ranks]
         computed = dict(zip(names, result.compute_s, strict=True))
-        for key, kind in self._kinds.items():
-            members = [name for name in kind.state.machines if name in tried.best.batch_sizes]
-            ratios = {name: computed[name] / fits[key].at(tried.best.batch_sizes[name]) for name in members}
-            usual = median(ratios.values()) if ratios else 1.0
+        for kind in self._kinds.values():
+            fit = kind.step_time()
+            members = [name for name in kind.state.machines if name in sizes]
+            ratios = {name: computed[name] / fit.at(sizes[name]) for name in members}
+            if not ratios:
+                continue
+            usual = median(ratios.values())
+            kind.state.learn_in_step(max(sizes[name] for name in members), usual)
             for name, ratio in ratios.items():
-                if abs(ratio / usual - 1) > ODD:
-                    self._odd[name] = ratio / usual
-                else:
-                    kind.state.probes.append(
-                        Point(tried.best.batch_sizes[name], computed[name], IN_STEP_WEIGHT)
-                    )
+                odd = ratio / usual
+                self._odd[name] = odd if abs(odd - 1) > ODD else 1.0
         vector_bytes = self._knowledge.features.vector_bytes
         if len(names) > 1:
             self._knowledge.keep_collectives([(result.collective, len(names), vector_bytes, result.sum_s)])
         self._knowledge.keep_trial(
             [(self._kind_of.get(name), tried.best.batch_sizes.get(name, 0)) for name in names],
-            result.compute_s,
+            [computed[name] / self._odd.get(name, 1.0) for name in names],
             result.num_steps,
             (result.step_s, result.images_per_s),
             tried.best.prediction.images_per_s,
         )
-        slowest = max(result.compute_s)
-        self._stretch = max(1.0, (result.step_s - self._cost.at(vector_bytes, len(names))) / slowest)
+        times = {one.node: one.step_time for one in self._candidates(self._fits())}
+        shown = [(times[name], size) for name, size in sizes.items()]
+        self._stretch = calibrate_stretch(shown, result.step_s, self._cost.at(vector_bytes, len(names)))
+
+    def _recall_stretch(self) -> float:
+        """As the newest trial showed it; 1 when there was none."""
+        newest = self._knowledge.newest_trial(self._fits())
+        if newest is None:
+            return 1.0
+        ranks, step_s = newest
+        return calibrate_stretch(
+            ranks, step_s, self._cost.at(self._knowledge.features.vector_bytes, len(ranks))
+        )
+
+    def _predict(self, batch_sizes: Mapping[str, int]) -> float:
+        """Images a second with these batch sizes, as all that was measured suggests."""
+        members = [one for one in self._candidates(self._fits()) if one.node in batch_sizes]
+        models = [RankModel(one.node, one.step_time) for one in members]
+        sum_s = self._collective_s(len(members))
+        return predict(models, [*batch_sizes.values()], sum_s, self._stretch).images_per_s
 
     def _rank_plan(self, name: str, batch_size: int) -> RankPlan:
         kind = self._kind_of[name]
@@ -324,9 +369,8 @@ class _FitTuning:
         # What the trial took beyond the slowest rank's compute time is communication, whatever the sum alone.
         waited_s = max(0.0, result.step_s - max(result.compute_s))
         shown = predict(models, sizes, waited_s)
-        fits = self._fits()
-        equal = best_equal(self._candidates(fits), self._limits, self._collective_s, self._stretch)
-        gain = self._best(fits).prediction.images_per_s / equal - 1 if equal else None
+        equal = best_equal(self._candidates(self._fits()), self._limits, self._collective_s, self._stretch)
+        gain = self._predict(tried.best.batch_sizes) / equal - 1 if equal else None
         return Plan(
             job=self._job.name,
             job_fingerprint=self._job.fingerprint(),
@@ -369,13 +413,6 @@ def _variants(kind: Kind) -> list[Settings]:
     if settings.threads > 1:
         variants.append(replace(settings, inter_op_threads=2))
     return variants
-
-
-def _has_moved(before: Best, after: Best) -> bool:
-    return before.left_out != after.left_out or any(
-        abs(after.batch_sizes[name] - size) > max(1, MOVED * size)
-        for name, size in before.batch_sizes.items()
-    )
 
 
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:

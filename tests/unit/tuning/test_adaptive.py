@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 
 import pytest
 
@@ -11,8 +11,7 @@ from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.adaptive import MAX_PROBES, ClassState, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, find_best
-from csdctl.tuning.fit import Point, fit_step_time
-from csdctl.tuning.remembered import IN_STEP_WEIGHT
+from csdctl.tuning.fit import Point
 from csdctl.tuning.stannis import TuningError
 
 LIMITS = Limits(max_global_batch=1024)
@@ -100,10 +99,13 @@ def tuned_with_noise(kinds: Mapping[str, tuple[StepTime, int]], seed: int) -> Tu
     states = machines.states()
     fits = measure_classes(states, machines.measure, machines.choose)
     num_probes = {kind: machines.num_probes(kind) for kind in kinds}
+    tried: dict[str, list[float]] = {}
     for name, size in machines.best(fits).batch_sizes.items():
         step_s = fmean(machines.time(name, size) for _ in range(TRIAL_STEPS))
-        states[machines.kind_of[name]].probes.append(Point(size, step_s, IN_STEP_WEIGHT))
-    fits = {kind: fit_step_time(state.probes) for kind, state in states.items()}
+        tried.setdefault(machines.kind_of[name], []).append(step_s / fits[machines.kind_of[name]].at(size))
+    for kind, ratios in tried.items():
+        states[kind].learn_in_step(1, median(ratios))
+    fits = {kind: fit for kind, state in states.items() if (fit := state.fit())}
     return Tuned(machines.loss(machines.best(fits)), num_probes)
 
 
@@ -160,3 +162,34 @@ def test_guess_from_a_similar_model_is_where_probing_begins() -> None:
     first = dict(machines.asked[:4])
     assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
     assert machines.num_probes("host") <= 4
+
+
+@pytest.mark.parametrize("target", [64, 65, 69, 129, 1])
+def test_probe_of_half_the_planned_size_tells_of_it(target: int) -> None:
+    state = ClassState(["a"])
+    line = StepTime(0.01, 0.02)
+    fits = measure_classes(
+        {"a": state},
+        lambda sizes: {name: line.at(size) for name, size in sizes.items()},
+        lambda _: {"a": target},
+    )
+    assert fits["a"].at(target) == pytest.approx(line.at(target))
+    assert state.num_new <= 3
+
+
+def test_class_that_finds_no_size_in_all_its_probes_is_named() -> None:
+    state = ClassState(["a"], max_new=2, guess=StepTime(0.01, 0.0001))
+    with pytest.raises(TuningError, match="a cannot train"):
+        measure_classes({"a": state}, dict.fromkeys, lambda _: {"a": 4000})
+
+
+def test_trials_count_alike() -> None:
+    state = ClassState(["a"], probes=[Point(8, 0.8), Point(16, 1.6), Point(32, 3.2)])
+    for ratio in (1.21, 1.0 / 1.1):
+        before = state.in_step
+        state.learn_in_step(20, ratio)
+    assert before == pytest.approx(1.21)
+    assert state.in_step == pytest.approx(1.21 * (1 / 1.1) ** 0.5)
+    fit = state.fit()
+    assert fit is not None
+    assert fit.at(10) == pytest.approx(state.in_step)

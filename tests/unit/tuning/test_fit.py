@@ -59,11 +59,6 @@ def test_probes_that_fall_with_the_batch_still_give_a_step_time() -> None:
     assert found.per_sample_s > 0
 
 
-def test_means_over_more_steps_weigh_more() -> None:
-    points = [Point(10, 1.0), Point(100, 10.0), Point(100, 12.0, weight=9)]
-    assert fit_step_time(points).at(100) > 11
-
-
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(FitError):
         fit_step_time([])

@@ -90,7 +90,7 @@ def facts_of(name: str, num_cores: int = 4) -> Facts:
 
 def class_of(name: str) -> MachineClass:
     """The class of such a machine."""
-    return classify_machine(facts_of(name))
+    return classify_machine(facts_of(name), is_host=name == HOST_NAME)
 
 
 def fleet_class() -> FleetClass:
@@ -128,7 +128,7 @@ def remember_probes(
     with open_history(at.project.history) as history:
         for name in machines:
             step_time = STEPS.get(name, STEPS["csd"])
-            probes = [Probe(settings_of(name), size, 1000.0, step_time.at(size), 3) for size in SIZES]
+            probes = [Probe(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES]
             recipe = hash_recipe(at.job, PUBLIC)
             history.add_probes(features or at.features, recipe, class_of(name), probes)
 

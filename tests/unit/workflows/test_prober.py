@@ -82,3 +82,17 @@ def test_pieces_count_for_memory_not_the_whole_batch() -> None:
         for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
             assert prober.measure(request)
         assert prober.peaks == {8: 700, 16: 900}
+
+
+def test_size_below_one_that_fitted_is_always_measured() -> None:
+    with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
+        prober.start()
+        assert prober.measure(ProbeRequest(32))  # above 90% of the memory, and yet it fitted
+        assert prober.measure(ProbeRequest(16))
+
+
+def test_size_that_killed_the_worker_is_told_from_one_foreseen_not_to_fit() -> None:
+    with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
+        prober.start()
+        prober.measure(ProbeRequest(64))
+        assert prober.killing == {64}
