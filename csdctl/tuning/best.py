@@ -78,16 +78,20 @@ def find_best(
     limits: Limits,
     collective_s: Callable[[int], float],
     stretch: float = 1.0,
+    lone_stretch: float | None = None,
 ) -> Best:
     """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
 
-    Raises TuningError when no plan keeps to the limits.
+    `stretch` as in `predict`; `lone_stretch` is that of a plan with one rank, None: the same. Raises
+    TuningError when no plan keeps to the limits.
     """
     if not candidates:
         raise TuningError("there is no machine to tune")
 
     def best_of(members: Sequence[Candidate], num_times: int) -> Best | None:
-        return _best_of(members, limits, collective_s(len(members)), stretch, num_times)
+        is_lone = len(members) == 1
+        its_stretch = lone_stretch if is_lone and lone_stretch is not None else stretch
+        return _best_of(members, limits, collective_s(len(members)), its_stretch, num_times)
 
     fleets = {len(members): members for members in _fleets(candidates)}
     looked = {

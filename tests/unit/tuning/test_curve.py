@@ -113,6 +113,32 @@ def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
     assert set(best.batch_sizes) == {"host", "csd0"}
 
 
+HOST_THERE = Candidate("host", HOST.step_time, is_required=True)
+
+
+def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> None:
+    """The nodes add a quarter; being in step costs more."""
+    nodes = [Candidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, stretch=1.5)
+    assert set(best.batch_sizes) == {"host"}
+    assert best.left_out == ("csd0", "csd1", "csd2")
+    alone = find_best_ranks(HOST_THERE, [], Limits(max_global_batch=512), COSTS.sum_s)
+    assert best.prediction == alone.prediction
+
+
+def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
+    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, stretch=1.1)
+    assert best.left_out == ()
+
+
+def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
+    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    limits = Limits(max_step_s=0.03, max_global_batch=512)
+    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, stretch=1.5)
+    assert set(best.batch_sizes) == {"host"}
+
+
 def test_stretch_is_what_makes_the_model_agree_with_a_trial() -> None:
     tried = [(HOST.step_time, 100), (CSD.step_time, 10)]
     assert calibrate_stretch(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
