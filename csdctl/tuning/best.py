@@ -8,7 +8,7 @@ larger the global batch; so T is all there is to search for, once for every set 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from math import ceil, isfinite
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
@@ -25,6 +25,13 @@ SLACK = 0.005
 """Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
 LEAST_GAIN = 0.02
 """Nodes are left out when the others are faster by this share without them."""
+
+OPTIONS = {
+    "max_global_batch": "--max-global-batch",
+    "global_batch": "--global-batch",
+    "max_step_s": "--max-step-seconds",
+}
+"""Of `csdctl tune`, by the limit that they set."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
-            if not value > 0:
-                raise TuningError(f"{name.replace('_', ' ')} must be above 0, received {value}")
+            if not (isfinite(value) and value > 0):
+                raise TuningError(
+                    f"{name.replace('_', ' ')} must be a number above 0, received {value}",
+                    remedy=f"give another {OPTIONS[name]}, or none",
+                )
 
     @property
     def given(self) -> dict[str, float]:
@@ -98,7 +108,7 @@ def find_best(
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
     if not looked:
-        raise TuningError(_why_none(candidates, limits))
+        raise TuningError(_why_none(candidates, limits), remedy=_how_to_have_one(limits))
     fastest = max(looked, key=lambda size: looked[size].prediction.images_per_s)
     best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
     if fastest < len(candidates) and len(candidates) in looked:
@@ -260,3 +270,8 @@ def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
         f"no plan for {len(candidates)} ranks keeps to {', '.join(given) or 'the memory there is'}; "
         f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
     )
+
+
+def _how_to_have_one(limits: Limits) -> str:
+    other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
+    return f"tune with {other}, or ask for fewer nodes" if other else "ask for fewer nodes"

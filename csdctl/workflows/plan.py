@@ -15,7 +15,6 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.scaling import CurvePoint, predict_curve
 from csdctl.perfmodel.verdict import Verdict, judge
 from csdctl.tuning.curve import Costs, predict_best_curve
-from csdctl.tuning.stannis import TuningError
 from csdctl.workflows.basis import Basis
 
 MAX_NODES = 10_000
@@ -85,12 +84,7 @@ def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]
         costs = Costs(basis.sum_cost, basis.gradient_bytes, basis.stretch)
         parts = MOST_JUDGED if most <= MOST_JUDGED else FEW_JUDGED
         looked_at = sorted({*counts, *(round(part * most / parts) for part in range(parts + 1))})
-        try:
-            points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
-        except TuningError as error:
-            raise InputError(
-                str(error), remedy="ask for other --nodes, or tune with another --max-global-batch"
-            ) from None
+        points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
     return {point.num_nodes: point for point in points}
 
 

@@ -16,7 +16,6 @@ from csdctl.job.model import Job
 from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
-from csdctl.tuning.stannis import TuningError
 from csdctl.workflows.basis import Basis
 from csdctl.workflows.history_basis import history_basis
 from csdctl.workflows.plan_basis import plan_basis
@@ -43,10 +42,7 @@ def tuned_basis(
     notes = {}
     if fleet and isinstance(known, Recalled) and not (plan and known.is_guessed):
         samples = num_samples or (data.num_samples if data else None)
-        try:
-            basis = history_basis(job, fleet, plan, known, samples)
-        except TuningError as error:
-            raise InputError(str(error), remedy="leave the slowest nodes out: --exclude") from None
+        basis = history_basis(job, fleet, plan, known, samples)
         if why_no_plan:
             notes["plan"] = f"not used: {why_no_plan}"
     elif plan:

@@ -99,10 +99,11 @@ def test_nodes_are_left_out_when_the_sum_costs_more_than_they_bring() -> None:
 
 
 def test_limits_that_nothing_keeps_to_are_an_error_that_names_them() -> None:
-    with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0"):
+    with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0") as raised:
         find_best(
             [HOST, Candidate("csd0", StepTime(1.0, 1.0), is_required=True)], Limits(max_step_s=0.001), free
         )
+    assert raised.value.remedy == "tune with another --max-step-seconds, or ask for fewer nodes"
 
 
 def test_more_is_always_better_needs_a_limit() -> None:
@@ -110,10 +111,20 @@ def test_more_is_always_better_needs_a_limit() -> None:
         find_best(FLEET, Limits(), free)
 
 
-@pytest.mark.parametrize("limits", [{"max_global_batch": 0}, {"global_batch": -1}, {"max_step_s": 0.0}])
-def test_limit_must_be_above_zero(limits: dict[str, float]) -> None:
-    with pytest.raises(TuningError, match="must be above 0"):
+@pytest.mark.parametrize(
+    ("limits", "option"),
+    [
+        ({"max_global_batch": 0}, "--max-global-batch"),
+        ({"global_batch": -1}, "--global-batch"),
+        ({"max_step_s": 0.0}, "--max-step-seconds"),
+        ({"max_step_s": float("nan")}, "--max-step-seconds"),
+        ({"max_step_s": float("inf")}, "--max-step-seconds"),
+    ],
+)
+def test_limit_must_be_a_number_above_zero(limits: dict[str, float], option: str) -> None:
+    with pytest.raises(TuningError, match="must be a number above 0") as raised:
         Limits(**limits)  # type: ignore[arg-type]
+    assert option in raised.value.remedy
 
 
 def test_tuned_beats_the_best_equal_size() -> None:
