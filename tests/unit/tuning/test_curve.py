@@ -113,6 +113,13 @@ def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
     assert set(best.batch_sizes) == {"host", "csd0"}
 
 
+def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
+    host, node = PLANNED[:2]
+    idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
+    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, stretch=1.2))
+    assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
+
+
 HOST_THERE = Candidate("host", HOST.step_time, is_required=True)
 
 
