@@ -74,6 +74,14 @@ def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() ->
     assert pair.sum_s == 0
 
 
+def test_host_whose_nodes_are_all_left_out_is_no_other_server() -> None:
+    dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
+    power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
+    alone, pair = predict_best_curve(PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, power)
+    assert pair.num_left_out == 2
+    assert (alone.power_w, pair.power_w) == (300.0, 100.0)
+
+
 def test_required_nodes_are_kept_whatever_they_cost() -> None:
     dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
     private = Choice(WITHIN.limits, is_required=True)
