@@ -67,7 +67,10 @@ def tune(
         from csdctl.workflows.tune_fit import tune_by_fit
 
         plan = tune_by_fit(job, prepared, space, options, say, on_probes)
-    return plan.model_copy(update={"made_for": describe_made_for(plan, job, space.facts)})
+    # Whoever edits the batch sizes later is not told what was predicted for these.
+    predicted = plan.predicted and plan.predicted.model_copy(update={"batch_sizes": plan.batch_sizes})
+    made_for = describe_made_for(plan, job, space.facts)
+    return plan.model_copy(update={"made_for": made_for, "predicted": predicted})
 
 
 def _tune_by_algorithm_1(
