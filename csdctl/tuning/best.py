@@ -8,7 +8,7 @@ larger the global batch; so T is all there is to search for, once for every set 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil, isfinite
+from math import ceil, inf, isfinite
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
@@ -40,15 +40,13 @@ class Candidate:
 
     node: str
     step_time: StepTime
-    max_batch_size: int | None = None
-    """What fits into its memory."""
     is_required: bool = False
     """It holds private data, or is the host: it is never left out."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to. None: no limit."""
+    """What a plan must keep to. None: no limit; without any, more is always better and no plan the best."""
 
     max_global_batch: int | None = None
     global_batch: int | None = None
@@ -126,15 +124,16 @@ def best_equal(
     stretch: float = 1.0,
 ) -> float | None:
     """Images a second of the best single batch size for all ranks; None when the limits allow none."""
-    largest = (
-        limits.most // len(candidates) if limits.most else max(one.max_batch_size or 1 for one in candidates)
-    )
     sum_s = collective_s(len(candidates))
+    most_s = inf if limits.max_step_s is None else limits.max_step_s
+    if limits.most is None:
+        largest = min(one.step_time.largest_within((most_s - sum_s) / stretch) for one in candidates)
+    else:
+        largest = limits.most // len(candidates)
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
         step_s = max(one.step_time.at(size) for one in candidates) * stretch + sum_s
-        fits = all(one.max_batch_size is None or size <= one.max_batch_size for one in candidates)
-        if size <= largest and fits and step_s <= (limits.max_step_s or float("inf")):
+        if size <= largest and step_s <= most_s:
             speeds.append(size * len(candidates) / step_s)
     return max(speeds, default=None)
 
@@ -162,25 +161,21 @@ def _best_of(
     members: Sequence[Candidate], limits: Limits, collective_s: float, stretch: float, num_times: int
 ) -> Best | None:
     """The best plan in which all `members` train; None when the limits allow none."""
-    counts = Counter((one.step_time, one.max_batch_size) for one in members)
-    kinds = {(one.step_time, one.max_batch_size): one for one in members}
-
-    def sizes_within(time_s: float) -> dict[tuple[StepTime, int | None], int]:
-        return {kind: _most_within(one, time_s) for kind, one in kinds.items()}
+    counts = Counter(one.step_time for one in members)
 
     def total(time_s: float) -> int:
-        return sum(size * counts[kind] for kind, size in sizes_within(time_s).items())
+        return sum(kind.largest_within(time_s) * count for kind, count in counts.items())
 
     least_s = max(one.step_time.at(1) for one in members)
-    most_s = _longest_time(kinds.values(), limits, collective_s, stretch, least_s, total)
+    most_s = _longest_time(limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
     most = limits.most
     found: list[Best] = []
     models = [RankModel(one.node, one.step_time) for one in members]
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = sizes_within(time_s)
-        sizes = [within[one.step_time, one.max_batch_size] for one in members]
+        within = {kind: kind.largest_within(time_s) for kind in counts}
+        sizes = [within[one.step_time] for one in members]
         if most is not None and sum(sizes) > most:
             sizes = _cut_to(sizes, members, most)
         if min(sizes) < 1 or sum(sizes) > (most or sum(sizes)):
@@ -196,31 +191,19 @@ def _best_of(
     return next(one for one in found if one.prediction.images_per_s >= fastest * (1 - SLACK))
 
 
-def _most_within(one: Candidate, time_s: float) -> int:
-    size = one.step_time.largest_within(time_s)
-    return min(size, one.max_batch_size) if one.max_batch_size is not None else size
-
-
 def _longest_time(
-    kinds: Iterable[Candidate],
     limits: Limits,
     collective_s: float,
     stretch: float,
     least_s: float,
     total: Callable[[float], int],
 ) -> float:
-    """The longest T that the limits allow, found by halving; memory ends it when nothing else does."""
-    bounds = [
-        one.step_time.at(one.max_batch_size) if one.max_batch_size is not None else float("inf")
-        for one in kinds
-    ]
-    most_s = max(bounds)
+    """The longest T that the limits allow, found by halving; there is one limit at least."""
+    most_s = inf
     if limits.max_step_s is not None:
-        most_s = min(most_s, (limits.max_step_s - collective_s) / stretch)
+        most_s = (limits.max_step_s - collective_s) / stretch
     most = limits.most
     if most is None:
-        if most_s == float("inf"):
-            raise TuningError("without a limit of memory, step time or global batch, more is always better")
         return most_s
     low, high = least_s, least_s
     while total(high) < most and high < most_s:
@@ -267,11 +250,11 @@ def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
     given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
     slowest = max(candidates, key=lambda one: one.step_time.at(1))
     return (
-        f"no plan for {len(candidates)} ranks keeps to {', '.join(given) or 'the memory there is'}; "
+        f"no plan for {len(candidates)} ranks keeps to {', '.join(given)}; "
         f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
     )
 
 
 def _how_to_have_one(limits: Limits) -> str:
     other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
-    return f"tune with {other}, or ask for fewer nodes" if other else "ask for fewer nodes"
+    return f"tune with {other}, or ask for fewer nodes"
