@@ -22,7 +22,7 @@ from csdctl.workflows.plan_basis import plan_basis
 from csdctl.workflows.plan_check import find_changes, find_unplanned
 from csdctl.workflows.prepare import Say
 from csdctl.workflows.prepared_data import PreparedData, load_prepared
-from csdctl.workflows.recall import TUNE, Recalled, Unknown, recall
+from csdctl.workflows.recall import TUNE, Unknown, recall
 
 NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
 
@@ -40,17 +40,18 @@ def tuned_basis(
     plan, why_no_plan = _load_fitting_plan(job, project, fleet, facts)
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
     notes = {}
-    if fleet and isinstance(known, Recalled) and not (plan and known.is_guessed):
+    if plan and (isinstance(known, Unknown) or known.is_guessed):
+        basis = plan_basis(job, plan)
+        why_not = known.reason if isinstance(known, Unknown) else "it knows similar models only"
+        notes["history"] = f"not used: {why_not}"
+    elif isinstance(known, Unknown):
+        raise _nothing_known(job, why_no_plan, known)
+    else:
+        assert fleet is not None  # nothing is recalled without one
         samples = num_samples or (data.num_samples if data else None)
         basis = history_basis(job, fleet, plan, known, samples)
         if why_no_plan:
             notes["plan"] = f"not used: {why_no_plan}"
-    elif plan:
-        basis = plan_basis(job, plan)
-        why_not = known.reason if isinstance(known, Unknown) else "it knows similar models only"
-        notes["history"] = f"not used: {why_not}"
-    else:
-        raise _nothing_known(job, why_no_plan, known)
     if data:
         notes["samples"] = _say_samples(data)
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
@@ -77,11 +78,10 @@ def _load_fitting_plan(
     return plan, ""
 
 
-def _nothing_known(job: Job, why_no_plan: str, known: Recalled | Unknown) -> InputError:
-    reason, remedy = (known.reason, known.remedy) if isinstance(known, Unknown) else ("", "")
+def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:
     return InputError(
-        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {reason}",
-        remedy=f"{remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
+        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {known.reason}",
+        remedy=f"{known.remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
     )
 
 
