@@ -8,6 +8,7 @@ larger the global batch; so T is all there is to search for, once for every set 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from heapq import heapify, heappop, heappush
 from math import ceil, inf, isfinite
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
@@ -161,34 +162,61 @@ def _best_of(
     members: Sequence[Candidate], limits: Limits, collective_s: float, stretch: float, num_times: int
 ) -> Best | None:
     """The best plan in which all `members` train; None when the limits allow none."""
-    counts = Counter(one.step_time for one in members)
+    most = limits.most
+    if most is not None and most < len(members):
+        return None
+    counts = _count_kinds(members)
 
     def total(time_s: float) -> int:
         return sum(kind.largest_within(time_s) * count for kind, count in counts.items())
 
-    least_s = max(one.step_time.at(1) for one in members)
+    least_s = max(kind.at(1) for kind in counts)
     most_s = _longest_time(limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
-    most = limits.most
-    found: list[Best] = []
-    models = [RankModel(one.node, one.step_time) for one in members]
+    # Rates need a look at each kind only: with a thousand alike, a thousand batch sizes are for the best alone.
+    found: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
         within = {kind: kind.largest_within(time_s) for kind in counts}
-        sizes = [within[one.step_time] for one in members]
-        if most is not None and sum(sizes) > most:
-            sizes = _cut_to(sizes, members, most)
-        if min(sizes) < 1 or sum(sizes) > (most or sum(sizes)):
+        num_samples = total(time_s)
+        if most is not None and num_samples > most:
+            sizes = _sizes_at(time_s, members, most)
+            num_samples = sum(sizes)
+            slowest_s = max(one.step_time.at(size) for one, size in zip(members, sizes, strict=True))
+        else:
+            slowest_s = max(kind.at(size) for kind, size in within.items())
+        if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
-        if limits.global_batch is not None and sum(sizes) != limits.global_batch:
-            continue
-        prediction = predict(models, sizes, collective_s, stretch)
-        found.append(Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction))
+        found.append((num_samples / (slowest_s * stretch + collective_s), time_s))
     if not found:
         return None
-    fastest = max(one.prediction.images_per_s for one in found)
+    fastest = max(rate for rate, _ in found)
     # In order of T, and so of the global batch: the first that is as fast as any.
-    return next(one for one in found if one.prediction.images_per_s >= fastest * (1 - SLACK))
+    time_s = next(time_s for rate, time_s in found if rate >= fastest * (1 - SLACK))
+    sizes = _sizes_at(time_s, members, most)
+    prediction = predict(
+        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, stretch
+    )
+    return Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
+
+
+def _count_kinds(members: Sequence[Candidate]) -> dict[StepTime, int]:
+    """How many members have each step time; most share the same object, which is quicker to count."""
+    counts: dict[StepTime, int] = {}
+    objects = {id(one.step_time): one.step_time for one in members}
+    for key, count in Counter(id(one.step_time) for one in members).items():
+        counts[objects[key]] = counts.get(objects[key], 0) + count
+    return counts
+
+
+def _sizes_at(time_s: float, members: Sequence[Candidate], most: int | None) -> list[int]:
+    """What each of `members` can do in `time_s`, and no more than `most` together."""
+    within: dict[int, int] = {}
+    for one in members:
+        if id(one.step_time) not in within:
+            within[id(one.step_time)] = one.step_time.largest_within(time_s)
+    sizes = [within[id(one.step_time)] for one in members]
+    return _cut_to(sizes, members, most) if most is not None and sum(sizes) > most else sizes
 
 
 def _longest_time(
@@ -234,15 +262,16 @@ def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> 
     total = sum(sizes)
     # Rounded up: what is still too much is at most a sample for each rank.
     cut = [max(1, ceil(size * wanted / total)) for size in sizes]
-    while (over := sum(cut) - wanted) > 0:
-        longest = max(
-            (place for place in range(len(cut)) if cut[place] > 1),
-            key=lambda place: (members[place].step_time.at(cut[place]), place),
-            default=None,
-        )
-        if longest is None:
-            return cut
-        cut[longest] -= 1 if over < len(cut) else max(1, min(cut[longest] - 1, over // len(cut)))
+    over = sum(cut) - wanted
+    longest = [(-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > 1]
+    heapify(longest)
+    while over > 0 and longest:
+        place = -heappop(longest)[1]
+        taken = 1 if over < len(cut) else max(1, min(cut[place] - 1, over // len(cut)))
+        cut[place] -= taken
+        over -= taken
+        if cut[place] > 1:
+            heappush(longest, (-members[place].step_time.at(cut[place]), -place))
     return cut
 
 
