@@ -174,7 +174,7 @@ def _best_of(
     most_s = _longest_time(limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
-    # Rates need a look at each kind only: with a thousand alike, a thousand batch sizes are for the best alone.
+    # A rate needs a look at each kind only; the sizes of all members are written down for the best alone.
     found: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
         within = {kind: kind.largest_within(time_s) for kind in counts}
