@@ -24,7 +24,7 @@ NUM_CUTS = 12
 """Fleets that are tried, each without some of the slowest nodes."""
 SLACK = 0.005
 """Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
-LEAST_GAIN = 0.02
+LEAST_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the others are faster by this share without them."""
 
 OPTIONS = {
@@ -112,7 +112,7 @@ def find_best(
     best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
     if fastest < len(candidates) and len(candidates) in looked:
         whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
-        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN):
+        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
     return Best(best.batch_sizes, best.prediction, left_out)

@@ -6,7 +6,7 @@ from contextlib import suppress
 from csdctl.tuning.best import Best, Candidate, Limits, find_best
 from csdctl.tuning.stannis import TuningError
 
-LEAST_GAIN = 0.05
+LEAST_GAIN_WITHOUT_HOST = 0.05
 """The host sits out when the nodes are faster by this share without it."""
 
 
@@ -29,6 +29,6 @@ def find_best_ranks(
     best = find_best([host, *nodes], limits, sum_s, stretch, lone_stretch=1.0)
     with suppress(TuningError):
         without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), stretch)
-        if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN):
+        if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
             return without
     return best

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from csdctl.cli.render.numbers import show_joules, show_rate, show_seconds, show_share
 from csdctl.perfmodel.scaling import CurvePoint
-from csdctl.perfmodel.verdict import LEAST_GAIN, LEAST_SHARE_OF_NODE, Reason, Verdict
+from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
 from csdctl.workflows.plan import Forecast, pick_evenly
 
 MAX_ROWS = 40
@@ -108,7 +108,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
     sentences = {
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
-        f"(less than {LEAST_GAIN:.0%} is noise)",
+        f"(less than {LEAST_WORTH:.0%} is noise)",
         Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
