@@ -24,7 +24,7 @@ MOST_SEARCHED = 60
 MOST_JUDGED = 40
 FEW_JUDGED = 16
 """Where each number of nodes takes a search, a verdict looks at all of them up to the first, and beyond it at
-so many between 0 and the largest."""
+so many between 0 and the largest, and at 1, 2, 4, … for the least number that is worth it."""
 
 ValueT = TypeVar("ValueT")
 
@@ -98,10 +98,17 @@ def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]
         )
     else:
         costs = Costs(basis.sum_cost, basis.gradient_bytes, basis.stretch)
-        parts = MOST_JUDGED if most <= MOST_JUDGED else FEW_JUDGED
-        looked_at = sorted({*counts, *(round(part * most / parts) for part in range(parts + 1))})
+        looked_at = sorted({*counts, *_judged(most)})
         points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
     return {point.num_nodes: point for point in points}
+
+
+def _judged(most: int) -> set[int]:
+    """The numbers of nodes that a verdict on `most` looks at."""
+    if most <= MOST_JUDGED:
+        return set(range(most + 1))
+    doubled = {1 << power for power in range(most.bit_length())}
+    return doubled | {round(part * most / FEW_JUDGED) for part in range(FEW_JUDGED + 1)}
 
 
 def given_power(

@@ -173,6 +173,14 @@ class TestFromTheHistoryAlone:
         assert verdict.worth_from
         assert 0 < verdict.useful_nodes <= 100
 
+    def test_least_number_that_is_worth_it_is_found_whatever_the_largest(
+        self, measured: MeasuredProject
+    ) -> None:
+        few, many = (ask(measured, node_counts=[number]).verdict for number in (40, 1000))
+        assert few
+        assert many
+        assert few.worth_from == many.worth_from == 2
+
     def test_of_many_numbers_of_nodes_some_are_searched_evenly_and_it_is_said(
         self, measured: MeasuredProject
     ) -> None:
