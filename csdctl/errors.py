@@ -2,6 +2,7 @@
 
 CsdctlError                 1  something failed
 ├── InputError              2  what a person wrote or asked for cannot be used
+│   ├── TuningError         2  no plan can be made (tuning/stannis.py)
 │   └── DamagedHistoryError 2  the history of measurements cannot be read
 ├── PartialError            3  done on some nodes only
 ├── NodeError               1  one node failed at one thing

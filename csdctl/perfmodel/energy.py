@@ -22,11 +22,11 @@ class Power:
         if min(self.host_w, self.node_w, self.without_nodes_w or 0.0) < 0:
             raise ValueError(f"a power cannot be negative: {self}")
 
-    def at(self, num_nodes: int) -> float:
-        """Watts while `num_nodes` train together with the host."""
+    def at(self, num_nodes: int, num_idle: int = 0) -> float:
+        """Watts of a server with `num_nodes` nodes, all training but `num_idle` of them."""
         if num_nodes == 0 and self.without_nodes_w is not None:
             return self.without_nodes_w
-        return self.host_w + num_nodes * self.node_w
+        return self.host_w + (num_nodes - num_idle) * self.node_w
 
 
 def fit_power(

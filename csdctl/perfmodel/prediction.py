@@ -32,18 +32,6 @@ class Prediction:
     communication_share: float
     ceiling_images_per_s: float
     """The sum of what all ranks would reach with these batch sizes if none waited for another."""
-    single_images_per_s: float
-    """What the first rank, the host, would reach alone with its batch size."""
-
-    @property
-    def efficiency(self) -> float:
-        """Of the ceiling."""
-        return self.images_per_s / self.ceiling_images_per_s
-
-    @property
-    def speedup(self) -> float | None:
-        """Over the host alone; None when the host trains nothing."""
-        return self.images_per_s / self.single_images_per_s if self.single_images_per_s else None
 
 
 def predict(
@@ -65,5 +53,4 @@ def predict(
         imbalance_share=max(0.0, 1 - compute_share - communication_share),
         communication_share=communication_share,
         ceiling_images_per_s=sum(size / time for size, time in training),
-        single_images_per_s=batch_sizes[0] / times[0] if batch_sizes[0] else 0.0,
     )

@@ -113,7 +113,7 @@ def build_point(
     num_left_out: int = 0,
 ) -> CurvePoint:
     """A point with what follows from its rates; nodes that are left out draw no power to train."""
-    power_w = power.at(num_nodes - num_left_out) if power else None
+    power_w = power.at(num_nodes, num_left_out) if power else None
     return CurvePoint(
         num_nodes=num_nodes,
         global_batch=global_batch,

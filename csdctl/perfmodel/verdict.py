@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
 
-LEAST_GAIN = 0.05
+LEAST_WORTH = 0.05
 """Over the host alone. Less is within what two runs of the same job differ by."""
 LEAST_SHARE_OF_NODE = 0.1
 """What a further node has to add, of what it reaches alone."""
@@ -19,7 +19,7 @@ class Reason(StrEnum):
     SLOWER = "slower"
     """No faster than the host alone."""
     LITTLE_GAIN = "little_gain"
-    """Faster by less than LEAST_GAIN."""
+    """Faster by less than LEAST_WORTH."""
     NO_ENERGY_SAVED = "no_energy_saved"
     """A sample takes as much energy as on the host alone, or more."""
 
@@ -69,7 +69,7 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
     reasons = []
     if point.speedup <= 1:
         reasons.append(Reason.SLOWER)
-    elif point.speedup < 1 + LEAST_GAIN:
+    elif point.speedup < 1 + LEAST_WORTH:
         reasons.append(Reason.LITTLE_GAIN)
     if (
         point.joules_per_image is not None

@@ -15,7 +15,7 @@ from csdctl.errors import CsdctlError, DamagedHistoryError, InputError
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.runs import history_rows as rows
 from csdctl.runs.history_file import HistoryFile, set_history_aside
-from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial
+from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Trial
 from csdctl.tuning.similar import feature_distance
 
 LEAST_HASH_LENGTH = 6
@@ -68,13 +68,10 @@ class History:
 
         self._write(write)
 
-    def probes(
-        self, model_hash: str, recipe: str, machine_class: str, settings: Settings | None = None
-    ) -> list[Probe]:
-        """What is known of a model on a machine class (its key), oldest first; `settings` None: with any."""
+    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[Probe]:
+        """What is known of a model on a machine class (its key), with any settings, oldest first."""
         key = (model_hash, recipe, machine_class)
-        probes = self._read(lambda connection: rows.select_probes(connection, key))
-        return [probe for probe in probes if settings in (None, probe.settings)]
+        return self._read(lambda connection: rows.select_probes(connection, key))
 
     def neighbours(
         self, model: ModelFeatures, recipe: str, machine_class: str, limit: int = 3
@@ -108,10 +105,9 @@ class History:
 
         self._write(write)
 
-    def collectives(self, fleet_class: str, name: str | None = None) -> list[Collective]:
-        """What is known of sums on a fleet class (its key), oldest first; `name` None: in all ways."""
-        found = self._read(lambda connection: rows.select_collectives(connection, fleet_class))
-        return [one for one in found if name in (None, one.name)]
+    def collectives(self, fleet_class: str) -> list[Collective]:
+        """What is known of sums on a fleet class (its key), done in any way, oldest first."""
+        return self._read(lambda connection: rows.select_collectives(connection, fleet_class))
 
     def add_trial(self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: Trial) -> None:
         """Keep what a whole plan reached."""

@@ -8,7 +8,8 @@ larger the global batch; so T is all there is to search for, once for every set 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from math import ceil
+from heapq import heapify, heappop, heappush
+from math import ceil, inf, isfinite
 
 from csdctl.perfmodel.prediction import Prediction, RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
@@ -23,8 +24,15 @@ NUM_CUTS = 12
 """Fleets that are tried, each without some of the slowest nodes."""
 SLACK = 0.005
 """Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
-LEAST_GAIN = 0.02
+LEAST_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the others are faster by this share without them."""
+
+OPTIONS = {
+    "max_global_batch": "--max-global-batch",
+    "global_batch": "--global-batch",
+    "max_step_s": "--max-step-seconds",
+}
+"""Of `csdctl tune`, by the limit that they set."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +41,13 @@ class Candidate:
 
     node: str
     step_time: StepTime
-    max_batch_size: int | None = None
-    """What fits into its memory."""
     is_required: bool = False
     """It holds private data, or is the host: it is never left out."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to. None: no limit."""
+    """What a plan must keep to. None: no limit; without any, more is always better and no plan the best."""
 
     max_global_batch: int | None = None
     global_batch: int | None = None
@@ -50,8 +56,11 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name, value in self.given.items():
-            if not value > 0:
-                raise TuningError(f"{name.replace('_', ' ')} must be above 0, received {value}")
+            if not (isfinite(value) and value > 0):
+                raise TuningError(
+                    f"{name.replace('_', ' ')} must be a number above 0, received {value}",
+                    remedy=f"give another {OPTIONS[name]}, or none",
+                )
 
     @property
     def given(self) -> dict[str, float]:
@@ -78,28 +87,32 @@ def find_best(
     limits: Limits,
     collective_s: Callable[[int], float],
     stretch: float = 1.0,
+    lone_stretch: float | None = None,
 ) -> Best:
     """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
 
-    Raises TuningError when no plan keeps to the limits.
+    `stretch` as in `predict`; `lone_stretch` is that of a plan with one rank, None: the same. Raises
+    TuningError when no plan keeps to the limits.
     """
     if not candidates:
         raise TuningError("there is no machine to tune")
 
     def best_of(members: Sequence[Candidate], num_times: int) -> Best | None:
-        return _best_of(members, limits, collective_s(len(members)), stretch, num_times)
+        is_lone = len(members) == 1
+        its_stretch = lone_stretch if is_lone and lone_stretch is not None else stretch
+        return _best_of(members, limits, collective_s(len(members)), its_stretch, num_times)
 
     fleets = {len(members): members for members in _fleets(candidates)}
     looked = {
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
     if not looked:
-        raise TuningError(_why_none(candidates, limits))
+        raise TuningError(_why_none(candidates, limits), remedy=_how_to_have_one(limits))
     fastest = max(looked, key=lambda size: looked[size].prediction.images_per_s)
     best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
     if fastest < len(candidates) and len(candidates) in looked:
         whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
-        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN):
+        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
     return Best(best.batch_sizes, best.prediction, left_out)
@@ -112,15 +125,16 @@ def best_equal(
     stretch: float = 1.0,
 ) -> float | None:
     """Images a second of the best single batch size for all ranks; None when the limits allow none."""
-    largest = (
-        limits.most // len(candidates) if limits.most else max(one.max_batch_size or 1 for one in candidates)
-    )
     sum_s = collective_s(len(candidates))
+    most_s = inf if limits.max_step_s is None else limits.max_step_s
+    if limits.most is None:
+        largest = min(one.step_time.largest_within((most_s - sum_s) / stretch) for one in candidates)
+    else:
+        largest = limits.most // len(candidates)
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
         step_s = max(one.step_time.at(size) for one in candidates) * stretch + sum_s
-        fits = all(one.max_batch_size is None or size <= one.max_batch_size for one in candidates)
-        if size <= largest and fits and step_s <= (limits.max_step_s or float("inf")):
+        if size <= largest and step_s <= most_s:
             speeds.append(size * len(candidates) / step_s)
     return max(speeds, default=None)
 
@@ -148,65 +162,76 @@ def _best_of(
     members: Sequence[Candidate], limits: Limits, collective_s: float, stretch: float, num_times: int
 ) -> Best | None:
     """The best plan in which all `members` train; None when the limits allow none."""
-    counts = Counter((one.step_time, one.max_batch_size) for one in members)
-    kinds = {(one.step_time, one.max_batch_size): one for one in members}
-
-    def sizes_within(time_s: float) -> dict[tuple[StepTime, int | None], int]:
-        return {kind: _most_within(one, time_s) for kind, one in kinds.items()}
+    most = limits.most
+    if most is not None and most < len(members):
+        return None
+    counts = _count_kinds(members)
 
     def total(time_s: float) -> int:
-        return sum(size * counts[kind] for kind, size in sizes_within(time_s).items())
+        return sum(kind.largest_within(time_s) * count for kind, count in counts.items())
 
-    least_s = max(one.step_time.at(1) for one in members)
-    most_s = _longest_time(kinds.values(), limits, collective_s, stretch, least_s, total)
+    least_s = max(kind.at(1) for kind in counts)
+    most_s = _longest_time(limits, collective_s, stretch, least_s, total)
     if most_s < least_s:
         return None
-    most = limits.most
-    found: list[Best] = []
-    models = [RankModel(one.node, one.step_time) for one in members]
+    # A rate needs a look at each kind only; the sizes of all members are written down for the best alone.
+    found: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = sizes_within(time_s)
-        sizes = [within[one.step_time, one.max_batch_size] for one in members]
-        if most is not None and sum(sizes) > most:
-            sizes = _cut_to(sizes, members, most)
-        if min(sizes) < 1 or sum(sizes) > (most or sum(sizes)):
+        within = {kind: kind.largest_within(time_s) for kind in counts}
+        num_samples = total(time_s)
+        if most is not None and num_samples > most:
+            sizes = _sizes_at(time_s, members, most)
+            num_samples = sum(sizes)
+            slowest_s = max(one.step_time.at(size) for one, size in zip(members, sizes, strict=True))
+        else:
+            slowest_s = max(kind.at(size) for kind, size in within.items())
+        if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
-        if limits.global_batch is not None and sum(sizes) != limits.global_batch:
-            continue
-        prediction = predict(models, sizes, collective_s, stretch)
-        found.append(Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction))
+        found.append((num_samples / (slowest_s * stretch + collective_s), time_s))
     if not found:
         return None
-    fastest = max(one.prediction.images_per_s for one in found)
+    fastest = max(rate for rate, _ in found)
     # In order of T, and so of the global batch: the first that is as fast as any.
-    return next(one for one in found if one.prediction.images_per_s >= fastest * (1 - SLACK))
+    time_s = next(time_s for rate, time_s in found if rate >= fastest * (1 - SLACK))
+    sizes = _sizes_at(time_s, members, most)
+    prediction = predict(
+        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, stretch
+    )
+    return Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _most_within(one: Candidate, time_s: float) -> int:
-    size = one.step_time.largest_within(time_s)
-    return min(size, one.max_batch_size) if one.max_batch_size is not None else size
+def _count_kinds(members: Sequence[Candidate]) -> dict[StepTime, int]:
+    """How many members have each step time; most share the same object, which is quicker to count."""
+    counts: dict[StepTime, int] = {}
+    objects = {id(one.step_time): one.step_time for one in members}
+    for key, count in Counter(id(one.step_time) for one in members).items():
+        counts[objects[key]] = counts.get(objects[key], 0) + count
+    return counts
+
+
+def _sizes_at(time_s: float, members: Sequence[Candidate], most: int | None) -> list[int]:
+    """What each of `members` can do in `time_s`, and no more than `most` together."""
+    within: dict[int, int] = {}
+    for one in members:
+        if id(one.step_time) not in within:
+            within[id(one.step_time)] = one.step_time.largest_within(time_s)
+    sizes = [within[id(one.step_time)] for one in members]
+    return _cut_to(sizes, members, most) if most is not None and sum(sizes) > most else sizes
 
 
 def _longest_time(
-    kinds: Iterable[Candidate],
     limits: Limits,
     collective_s: float,
     stretch: float,
     least_s: float,
     total: Callable[[float], int],
 ) -> float:
-    """The longest T that the limits allow, found by halving; memory ends it when nothing else does."""
-    bounds = [
-        one.step_time.at(one.max_batch_size) if one.max_batch_size is not None else float("inf")
-        for one in kinds
-    ]
-    most_s = max(bounds)
+    """The longest T that the limits allow, found by halving; there is one limit at least."""
+    most_s = inf
     if limits.max_step_s is not None:
-        most_s = min(most_s, (limits.max_step_s - collective_s) / stretch)
+        most_s = (limits.max_step_s - collective_s) / stretch
     most = limits.most
     if most is None:
-        if most_s == float("inf"):
-            raise TuningError("without a limit of memory, step time or global batch, more is always better")
         return most_s
     low, high = least_s, least_s
     while total(high) < most and high < most_s:
@@ -237,15 +262,16 @@ def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> 
     total = sum(sizes)
     # Rounded up: what is still too much is at most a sample for each rank.
     cut = [max(1, ceil(size * wanted / total)) for size in sizes]
-    while (over := sum(cut) - wanted) > 0:
-        longest = max(
-            (place for place in range(len(cut)) if cut[place] > 1),
-            key=lambda place: (members[place].step_time.at(cut[place]), place),
-            default=None,
-        )
-        if longest is None:
-            return cut
-        cut[longest] -= 1 if over < len(cut) else max(1, min(cut[longest] - 1, over // len(cut)))
+    over = sum(cut) - wanted
+    longest = [(-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > 1]
+    heapify(longest)
+    while over > 0 and longest:
+        place = -heappop(longest)[1]
+        taken = 1 if over < len(cut) else max(1, min(cut[place] - 1, over // len(cut)))
+        cut[place] -= taken
+        over -= taken
+        if cut[place] > 1:
+            heappush(longest, (-members[place].step_time.at(cut[place]), -place))
     return cut
 
 
@@ -253,6 +279,11 @@ def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
     given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
     slowest = max(candidates, key=lambda one: one.step_time.at(1))
     return (
-        f"no plan for {len(candidates)} ranks keeps to {', '.join(given) or 'the memory there is'}; "
+        f"no plan for {len(candidates)} ranks keeps to {', '.join(given)}; "
         f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
     )
+
+
+def _how_to_have_one(limits: Limits) -> str:
+    other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
+    return f"tune with {other}, or ask for fewer nodes"

@@ -122,13 +122,16 @@ def predict_best_curve(
 
 
 def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs) -> Best:
-    """The plan of these ranks, the host first; it has a part in the sum also when it is idle."""
+    """The plan of these ranks, the host first; idle it is still a rank: it adds up the sum."""
     host, *nodes = (rank.model.node for rank in ranks)
     training = [rank for rank in ranks if rank.model.node not in idle]
-    sum_s = costs.sum_s(len(training) + (host in idle))
-    stretch = costs.stretch if len(training) > 1 else 1.0
+    num_ranks = len(training) + (host in idle)
+    stretch = costs.stretch if num_ranks > 1 else 1.0
     prediction = predict(
-        [rank.model for rank in training], [rank.batch_size for rank in training], sum_s, stretch
+        [rank.model for rank in training],
+        [rank.batch_size for rank in training],
+        costs.sum_s(num_ranks),
+        stretch,
     )
     sizes = {rank.model.node: rank.batch_size for rank in training}
     return Best(sizes, prediction, tuple(node for node in nodes if node in idle))

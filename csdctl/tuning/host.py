@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
 
 from csdctl.tuning.best import Best, Candidate, Limits, find_best
 from csdctl.tuning.stannis import TuningError
 
-LEAST_GAIN = 0.05
+LEAST_GAIN_WITHOUT_HOST = 0.05
 """The host sits out when the nodes are faster by this share without it."""
 
 
@@ -23,13 +22,13 @@ def find_best_ranks(
     `sum_s(n)` is the time of a sum over n ranks, of which the host is always one. Raises TuningError when no
     plan keeps to the limits.
     """
-    best = find_best([host, *nodes], limits, sum_s, stretch)
     if not nodes:
-        return best
-    if len(best.batch_sizes) == 1:  # alone it has nobody to be in step with
-        best = replace(find_best([host], limits, sum_s), left_out=best.left_out)
+        return find_best([host], limits, sum_s, stretch)
+    # Without all nodes the host has nobody to be in step with: it is not held against the fleet with a
+    # stretch that it would not have.
+    best = find_best([host, *nodes], limits, sum_s, stretch, lone_stretch=1.0)
     with suppress(TuningError):
         without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), stretch)
-        if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN):
+        if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
             return without
     return best

@@ -58,6 +58,8 @@ class Predicted(Document):
     """What tuning predicts for its batch sizes. Shares are of the ranks' time, and add up to 1."""
 
     global_batch: int
+    batch_sizes: list[int] | None = None
+    """Of the ranks, in the plan's order; None: an older plan, where `global_batch` has to tell."""
     step_s: Annotated[float, Field(gt=0)]
     images_per_s: Annotated[float, Field(gt=0)]
     compute_share: float
@@ -88,14 +90,22 @@ class Plan(Document):
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property
+    def batch_sizes(self) -> list[int]:
+        """Of the ranks, in order."""
+        return [rank.batch_size for rank in self.ranks]
+
+    @property
     def global_batch(self) -> int:
         """Samples of all ranks in one step."""
-        return sum(rank.batch_size for rank in self.ranks)
+        return sum(self.batch_sizes)
 
     @property
     def prediction(self) -> Predicted | None:
         """What tuning predicted, while it holds: None when batch sizes were edited since."""
-        holds = self.predicted and self.predicted.global_batch == self.global_batch
+        if self.predicted is None:
+            return None
+        made_for = self.predicted.batch_sizes
+        holds = self.predicted.global_batch == self.global_batch and made_for in (None, self.batch_sizes)
         return self.predicted if holds else None
 
     @property

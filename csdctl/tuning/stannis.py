@@ -8,6 +8,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME
+
 Measure = Callable[[Mapping[str, int]], Mapping[str, float | None]]
 """Step time in seconds of each engine at its batch size, all working at once; None: it did not fit."""
 
@@ -18,8 +21,8 @@ DEFAULT_MARGIN_SCALE = 20.0
 MAX_ROUNDS = 100
 
 
-class TuningError(ValueError):
-    """The measurements allow no plan."""
+class TuningError(InputError):
+    """No plan can be made of what was asked for and what the machines can do."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,10 @@ def tune_stannis(
         for engine, growth in waiting.items():
             growth.learn(times[engine])
     else:
-        raise TuningError(f"C = {step_divisor} makes steps too small: no end after {MAX_ROUNDS} rounds")
+        raise TuningError(
+            f"C = {step_divisor} makes steps too small: no end after {MAX_ROUNDS} rounds",
+            remedy="give a smaller --step-divisor",
+        )
     tuned |= {engine: growth.done for engine, growth in growing.items()}
     return {engine: tuned[engine] for engine in engines}
 
@@ -88,11 +94,17 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
     """Raise TuningError for arguments that Algorithm 1 cannot work with."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise TuningError(
-            f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}"
+            f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}",
+            remedy="give --batch-sizes such as 4,8,16,32",
         )
-    for name, value in (("C", step_divisor), ("E", margin_scale)):
+    for name, option, value in (
+        ("C", "--step-divisor", step_divisor),
+        ("E", "--margin-scale", margin_scale),
+    ):
         if not (math.isfinite(value) and value > 0):
-            raise TuningError(f"{name} must be a positive number, received {value}")
+            raise TuningError(
+                f"{name} must be a positive number, received {value}", remedy=f"give another {option}"
+            )
 
 
 class _Growth:
@@ -154,7 +166,11 @@ def _measure_list(
                 done[engine].append(TunedBatch(batch_size, time_s))
     for engine in engines:
         if not done[engine]:
-            raise TuningError(f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory")
+            leave_out = "" if engine == HOST_NAME else f", or leave it out: --exclude {engine}"
+            raise TuningError(
+                f"{engine} cannot train even {batch_sizes[0]} samples at a time: out of memory",
+                remedy=f"give smaller --batch-sizes{leave_out}",
+            )
     return done, too_large
 
 

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from csdctl.errors import InputError
 from csdctl.perfmodel.collective import CollectiveCost
@@ -15,14 +16,17 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.scaling import CurvePoint, predict_curve
 from csdctl.perfmodel.verdict import Verdict, judge
 from csdctl.tuning.curve import Costs, predict_best_curve
-from csdctl.tuning.stannis import TuningError
 from csdctl.workflows.basis import Basis
 
 MAX_NODES = 10_000
+MOST_SEARCHED = 60
+"""Where each number of nodes takes a search, so many of those asked for: `1..10000` takes seconds."""
 MOST_JUDGED = 40
 FEW_JUDGED = 16
 """Where each number of nodes takes a search, a verdict looks at all of them up to the first, and beyond it at
-so many between 0 and the largest."""
+so many between 0 and the largest, and at 1, 2, 4, … for the least number that is worth it."""
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class Forecast:
 
     basis: Basis
     points: list[CurvePoint]
-    """For each number of nodes that was asked for."""
+    """For each number of nodes that was asked for, or MOST_SEARCHED of them."""
     verdict: Verdict | None
     """Of the largest number of nodes; None for a host alone."""
 
@@ -63,9 +67,20 @@ def forecast(basis: Basis, question: Question) -> Forecast:
             "the plan has the host alone: what nodes would add is not known",
             remedy="run `csdctl tune` with at least one node, or ask with --published",
         )
+    if basis.choice is not None and len(counts) > MOST_SEARCHED:
+        shown = f"{MOST_SEARCHED} of the {len(counts):,} asked for: each takes a search of its own"
+        basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
+        counts = pick_evenly(counts, MOST_SEARCHED)
     curve = _predict_curve(basis, counts)
     verdict = judge(list(curve.values()), basis.nodes) if max(counts) else None
     return Forecast(basis, [curve[count] for count in counts], verdict)
+
+
+def pick_evenly(values: Sequence[ValueT], most: int) -> Sequence[ValueT]:
+    """All, or `most` of them: evenly, with the first and the last."""
+    if len(values) <= most:
+        return values
+    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
 def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]:
@@ -83,15 +98,17 @@ def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]
         )
     else:
         costs = Costs(basis.sum_cost, basis.gradient_bytes, basis.stretch)
-        parts = MOST_JUDGED if most <= MOST_JUDGED else FEW_JUDGED
-        looked_at = sorted({*counts, *(round(part * most / parts) for part in range(parts + 1))})
-        try:
-            points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
-        except TuningError as error:
-            raise InputError(
-                str(error), remedy="ask for other --nodes, or tune with another --max-global-batch"
-            ) from None
+        looked_at = sorted({*counts, *_judged(most)})
+        points = predict_best_curve(basis.host, basis.nodes, looked_at, basis.choice, costs, basis.power)
     return {point.num_nodes: point for point in points}
+
+
+def _judged(most: int) -> set[int]:
+    """The numbers of nodes that a verdict on `most` looks at."""
+    if most <= MOST_JUDGED:
+        return set(range(most + 1))
+    doubled = {1 << power for power in range(most.bit_length())}
+    return doubled | {round(part * most / FEW_JUDGED) for part in range(FEW_JUDGED + 1)}
 
 
 def given_power(

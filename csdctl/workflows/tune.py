@@ -14,7 +14,6 @@ from csdctl.tuning.stannis import (
     DEFAULT_MARGIN_SCALE,
     DEFAULT_STEP_DIVISOR,
     TunedBatch,
-    TuningError,
     check_arguments,
     tune_stannis,
 )
@@ -51,10 +50,7 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InputError(f"there is no method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
-        try:
-            check_arguments(self.batch_sizes, self.step_divisor, self.margin_scale)
-        except TuningError as error:
-            raise InputError(str(error), remedy=TUNING_HELP) from None
+        check_arguments(self.batch_sizes, self.step_divisor, self.margin_scale)
         if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
             raise InputError(f"a probe cannot take {self.probe_duration_s} seconds", remedy=TUNING_HELP)
 
@@ -65,16 +61,16 @@ def tune(
     """A plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial's ranks raise."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("a host that sits out needs nodes that train, and the method fit")
-    try:
-        if options.method == STANNIS:
-            plan = _tune_by_algorithm_1(job, prepared, space, options, say, on_probes)
-        else:
-            from csdctl.workflows.tune_fit import tune_by_fit
+    if options.method == STANNIS:
+        plan = _tune_by_algorithm_1(job, prepared, space, options, say, on_probes)
+    else:
+        from csdctl.workflows.tune_fit import tune_by_fit
 
-            plan = tune_by_fit(job, prepared, space, options, say, on_probes)
-    except TuningError as error:
-        raise InputError(str(error), remedy=TUNING_HELP) from None
-    return plan.model_copy(update={"made_for": describe_made_for(plan, job, space.facts)})
+        plan = tune_by_fit(job, prepared, space, options, say, on_probes)
+    # Whoever edits the batch sizes later is not told what was predicted for these.
+    predicted = plan.predicted and plan.predicted.model_copy(update={"batch_sizes": plan.batch_sizes})
+    made_for = describe_made_for(plan, job, space.facts)
+    return plan.model_copy(update={"made_for": made_for, "predicted": predicted})
 
 
 def _tune_by_algorithm_1(

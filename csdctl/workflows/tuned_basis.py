@@ -16,14 +16,13 @@ from csdctl.job.model import Job
 from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
-from csdctl.tuning.stannis import TuningError
 from csdctl.workflows.basis import Basis
 from csdctl.workflows.history_basis import history_basis
 from csdctl.workflows.plan_basis import plan_basis
 from csdctl.workflows.plan_check import find_changes, find_unplanned
 from csdctl.workflows.prepare import Say
 from csdctl.workflows.prepared_data import PreparedData, load_prepared
-from csdctl.workflows.recall import TUNE, Recalled, Unknown, recall
+from csdctl.workflows.recall import TUNE, Unknown, recall
 
 NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
 
@@ -41,20 +40,18 @@ def tuned_basis(
     plan, why_no_plan = _load_fitting_plan(job, project, fleet, facts)
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
     notes = {}
-    if fleet and isinstance(known, Recalled) and not (plan and known.is_guessed):
-        samples = num_samples or (data.num_samples if data else None)
-        try:
-            basis = history_basis(job, fleet, plan, known, samples)
-        except TuningError as error:
-            raise InputError(str(error), remedy="leave the slowest nodes out: --exclude") from None
-        if why_no_plan:
-            notes["plan"] = f"not used: {why_no_plan}"
-    elif plan:
+    if plan and (isinstance(known, Unknown) or known.is_guessed):
         basis = plan_basis(job, plan)
         why_not = known.reason if isinstance(known, Unknown) else "it knows similar models only"
         notes["history"] = f"not used: {why_not}"
-    else:
+    elif isinstance(known, Unknown):
         raise _nothing_known(job, why_no_plan, known)
+    else:
+        assert fleet is not None  # nothing is recalled without one
+        samples = num_samples or (data.num_samples if data else None)
+        basis = history_basis(job, fleet, plan, known, samples)
+        if why_no_plan:
+            notes["plan"] = f"not used: {why_no_plan}"
     if data:
         notes["samples"] = _say_samples(data)
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
@@ -81,11 +78,10 @@ def _load_fitting_plan(
     return plan, ""
 
 
-def _nothing_known(job: Job, why_no_plan: str, known: Recalled | Unknown) -> InputError:
-    reason, remedy = (known.reason, known.remedy) if isinstance(known, Unknown) else ("", "")
+def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:
     return InputError(
-        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {reason}",
-        remedy=f"{remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
+        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {known.reason}",
+        remedy=f"{known.remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
     )
 
 

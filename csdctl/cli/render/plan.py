@@ -8,8 +8,8 @@ from rich.table import Table
 
 from csdctl.cli.render.numbers import show_joules, show_rate, show_seconds, show_share
 from csdctl.perfmodel.scaling import CurvePoint
-from csdctl.perfmodel.verdict import LEAST_GAIN, LEAST_SHARE_OF_NODE, Reason, Verdict
-from csdctl.workflows.plan import Forecast
+from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
+from csdctl.workflows.plan import Forecast, pick_evenly
 
 MAX_ROWS = 40
 
@@ -23,11 +23,13 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
         columns += ["an image", "the job"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
-    for point in _rows(forecast.points):
+    for point in pick_evenly(forecast.points, MAX_ROWS):
         table.add_row(*_cells(point, forecast))
     console.print(table)
     if len(forecast.points) > MAX_ROWS:
-        console.print(f"{len(forecast.points):,} numbers of nodes were asked for: --json has them all")
+        console.print(
+            f"the table has {MAX_ROWS} of {len(forecast.points):,} numbers of nodes: --json has them all"
+        )
     if forecast.num_samples is None:
         console.print("time and energy of the job: say how many samples an epoch has, with --samples")
     else:
@@ -60,13 +62,6 @@ def forecast_document(forecast: Forecast) -> dict[str, Any]:
             "reasons": [{"code": code, "text": text} for code, text in _reasons(forecast).items()],
         },
     }
-
-
-def _rows(points: list[CurvePoint]) -> list[CurvePoint]:
-    """All, or as many as can be read: evenly, with the first and the last."""
-    if len(points) <= MAX_ROWS:
-        return points
-    return [points[round(row * (len(points) - 1) / (MAX_ROWS - 1))] for row in range(MAX_ROWS)]
 
 
 def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
@@ -113,7 +108,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
     sentences = {
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
-        f"(less than {LEAST_GAIN:.0%} is noise)",
+        f"(less than {LEAST_WORTH:.0%} is noise)",
         Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }

@@ -69,7 +69,6 @@ class TestProbes:
         assert history.probes(OTHER.hash, "recipe", CSD.key) == []
         assert history.probes(MODEL.hash, "other", CSD.key) == []
         assert history.probes(MODEL.hash, "recipe", HOST.key) == []
-        assert history.probes(MODEL.hash, "recipe", CSD.key, PROBES[3].settings) == PROBES[3:]
 
     def test_only_the_newest_of_one_size_and_settings_are_kept(self, history: History) -> None:
         many = [replace(PROBES[0], measured_at=float(k)) for k in range(NUM_KEPT + 7)]
@@ -115,7 +114,6 @@ class TestCollectivesAndTrials:
         star, ring = Collective("star", 5, 1 << 20, 0.25, 2.0), Collective("ring", 5, 1 << 20, 0.125, 1.0)
         history.add_collectives(FLEET, [star, ring])
         assert history.collectives(FLEET.key) == [ring, star]
-        assert history.collectives(FLEET.key, "star") == [star]
         assert history.collectives("other") == []
 
     def test_trials_come_out_as_they_went_in(self, history: History) -> None:

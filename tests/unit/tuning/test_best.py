@@ -73,13 +73,6 @@ def test_no_more_is_taken_than_brings_something() -> None:
     assert sum(found.batch_sizes.values()) < 1000
 
 
-def test_memory_bounds_a_batch_and_the_others_go_on() -> None:
-    small = Candidate("csd0", StepTime(0.03, 0.002), max_batch_size=8)
-    found = find_best([HOST, small], Limits(max_global_batch=1000), lambda _: 0.1)
-    assert found.batch_sizes["csd0"] == 8
-    assert found.batch_sizes["host"] > 100
-
-
 def test_node_that_costs_more_than_it_brings_is_left_out() -> None:
     slow = Candidate("slow", StepTime(5.0, 1.0))
     found = find_best([HOST, NODES[0], slow], Limits(max_global_batch=512), lambda _: 0.01)
@@ -99,21 +92,27 @@ def test_nodes_are_left_out_when_the_sum_costs_more_than_they_bring() -> None:
 
 
 def test_limits_that_nothing_keeps_to_are_an_error_that_names_them() -> None:
-    with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0"):
+    with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0") as raised:
         find_best(
             [HOST, Candidate("csd0", StepTime(1.0, 1.0), is_required=True)], Limits(max_step_s=0.001), free
         )
+    assert raised.value.remedy == "tune with another --max-step-seconds, or ask for fewer nodes"
 
 
-def test_more_is_always_better_needs_a_limit() -> None:
-    with pytest.raises(TuningError, match="without a limit"):
-        find_best(FLEET, Limits(), free)
-
-
-@pytest.mark.parametrize("limits", [{"max_global_batch": 0}, {"global_batch": -1}, {"max_step_s": 0.0}])
-def test_limit_must_be_above_zero(limits: dict[str, float]) -> None:
-    with pytest.raises(TuningError, match="must be above 0"):
+@pytest.mark.parametrize(
+    ("limits", "option"),
+    [
+        ({"max_global_batch": 0}, "--max-global-batch"),
+        ({"global_batch": -1}, "--global-batch"),
+        ({"max_step_s": 0.0}, "--max-step-seconds"),
+        ({"max_step_s": float("nan")}, "--max-step-seconds"),
+        ({"max_step_s": float("inf")}, "--max-step-seconds"),
+    ],
+)
+def test_limit_must_be_a_number_above_zero(limits: dict[str, float], option: str) -> None:
+    with pytest.raises(TuningError, match="must be a number above 0") as raised:
         Limits(**limits)  # type: ignore[arg-type]
+    assert option in raised.value.remedy
 
 
 def test_tuned_beats_the_best_equal_size() -> None:
@@ -121,6 +120,12 @@ def test_tuned_beats_the_best_equal_size() -> None:
     equal = best_equal(FLEET, limits, free)
     assert equal is not None
     assert find_best(FLEET, limits, free).prediction.images_per_s > 1.5 * equal
+
+
+def test_best_equal_size_is_found_with_a_step_time_alone() -> None:
+    size = NODES[0].step_time.largest_within(0.4)
+    equal = best_equal(FLEET, Limits(max_step_s=0.5), lambda _: 0.1)
+    assert equal == pytest.approx(5 * size / 0.5, rel=0.05)
 
 
 def test_thousand_different_nodes_are_planned() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,6 +33,20 @@ def test_cost_is_found_from_exact_sums(
 def test_of_two_ways_to_sum_the_quicker_counts() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     found = fit_collective([*timed(cost, "allreduce", 3.0), *timed(cost)])
+    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
+
+
+def test_one_lucky_sum_does_not_stand_for_all() -> None:
+    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+    found = fit_collective([*timed(cost), *timed(cost, factor=0.2), *timed(cost)])
+    assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
+
+
+def test_network_that_has_become_slower_is_believed() -> None:
+    cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
+    before = timed(cost, factor=0.2) * 20
+    now = [replace(one, measured_at=1.0) for one in timed(cost)] * 5
+    found = fit_collective([*now, *before])
     assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
 
 

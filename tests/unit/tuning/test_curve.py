@@ -74,6 +74,14 @@ def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() ->
     assert pair.sum_s == 0
 
 
+def test_host_whose_nodes_are_all_left_out_is_no_other_server() -> None:
+    dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
+    power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
+    alone, pair = predict_best_curve(PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, power)
+    assert pair.num_left_out == 2
+    assert (alone.power_w, pair.power_w) == (300.0, 100.0)
+
+
 def test_required_nodes_are_kept_whatever_they_cost() -> None:
     dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
     private = Choice(WITHIN.limits, is_required=True)
@@ -111,6 +119,39 @@ def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
     host = Candidate("host", StepTime(0.02, 0.002), is_required=True)
     best = find_best_ranks(host, nodes, Limits(max_global_batch=64), COSTS.sum_s)
     assert set(best.batch_sizes) == {"host", "csd0"}
+
+
+def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
+    host, node = PLANNED[:2]
+    idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
+    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, stretch=1.2))
+    assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
+
+
+HOST_THERE = Candidate("host", HOST.step_time, is_required=True)
+
+
+def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> None:
+    """The nodes add a quarter; being in step costs more."""
+    nodes = [Candidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, stretch=1.5)
+    assert set(best.batch_sizes) == {"host"}
+    assert best.left_out == ("csd0", "csd1", "csd2")
+    alone = find_best_ranks(HOST_THERE, [], Limits(max_global_batch=512), COSTS.sum_s)
+    assert best.prediction == alone.prediction
+
+
+def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
+    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, stretch=1.1)
+    assert best.left_out == ()
+
+
+def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
+    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    limits = Limits(max_step_s=0.03, max_global_batch=512)
+    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, stretch=1.5)
+    assert set(best.batch_sizes) == {"host"}
 
 
 def test_stretch_is_what_makes_the_model_agree_with_a_trial() -> None:

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.tuning.plan import HEADER, Plan, RankPlan, load_plan, save_plan
+from csdctl.tuning.plan import HEADER, Plan, Predicted, RankPlan, load_plan, save_plan
 
 PLAN = Plan(
     job="job",
@@ -84,6 +84,43 @@ def test_missing_plan_says_how_to_get_one(tmp_path: Path) -> None:
 
 def test_predicted_speed_is_the_global_batch_over_the_slowest_step() -> None:
     assert PLAN.predicted_images_per_s == pytest.approx(340 / 10.0)
+
+
+def predicted_for(batch_sizes: list[int] | None) -> Plan:
+    predicted = Predicted(
+        global_batch=340,
+        batch_sizes=batch_sizes,
+        step_s=11.0,
+        images_per_s=31.0,
+        compute_share=0.9,
+        imbalance_share=0.0,
+        communication_share=0.1,
+        is_confirmed=True,
+    )
+    return PLAN.model_copy(update={"predicted": predicted})
+
+
+def test_prediction_holds_for_the_batch_sizes_that_it_was_made_for(path: Path) -> None:
+    save_plan(path, predicted_for([315, 25]))
+    assert load_plan(path).predicted_images_per_s == 31.0
+
+
+def test_moving_samples_between_ranks_ends_the_prediction(path: Path) -> None:
+    save_plan(path, predicted_for([315, 25]))
+    path.write_text(
+        path.read_text()
+        .replace("batch_size: 315", "batch_size: 300")
+        .replace("batch_size: 25", "batch_size: 40")
+    )
+    assert load_plan(path).global_batch == 340
+    assert load_plan(path).prediction is None
+
+
+def test_prediction_of_an_older_plan_holds_while_the_global_batch_does() -> None:
+    plan = predicted_for(None)
+    assert plan.prediction == plan.predicted
+    ranks = [PLAN.ranks[0], PLAN.ranks[1].model_copy(update={"batch_size": 26})]
+    assert plan.model_copy(update={"ranks": ranks}).prediction is None
 
 
 def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:

@@ -143,14 +143,18 @@ def test_slowest_engine_that_fits_only_small_sizes_gets_one_of_them() -> None:
 
 def test_engine_that_fits_at_no_size_is_named() -> None:
     engines = Engines({"host": linear(50), "csd7": linear(5)}, limits={"csd7": 3})
-    with pytest.raises(TuningError, match="csd7 cannot train even 4 samples at a time: out of memory"):
+    with pytest.raises(
+        TuningError, match="csd7 cannot train even 4 samples at a time: out of memory"
+    ) as raised:
         engines.tune()
+    assert raised.value.remedy == "give smaller --batch-sizes, or leave it out: --exclude csd7"
 
 
 def test_no_engine_that_fits_ends_after_the_first_size() -> None:
     engines = Engines({"host": linear(50), "csd0": linear(5)}, limits={"host": 0, "csd0": 0})
-    with pytest.raises(TuningError, match="host cannot"):
+    with pytest.raises(TuningError, match="host cannot") as raised:
         engines.tune()
+    assert "exclude" not in raised.value.remedy  # it adds up and serves the others in any case
     assert len(engines.rounds) == 1
 
 

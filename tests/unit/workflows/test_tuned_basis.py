@@ -1,5 +1,6 @@
 """What `csdctl plan` is computed from: plan, history, both, or a similar model; and what it says then."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,7 @@ from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, save_plan
 from csdctl.workflows.basis import Basis
-from csdctl.workflows.plan import Forecast, Question, forecast
+from csdctl.workflows.plan import MOST_SEARCHED, Forecast, Question, forecast
 from csdctl.workflows.plan_basis import plan_basis
 from csdctl.workflows.plan_check import describe_made_for
 from csdctl.workflows.tuned_basis import tuned_basis
@@ -171,6 +172,27 @@ class TestFromTheHistoryAlone:
         assert verdict
         assert verdict.worth_from
         assert 0 < verdict.useful_nodes <= 100
+
+    def test_least_number_that_is_worth_it_is_found_whatever_the_largest(
+        self, measured: MeasuredProject
+    ) -> None:
+        few, many = (ask(measured, node_counts=[number]).verdict for number in (40, 1000))
+        assert few
+        assert many
+        assert few.worth_from == many.worth_from == 2
+
+    def test_of_many_numbers_of_nodes_some_are_searched_evenly_and_it_is_said(
+        self, measured: MeasuredProject
+    ) -> None:
+        answer = ask(measured, node_counts=range(1, 301))
+        numbers = [point.num_nodes for point in answer.points]
+        assert len(numbers) == MOST_SEARCHED
+        assert (numbers[0], numbers[-1]) == (1, 300)
+        assert max(after - before for before, after in itertools.pairwise(numbers)) <= 6
+        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MOST_SEARCHED} of the 300 asked for")
+        few = ask(measured, node_counts=range(1, 11))
+        assert len(few.points) == 10
+        assert "numbers_of_nodes" not in few.basis.origins
 
 
 class TestFromPlanAndHistory:
