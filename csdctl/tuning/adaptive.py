@@ -124,7 +124,10 @@ def _learn(classes: Mapping[str, ClassState], wanted: Mapping[str, Sequence[int]
                 state.probes.append(Point(size, time_s))
         if not state.probes and (state.too_large == 1 or state.num_new >= state.max_new):
             samples = "even 1 sample" if state.too_large == 1 else f"{state.too_large} samples"
-            raise TuningError(f"{state.machines[0]} cannot train {samples} at a time: out of memory")
+            raise TuningError(
+                f"{state.machines[0]} cannot train {samples} at a time: out of memory",
+                remedy="leave it out: `--exclude`, or `--no-host` for the host",
+            )
 
 
 def _next_sizes(state: ClassState, target: int | None) -> list[int]:

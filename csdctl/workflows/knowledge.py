@@ -110,13 +110,13 @@ class Knowledge:
             kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(facts[name]))
             self.kinds[key] = kind
             if not is_fresh:
-                self._recall(kind, fleet.host.threads if name == HOST_NAME else None)
+                self._recall(kind, fleet.host.threads if name == HOST_NAME else 0)
 
-    def _recall(self, kind: Kind, threads: int | None) -> None:
-        """Take in what is known; `threads` that the user has set are kept to."""
+    def _recall(self, kind: Kind, threads: int) -> None:
+        """Take in what is known; `threads` that the user has set, 0 for none, are kept to."""
         state = kind.state
         known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key)
-        tried = [one for one in known if one.is_in_step and threads in (None, one.settings.threads)]
+        tried = [one for one in known if one.is_in_step and threads in (0, one.settings.threads)]
         if tried:
             kind.settings = tried[-1].settings
         for probe in known:

@@ -33,7 +33,7 @@ def remember(at: MeasuredProject, *probes: Probe) -> None:
         history.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
 
 
-def recalled(at: MeasuredProject, threads: int | None = None) -> Kind:
+def recalled(at: MeasuredProject, threads: int = 0) -> Kind:
     """The host, as it is known now."""
     fleet = replace(at.fleet, host=replace(at.fleet.host, threads=threads))
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in fleet.machines}
