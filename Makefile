@@ -30,13 +30,8 @@ setup: $(STAMP) ## make .venv with csdctl and its locked dependencies
 demo: $(STAMP) ## train on an emulated fleet on this machine
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run all tests; those of tests/unit side by side
-	@$(if $(ARGS),exec $(BIN)/pytest $(ARGS))
-	failed=0
-	$(BIN)/pytest $(SIDE_BY_SIDE) tests/unit || failed=$$?
-	[ "$$failed" -ne 2 ] || exit 2 # somebody pressed Ctrl-C
-	$(BIN)/pytest tests/emulated tests/lab || failed=$$?
-	exit "$$failed"
+test: $(STAMP) ## run all tests, side by side
+	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(SIDE_BY_SIDE))
 
 lab: $(STAMP) ## the tests with network namespaces and real SSH servers alone; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)

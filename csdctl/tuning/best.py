@@ -147,8 +147,10 @@ def _fleets(candidates: Sequence[Candidate]) -> Iterable[Sequence[Candidate]]:
         key=lambda one: _slowness(one.step_time),
         reverse=True,
     )
-    cuts = sorted({ceil(len(free) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)})
-    for cut in cuts:
+    cuts = {ceil(len(free) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
+    # Of many nodes a few may be best, when a sum over more costs more than they bring.
+    cuts |= {len(free) - (1 << power) for power in range(len(free).bit_length())}
+    for cut in sorted(cuts - {0}):
         without = {one.node for one in free[:cut]}
         if len(without) < len(candidates):
             yield [one for one in candidates if one.node not in without]

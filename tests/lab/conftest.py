@@ -11,7 +11,7 @@ import pytest
 
 from tests.lab.lab import Lab, open_lab
 from tests.lab.project import Project
-from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
+from tests.lab.requirements import LAB_DID_NOT_RUN, SYSTEM_PATH, find_missing_packages, why_not_here
 
 QUIET_DEADLINE_S = 15.0
 
@@ -31,26 +31,17 @@ data: {public: {path: public}}
 recipe: {epochs: 2, learning_rate: 0.01, reference_batch: 16}
 """
 
-_reasons: list[str] = []
-
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
     """The lab, up; its standing nodes are as they were when a test ends."""
     if reason := why_not_here():
-        _reasons.append(reason)
-        pytest.skip(f"the lab did not run: {reason}")
+        pytest.skip(f"{LAB_DID_NOT_RUN}: {reason}")
     if packages := find_missing_packages():
         pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
     os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
     with open_lab() as opened:
         yield opened
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    for reason in _reasons[:1]:
-        terminalreporter.section("the lab did not run", sep="!", yellow=True)
-        terminalreporter.line(f"{reason}: nothing of tests/lab was tested")
 
 
 @pytest.fixture

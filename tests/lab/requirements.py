@@ -19,6 +19,7 @@ PACKAGES = {
 
 LIBRARIES = {"faketime/libfaketime.so.1": "libfaketime"}
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/local/sbin"
+LAB_DID_NOT_RUN = "the lab did not run"
 
 
 def find_missing_packages() -> list[str]:
