@@ -14,7 +14,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly that there was no lab. From the reports: tests that run side by side leave nothing else here."""
+    """Say loudly that there was no lab, from the reports: of tests side by side nothing else comes here."""
     skipped = terminalreporter.stats.get("skipped", [])
     reasons = [str(one.longrepr[2]) for one in skipped if isinstance(one.longrepr, tuple)]
     for reason in [one for one in reasons if LAB_DID_NOT_RUN in one][:1]:
