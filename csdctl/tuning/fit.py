@@ -72,21 +72,6 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
     return best
 
 
-def standard_error(step_time: StepTime, probes: Sequence[Point], batch_size: int) -> float:
-    """How far off the fit may be at `batch_size`, as a share of its time: one standard error of the line.
-
-    Infinite while there are not more probes than a line needs.
-    """
-    if len(probes) < 3:
-        return float("inf")
-    fitted = np.array([step_time.at(probe.batch_size) for probe in probes])
-    residuals = np.array([probe.step_time_s for probe in probes]) / fitted - 1
-    variance = float(residuals @ residuals) / (len(probes) - 2)
-    rows = np.array([[1.0, float(probe.batch_size)] for probe in probes]) / fitted[:, np.newaxis]
-    at = np.array([1.0, float(batch_size)]) / step_time.at(batch_size)
-    return float(np.sqrt(variance * (at @ np.linalg.pinv(rows.T @ rows) @ at)))
-
-
 def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
     """Coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
     weights, fitted = np.ones_like(times), times

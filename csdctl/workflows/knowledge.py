@@ -132,7 +132,7 @@ class Knowledge:
         state.probes = recall_points(known, kind.settings)
         if state.probes:
             # Who pressed Ctrl-C in the middle of a tuning has probes, and no trial.
-            state.is_remembered = bool(tried) and len(state.sizes) > 1
+            state.is_remembered = bool(tried)
             shown = recall_in_step(known, kind.settings, fit_step_time(state.probes))
             if shown:
                 state.learn_in_step(*shown)

@@ -20,8 +20,8 @@ from csdctl.workflows.prepare import Prepared
 from csdctl.workflows.train import TrainOptions, run_ranks
 from csdctl.workflows.workspace import Workspace
 
-NUM_SKIPPED = 1
-"""Steps at the beginning that do not count: memory is found in them."""
+SKIPPING_FROM = 10
+"""With so many steps or more, the first does not count. Few are long ones, which have no slow first step."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def run_trial(
         recipe=dataclasses.replace(
             job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
         ),
-        ranks=_rank_specs(job, ranks, prepared, NUM_SKIPPED + num_steps),
+        ranks=_rank_specs(job, ranks, prepared, num_skipped(num_steps) + num_steps),
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
@@ -70,7 +70,12 @@ def run_trial(
     shutil.rmtree(run.path, ignore_errors=True)
     if is_stopped:
         raise KeyboardInterrupt
-    return _read(events, [rank.node for rank in ranks])
+    return _read(events, [rank.node for rank in ranks], num_skipped(num_steps))
+
+
+def num_skipped(num_steps: int) -> int:
+    """How many steps a trial takes before those that count."""
+    return 1 if num_steps >= SKIPPING_FROM else 0
 
 
 def _rank_specs(
@@ -101,13 +106,13 @@ def _rank_specs(
     return tuple(specs)
 
 
-def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
+def _read(events: Sequence[Event], nodes: Sequence[str], skipped: int) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined)]
     steps: dict[int, list[Progress]] = {rank: [] for rank in range(len(nodes))}
     for event in events:
         if isinstance(event, Progress):
             steps[event.rank].append(event)
-    counted = {rank: of_rank[NUM_SKIPPED:] for rank, of_rank in steps.items()}
+    counted = {rank: of_rank[skipped:] for rank, of_rank in steps.items()}
     if missing := [nodes[rank] for rank, of_rank in counted.items() if not of_rank]:
         raise RunError(
             f"the trial ended before {', '.join(missing)} had done a step",

@@ -17,7 +17,7 @@ from csdctl.tuning.adaptive import MAX_PROBES, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.curve import calibrate_stretch
-from csdctl.tuning.fit import Point, fit_step_time, standard_error
+from csdctl.tuning.fit import Point, fit_step_time
 from csdctl.tuning.host import find_best_ranks
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measured import Settings, describe_model
@@ -41,9 +41,9 @@ WORTH_A_TRIAL = 0.03
 """What a trial has shown may lead to a plan that is better by more than this share: it is tried as well."""
 ODD = 0.1
 """A machine that differs by more than this share from its class in a trial has a step time of its own."""
-SETTINGS_GAIN = 0.05
-"""Other settings are taken when a probe shows this share less time."""
-EXPLORE_STEP_S = 1.0
+SETTINGS_GAIN = 0.15
+"""Other settings are taken when one probe shows this share less time; less may be its noise."""
+EXPLORE_STEP_S = 0.5
 """Other settings are probed with as many samples as take this long; with more it would only last longer."""
 MANY_THREADS = 4
 
@@ -265,10 +265,8 @@ class _FitTuning:
             self._keep(rounds, kind, settings, {name: (sizes[key], result)})
             if result is None:
                 continue
-            fit = fit_step_time(kind.state.probes)
-            ratio = result.step_time_s / fit.at(result.batch_size)
-            unsure = standard_error(fit, kind.state.probes, result.batch_size)
-            if ratio < 1 - SETTINGS_GAIN - 2 * unsure:
+            ratio = result.step_time_s / fit_step_time(kind.state.probes).at(result.batch_size)
+            if ratio < 1 - SETTINGS_GAIN:
                 self._say(f"{name}: {settings.name}: takes {1 - ratio:.0%} less time: taken")
                 kind.settings = settings
                 kind.state.probes = [

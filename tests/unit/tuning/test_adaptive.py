@@ -147,7 +147,7 @@ def test_remembered_classes_are_not_measured_again() -> None:
     machines.asked.clear()
     again = machines.states()
     for kind, state in again.items():
-        state.probes, state.is_remembered = list(states[kind].probes), True
+        state.probes = list(states[kind].probes)
     assert measure_classes(again, machines.measure, machines.choose) == fits
     assert machines.asked == []
 

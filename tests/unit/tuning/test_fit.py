@@ -1,4 +1,3 @@
-import math
 import random
 
 import pytest
@@ -6,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import FitError, Point, fit_step_time, standard_error
+from csdctl.tuning.fit import FitError, Point, fit_step_time
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 
@@ -62,22 +61,3 @@ def test_probes_that_fall_with_the_batch_still_give_a_step_time() -> None:
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(FitError):
         fit_step_time([])
-
-
-def test_standard_error_is_known_from_three_probes_on() -> None:
-    line = StepTime(0.02, 0.001)
-    assert math.isinf(standard_error(line, measured(line)[:2], 64))
-    assert standard_error(line, measured(line), 64) == pytest.approx(0, abs=1e-9)
-
-
-def test_standard_error_is_about_what_the_noise_makes_it() -> None:
-    """The mean over many draws of eight probes at one place, each 10% off: 10% / √8."""
-    generator = random.Random(3)
-    line = StepTime(0.0, 0.001)
-    errors = []
-    for _ in range(200):
-        points = [
-            Point(size, line.at(size) * generator.gauss(1, 0.1)) for size in (60, 62, 64, 66, 68, 70, 10, 30)
-        ]
-        errors.append(standard_error(fit_step_time(points), points, 64))
-    assert 0.03 < sum(errors) / len(errors) < 0.06
