@@ -17,7 +17,7 @@ from csdctl.tuning.adaptive import MAX_PROBES, measure_classes
 from csdctl.tuning.best import Best, Candidate, Limits, best_equal, find_best
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.curve import calibrate_stretch
-from csdctl.tuning.fit import Point, fit_step_time
+from csdctl.tuning.fit import Point
 from csdctl.tuning.host import find_best_ranks
 from csdctl.tuning.limits import default_limits
 from csdctl.tuning.measured import Settings, describe_model
@@ -43,8 +43,9 @@ ODD = 0.1
 """A machine that differs by more than this share from its class in a trial has a step time of its own."""
 SETTINGS_GAIN = 0.15
 """Other settings are taken when one probe shows this share less time; less may be its noise."""
-EXPLORE_STEP_S = 0.5
-"""Other settings are probed with as many samples as take this long; with more it would only last longer."""
+GLANCE_S = 0.5
+HOPEFUL = 1.5
+"""Other settings that take more than so many times the usual step at a glance are not looked at again."""
 MANY_THREADS = 4
 
 
@@ -229,22 +230,20 @@ class _FitTuning:
         return {key: kind.step_time() for key, kind in self._kinds.items()}
 
     def _explore(self, rounds: ProbeRounds) -> None:
-        """Probe other runtime settings of kinds that are new, at a batch size no larger than measured."""
-        fits = self._fits()
-        planned = self._choose(fits)
-        new = {
-            key: kind
-            for key, kind in self._kinds.items()
-            if key in planned and kind.state.sizes and not kind.state.is_remembered
+        """Probe other runtime settings of kinds that are new, at the size planned or one measured below."""
+        planned = self._choose(self._fits())
+        sizes: dict[str, int] = {}
+        for key, kind in self._kinds.items():
+            measured = [size for size in kind.state.sizes if size <= planned.get(key, 0)]
+            if measured and not kind.state.is_remembered:
+                sizes[key] = max(measured)
+        variants = {
+            key: _variants(self._kinds[key])[: MAX_PROBES - self._kinds[key].state.num_new] for key in sizes
         }
-        sizes = {
-            key: max(1, min(planned[key], max(kind.state.sizes), fits[key].largest_within(EXPLORE_STEP_S)))
-            for key, kind in new.items()
-        }
-        variants = {key: _variants(kind)[: MAX_PROBES - kind.state.num_new] for key, kind in new.items()}
         for number in range(max(map(len, variants.values()), default=0)):
+            machines = {key: self._kinds[key].state.machines for key in sizes}
             tried = {
-                new[key].state.machines[number % len(new[key].state.machines)]: (key, of_kind[number])
+                machines[key][number % len(machines[key])]: (key, of_kind[number])
                 for key, of_kind in variants.items()
                 if number < len(of_kind)
             }
@@ -253,19 +252,38 @@ class _FitTuning:
     def _try_settings(
         self, rounds: ProbeRounds, tried: Mapping[str, tuple[str, Settings]], sizes: Mapping[str, int]
     ) -> None:
-        """Measure machines with other settings, while the rest is at work as before."""
+        """Measure machines with other settings, while the rest is at work as before.
+
+        A glance, of one step where steps are long, tells who is not worth a second look. That one counts:
+        in the first step memory is found and kernels are made.
+        """
         rounds.restart({name: runtime_of(settings) for name, (_, settings) in tried.items()})
-        results = rounds.measure(
-            {name: self._request(sizes[key]) for name, (key, _) in tried.items()}, is_keeping_busy=True
-        )
+        usual = {
+            name: median(
+                one.step_time_s for one in self._kinds[key].state.probes if one.batch_size == sizes[key]
+            )
+            for name, (key, _) in tried.items()
+        }
+        glances = {
+            name: ProbeRequest(sizes[key], min_steps=1, min_duration_s=GLANCE_S, warm_up_steps=0)
+            for name, (key, _) in tried.items()
+        }
+        first = rounds.measure(glances, is_keeping_busy=True)
+        again = {
+            name: replace(glances[name], min_duration_s=self._options.probe_duration_s)
+            for name, result in first.items()
+            if result and result.step_time_s < usual[name] * HOPEFUL
+        }
+        second = rounds.measure(again, is_keeping_busy=True) if again else {}
         for name, (key, settings) in tried.items():
             kind = self._kinds[key]
-            result = results[name]
+            result = second.get(name)
             kind.state.num_new += 1
-            self._keep(rounds, kind, settings, {name: (sizes[key], result)})
+            if name in again or first[name] is None:
+                self._keep(rounds, kind, settings, {name: (sizes[key], result)})
             if result is None:
                 continue
-            ratio = result.step_time_s / fit_step_time(kind.state.probes).at(result.batch_size)
+            ratio = result.step_time_s / usual[name]
             if ratio < 1 - SETTINGS_GAIN:
                 self._say(f"{name}: {settings.name}: takes {1 - ratio:.0%} less time: taken")
                 kind.settings = settings
