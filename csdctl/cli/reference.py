@@ -49,6 +49,8 @@ def _render_command(name: str, command: Any) -> str:
         parts.append(_table("command", rows))
     records = [parameter.get_help_record(context) for parameter in command.get_params(context)]
     parts.append(_table("argument or option", [(f"`{what}`", does) for what, does in filter(None, records)]))
+    if command.epilog:
+        parts.append(command.epilog)
     return "\n\n".join(parts) + "\n"
 
 

@@ -17,7 +17,7 @@ _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNNAMED_DAEMON = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"^[-*=\s]*$")
-MEMORY_REMEDY = "give it a smaller batch size: run `csdctl tune`, or edit the plan"
+MEMORY_REMEDY = "give it a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")

@@ -17,13 +17,20 @@ from csdctl.workflows.recall import Recalled
 
 
 def history_basis(
-    job: Job, fleet: Fleet, plan: Plan | None, known: Recalled, num_samples: int | None
+    job: Job,
+    fleet: Fleet,
+    plan: Plan | None,
+    known: Recalled,
+    num_samples: int | None,
+    max_global_batch: int | None = None,
 ) -> Basis:
     """Batch sizes of `plan` for the fleet as it is, the best for other numbers of nodes.
 
-    `num_samples` of an epoch, None: not known. Raises TuningError when the limits allow no plan.
+    `num_samples` of an epoch, None: not known. `max_global_batch` without a plan; None: as `tune` by itself.
+    Raises TuningError when the limits allow no plan.
     """
-    choice = _choose_as_tuned(job, fleet, plan, num_samples)
+    given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
+    choice = _choose_as_tuned(job, fleet, plan, num_samples, given)
     sum_cost = fit_collective(known.sums)
     stretch, in_step = _stretch(plan, known, sum_cost)
     if plan:
@@ -53,10 +60,11 @@ def history_basis(
     )
 
 
-def _choose_as_tuned(job: Job, fleet: Fleet, plan: Plan | None, num_samples: int | None) -> Choice:
-    """Within the limits that the plan was made with, or those of a `tune` that is given none."""
+def _choose_as_tuned(
+    job: Job, fleet: Fleet, plan: Plan | None, num_samples: int | None, given: Limits
+) -> Choice:
+    """Within the limits `given`, and where they leave it open those that `tune` keeps to by itself."""
     is_required = job.private_path is not None
-    given = read_limits(plan.method_arguments) if plan else Limits()
 
     def limits(num_nodes: int) -> Limits:
         num_required = 1 + num_nodes if is_required else 1

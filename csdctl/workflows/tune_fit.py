@@ -43,6 +43,9 @@ ODD = 0.1
 """A machine that differs by more than this share from its class in a trial has a step time of its own."""
 SETTINGS_GAIN = 0.15
 """Other settings are taken when one probe shows this share less time; less may be its noise."""
+ALIKE = 4
+"""Other settings are probed with a batch no smaller than this part of the planned one, where one was measured:
+with few samples others may be the better ones."""
 GLANCE_S = 0.5
 HOPEFUL = 1.5
 """Other settings that take more than so many times the usual step at a glance are not looked at again."""
@@ -230,13 +233,14 @@ class _FitTuning:
         return {key: kind.step_time() for key, kind in self._kinds.items()}
 
     def _explore(self, rounds: ProbeRounds) -> None:
-        """Probe other runtime settings of kinds that are new, at the size planned or one measured below."""
+        """Probe other runtime settings of kinds that are new, at a size that was measured."""
         planned = self._choose(self._fits())
         sizes: dict[str, int] = {}
         for key, kind in self._kinds.items():
             measured = [size for size in kind.state.sizes if size <= planned.get(key, 0)]
             if measured and not kind.state.is_remembered:
-                sizes[key] = max(measured)
+                alike = [size for size in measured if size * ALIKE >= planned[key]]
+                sizes[key] = min(alike, default=max(measured))
         variants = {
             key: _variants(self._kinds[key])[: MAX_PROBES - self._kinds[key].state.num_new] for key in sizes
         }

@@ -28,16 +28,24 @@ NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
 
 
 def tuned_basis(
-    job: Job, project: ProjectDirectory, fleet: Fleet | None, say: Say, num_samples: int | None = None
+    job: Job,
+    project: ProjectDirectory,
+    fleet: Fleet | None,
+    say: Say,
+    num_samples: int | None = None,
+    max_global_batch: int | None = None,
 ) -> Basis:
     """What is known of how `job` trains on `fleet`; None: there is no fleet file.
 
-    `num_samples` of an epoch, when somebody knows better than what was prepared. Raises InputError that says
+    `num_samples` of an epoch, when somebody knows better than what was prepared; `max_global_batch` instead
+    of the limit that was tuned with, for which the history must answer alone. Raises InputError that says
     what to do when nothing is known, and what building a model that is new raises.
     """
     data = load_prepared(project, job)
     facts = load_facts(fleet) if fleet and facts_path(fleet).exists() else {}
     plan, why_no_plan = _load_fitting_plan(job, project, fleet, facts)
+    if max_global_batch is not None:
+        plan, why_no_plan = None, "another limit of the global batch is asked for"
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
     notes = {}
     if plan and (isinstance(known, Unknown) or known.is_guessed):
@@ -49,7 +57,7 @@ def tuned_basis(
     else:
         assert fleet is not None  # nothing is recalled without one
         samples = num_samples or (data.num_samples if data else None)
-        basis = history_basis(job, fleet, plan, known, samples)
+        basis = history_basis(job, fleet, plan, known, samples, max_global_batch)
         if why_no_plan:
             notes["plan"] = f"not used: {why_no_plan}"
     if data:

@@ -21,7 +21,7 @@ def history(
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what was measured before, and how well predictions held; or forget it."""
+    """Show what was measured before, and how near the model came to each trial; or forget it."""
     from csdctl.cli.render.history import (
         forgotten_document,
         history_document,

@@ -49,6 +49,15 @@ def plan(
             show_default=False,
         ),
     ] = None,
+    max_global_batch: Annotated[
+        int | None,
+        typer.Option(
+            "--max-global-batch",
+            min=1,
+            help="Instead of the limit that the plan was tuned with.",
+            show_default=False,
+        ),
+    ] = None,
     host_watts: Annotated[
         float | None,
         typer.Option(
@@ -80,7 +89,7 @@ def plan(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Predict rate, time and energy for any number of nodes, before anything runs."""
+    """Forecast rate, time and energy for any number of nodes; the plan itself is what `tune` writes."""
     from csdctl.cli.render.plan import forecast_document, render_forecast
     from csdctl.errors import InputError
     from csdctl.job.model import load_job
@@ -98,6 +107,8 @@ def plan(
         given_power(host_watts, node_watts, alone_watts),
         sum_seconds,
     )
+    if published and max_global_batch:
+        raise InputError("the paper's batch sizes are what they are", remedy="leave out --max-global-batch")
     if published:
         basis = published_basis(published)
     elif not job.exists():
@@ -108,7 +119,7 @@ def plan(
     else:
         chosen = choose_fleet(fleet, limit, exclude) if fleet.exists() or limit or exclude else None
         project = ProjectDirectory(streams.directory)
-        basis = tuned_basis(load_job(job), project, chosen, streams.say, samples)
+        basis = tuned_basis(load_job(job), project, chosen, streams.say, samples, max_global_batch)
     answer = forecast(basis, question)
     if json:
         streams.result(forecast_document(answer))

@@ -27,10 +27,11 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
     table.add_column("node")
-    for column in ("batch size", "threads", "step", "images/s alone", "peak memory"):
+    for column in ("batch size", "threads", "step", "images/s computing", "peak memory"):
         table.add_column(column, justify="right")
     for number, rank in enumerate(plan.ranks):
-        pieces = f" in {rank.micro_batch_size}s" if rank.micro_batch_size else ""
+        is_in_pieces = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
+        pieces = f" (pieces of {rank.micro_batch_size})" if is_in_pieces else ""
         table.add_row(
             str(number),
             rank.node,

@@ -38,6 +38,17 @@ def test_step_time_that_is_none_is_wrong_input_and_no_defect(
     assert "defect" not in said
 
 
+def test_limits_are_not_for_algorithm_1(
+    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ["tune", str(job), "--method", "stannis", "--max-global-batch", "512"]
+    monkeypatch.setattr(sys, "argv", ["csdctl", *asked])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == ExitCode.BAD_INPUT
+    assert "stannis knows no limits, received max_global_batch" in capsys.readouterr().err
+
+
 def test_arguments_of_algorithm_1_that_cannot_be_used_name_the_option() -> None:
     with pytest.raises(TuningError, match="C must be a positive number") as raised:
         TuneOptions(step_divisor=0.0)

@@ -358,6 +358,18 @@ class TestTheCommand:
         assert point["is_host_training"]
         assert "more nodes than 2" in document["origins"]["reach"]
 
+    def test_larger_global_batch_may_be_asked_for(
+        self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(measured.project.root)
+        asked = ["plan", "--nodes", "24", "--json", "--max-global-batch"]
+        small, large = (
+            json.loads(CliRunner().invoke(app, [*asked, most]).stdout) for most in ("512", "4096")
+        )
+        assert small["curve"][0]["global_batch"] <= 512 < large["curve"][0]["global_batch"] <= 4096
+        assert large["curve"][0]["images_per_s"] > small["curve"][0]["images_per_s"]
+        assert CliRunner().invoke(app, ["plan", "--published", "squeezenet", *asked[4:], "8"]).exit_code != 0
+
     def test_nodes_may_be_chosen(self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(measured.project.root)
         done = CliRunner().invoke(app, ["plan", "--exclude", "csd1"])
