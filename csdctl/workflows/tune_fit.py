@@ -44,8 +44,8 @@ ODD = 0.1
 SETTINGS_GAIN = 0.15
 """Other settings are taken when one probe shows this share less time; less may be its noise."""
 ALIKE = 4
-"""Other settings are probed with a batch no smaller than this part of the planned one, where one was measured:
-with few samples others may be the better ones."""
+"""Other settings are probed with a batch that is, where one was measured, this part of the planned one at
+least: with few samples others may be the better ones."""
 GLANCE_S = 0.5
 HOPEFUL = 1.5
 """Other settings that take more than so many times the usual step at a glance are not looked at again."""
