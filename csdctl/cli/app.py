@@ -26,7 +26,7 @@ COMMANDS: CommandTable = {
     },
     "Training": {
         "tune": "Measure the machines and write the plan that trains most images a second.",
-        "plan": "Predict rate, time and energy for any number of nodes, before anything runs.",
+        "plan": "Forecast rate, time and energy for any number of nodes; the plan is what `tune` writes.",
         "history": "Show what was measured before, and how near the model came to each trial; or forget it.",
         "verify": "Prove on your model and fleet that the ranks compute what one process would.",
         "train": "Train on the host and all nodes in step, each with its own batch size.",

@@ -89,7 +89,7 @@ def plan(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Forecast rate, time and energy for any number of nodes; the plan itself is what `tune` writes."""
+    """Forecast rate, time and energy for any number of nodes; the plan is what `tune` writes."""
     from csdctl.cli.render.plan import forecast_document, render_forecast
     from csdctl.errors import InputError
     from csdctl.job.model import load_job
