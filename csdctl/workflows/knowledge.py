@@ -165,7 +165,9 @@ class Knowledge:
         ranks = [(HOST_NAME, host.batch_size), *((rank.machine_class, rank.batch_size) for rank in nodes)]
         if any(size and key not in steps for key, size in ranks):
             return None
-        return [(steps[key], size) for key, size in ranks if size], trials[-1].step_s
+        # An idle rank computes nothing, whatever its step time, and has its part in the sum.
+        usual = next(iter(steps.values()))
+        return [(steps.get(key, usual), size) for key, size in ranks], trials[-1].step_s
 
     def collectives(self) -> list[Collective]:
         """Sums timed on such a fleet before."""

@@ -50,6 +50,11 @@ class TuneOptions:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise InputError(f"there is no method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
+        if self.method != FIT and self.limits.given:
+            raise InputError(
+                f"{self.method} knows no limits, received {', '.join(self.limits.given)}",
+                remedy=f"leave them out, or take --method {FIT}",
+            )
         check_arguments(self.batch_sizes, self.step_divisor, self.margin_scale)
         if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
             raise InputError(f"a probe cannot take {self.probe_duration_s} seconds", remedy=TUNING_HELP)

@@ -226,7 +226,9 @@ class _FitTuning:
 
     def _collective_s(self, num_training: int) -> float:
         """Of a sum when so many machines train; the host has a part in it also when it sits out."""
-        num_ranks = num_training + (self._num_ranks - len(self._machines))
+        return self._sum_s(num_training + (self._num_ranks - len(self._machines)))
+
+    def _sum_s(self, num_ranks: int) -> float:
         return self._cost.at(self._knowledge.features.vector_bytes, num_ranks)
 
     def _fits(self) -> dict[str, StepTime]:
@@ -342,7 +344,7 @@ class _FitTuning:
         )
         times = {one.node: one.step_time for one in self._candidates(self._fits())}
         shown = [(times[name], size) for name, size in sizes.items()]
-        self._stretch = calibrate_stretch(shown, result.step_s, self._cost.at(vector_bytes, len(names)))
+        self._stretch = calibrate_stretch(shown, result.step_s, self._sum_s(len(names)))
 
     def _recall_stretch(self) -> float:
         """As the newest trial showed it; 1 when there was none."""
@@ -350,15 +352,13 @@ class _FitTuning:
         if newest is None:
             return 1.0
         ranks, step_s = newest
-        return calibrate_stretch(
-            ranks, step_s, self._cost.at(self._knowledge.features.vector_bytes, len(ranks))
-        )
+        return calibrate_stretch(ranks, step_s, self._sum_s(len(ranks)))
 
     def _predict(self, batch_sizes: Mapping[str, int]) -> float:
         """Images a second with these batch sizes, as all that was measured suggests."""
         members = [one for one in self._candidates(self._fits()) if one.node in batch_sizes]
         models = [RankModel(one.node, one.step_time) for one in members]
-        sum_s = self._collective_s(len(members))
+        sum_s = self._sum_s(len(members) + (HOST_NAME not in batch_sizes))
         return predict(models, [*batch_sizes.values()], sum_s, self._stretch).images_per_s
 
     def _rank_plan(self, name: str, batch_size: int) -> RankPlan:

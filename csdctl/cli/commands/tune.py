@@ -102,16 +102,10 @@ def tune(
     from csdctl.workflows.workspace import open_workspace
 
     streams = Streams(is_json=json)
-    limits = Limits(max_global_batch, global_batch, max_step_seconds)
-    if method != FIT and limits.given:
-        raise InputError(
-            f"{method} knows no limits, received {', '.join(limits.given)}",
-            remedy=f"leave them out, or take --method {FIT}",
-        )
     loaded = load_job(job)
     options = TuneOptions(
         method,
-        limits,
+        Limits(max_global_batch, global_batch, max_step_seconds),
         fresh,
         explore,
         host,

@@ -16,6 +16,7 @@ from tests.unit.workflows.measured_project import (
     class_of,
     facts_of,
     make_project,
+    remember_trial,
     settings_of,
 )
 
@@ -86,3 +87,15 @@ def test_trial_in_pieces_says_nothing_of_what_fits_at_once(at: MeasuredProject) 
     most = recalled(at).max_at_once
     assert most is not None
     assert 64 < most < 4000
+
+
+def test_host_that_sat_out_has_its_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+    remember_trial(at, (0, 16, 16))
+    facts = {name: facts_of(name) for name in at.fleet.machines}
+    with open_history(at.project.history) as history:
+        known = Knowledge(
+            at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, history, is_host_training=False
+        )
+        newest = known.newest_trial(dict.fromkeys(known.kinds, LINE))
+    assert newest is not None
+    assert [size for _, size in newest[0]] == [0, 16, 16]
