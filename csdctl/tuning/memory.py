@@ -2,8 +2,15 @@
 
 from collections.abc import Mapping
 
+RANK_SHARE = 0.9
+"""Of a machine's usable memory, what a rank's predicted peak may take."""
 SPREAD = 2.0
 """Two sizes closer together than this factor tell more of noise than of a sample, and serve in need only."""
+
+
+def rank_memory_bytes(usable_bytes: int | None) -> int | None:
+    """What a rank may fill of a machine's usable memory; None: not known."""
+    return int(usable_bytes * RANK_SHARE) if usable_bytes else None
 
 
 def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:

@@ -15,11 +15,11 @@ from csdctl.runs.history import History
 from csdctl.tuning.adaptive import ClassState
 from csdctl.tuning.fit import fit_step_time
 from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
-from csdctl.tuning.memory import largest_fitting
+from csdctl.tuning.memory import largest_fitting, rank_memory_bytes
 from csdctl.tuning.remembered import points_with, recall_in_step, recall_points
 from csdctl.tuning.similar import MAX_DISTANCE, transfer_step_time
 from csdctl.worker.contract import DatasetInfo, ProbeResult, Runtime
-from csdctl.workflows.probing import MEMORY_SHARE, default_runtime
+from csdctl.workflows.probing import default_runtime
 
 
 @dataclass
@@ -102,12 +102,21 @@ class Knowledge:
             if key in self.kinds:
                 kind = self.kinds[key]
                 kind.state.machines = [*kind.state.machines, name]
-                known = [size for size in (kind.memory_bytes, _memory(facts[name])) if size]
+                known = [
+                    size
+                    for size in (kind.memory_bytes, rank_memory_bytes(facts[name].usable_memory_bytes))
+                    if size
+                ]
                 kind.memory_bytes = min(known, default=None)
                 continue
             runtime = default_runtime(name, fleet, facts)
             settings = Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
-            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=_memory(facts[name]))
+            kind = Kind(
+                classes[name],
+                settings,
+                ClassState([name]),
+                memory_bytes=rank_memory_bytes(facts[name].usable_memory_bytes),
+            )
             self.kinds[key] = kind
             if not is_fresh:
                 self._recall(kind, fleet.host.threads if name == HOST_NAME else 0)
@@ -231,11 +240,6 @@ class Knowledge:
 def runtime_of(settings: Settings) -> Runtime:
     """How TensorFlow is to run."""
     return Runtime(settings.threads, settings.inter_op_threads, settings.is_onednn)
-
-
-def _memory(facts: Facts) -> int | None:
-    usable = facts.usable_memory_bytes
-    return int(usable * MEMORY_SHARE) if usable else None
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:

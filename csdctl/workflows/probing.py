@@ -17,7 +17,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
 from csdctl.transport.session import Conversation, Session
-from csdctl.tuning.memory import predict_peak_bytes
+from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
 from csdctl.worker.contract import (
     ContractError,
     ProbeRequest,
@@ -33,8 +33,6 @@ from csdctl.workflows.workspace import Workspace
 START_DEADLINE_S = 300.0
 PROBE_DEADLINE_S = 600.0
 ALIVE_INTERVAL_S = 10.0
-MEMORY_SHARE = 0.9
-"""Of a machine's usable memory, what a rank's predicted peak may take."""
 OUT_OF_MEMORY_CODE = 137
 BUSY_STEP_S = 0.5
 """Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
@@ -212,7 +210,7 @@ class Prober:
     @property
     def memory_bytes(self) -> int | None:
         """What a rank may fill; None: not known."""
-        return int(self._usable_bytes * MEMORY_SHARE) if self._usable_bytes else None
+        return rank_memory_bytes(self._usable_bytes)
 
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
         """Measure one batch size; None when it does not fit, as predicted or as found."""

@@ -46,6 +46,8 @@ SETTINGS_GAIN = 0.15
 ALIKE = 4
 """Other settings are probed with a batch that is, where one was measured, this part of the planned one at
 least: with few samples others may be the better ones."""
+LOOKS = 2
+"""At most, at other settings: a glance, and when that is hopeful another one."""
 GLANCE_S = 0.5
 HOPEFUL = 1.5
 """Other settings that take more than so many times the usual step at a glance are not looked at again."""
@@ -157,7 +159,7 @@ class _FitTuning:
             state = kind.state
             state.max_size = max(1, most - len(self._machines) + 1) if most else None
             if self._options.is_exploring:
-                state.max_new -= 1  # kept for other settings
+                state.max_new -= LOOKS  # kept for other settings
 
         def measure(sizes: Mapping[str, int]) -> dict[str, float | None]:
             results = rounds.measure(
@@ -243,16 +245,16 @@ class _FitTuning:
             if measured and not kind.state.is_remembered:
                 alike = [size for size in measured if size * ALIKE >= planned[key]]
                 sizes[key] = min(alike, default=max(measured))
-        variants = {
-            key: _variants(self._kinds[key])[: MAX_PROBES - self._kinds[key].state.num_new] for key in sizes
-        }
+        variants = {key: _variants(self._kinds[key]) for key in sizes}
         for number in range(max(map(len, variants.values()), default=0)):
             machines = {key: self._kinds[key].state.machines for key in sizes}
             tried = {
                 machines[key][number % len(machines[key])]: (key, of_kind[number])
                 for key, of_kind in variants.items()
-                if number < len(of_kind)
+                if number < len(of_kind) and self._kinds[key].state.num_new + LOOKS <= MAX_PROBES
             }
+            if not tried:
+                break
             self._try_settings(rounds, tried, sizes)
 
     def _try_settings(
@@ -284,7 +286,7 @@ class _FitTuning:
         for name, (key, settings) in tried.items():
             kind = self._kinds[key]
             result = second.get(name)
-            kind.state.num_new += 1
+            kind.state.num_new += 1 + (name in again)
             if name in again or first[name] is None:
                 self._keep(rounds, kind, settings, {name: (sizes[key], result)})
             if result is None:
