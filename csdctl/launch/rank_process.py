@@ -1,11 +1,12 @@
 """A rank's process on its machine, started over SSH and spoken to by lines.
 
-What it prints is passed on in order of arrival. It ends when its connection ends.
+What it prints is passed on in order of arrival. It ends when its connection ends. A process that serves for
+probes too is a rank for one run only, and is given back.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -14,8 +15,8 @@ from csdctl.errors import CsdctlError, DeadlineError, NodeError
 from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.contract import ContractError
-from csdctl.worker.messages import Event, Order, event_from_line, order_to_line
+from csdctl.worker.contract import READY, ContractError
+from csdctl.worker.messages import Event, Finished, Order, Release, event_from_line, order_to_line
 
 _LISTEN_S = 3600.0
 _END_S = 5.0
@@ -44,13 +45,16 @@ class RankProcess:
         self,
         rank: int,
         session: Session,
-        command: Sequence[str],
+        conversation: Conversation,
         log_path: Path,
         hear: Callable[[Notice], None],
+        *,
+        is_lent: bool = False,
     ) -> None:
-        """Start `command` in `session`; raises CsdctlError when that cannot be done.
+        """Speak to the process by `conversation`, which `session` opened.
 
-        `hear` is called with everything the process says, in order, and with its end, by one thread.
+        `hear` is called with everything the process says, in order, and with its end, by one thread. One that
+        `is_lent` ends as a rank when it has finished, and its conversation goes on with somebody else.
         """
         self.rank = rank
         self.node = session.name
@@ -58,19 +62,25 @@ class RankProcess:
         self._hear = hear
         self._log_path = log_path
         self._is_closed = False
-        # One stream for both, in the order in which they were written.
-        words = ["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command]
-        self._conversation: Conversation = session.converse(words)
+        self._is_lent = is_lent
+        self._is_returned = False
+        """Whether what is said to the process is no longer said to a rank."""
+        self._saying = threading.Lock()
+        self._conversation = conversation
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def order(self, order: Order) -> None:
         """Tell the rank something; what ended does not hear it, and its end is a notice anyway."""
-        with contextlib.suppress(EOFError, CsdctlError):
-            self._conversation.send_line(order_to_line(order))
+        with self._saying, contextlib.suppress(EOFError, CsdctlError):
+            if not self._is_returned:
+                self._conversation.send_line(order_to_line(order))
+            self._is_returned |= isinstance(order, Release)
 
     def close(self) -> None:
-        """End the process, and whatever it started."""
+        """End the process, and whatever it started; one that has been given back stays."""
+        if self._is_returned:
+            return
         self._is_closed = True
         with contextlib.suppress(CsdctlError):
             self._conversation.close()
@@ -104,7 +114,13 @@ class RankProcess:
                 event = None
             if event is not None:
                 self._hear(event)
+                if self._is_lent and isinstance(event, Finished):
+                    self.order(Release())
                 continue
+            if self._is_returned and line == READY:
+                error = NodeError(f"rank {self.rank} has been given back", node=self.node)
+                self._hear(ProcessEnded(self.rank, self.node, error, is_clean=True))
+                return
             self._meter.note(Kind.LOG, received=len(line) + 1)
             if log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import sys
-import traceback
 from pathlib import Path
 
 from csdctl.worker.contract import (
@@ -26,8 +25,7 @@ from csdctl.worker.contract import (
     from_json,
     to_json,
 )
-from csdctl.worker.events import WorkerError, describe, emit, emit_by
-from csdctl.worker.messages import Failed
+from csdctl.worker.events import WorkerError, emit_by, give_up
 
 
 def main(arguments: list[str]) -> int:
@@ -152,10 +150,7 @@ def _rank(options: argparse.Namespace) -> int:
 
         RankTraining(spec, me.rank, *load_backend(me.runtime)).run()
     except BaseException as error:
-        failed = _as_worker_error(error, private_log)
-        emit(Failed(options.rank, node, failed.message, failed.remedy, failed.exit_code))
-        sys.stderr.flush()
-        os._exit(failed.exit_code)
+        give_up(options.rank, node, error, private_log)
     return 0
 
 
@@ -170,19 +165,6 @@ def _keep_output_here(run_id: str, rank: int) -> str:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     emit_by(Voice(path).say)
     return path
-
-
-def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
-    """`error` as it may be told; what was not foreseen is described where that shows nothing private."""
-    if isinstance(error, WorkerError):
-        return error
-    traceback.print_exc()
-    if not private_log:
-        return WorkerError(describe(error), remedy="see this rank's log")
-    return WorkerError(
-        f"{type(error).__name__}; what it says may show private data and stays there",
-        remedy=f"see {private_log} on that node",
-    )
 
 
 def _link(options: argparse.Namespace) -> int:

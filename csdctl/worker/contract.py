@@ -269,13 +269,14 @@ class RunSpec:
     checkpoint_interval_s: float = 600.0
     """At the latest after this time, and after every epoch, there is a checkpoint."""
     num_checkpoints: int = 3
+    """So many are kept; with 0 none is written."""
     progress_interval_s: float = 0.5
     max_steps: int | None = None
     """End after this many steps of the whole run: for measuring."""
     is_verified: bool = False
     """Take one step with random samples, compare it with one process, and end."""
     made: DatasetInfo | None = None
-    """For a trial: random samples of this form instead of any data, and nothing is kept."""
+    """For a trial: random samples of this form instead of any data, and no model comes of it."""
     noise: Noise | None = None
     """Of every rank's private samples."""
     schema: int = SCHEMA
@@ -310,6 +311,17 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True)
+class TrialRequest:
+    """Take part in a trial as rank `rank` of the run in file `spec`; then come back to probes.
+
+    The process speaks in events and hears orders, as a rank does, until it has finished and hears `Release`.
+    """
+
+    spec: str
+    rank: int
+
+
+@dataclass(frozen=True)
 class ProbeResult:
     """The measured step: mean seconds for forward, backward and apply of one batch."""
 
@@ -323,6 +335,9 @@ class ProbeResult:
         """Samples a second at this batch size."""
         return self.batch_size / self.step_time_s
 
+
+READY = "ready"
+"""The line of a probe session that waits for requests."""
 
 ContractT = TypeVar("ContractT")
 
@@ -342,6 +357,14 @@ def from_json(kind: type[ContractT], text: str) -> ContractT:
         raise ContractError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
     result: ContractT = from_dict(kind, content)
     return result
+
+
+def request_from_json(text: str) -> ProbeRequest | TrialRequest:
+    """What a probe session is asked for; raises ContractError."""
+    try:
+        return from_json(TrialRequest, text)
+    except ContractError:
+        return from_json(ProbeRequest, text)
 
 
 def from_dict(kind: Any, content: Any) -> Any:

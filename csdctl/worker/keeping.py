@@ -52,6 +52,8 @@ class Keeping:
 
     def checkpoint(self, position: Position, *, is_best: bool = False) -> None:
         """Write a checkpoint to disk."""
+        if not self._spec.num_checkpoints:
+            return
         path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
         self._checkpointed_at = time.monotonic()
         emit(

@@ -107,6 +107,10 @@ class Door:
         self._socket.bind(door_name(run_id, rank))
         self._socket.listen(4)
 
+    def close(self) -> None:
+        """Let nobody in any more."""
+        self._socket.close()
+
     def wait_for_link(
         self, generation: int, is_over: Callable[[], bool]
     ) -> "tuple[Line, dict[str, Any]] | None":
@@ -229,6 +233,10 @@ class VectorMemory:
         self._map = mmap.mmap(self.descriptor, 2 * half)
         self.local = np.frombuffer(self._map, np.float32, num_elements, 0)
         self.total = np.frombuffer(self._map, np.float32, num_elements, half)
+
+    def close(self) -> None:
+        """Give nobody else a part any more; the memory is free when the arrays are."""
+        os.close(self.descriptor)
 
 
 def serve_link(run_id: str, node_rank: int, generation: int) -> int:

@@ -307,6 +307,11 @@ class Stop(Order):
 
 
 @dataclass(frozen=True)
+class Release(Order):
+    """The run is over for this rank: what comes after is not said to a rank."""
+
+
+@dataclass(frozen=True)
 class AreYouThere(Order):
     """Answer with `Alive`."""
 
@@ -314,7 +319,7 @@ class AreYouThere(Order):
 
 
 ORDERS: dict[str, type[Order]] = {
-    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, AreYouThere)
+    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, Release, AreYouThere)
 }
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from csdctl.worker.contract import ContractError
-from csdctl.worker.messages import AreYouThere, FormGroup, PauseAtEpochEnd, Stop, order_from_line
+from csdctl.worker.messages import AreYouThere, FormGroup, PauseAtEpochEnd, Release, Stop, order_from_line
 
 
 class Orders:
@@ -26,7 +26,8 @@ class Orders:
         self._groups: queue.Queue[FormGroup] = queue.Queue()
         self._answer = answer
         self._stream = stream or sys.stdin
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def next_group(self, timeout_s: float) -> FormGroup:
         """The latest group ordered; raises queue.Empty when none came in time."""
@@ -35,6 +36,10 @@ class Orders:
             group = self._groups.get()
         self.is_pausing = False
         return group
+
+    def await_release(self) -> None:
+        """Wait for `Release`: from then on the input is for others to read."""
+        self._reader.join()
 
     @property
     def has_group(self) -> bool:
@@ -54,6 +59,8 @@ class Orders:
                 self.is_pausing = True
             elif isinstance(order, Stop):
                 self.is_stopping = True
+            elif isinstance(order, Release):
+                return
             elif isinstance(order, AreYouThere):
                 self._answer(order.number)
         os._exit(1)

@@ -1,7 +1,8 @@
 """A probe session: measures the step at one batch size after another, as asked on standard input.
 
-One process for many sizes, because TensorFlow takes seconds to start. Each line in is a ProbeRequest,
-each line out a ProbeResult. Random pictures serve: the time of a step does not depend on them.
+One process for many sizes, because TensorFlow takes seconds to start, and for a rank's part in trials. Each
+line in is a request; the line out for a ProbeRequest is a ProbeResult, and after a trial READY. Random
+pictures serve: the time of a step does not depend on them.
 """
 
 import sys
@@ -12,13 +13,23 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.backend import peak_memory_bytes
-from csdctl.worker.contract import ProbeRequest, ProbeResult, ProbeSpec, from_json, to_json
+from csdctl.worker.contract import (
+    READY,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    RunSpec,
+    TrialRequest,
+    from_json,
+    request_from_json,
+    to_json,
+)
 from csdctl.worker.data import Array
+from csdctl.worker.events import give_up
 from csdctl.worker.forms import random_batch
 from csdctl.worker.model import load
 from csdctl.worker.step import Step
-
-READY = "ready"
+from csdctl.worker.training import RankTraining
 
 
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
@@ -33,10 +44,28 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     step.apply(step.local(*example, private_copies=copies))
     print(READY, flush=True)
     for line in sys.stdin:
-        request = from_json(ProbeRequest, line)
+        request = request_from_json(line)
+        if isinstance(request, TrialRequest):
+            _take_part(request, spec, step, tf, keras)
+            print(READY, flush=True)
+            continue
         step.micro_batch_size = request.micro_batch_size
         batch = random_batch(generator, spec.data, request.batch_size)
         print(to_json(measure(step, batch, request)), flush=True)
+
+
+def _take_part(request: TrialRequest, probes: ProbeSpec, step: Step, tf: Any, keras: Any) -> None:
+    """Be a rank, with the graphs that are there already where they fit."""
+    node = "?"
+    try:
+        spec = from_json(RunSpec, Path(request.spec).read_text())
+        node = spec.ranks[request.rank].node
+        ready_step = step if spec.noise == probes.noise else None
+        training = RankTraining(spec, request.rank, tf, keras, ready_step)
+        training.run()
+        training.await_release()
+    except BaseException as error:
+        give_up(request.rank, node, error)
 
 
 def measure(step: Step, batch: tuple[Array, Array], request: ProbeRequest) -> ProbeResult:

@@ -6,6 +6,7 @@ go on. Time in compute is taken before the collective, and time in the collectiv
 slow rank can be named and relieved.
 """
 
+import contextlib
 import dataclasses
 import math
 import queue
@@ -58,8 +59,10 @@ PAUSED, FINISHED = "paused", "finished"
 class RankTraining:
     """Trains rank `rank` of `spec`, as `orders` come, with whom they say."""
 
-    def __init__(self, spec: RunSpec, rank: int, tf: Any, keras: Any) -> None:
+    def __init__(self, spec: RunSpec, rank: int, tf: Any, keras: Any, step: Step | None = None) -> None:
+        """`step`: the one to take, of the same model and recipe, in a trial whose ranks measured before."""
         self._spec = spec
+        self._step_before = step
         self._me: RankSpec = spec.ranks[rank]
         self._is_root = rank == 0
         self._tf = tf
@@ -79,9 +82,13 @@ class RankTraining:
         started = time.monotonic()
         self._load()
         self._warm_up()
-        door = Door(self._spec.run_id, self._me.rank)
-        num_samples = self._me.num_private + self._me.num_public
-        self._teller.ready(num_samples, time.monotonic() - started)
+        with contextlib.closing(Door(self._spec.run_id, self._me.rank)) as door:
+            num_samples = self._me.num_private + self._me.num_public
+            self._teller.ready(num_samples, time.monotonic() - started)
+            self._follow(door)
+
+    def _follow(self, door: Door) -> None:
+        """Train with one group after another, until the run is over."""
         while True:
             group = self._next_group()
             ranks: Ranks | None = None
@@ -113,6 +120,11 @@ class RankTraining:
             self._finish(reason)
             return
 
+    def await_release(self) -> None:
+        """Wait until nobody says anything to this rank any more, for who goes on with other things."""
+        self._orders.await_release()
+        self._memory.close()
+
     def _next_group(self) -> FormGroup:
         try:
             return self._orders.next_group(ORPHAN_S)
@@ -121,27 +133,30 @@ class RankTraining:
 
     def _load(self) -> None:
         spec, me = self._spec, self._me
-        self._model = load(Path(spec.architecture), Path(spec.weights), self._keras)
         self._reader = MadeReader(spec.made, me.rank) if spec.made else EpochReader(spec, me.rank)
         self._validation = Samples(spec.validation) if spec.validation and self._is_root else None
-        self._step = Step(
-            self._model,
+        self._step = self._step_before or self._make_step()
+        self._step.micro_batch_size = me.micro_batch_size
+        self._teller.metric_names = self._step.metric_names
+        # After the vector: whether somebody wants to stop, and every rank's compute time.
+        self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
+        self._keeping = Keeping(spec, me, self._step) if self._is_root else None
+        if self._keeping and self._keeping.position:
+            self._position = self._keeping.position
+
+    def _make_step(self) -> Step:
+        spec, me = self._spec, self._me
+        return Step(
+            load(Path(spec.architecture), Path(spec.weights), self._keras),
             spec.recipe,
             self._reader.example(),
             self._tf,
             self._keras,
             rank=me.rank,
-            micro_batch_size=me.micro_batch_size,
             weight=me.weight,
             own_metrics=load_own_metrics(spec.recipe) if self._validation is not None else None,
             noise=spec.noise,
         )
-        self._teller.metric_names = self._step.metric_names
-        # After the vector: whether somebody wants to stop, and every rank's compute time.
-        self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
-        self._keeping = Keeping(spec, me, self._step) if self._is_root and not spec.made else None
-        if self._keeping and self._keeping.position:
-            self._position = self._keeping.position
 
     def _warm_up(self) -> None:
         """Trace the graphs and reach full speed before the clock runs; the weights stay as they were."""
@@ -398,11 +413,13 @@ class RankTraining:
 
     def _compare(self, ranks: Ranks) -> str:
         """All ranks must hold the same weights, to the bit."""
-        if not all(np.isfinite(weights).all() for weights in self._model.get_weights()):
+        if self._spec.made:  # in a trial they may come from probes, each with its own moving statistics
+            return ""
+        if not all(np.isfinite(weights).all() for weights in self._step.model.get_weights()):
             raise WorkerError(
                 f"the weights are no longer finite after epoch {self._position.epoch}", remedy=DIVERGED
             )
-        digest = hash_weights(self._model)
+        digest = hash_weights(self._step.model)
         digests = ranks.gather(digest)
         if len(set(digests)) > 1:
             nodes = [self._spec.ranks[share.rank].node for share in self._leg.shares]
@@ -415,6 +432,6 @@ class RankTraining:
         return digest
 
     def _finish(self, reason: str) -> None:
-        is_saving = self._keeping and not self._spec.is_verified
+        is_saving = not self._spec.is_verified and not self._spec.made
         model_path = self._keeping.save_model(LAST_MODEL) if self._keeping and is_saving else None
         self._teller.finished(self._position, self._digest, model_path, reason)

@@ -5,7 +5,7 @@ limit) then shows in the measurement.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,10 +24,12 @@ from csdctl.worker.contract import (
     ProbeResult,
     ProbeSpec,
     Runtime,
+    TrialRequest,
     from_json,
     to_json,
 )
 from csdctl.workflows.prepare import Prepared, python_of
+from csdctl.workflows.train import Lend
 from csdctl.workflows.workspace import Workspace
 
 START_DEADLINE_S = 300.0
@@ -84,6 +86,8 @@ class ProbeRounds:
         self._stack = ExitStack()
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
+        self._idle: dict[str, Prober] = {}
+        """Sessions with the usual settings of machines that measure with others."""
         self._busy: dict[str, ProbeRequest] = {}
         """What a machine does while others are measured."""
         self.num_probes = 0
@@ -93,7 +97,7 @@ class ProbeRounds:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for prober in self.probers.values():
+        for prober in (*self.probers.values(), *self._idle.values()):
             prober.close()
         self._stack.close()
 
@@ -101,14 +105,39 @@ class ProbeRounds:
         return Prober(
             self._space.sessions[name],
             build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime),
+            runtime,
             self._space.facts[name].usable_memory_bytes,
         )
 
-    def restart(self, runtimes: Mapping[str, Runtime]) -> None:
-        """From the next round on these machines measure with other settings."""
+    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
+        """From the next round on these machines measure with these settings.
+
+        A session with the settings it had at first stays, idle, where memory has room for two: it is likely
+        to be needed again, and takes long to start.
+        """
         for name, runtime in runtimes.items():
-            self.probers[name].close()
+            current = self.probers[name]
+            if current.runtime == runtime:
+                continue
+            if name in self._idle:
+                current.close()
+                is_back = self._idle[name].runtime == runtime
+                self.probers[name] = self._idle.pop(name) if is_back else self._prober(name, runtime)
+                continue
+            if current.leaves_room:
+                self._idle[name] = current
+            else:
+                current.close()
             self.probers[name] = self._prober(name, runtime)
+
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, Lend]:
+        """Have sessions with these settings: how each machine's is made a rank."""
+        self.switch(runtimes)
+        for prober in self._idle.values():
+            prober.close()
+        self._idle = {}
+        self._start(runtimes)
+        return {name: self.probers[name].lend for name in runtimes}
 
     def measure(
         self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
@@ -118,7 +147,7 @@ class ProbeRounds:
         `is_keeping_busy`: machines that are not asked, or that are done, take short steps until all are done;
         they do not count. What machines share is then taken as it will be in training.
         """
-        self._start()
+        self._start(self.probers)
         started = time.monotonic()
         is_over = Event()
         asked = {self._pool.submit(self.probers[name].measure, one): name for name, one in requests.items()}
@@ -160,8 +189,8 @@ class ProbeRounds:
             for name in machines:
                 self._busy.setdefault(name, known)
 
-    def _start(self) -> None:
-        waiting = [one for one in self.probers.values() if not one.is_started]
+    def _start(self, names: Iterable[str]) -> None:
+        waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
         if not waiting:
             return
         self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
@@ -178,8 +207,16 @@ def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
 class Prober:
     """One machine's probe session; starts it anew when a probe dies of memory."""
 
-    def __init__(self, session: Session, command: Sequence[str], usable_bytes: int | None) -> None:
+    def __init__(
+        self,
+        session: Session,
+        command: Sequence[str],
+        runtime: Runtime,
+        usable_bytes: int | None,
+    ) -> None:
+        """`command` starts the worker with `runtime`."""
         self.name = session.name
+        self.runtime = runtime
         self._session = session
         self._command = command
         self._usable_bytes = usable_bytes
@@ -190,9 +227,9 @@ class Prober:
         """Batch sizes that the worker died of."""
 
     @property
-    def is_started(self) -> bool:
-        """Whether it has been started, also when it died since."""
-        return self._conversation is not None or bool(self.peaks or self.killing)
+    def is_running(self) -> bool:
+        """Whether there is a worker; one that died of a probe is started again when it is needed."""
+        return self._conversation is not None
 
     def close(self) -> None:
         """End the worker, when there is one."""
@@ -206,6 +243,23 @@ class Prober:
             self._read_line(START_DEADLINE_S)
         except EOFError:
             raise self._why_it_ended() from None
+
+    @property
+    def leaves_room(self) -> bool:
+        """Whether memory is known to have room for another session like this one."""
+        peak = max(self.peaks.values(), default=0)
+        return self.memory_bytes is not None and 2 * peak <= self.memory_bytes
+
+    def lend(self, spec: str, rank: int) -> Conversation:
+        """Let the worker be rank `rank` of the run in file `spec` until it has finished."""
+        if self._conversation is None:
+            self.start()
+        assert self._conversation is not None
+        try:
+            self._conversation.send_line(to_json(TrialRequest(spec, rank)))
+        except EOFError:
+            raise self._why_it_ended() from None
+        return self._conversation
 
     @property
     def memory_bytes(self) -> int | None:

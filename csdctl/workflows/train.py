@@ -34,7 +34,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.transport.many import fleet_known_hosts_paths, open_session
-from csdctl.transport.session import Session
+from csdctl.transport.session import Conversation, Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import ContractError, Noise, RunSpec, from_json, to_json
@@ -278,6 +278,10 @@ def _carry_out(
     return summary
 
 
+Lend = Callable[[str, int], Conversation]
+"""Makes a process that is there already the rank of this number of the run in this file (of its machine)."""
+
+
 def run_ranks(
     run: RunDirectory,
     spec: RunSpec,
@@ -287,8 +291,12 @@ def run_ranks(
     options: TrainOptions,
     on_delivery: Callable[[str, Delivery], None],
     record: OnEvent,
+    lend: Mapping[str, Lend] | None = None,
 ) -> bool:
-    """Deliver what is missing and see the ranks through; says whether somebody stopped them."""
+    """Deliver what is missing and see the ranks through; says whether somebody stopped them.
+
+    On machines in `lend` no process is started: one that is there takes part, and is there afterwards.
+    """
     stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     present = set(space.fleet.machines)
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
@@ -298,7 +306,7 @@ def run_ranks(
     save_text(space.project.ssh_config, build_ssh_config(space.fleet.nodes, known_hosts))
     pythons = {name: python_of(space.fleet, name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
-        supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack)
+        supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack, lend or {})
         traffic: list[Traffic] = []
 
         def take(event: Event) -> None:
@@ -336,6 +344,7 @@ def _supervised(
     options: TrainOptions,
     nodes: Sequence[str],
     stack: ExitStack,
+    lend: Mapping[str, Lend],
 ) -> Supervised:
     """The ways to start ranks and links; connections opened later are closed by `stack`."""
     fleet, project = space.fleet, space.project
@@ -350,7 +359,16 @@ def _supervised(
 
     def start(rank: int, session: Session, hear: Callable[[Notice], None]) -> RankProcess:
         command = worker_command(rank, ["rank", "--spec", stored.path])
-        return RankProcess(rank, session, command, log_path(rank), hear)
+        # One stream for both, in the order in which they were written.
+        conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
+        return RankProcess(rank, session, conversation, log_path(rank), hear)
+
+    def start_or_borrow(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
+        node = spec.ranks[rank].node
+        session = space.sessions[node]
+        if node not in lend:
+            return start(rank, session, hear)
+        return RankProcess(rank, session, lend[node](stored.path, rank), log_path(rank), hear, is_lent=True)
 
     def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
@@ -386,7 +404,7 @@ def _supervised(
 
     return Supervised(
         nodes=[rank.node for rank in spec.ranks],
-        start_rank=lambda rank, hear: start(rank, space.sessions[spec.ranks[rank].node], hear),
+        start_rank=start_or_borrow,
         restart_rank=restart,
         build_links=links,
         log_path=log_path,

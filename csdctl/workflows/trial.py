@@ -1,14 +1,15 @@
 """A trial: a plan's ranks take a few steps together, as in training, with random samples.
 
 What a machine reaches alone says little of the whole: ranks wait for the slowest of many noisy steps, and for
-the sum. A trial shows it with the processes, the links and the collective of a training. No data is read,
-no private data in particular, none is sent, and neither weights nor samples are kept.
+the sum. A trial shows it with the links and the collective of a training, and processes that do what a
+training's do. No data is read, no private data in particular, none is sent, and nothing of it is kept.
 """
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
@@ -17,7 +18,7 @@ from csdctl.tuning.plan import RankPlan
 from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.messages import Event, Joined, Progress
 from csdctl.workflows.prepare import Prepared
-from csdctl.workflows.train import TrainOptions, run_ranks
+from csdctl.workflows.train import Lend, TrainOptions, run_ranks
 from csdctl.workflows.workspace import Workspace
 
 SKIPPING_FROM = 10
@@ -42,9 +43,17 @@ class TrialResult:
 
 
 def run_trial(
-    job: Job, ranks: Sequence[RankPlan], prepared: Prepared, space: Workspace, num_steps: int
+    job: Job,
+    ranks: Sequence[RankPlan],
+    prepared: Prepared,
+    space: Workspace,
+    num_steps: int,
+    lend: Mapping[str, Lend] | None = None,
 ) -> TrialResult:
-    """Take `num_steps` steps that count; raises what `train` raises, KeyboardInterrupt when it is ended."""
+    """Take `num_steps` steps that count, on machines in `lend` with a process that is there already.
+
+    Raises what `train` raises, KeyboardInterrupt when it is ended.
+    """
     run = space.project.new_hello()
     spec = RunSpec(
         run_id=run.run_id,
@@ -58,15 +67,20 @@ def run_trial(
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
+        # As in a training rank 0 keeps the state of every step, which takes time.
+        step_file=str(space.project.step_file(run)),
+        num_checkpoints=0,
         is_balanced=False,
         progress_interval_s=0.0,
         noise=job.noise,
         made=prepared.public.form,
     )
     events: list[Event] = []
-    is_stopped = run_ranks(
-        run, spec, prepared, {}, space, TrainOptions(min_nodes=len(ranks) - 1), lambda *_: None, events.append
-    )
+    options = TrainOptions(min_nodes=len(ranks) - 1)
+    try:
+        is_stopped = run_ranks(run, spec, prepared, {}, space, options, lambda *_: None, events.append, lend)
+    finally:
+        Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)
     if is_stopped:
         raise KeyboardInterrupt

@@ -123,10 +123,10 @@ class _FitTuning:
             self._measure_steps(rounds)
             if self._options.is_exploring:
                 self._explore(rounds)
-        self._stretch = self._recall_stretch()
-        self._num_probes = rounds.num_probes
-        self._measuring_s += rounds.measuring_s
-        return self._plan(self._confirm())
+            self._num_probes = rounds.num_probes
+            self._measuring_s += rounds.measuring_s
+            self._stretch = self._recall_stretch()
+            return self._plan(self._confirm(rounds))
 
     def _measure_collective(self) -> CollectiveCost:
         """The cost of a sum on this fleet, as remembered or timed now."""
@@ -265,7 +265,7 @@ class _FitTuning:
         A glance, of one step where steps are long, tells who is not worth a second look. That one counts:
         in the first step memory is found and kernels are made.
         """
-        rounds.restart({name: runtime_of(settings) for name, (_, settings) in tried.items()})
+        rounds.switch({name: runtime_of(settings) for name, (_, settings) in tried.items()})
         usual = {
             name: median(
                 one.step_time_s for one in self._kinds[key].state.probes if one.batch_size == sizes[key]
@@ -299,7 +299,7 @@ class _FitTuning:
                     Point(one.batch_size, one.step_time_s * ratio) for one in kind.state.probes
                 ]
 
-    def _confirm(self) -> _Tried:
+    def _confirm(self, rounds: ProbeRounds) -> _Tried:
         """Try the best plan, and another when the trial shows one; returns the better of what was tried."""
         tried: list[_Tried] = []
         while True:
@@ -309,8 +309,10 @@ class _FitTuning:
                 ranks = (RankPlan(node=HOST_NAME, batch_size=0, threads=1), *ranks)
             steps = round(TRIAL_S / best.prediction.step_s)
             steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
+            # A host that sits out has a worker with fewer threads, which starts when it is tried.
+            lend = rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
             self._say(f"trying the plan: {steps} steps of all {len(ranks)} ranks")
-            result = run_trial(self._job, ranks, self._prepared, self._space, steps)
+            result = run_trial(self._job, ranks, self._prepared, self._space, steps, lend)
             self._measuring_s += result.wall_s
             tried.append(_Tried(best, ranks, result))
             self._learn(tried[-1])

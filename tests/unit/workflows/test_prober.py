@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import RemoteCommandError
 from csdctl.transport.fake import FakeSession
-from csdctl.worker.contract import ProbeRequest, ProbeResult, to_json
+from csdctl.worker.contract import ProbeRequest, ProbeResult, Runtime, to_json
 from csdctl.workflows.probing import Prober
 
 COMMAND = ["python", "worker.pyz", "probe"]
@@ -25,7 +25,7 @@ def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
 
 
 def test_result_is_read_and_its_peak_kept() -> None:
-    with closing(Prober(session(result(8, 700)), COMMAND, None)) as prober:
+    with closing(Prober(session(result(8, 700)), COMMAND, Runtime(), None)) as prober:
         prober.start()
         measured = prober.measure(ProbeRequest(8))
         assert measured is not None
@@ -35,7 +35,7 @@ def test_result_is_read_and_its_peak_kept() -> None:
 
 def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
     fake = session(result(8, 700), result(16, 900))
-    with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
+    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(8))
         assert prober.measure(ProbeRequest(16))
@@ -43,7 +43,9 @@ def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
 
 
 def test_high_mark_of_a_process_is_not_taken_for_the_peak_of_a_smaller_size() -> None:
-    with closing(Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, None)) as prober:
+    with closing(
+        Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, Runtime(), None)
+    ) as prober:
         prober.start()
         for size in (8, 16, 8):
             prober.measure(ProbeRequest(size))
@@ -51,7 +53,7 @@ def test_high_mark_of_a_process_is_not_taken_for_the_peak_of_a_smaller_size() ->
 
 
 def test_worker_that_dies_of_memory_is_a_result() -> None:
-    with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
+    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(64)) is None
 
@@ -59,7 +61,9 @@ def test_worker_that_dies_of_memory_is_a_result() -> None:
 def test_worker_that_dies_otherwise_is_an_error_with_its_cause() -> None:
     noise = "I0000 00:00:1 port.cc] oneDNN custom operations are on\n"
     with closing(
-        Prober(session(exit_code=1, stderr=f"{noise}ImportError: no numpy\n{noise}"), COMMAND, None)
+        Prober(
+            session(exit_code=1, stderr=f"{noise}ImportError: no numpy\n{noise}"), COMMAND, Runtime(), None
+        )
     ) as prober:
         prober.start()
         with pytest.raises(RemoteCommandError, match="ImportError: no numpy") as raised:
@@ -69,7 +73,7 @@ def test_worker_that_dies_otherwise_is_an_error_with_its_cause() -> None:
 
 def test_request_carries_batch_size_and_time() -> None:
     fake = session(result(8))
-    with closing(Prober(fake, COMMAND, None)) as prober:
+    with closing(Prober(fake, COMMAND, Runtime(), None)) as prober:
         prober.start()
         prober.measure(ProbeRequest(8, min_duration_s=2.5))
     asked = json.loads(fake.conversations[0].sent[-1])
@@ -78,21 +82,23 @@ def test_request_carries_batch_size_and_time() -> None:
 
 def test_pieces_count_for_memory_not_the_whole_batch() -> None:
     fake = session(result(8, 700), result(16, 900), result(256, 900))
-    with closing(Prober(fake, COMMAND, usable_bytes=1200)) as prober:
+    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
         for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
             assert prober.measure(request)
         assert prober.peaks == {8: 700, 16: 900}
 
 
 def test_size_below_one_that_fitted_is_always_measured() -> None:
-    with closing(Prober(session(result(32, 1190), result(16, 1190)), COMMAND, usable_bytes=1200)) as prober:
+    with closing(
+        Prober(session(result(32, 1190), result(16, 1190)), COMMAND, Runtime(), usable_bytes=1200)
+    ) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(32))  # above 90% of the memory, and yet it fitted
         assert prober.measure(ProbeRequest(16))
 
 
 def test_size_that_killed_the_worker_is_told_from_one_foreseen_not_to_fit() -> None:
-    with closing(Prober(session(exit_code=137), COMMAND, None)) as prober:
+    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
         prober.start()
         prober.measure(ProbeRequest(64))
         assert prober.killing == {64}
