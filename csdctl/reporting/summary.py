@@ -47,6 +47,9 @@ class RunSummary:
     samples: int
     training_s: float
     images_per_s: float
+    """Over the whole of all epochs, their ends included: comparing weights, evaluation, checkpoints."""
+    step_images_per_s: float
+    """Over the steps alone: what `predicted_images_per_s` is about."""
     predicted_images_per_s: float | None
     alone_images_per_s: float | None
     efficiency: float | None
@@ -83,6 +86,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         for number, rank in enumerate(plan["ranks"])
     )
     speed = samples / training_s if training_s else 0.0
+    steps_s = sum(event.compute_s + event.wait_s for event in of_host)
     alone = [rank.alone_images_per_s for rank in ranks if rank.batch_size]
     all_alone = sum(one for one in alone if one) if all(alone) else None
     last = of_host[-1] if of_host else None
@@ -98,6 +102,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         samples=samples,
         training_s=training_s,
         images_per_s=speed,
+        step_images_per_s=samples / steps_s if steps_s else 0.0,
         predicted_images_per_s=manifest.get("predicted_images_per_s"),
         alone_images_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,

@@ -42,8 +42,8 @@ def render_report(console: Console, summary: RunSummary) -> None:
 def _whole(summary: RunSummary) -> list[tuple[str, str]]:
     accuracies = show_accuracy(summary.validation_accuracy), show_accuracy(summary.accuracy)
     rows = [
-        ("images/s", f"{show_rate(summary.images_per_s)} in step, {_alone(summary)}"),
-        ("efficiency", f"{show_share(summary.efficiency)} of the ranks running alone"),
+        ("images/s", _speed(summary)),
+        ("efficiency", _efficiency(summary)),
         ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
         ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
         (
@@ -67,15 +67,21 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
         rows.append(("lost", f"{', '.join(summary.lost_nodes)}, and the others went on{unread}"))
     if summary.num_rebalanced:
         rows.append(("balance", f"batch sizes moved {summary.num_rebalanced} times"))
-    if summary.efficiency is None:
-        rows[1] = ("efficiency", f"not known: no rank was measured alone (method {summary.method})")
     return rows
 
 
-def _alone(summary: RunSummary) -> str:
-    if summary.alone_images_per_s is None:
-        return "not measured alone"
-    return f"{show_rate(summary.alone_images_per_s)} the ranks alone"
+def _speed(summary: RunSummary) -> str:
+    speed = f"{show_rate(summary.images_per_s)}, {show_rate(summary.step_images_per_s)} while stepping"
+    if summary.predicted_images_per_s is None:
+        return speed
+    return f"{speed}, where {show_rate(summary.predicted_images_per_s)} were predicted"
+
+
+def _efficiency(summary: RunSummary) -> str:
+    if summary.efficiency is None:
+        return f"not known: no rank was measured alone (method {summary.method})"
+    alone = show_rate(summary.alone_images_per_s)
+    return f"{show_share(summary.efficiency)} of the {alone} images/s that the ranks reach alone"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:

@@ -52,6 +52,7 @@ SUMMARY = RunSummary(
     samples=14_000,
     training_s=200.0,
     images_per_s=70.0,
+    step_images_per_s=82.5,
     predicted_images_per_s=80.0,
     alone_images_per_s=85.0,
     efficiency=0.8235,

@@ -94,6 +94,7 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.epochs, found.steps, found.samples, found.training_s) == (2, 20, 1600, 20.0)
     assert found.images_per_s == pytest.approx(80.0)
     assert found.predicted_images_per_s == 90.0
+    assert found.step_images_per_s == pytest.approx(1600 / 18)
 
 
 def test_efficiency_is_the_speed_over_what_the_ranks_reach_alone() -> None:
