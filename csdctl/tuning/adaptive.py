@@ -20,8 +20,9 @@ FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 """By the number of machines that measure in the first round."""
 LEAP = 4
 """A batch is tried that is at most so many times the largest that fitted: memory may end in between."""
-NEAR = 2.0
-"""A probe tells of a size within this factor of it: a trial measures the planned size itself."""
+NEAR = 2.5
+"""A probe tells of a size within this factor of it: a trial measures the planned size itself. Half of what is
+planned is measured, and the plan moves a little with what that shows."""
 MEMORY_NEAR = 1.25
 """Where memory ends, a larger size is worth no probe when it is within this factor of what was measured."""
 LEAST_SIZES = 2

@@ -161,9 +161,14 @@ def _build_spec(
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),
-        progress_interval_s=max(0.5, len(plan.ranks) / RANKS_HEARD_PER_S),
+        progress_interval_s=progress_interval_s(len(plan.ranks)),
         noise=job.noise,
     )
+
+
+def progress_interval_s(num_ranks: int) -> float:
+    """How often a rank tells of its progress."""
+    return max(0.5, num_ranks / RANKS_HEARD_PER_S)
 
 
 def resume(

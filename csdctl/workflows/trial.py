@@ -16,13 +16,14 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.contract import RankSpec, RunSpec
-from csdctl.worker.messages import Event, Joined, Progress
+from csdctl.worker.messages import EpochEnd, Event, Joined, Progress
 from csdctl.workflows.prepare import Prepared
-from csdctl.workflows.train import Lend, TrainOptions, run_ranks
+from csdctl.workflows.train import Lend, TrainOptions, progress_interval_s, run_ranks
 from csdctl.workflows.workspace import Workspace
 
 SKIPPING_FROM = 10
-"""With so many steps or more, the first does not count. Few are long ones, which have no slow first step."""
+"""With so many steps or more, those until a rank first tells of its progress do not count: the first is slow.
+Few are long ones, which have no slow first step."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def run_trial(
     num_steps: int,
     lend: Mapping[str, Lend] | None = None,
 ) -> TrialResult:
-    """Take `num_steps` steps that count, on machines in `lend` with a process that is there already.
+    """Take `num_steps` steps, on machines in `lend` with a process that is there already.
 
     Raises what `train` raises, KeyboardInterrupt when it is ended.
     """
@@ -63,7 +64,7 @@ def run_trial(
         recipe=dataclasses.replace(
             job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
         ),
-        ranks=_rank_specs(job, ranks, prepared, num_skipped(num_steps) + num_steps),
+        ranks=_rank_specs(job, ranks, prepared, num_steps),
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
@@ -71,7 +72,7 @@ def run_trial(
         step_file=str(space.project.step_file(run)),
         num_checkpoints=0,
         is_balanced=False,
-        progress_interval_s=0.0,
+        progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
         made=prepared.public.form,
     )
@@ -84,12 +85,7 @@ def run_trial(
     shutil.rmtree(run.path, ignore_errors=True)
     if is_stopped:
         raise KeyboardInterrupt
-    return _read(events, [rank.node for rank in ranks], num_skipped(num_steps))
-
-
-def num_skipped(num_steps: int) -> int:
-    """How many steps a trial takes before those that count."""
-    return 1 if num_steps >= SKIPPING_FROM else 0
+    return _read(events, [rank.node for rank in ranks])
 
 
 def _rank_specs(
@@ -120,29 +116,40 @@ def _rank_specs(
     return tuple(specs)
 
 
-def _read(events: Sequence[Event], nodes: Sequence[str], skipped: int) -> TrialResult:
+def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined)]
-    steps: dict[int, list[Progress]] = {rank: [] for rank in range(len(nodes))}
-    for event in events:
-        if isinstance(event, Progress):
-            steps[event.rank].append(event)
-    counted = {rank: of_rank[skipped:] for rank, of_rank in steps.items()}
-    if missing := [nodes[rank] for rank, of_rank in counted.items() if not of_rank]:
+    whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    if missing := [node for rank, node in enumerate(nodes) if rank not in whole]:
         raise RunError(
-            f"the trial ended before {', '.join(missing)} had done a step",
+            f"the trial ended before {', '.join(missing)} had done all steps",
             remedy="look at the machines: `csdctl doctor`",
         )
-    wall_s = sum(event.wall_s for event in counted[0])
-    num_steps = sum(event.steps for event in counted[0])
+    first: dict[int, Progress] = {}
+    for event in events:
+        if isinstance(event, Progress) and SKIPPING_FROM <= whole[event.rank].steps != event.steps:
+            first.setdefault(event.rank, event)
+    counted = [_minus(whole[rank], first.get(rank)) for rank in range(len(nodes))]
+    host = counted[0]
+    wall_s = host.compute_s + host.wait_s
     return TrialResult(
-        num_steps=num_steps,
-        step_s=wall_s / num_steps,
-        images_per_s=sum(event.global_samples for event in counted[0]) / wall_s,
-        compute_s=tuple(
-            sum(event.compute_s for event in of_rank) / sum(event.steps for event in of_rank)
-            for of_rank in counted.values()
-        ),
-        wall_s=sum(event.wall_s for event in steps[0]),
+        num_steps=host.steps,
+        step_s=wall_s / host.steps,
+        images_per_s=host.global_samples / wall_s,
+        compute_s=tuple(one.compute_s / one.steps for one in counted),
+        wall_s=whole[0].wall_s,
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
+    )
+
+
+def _minus(whole: EpochEnd, first: Progress | None) -> EpochEnd:
+    """What a rank did after it `first` told of its progress."""
+    if first is None:
+        return whole
+    return dataclasses.replace(
+        whole,
+        steps=whole.steps - first.steps,
+        compute_s=whole.compute_s - first.compute_s,
+        wait_s=whole.wait_s - first.wait_s,
+        global_samples=whole.global_samples - first.global_samples,
     )

@@ -35,7 +35,7 @@ from csdctl.workflows.workspace import Workspace
 SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 """Sizes of the vectors whose sums are timed, beside the model's own."""
 TRIAL_S = 5.0
-LEAST_STEPS, MOST_STEPS = 2, 60
+LEAST_STEPS, MOST_STEPS = 2, 1000
 MAX_TRIALS = 2
 WORTH_A_TRIAL = 0.03
 """What a trial has shown may lead to a plan that is better by more than this share: it is tried as well."""

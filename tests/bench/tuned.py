@@ -44,12 +44,18 @@ class Tuned:
 
 
 def tune(project: Project, *arguments: str) -> Tuned:
-    """Tune, and echo what it says."""
+    """Tune, and echo what it says and after how many seconds."""
     began = time.monotonic()
-    documents, words = run_csdctl(project, "tune", *arguments)
-    tuned = Tuned(documents[-1], words, time.monotonic() - began)
-    print("".join(f"    {line}\n" for line in words.splitlines()), end="")
-    return tuned
+    words = ""
+    with project.start("tune", *arguments, "--json") as running:
+        assert running.stdout
+        assert running.stderr
+        for line in running.stderr:
+            words += line
+            print(f"    {time.monotonic() - began:5.0f} s  {line}", end="", flush=True)
+        documents = read_documents(running.stdout.read())
+    assert running.returncode == 0, words
+    return Tuned(documents[-1], words, time.monotonic() - began)
 
 
 def run_csdctl(project: Project, *arguments: str) -> tuple[list[Any], str]:

@@ -23,7 +23,7 @@ from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.meter import Kind
 from csdctl.tuning.plan import load_plan
 from csdctl.workflows.prepare import prepare_job
-from csdctl.workflows.trial import num_skipped, run_trial
+from csdctl.workflows.trial import run_trial
 from csdctl.workflows.workspace import open_workspace
 
 MADE = "csdctl/worker/made.py"
@@ -75,9 +75,7 @@ def main() -> None:
     with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_holding=True) as space:
         prepared = prepare_job(job, space.fleet, space.sessions, space.project, lambda line: None)
         worker = store_bytes(packed, ".pyz", space.project.root, Kind.CODE)
-        run_trial(
-            job, plan.ranks, replace(prepared, worker=worker), space, num_steps - num_skipped(num_steps)
-        )
+        run_trial(job, plan.ranks, replace(prepared, worker=worker), space, num_steps)
     seconds = [after - before for before, after in pairwise(map(float, times.read_text().split()))]
     print(json.dumps([[seconds.pop(0) for _ in range(count)] for count in counts]))
 
