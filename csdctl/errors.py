@@ -14,6 +14,7 @@ CsdctlError                 1  something failed
 ├── NoNodeReachableError    4  not one node could be reached
 ├── DeadlineError           5  something took longer than it may
 └── RunError                1  a training run failed
+    └── OutOfMemoryError    1  a rank was killed, most likely because its memory was full
 
 A message says what was received, what was expected and what to do about it; `node` names the
 machine. The command line prints both parts and never a traceback (that is `-vv`).
@@ -111,3 +112,7 @@ class DeadlineError(CsdctlError):
 
 class RunError(CsdctlError):
     """A training run failed."""
+
+
+class OutOfMemoryError(RunError):
+    """A rank was killed from outside, which is what becomes of who fills its machine's memory."""

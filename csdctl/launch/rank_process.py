@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from csdctl.errors import CsdctlError, DeadlineError, NodeError
+from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Completed, Conversation, Session
@@ -141,7 +141,7 @@ def explain_end(rank: int, node: str, done: Completed) -> CsdctlError:
     """Why a rank's process ended, from its exit code."""
     number = done.exit_code - _SIGNAL if done.exit_code < _NO_CODE else 0
     if number == 9:
-        return NodeError(
+        return OutOfMemoryError(
             f"rank {rank} was killed by signal 9, most likely out of memory", node=node, remedy=MEMORY_REMEDY
         )
     if number > 0:

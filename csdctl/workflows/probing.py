@@ -97,9 +97,13 @@ class ProbeRounds:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end_sessions()
+        self._stack.close()
+
+    def end_sessions(self) -> None:
+        """End all that was started; what is asked for next starts again."""
         for prober in (*self.probers.values(), *self._idle.values()):
             prober.close()
-        self._stack.close()
 
     def _prober(self, name: str, runtime: Runtime) -> "Prober":
         return Prober(
@@ -235,6 +239,7 @@ class Prober:
         """End the worker, when there is one."""
         if self._conversation:
             self._conversation.close()
+            self._conversation = None
 
     def start(self) -> None:
         """Start the worker and wait until it is ready for requests."""

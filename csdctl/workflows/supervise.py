@@ -503,4 +503,8 @@ def _failure(failed: Failed) -> CsdctlError:
 
 
 def _fatal(error: CsdctlError) -> CsdctlError:
-    return RunError(error.message, node=error.node, remedy=error.remedy)
+    return (
+        error
+        if isinstance(error, RunError)
+        else RunError(error.message, node=error.node, remedy=error.remedy)
+    )

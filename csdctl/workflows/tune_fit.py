@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from statistics import median
 
+from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.perfmodel.collective import CollectiveCost
@@ -37,6 +38,10 @@ SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
 TRIAL_S = 5.0
 LEAST_STEPS, MOST_STEPS = 2, 1000
 MAX_TRIALS = 2
+MAX_DEATHS = 3
+"""Trials that a rank dies in before tuning is given up."""
+SMALLER_PIECE = 0.6
+"""Of what did not fit in a trial, what is tried next."""
 WORTH_A_TRIAL = 0.03
 """What a trial has shown may lead to a plan that is better by more than this share: it is tried as well."""
 ODD = 0.1
@@ -302,6 +307,7 @@ class _FitTuning:
     def _confirm(self, rounds: ProbeRounds) -> _Tried:
         """Try the best plan, and another when the trial shows one; returns the better of what was tried."""
         tried: list[_Tried] = []
+        num_deaths = 0
         while True:
             best = self._best(self._fits())
             ranks = tuple(self._rank_plan(name, size) for name, size in best.batch_sizes.items())
@@ -312,13 +318,34 @@ class _FitTuning:
             # A host that sits out has a worker with fewer threads, which starts when it is tried.
             lend = rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
             self._say(f"trying the plan: {steps} steps of all {len(ranks)} ranks")
-            result = run_trial(self._job, ranks, self._prepared, self._space, steps, lend)
+            try:
+                result = run_trial(self._job, ranks, self._prepared, self._space, steps, lend)
+            except OutOfMemoryError as error:
+                num_deaths += 1
+                if num_deaths > MAX_DEATHS or error.node not in best.batch_sizes:
+                    raise
+                rounds.end_sessions()  # with one rank the others went
+                self._learn_death(error.node, best.batch_sizes[error.node])
+                continue
             self._measuring_s += result.wall_s
             tried.append(_Tried(best, ranks, result))
             self._learn(tried[-1])
             gain = self._best(self._fits()).prediction.images_per_s / self._predict(best.batch_sizes) - 1
             if not self._num_probes or len(tried) == MAX_TRIALS or gain < WORTH_A_TRIAL:
                 return max(tried, key=lambda one: one.result.images_per_s)
+
+    def _learn_death(self, name: str, batch_size: int) -> None:
+        """A rank died of memory in a trial: from now on it computes in smaller pieces.
+
+        It does not go into the history, because another process of that machine may be to blame.
+        """
+        kind = self._kind_of[name]
+        at_once = min(batch_size, kind.max_at_once or batch_size)
+        kind.state.too_large = max(2, round(at_once * SMALLER_PIECE))
+        self._say(
+            f"{name}: {at_once} samples at once did not fit in memory beside the other ranks; "
+            f"planning for at most {kind.max_at_once}"
+        )
 
     def _learn(self, tried: _Tried) -> None:
         """Take in what a trial has shown: steps beside others, odd machines, what being in step costs."""
