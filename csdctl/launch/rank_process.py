@@ -1,7 +1,7 @@
 """A rank's process on its machine, started over SSH and spoken to by lines.
 
-What it prints is passed on in order of arrival. It ends when its connection ends. A process that serves for
-probes too is a rank for one run only, and is given back.
+What it prints is passed on in order of arrival. It ends when its connection ends. A probe session that is
+enlisted is a rank for one run only, and is released.
 """
 
 import contextlib
@@ -36,6 +36,8 @@ class ProcessEnded:
 
 
 Notice = Event | ProcessEnded
+Enlist = Callable[[str, int], Conversation]
+"""Makes a probe session the rank of this number of the run in this file (of its machine), until `Release`."""
 
 
 class RankProcess:
@@ -49,12 +51,12 @@ class RankProcess:
         log_path: Path,
         hear: Callable[[Notice], None],
         *,
-        is_lent: bool = False,
+        is_enlisted: bool = False,
     ) -> None:
         """Speak to the process by `conversation`, which `session` opened.
 
         `hear` is called with everything the process says, in order, and with its end, by one thread. One that
-        `is_lent` ends as a rank when it has finished, and its conversation goes on with somebody else.
+        `is_enlisted` ends as a rank when it has finished, and its conversation goes on with somebody else.
         """
         self.rank = rank
         self.node = session.name
@@ -62,8 +64,8 @@ class RankProcess:
         self._hear = hear
         self._log_path = log_path
         self._is_closed = False
-        self._is_lent = is_lent
-        self._is_returned = False
+        self._is_enlisted = is_enlisted
+        self._is_released = False
         """Whether what is said to the process is no longer said to a rank."""
         self._saying = threading.Lock()
         self._conversation = conversation
@@ -73,13 +75,13 @@ class RankProcess:
     def order(self, order: Order) -> None:
         """Tell the rank something; what ended does not hear it, and its end is a notice anyway."""
         with self._saying, contextlib.suppress(EOFError, CsdctlError):
-            if not self._is_returned:
+            if not self._is_released:
                 self._conversation.send_line(order_to_line(order))
-            self._is_returned |= isinstance(order, Release)
+            self._is_released |= isinstance(order, Release)
 
     def close(self) -> None:
-        """End the process, and whatever it started; one that has been given back stays."""
-        if self._is_returned:
+        """End the process, and whatever it started; one that has been released stays."""
+        if self._is_released:
             return
         self._is_closed = True
         with contextlib.suppress(CsdctlError):
@@ -114,11 +116,11 @@ class RankProcess:
                 event = None
             if event is not None:
                 self._hear(event)
-                if self._is_lent and isinstance(event, Finished):
+                if self._is_enlisted and isinstance(event, Finished):
                     self.order(Release())
                 continue
-            if self._is_returned and line == READY:
-                error = NodeError(f"rank {self.rank} has been given back", node=self.node)
+            if self._is_released and line == READY:
+                error = NodeError(f"rank {self.rank} has been released", node=self.node)
                 self._hear(ProcessEnded(self.rank, self.node, error, is_clean=True))
                 return
             self._meter.note(Kind.LOG, received=len(line) + 1)
@@ -134,6 +136,9 @@ class RankProcess:
             done = self._conversation.wait(deadline_s=_END_S)
         except CsdctlError as error:
             return error, False
+        if done.stderr:  # of one that is enlisted; others write it into the same stream
+            with contextlib.suppress(OSError), self._log_path.open("ab") as log:
+                log.write(done.stderr + b"\n")
         return explain_end(self.rank, self.node, done), done.exit_code == 0
 
 

@@ -85,7 +85,9 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         )
         for number, rank in enumerate(plan["ranks"])
     )
-    speed = samples / training_s if training_s else 0.0
+    # What was done before a loss or a resumption is in no event's seconds.
+    timed = sum(event.stepped_samples or event.global_samples for event in of_host)
+    speed = timed / training_s if training_s else 0.0
     steps_s = sum(event.compute_s + event.wait_s for event in of_host)
     alone = [rank.alone_images_per_s for rank in ranks if rank.batch_size]
     all_alone = sum(one for one in alone if one) if all(alone) else None
@@ -102,7 +104,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         samples=samples,
         training_s=training_s,
         images_per_s=speed,
-        step_images_per_s=samples / steps_s if steps_s else 0.0,
+        step_images_per_s=timed / steps_s if steps_s else 0.0,
         predicted_images_per_s=manifest.get("predicted_images_per_s"),
         alone_images_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,

@@ -293,7 +293,9 @@ class ProbeSpec:
     data: DatasetInfo
     """The public data: probes take samples of its shape and type, not its samples."""
     noise: Noise | None = None
-    """Measure samples as private ones are trained on."""
+    """Of the job's private samples."""
+    is_private: bool = False
+    """With noise, measure samples as private ones are trained on."""
     schema: int = SCHEMA
 
 
@@ -361,10 +363,9 @@ def from_json(kind: type[ContractT], text: str) -> ContractT:
 
 def request_from_json(text: str) -> ProbeRequest | TrialRequest:
     """What a probe session is asked for; raises ContractError."""
-    try:
+    if '"spec":' in text:
         return from_json(TrialRequest, text)
-    except ContractError:
-        return from_json(ProbeRequest, text)
+    return from_json(ProbeRequest, text)
 
 
 def from_dict(kind: Any, content: Any) -> Any:

@@ -199,6 +199,8 @@ class EpochEnd(Event):
     validation_metrics: dict[str, float] = field(default_factory=dict)
     num_lost: int = 0
     """Private samples that nobody read, because their node was away."""
+    stepped_samples: int = 0
+    """Of all ranks in the `steps` of this event; `global_samples` has those before a loss too."""
 
 
 @dataclass(frozen=True)
@@ -303,7 +305,7 @@ class PauseAtEpochEnd(Order):
 
 @dataclass(frozen=True)
 class Stop(Order):
-    """Finish the step, keep a checkpoint, and end."""
+    """Finish the step, keep a checkpoint where any is kept, and end."""
 
 
 @dataclass(frozen=True)

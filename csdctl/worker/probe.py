@@ -40,41 +40,49 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs: it belongs to starting, not to a measurement.
-    copies = np.ones(1, np.int64) if step.has_noise else None
-    step.apply(step.local(*example, private_copies=copies))
-    print(READY, flush=True)
+    step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
+    _say_ready()
     for line in sys.stdin:
         request = request_from_json(line)
         if isinstance(request, TrialRequest):
-            _take_part(request, spec, step, tf, keras)
-            print(READY, flush=True)
+            _take_part(request, step, tf, keras)
+            _say_ready()
             continue
         step.micro_batch_size = request.micro_batch_size
         batch = random_batch(generator, spec.data, request.batch_size)
-        print(to_json(measure(step, batch, request)), flush=True)
+        copies = _copies(step, spec, request.batch_size)
+        print(to_json(measure(step, batch, request, copies)), flush=True)
 
 
-def _take_part(request: TrialRequest, probes: ProbeSpec, step: Step, tf: Any, keras: Any) -> None:
-    """Be a rank, with the graphs that are there already where they fit."""
+def _say_ready() -> None:
+    print(f"\n{READY}", flush=True)  # whatever else was printed, without a line end perhaps
+
+
+def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
+    return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
+
+
+def _take_part(request: TrialRequest, step: Step, tf: Any, keras: Any) -> None:
+    """Be a rank, with the graphs that are there already."""
     node = "?"
     try:
         spec = from_json(RunSpec, Path(request.spec).read_text())
         node = spec.ranks[request.rank].node
-        ready_step = step if spec.noise == probes.noise else None
-        training = RankTraining(spec, request.rank, tf, keras, ready_step)
+        training = RankTraining(spec, request.rank, tf, keras, step)
         training.run()
         training.await_release()
     except BaseException as error:
         give_up(request.rank, node, error)
 
 
-def measure(step: Step, batch: tuple[Array, Array], request: ProbeRequest) -> ProbeResult:
+def measure(
+    step: Step, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
+) -> ProbeResult:
     """Mean time of forward, backward and apply, without any other rank.
 
     The mean, because a machine held to a share of a core works in bursts: most of its steps are quick and
-    a few take all the time.
+    a few take all the time. `copies` as `Step.local` has them.
     """
-    copies = np.ones(len(batch[1]), np.int64) if step.has_noise else None
     for _ in range(request.warm_up_steps):
         step.apply(step.local(*batch, private_copies=copies))
     num_steps, elapsed_s = 0, 0.0

@@ -12,7 +12,7 @@ With noise (worker/noise.py) private samples have a part in gradients and n_k al
 of the public ones; their number then stands before n_k.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,10 +167,17 @@ class Step:
 
     def rehearse_apply(self) -> None:
         """Let the optimizer take a step and take it back: the first time costs a slow node seconds."""
-        before = [np.array(variable) for variable in self.state]
         vector = np.zeros(self.size, np.float32)
         vector[-1] = 1
-        self.apply(vector)
+        self._rehearse(lambda: self.apply(vector))
+
+    def rehearse_alone(self, images: Array, labels: Array) -> None:
+        """The same for a step of a rank that has no others."""
+        self._rehearse(lambda: self.alone(images, labels))
+
+    def _rehearse(self, do: Callable[[], object]) -> None:
+        before = [np.array(variable) for variable in self.state]
+        do()
         for variable, value in zip(self.state, before, strict=True):
             variable.assign(value)
 

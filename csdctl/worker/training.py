@@ -60,9 +60,9 @@ class RankTraining:
     """Trains rank `rank` of `spec`, as `orders` come, with whom they say."""
 
     def __init__(self, spec: RunSpec, rank: int, tf: Any, keras: Any, step: Step | None = None) -> None:
-        """`step`: the one to take, of the same model and recipe, in a trial whose ranks measured before."""
+        """`step`: the one to take, of the same model, recipe and noise, by a rank that measured before."""
         self._spec = spec
-        self._step_before = step
+        self._step_of_probes = step
         self._me: RankSpec = spec.ranks[rank]
         self._is_root = rank == 0
         self._tf = tf
@@ -123,6 +123,7 @@ class RankTraining:
     def await_release(self) -> None:
         """Wait until nobody says anything to this rank any more, for who goes on with other things."""
         self._orders.await_release()
+        self._orders.on_group = lambda: None  # nothing keeps the other ranks, and through them this one
         self._memory.close()
 
     def _next_group(self) -> FormGroup:
@@ -135,7 +136,7 @@ class RankTraining:
         spec, me = self._spec, self._me
         self._reader = MadeReader(spec.made, me.rank) if spec.made else EpochReader(spec, me.rank)
         self._validation = Samples(spec.validation) if spec.validation and self._is_root else None
-        self._step = self._step_before or self._make_step()
+        self._step = self._step_of_probes or self._make_step()
         self._step.micro_batch_size = me.micro_batch_size
         self._teller.metric_names = self._step.metric_names
         # After the vector: whether somebody wants to stop, and every rank's compute time.
@@ -168,6 +169,8 @@ class RankTraining:
             self._step.local(images, labels)
             if copies is not None:
                 self._step.local(images, labels, private_copies=copies)
+        if len(self._spec.ranks) == 1:
+            self._step.rehearse_alone(images, labels)
         self._step.rehearse_apply()
 
     def _join(self, group: FormGroup, door: Door) -> Ranks | None:
@@ -409,6 +412,7 @@ class RankTraining:
         if self._is_root:
             rate = float(np.asarray(self._step.optimizer.learning_rate.value))
             more = {**self._of_epoch(), "learning_rate": rate, "num_lost": self._num_lost(group), **results}
+            more["stepped_samples"] = self._whole.global_samples
         self._teller.epoch_end(self._position.epoch, self._digest, self._whole, more)
 
     def _compare(self, ranks: Ranks) -> str:

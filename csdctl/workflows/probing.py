@@ -15,10 +15,12 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
+from csdctl.launch.rank_process import Enlist
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
 from csdctl.worker.contract import (
+    READY,
     ContractError,
     ProbeRequest,
     ProbeResult,
@@ -29,7 +31,6 @@ from csdctl.worker.contract import (
     to_json,
 )
 from csdctl.workflows.prepare import Prepared, python_of
-from csdctl.workflows.train import Lend
 from csdctl.workflows.workspace import Workspace
 
 START_DEADLINE_S = 300.0
@@ -58,7 +59,8 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         job.recipe,
         runtime,
         prepared.public.form,  # it goes on a command line
-        noise=job.noise if name in prepared.private else None,
+        noise=job.noise,
+        is_private=name in prepared.private,
     )
     return build_worker_command(
         python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
@@ -113,35 +115,36 @@ class ProbeRounds:
             self._space.facts[name].usable_memory_bytes,
         )
 
-    def switch(self, runtimes: Mapping[str, Runtime]) -> None:
-        """From the next round on these machines measure with these settings.
+    def switch(self, runtimes: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
+        """From the next round on these machines measure with these settings, and hold `peaks` bytes at most.
 
-        A session with the settings it had at first stays, idle, where memory has room for two: it is likely
-        to be needed again, and takes long to start.
+        The session that a machine has stays, idle, where memory has room for both: it is likely to be needed
+        again, and takes long to start.
         """
         for name, runtime in runtimes.items():
             current = self.probers[name]
-            if current.runtime == runtime:
-                continue
-            if name in self._idle:
-                current.close()
-                is_back = self._idle[name].runtime == runtime
-                self.probers[name] = self._idle.pop(name) if is_back else self._prober(name, runtime)
-                continue
-            if current.leaves_room:
+            if name not in self._idle and current.leaves_room(peaks[name]):
                 self._idle[name] = current
             else:
                 current.close()
             self.probers[name] = self._prober(name, runtime)
 
-    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, Lend]:
-        """Have sessions with these settings: how each machine's is made a rank."""
-        self.switch(runtimes)
-        for prober in self._idle.values():
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, Enlist]:
+        """Have a session with these settings on each machine, and no other: how each is made a rank."""
+        for name, runtime in runtimes.items():
+            if self.probers[name].runtime == runtime:
+                continue
+            self.probers[name].close()
+            idle = self._idle.pop(name, None)
+            self.probers[name] = idle if idle and idle.runtime == runtime else self._prober(name, runtime)
+        for prober in (
+            *self._idle.values(),
+            *(self.probers[name] for name in self.probers.keys() - runtimes.keys()),
+        ):
             prober.close()
         self._idle = {}
         self._start(runtimes)
-        return {name: self.probers[name].lend for name in runtimes}
+        return {name: self.probers[name].enlist for name in runtimes}
 
     def measure(
         self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
@@ -245,20 +248,18 @@ class Prober:
         """Start the worker and wait until it is ready for requests."""
         self._conversation = self._session.converse(self._command)
         try:
-            self._read_line(START_DEADLINE_S)
+            while self._read_line(START_DEADLINE_S) != READY:  # a model may print when it is loaded
+                pass
         except EOFError:
             raise self._why_it_ended() from None
 
-    @property
-    def leaves_room(self) -> bool:
-        """Whether memory is known to have room for another session like this one."""
-        peak = max(self.peaks.values(), default=0)
-        return self.memory_bytes is not None and 2 * peak <= self.memory_bytes
+    def leaves_room(self, num_bytes: int) -> bool:
+        """Whether memory is known to have room for `num_bytes` more than what this session holds."""
+        peak = max(self.peaks.values(), default=None)
+        return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
 
-    def lend(self, spec: str, rank: int) -> Conversation:
-        """Let the worker be rank `rank` of the run in file `spec` until it has finished."""
-        if self._conversation is None:
-            self.start()
+    def enlist(self, spec: str, rank: int) -> Conversation:
+        """Let the worker, which runs, be rank `rank` of the run in file `spec` until it has finished."""
         assert self._conversation is not None
         try:
             self._conversation.send_line(to_json(TrialRequest(spec, rank)))

@@ -25,7 +25,7 @@ from csdctl.launch.machine_lock import hold_again
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.launch.network import check_network
-from csdctl.launch.rank_process import Notice, RankProcess
+from csdctl.launch.rank_process import Enlist, Notice, RankProcess
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
@@ -34,7 +34,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.transport.many import fleet_known_hosts_paths, open_session
-from csdctl.transport.session import Conversation, Session
+from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.contract import ContractError, Noise, RunSpec, from_json, to_json
@@ -283,10 +283,6 @@ def _carry_out(
     return summary
 
 
-Lend = Callable[[str, int], Conversation]
-"""Makes a process that is there already the rank of this number of the run in this file (of its machine)."""
-
-
 def run_ranks(
     run: RunDirectory,
     spec: RunSpec,
@@ -296,11 +292,11 @@ def run_ranks(
     options: TrainOptions,
     on_delivery: Callable[[str, Delivery], None],
     record: OnEvent,
-    lend: Mapping[str, Lend] | None = None,
+    enlist: Mapping[str, Enlist] | None = None,
 ) -> bool:
     """Deliver what is missing and see the ranks through; says whether somebody stopped them.
 
-    On machines in `lend` no process is started: one that is there takes part, and is there afterwards.
+    On machines in `enlist` no process is started: one that is there takes part, and is there afterwards.
     """
     stored = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     present = set(space.fleet.machines)
@@ -311,7 +307,7 @@ def run_ranks(
     save_text(space.project.ssh_config, build_ssh_config(space.fleet.nodes, known_hosts))
     pythons = {name: python_of(space.fleet, name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
-        supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack, lend or {})
+        supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack, enlist or {})
         traffic: list[Traffic] = []
 
         def take(event: Event) -> None:
@@ -349,7 +345,7 @@ def _supervised(
     options: TrainOptions,
     nodes: Sequence[str],
     stack: ExitStack,
-    lend: Mapping[str, Lend],
+    enlist: Mapping[str, Enlist],
 ) -> Supervised:
     """The ways to start ranks and links; connections opened later are closed by `stack`."""
     fleet, project = space.fleet, space.project
@@ -368,12 +364,14 @@ def _supervised(
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
         return RankProcess(rank, session, conversation, log_path(rank), hear)
 
-    def start_or_borrow(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
+    def start_or_enlist(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
         session = space.sessions[node]
-        if node not in lend:
+        if node not in enlist:
             return start(rank, session, hear)
-        return RankProcess(rank, session, lend[node](stored.path, rank), log_path(rank), hear, is_lent=True)
+        return RankProcess(
+            rank, session, enlist[node](stored.path, rank), log_path(rank), hear, is_enlisted=True
+        )
 
     def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
         node = spec.ranks[rank].node
@@ -409,7 +407,7 @@ def _supervised(
 
     return Supervised(
         nodes=[rank.node for rank in spec.ranks],
-        start_rank=start_or_borrow,
+        start_rank=start_or_enlist,
         restart_rank=restart,
         build_links=links,
         log_path=log_path,

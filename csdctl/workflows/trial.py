@@ -13,12 +13,13 @@ from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
+from csdctl.launch.rank_process import Enlist
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.contract import RankSpec, RunSpec
 from csdctl.worker.messages import EpochEnd, Event, Joined, Progress
 from csdctl.workflows.prepare import Prepared
-from csdctl.workflows.train import Lend, TrainOptions, progress_interval_s, run_ranks
+from csdctl.workflows.train import TrainOptions, progress_interval_s, run_ranks
 from csdctl.workflows.workspace import Workspace
 
 SKIPPING_FROM = 10
@@ -49,9 +50,9 @@ def run_trial(
     prepared: Prepared,
     space: Workspace,
     num_steps: int,
-    lend: Mapping[str, Lend] | None = None,
+    enlist: Mapping[str, Enlist] | None = None,
 ) -> TrialResult:
-    """Take `num_steps` steps, on machines in `lend` with a process that is there already.
+    """Take `num_steps` steps, on machines in `enlist` with a process that is there already.
 
     Raises what `train` raises, KeyboardInterrupt when it is ended.
     """
@@ -79,7 +80,9 @@ def run_trial(
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
-        is_stopped = run_ranks(run, spec, prepared, {}, space, options, lambda *_: None, events.append, lend)
+        is_stopped = run_ranks(
+            run, spec, prepared, {}, space, options, lambda *_: None, events.append, enlist
+        )
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)
@@ -119,22 +122,21 @@ def _rank_specs(
 def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     joined = [event for event in events if isinstance(event, Joined)]
     whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
-    if missing := [node for rank, node in enumerate(nodes) if rank not in whole]:
-        raise RunError(
-            f"the trial ended before {', '.join(missing)} had done all steps",
-            remedy="look at the machines: `csdctl doctor`",
-        )
+    missing = [node for rank, node in enumerate(nodes) if rank not in whole]
+    if missing or len({event.generation for event in joined}) > 1:
+        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
+        raise RunError(f"the trial {what}", remedy="look at the machines, `csdctl doctor`; then tune again")
     first: dict[int, Progress] = {}
     for event in events:
-        if isinstance(event, Progress) and SKIPPING_FROM <= whole[event.rank].steps != event.steps:
+        if isinstance(event, Progress):
             first.setdefault(event.rank, event)
-    counted = [_minus(whole[rank], first.get(rank)) for rank in range(len(nodes))]
+    counted = [_skip(whole[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]
     wall_s = host.compute_s + host.wait_s
     return TrialResult(
         num_steps=host.steps,
         step_s=wall_s / host.steps,
-        images_per_s=host.global_samples / wall_s,
+        images_per_s=host.stepped_samples / wall_s,
         compute_s=tuple(one.compute_s / one.steps for one in counted),
         wall_s=whole[0].wall_s,
         collective=joined[-1].collective,
@@ -142,14 +144,14 @@ def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     )
 
 
-def _minus(whole: EpochEnd, first: Progress | None) -> EpochEnd:
-    """What a rank did after it `first` told of its progress."""
-    if first is None:
+def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
+    """What a rank did after it `first` told of its progress, where that is to be left out."""
+    if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
         return whole
     return dataclasses.replace(
         whole,
         steps=whole.steps - first.steps,
         compute_s=whole.compute_s - first.compute_s,
         wait_s=whole.wait_s - first.wait_s,
-        global_samples=whole.global_samples - first.global_samples,
+        stepped_samples=whole.stepped_samples - first.global_samples,
     )

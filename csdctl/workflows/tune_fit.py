@@ -52,7 +52,8 @@ ALIKE = 4
 """Other settings are probed with a batch that is, where one was measured, this part of the planned one at
 least: with few samples others may be the better ones."""
 LOOKS = 2
-"""At most, at other settings: a glance, and when that is hopeful another one."""
+"""At one variant of the settings at most: a glance, and when that is hopeful another one. So many probes are
+set aside for it; further variants take what is left of the class's."""
 GLANCE_S = 0.5
 HOPEFUL = 1.5
 """Other settings that take more than so many times the usual step at a glance are not looked at again."""
@@ -270,7 +271,10 @@ class _FitTuning:
         A glance, of one step where steps are long, tells who is not worth a second look. That one counts:
         in the first step memory is found and kernels are made.
         """
-        rounds.switch({name: runtime_of(settings) for name, (_, settings) in tried.items()})
+        rounds.switch(
+            {name: runtime_of(settings) for name, (_, settings) in tried.items()},
+            {name: max(self._kinds[key].peaks.values(), default=0) for name, (key, _) in tried.items()},
+        )
         usual = {
             name: median(
                 one.step_time_s for one in self._kinds[key].state.probes if one.batch_size == sizes[key]
@@ -292,10 +296,9 @@ class _FitTuning:
             kind = self._kinds[key]
             result = second.get(name)
             kind.state.num_new += 1 + (name in again)
-            if name in again or first[name] is None:
-                self._keep(rounds, kind, settings, {name: (sizes[key], result)})
-            if result is None:
+            if result is None:  # also where it did not fit, which is not remembered: another session is there
                 continue
+            self._keep(rounds, kind, settings, {name: (sizes[key], result)})
             ratio = result.step_time_s / usual[name]
             if ratio < 1 - SETTINGS_GAIN:
                 self._say(f"{name}: {settings.name}: takes {1 - ratio:.0%} less time: taken")
@@ -316,10 +319,10 @@ class _FitTuning:
             steps = round(TRIAL_S / best.prediction.step_s)
             steps = min(MOST_STEPS, max(LEAST_STEPS, steps))
             # A host that sits out has a worker with fewer threads, which starts when it is tried.
-            lend = rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
+            enlist = rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
             self._say(f"trying the plan: {steps} steps of all {len(ranks)} ranks")
             try:
-                result = run_trial(self._job, ranks, self._prepared, self._space, steps, lend)
+                result = run_trial(self._job, ranks, self._prepared, self._space, steps, enlist)
             except OutOfMemoryError as error:
                 num_deaths += 1
                 if num_deaths > MAX_DEATHS or error.node not in best.batch_sizes:
