@@ -7,9 +7,11 @@ import contextlib
 import os
 import queue
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -251,6 +253,8 @@ class MpiJob:
                 process.wait()
         # ssh clients and local ranks share mpirun's session, in groups of their own.
         _end_session(process.pid)
+        # Its own directory, which it leaves behind when it is killed.
+        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{process.pid}", ignore_errors=True)
 
 
 def _end_session(session: int) -> None:

@@ -104,7 +104,8 @@ def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
                 break
     words = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
     try:
-        replace(done, stderr=b"\n".join(words)).check(node, doing=doing)
+        remedy = "look what else that machine does, then try again"
+        replace(done, stderr=b"\n".join(words)).check(node, doing=doing, remedy=remedy)
     except CsdctlError as error:
         return error
     return RemoteCommandError(f"{doing} gave no answer", node=node)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from csdctl.tuning.best import Limits
+from csdctl.tuning.stannis import TuningError
 
 LINEAR_SCALING = 4
 STEPS_PER_EPOCH = 10
@@ -12,11 +13,18 @@ scaled, and within what leaves so many steps in an epoch."""
 
 
 def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
-    """`given`, with a largest global batch when it has none.
+    """`given`, with a largest global batch when it has none, and none larger than an epoch.
 
     `num_samples` of an epoch, None: not known; `num_required` ranks are never left out and take one sample
-    at least.
+    at least. Raises TuningError when exactly more than an epoch is wanted.
     """
+    if given.global_batch and num_samples is not None and given.global_batch > num_samples:
+        raise TuningError(
+            f"a global batch of {given.global_batch:,} samples is more than the {num_samples:,} of an epoch",
+            remedy="give a smaller --global-batch",
+        )
+    if given.max_global_batch and num_samples is not None:
+        return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
     if given.most:
         return given
     most = LINEAR_SCALING * reference_batch

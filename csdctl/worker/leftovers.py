@@ -37,6 +37,9 @@ def main() -> None:
     processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else []
     if is_allowed and request["is_ending"]:
         end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
+        for process in processes:
+            for path in glob.glob(mpi_directory(process["pid"])):
+                remove(path)
     paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
     if is_allowed and request["is_removing"]:
@@ -140,13 +143,18 @@ def find_paths(is_all: bool) -> "list[str]":
     )
     paths += glob.glob(step_files())
     # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
-    for path in glob.glob(os.path.join(glob.escape(tempfile.gettempdir()), "ompi.*")):
+    for path in glob.glob(mpi_directory("*")):
         pid = path.rpartition(".")[2]
         with contextlib.suppress(OSError):
             is_mine = os.lstat(path).st_uid == os.getuid()
             if pid.isdigit() and is_mine and not os.path.exists(f"/proc/{pid}"):
                 paths.append(path)
     return [path for path in paths if os.path.lexists(path)]
+
+
+def mpi_directory(pid: object) -> str:
+    """Where a daemon of MPI keeps its files; a pattern, for a `pid` that is one."""
+    return os.path.join(glob.escape(tempfile.gettempdir()), f"ompi.{pid}")
 
 
 def step_files() -> str:

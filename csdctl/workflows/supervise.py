@@ -47,6 +47,7 @@ JOIN_S, JOIN_EACH_S = 60.0, 0.5
 """How long mpirun may take to bring the ranks together: at all, and more for each of them."""
 STALL_S = 20.0
 """A rank that others wait for and that does not answer for so long is lost."""
+ASK_INTERVAL_S = 5.0
 SETTLE_S = 0.5
 LOOK_S = 0.2
 """mpirun, and all that has a deadline, is looked at this often when nobody says anything."""
@@ -72,6 +73,8 @@ class Supervised:
     log_path: Callable[[int | None], Path]
     directory: Path
     min_nodes: int
+    is_resumable: bool
+    """Whether what is done so far is kept, for `train --resume`."""
     deadlines: Deadlines
     collective: str = ""
     """'star' or 'allreduce'; '' measures which is faster."""
@@ -217,6 +220,7 @@ class Supervision:
         self._in_hand = None
         if self._links and not self._finished and not self._paused:
             self._look_at_links(self._links)
+        self._ask_late()
         self._look_at_stalled()
         self._look_at_silence()
 
@@ -362,6 +366,11 @@ class Supervision:
         num_nodes = sum(self._run.nodes[rank] != HOST_NAME for rank in left)
         if num_nodes < self._run.min_nodes:
             lost = "\n".join(f"  {error}" for error in self._lost.values())
+            if not self._run.is_resumable:
+                raise RunError(
+                    f"it takes all {len(self._run.nodes)} ranks; lost:\n{lost}",
+                    remedy="mend them, then try again",
+                )
             raise RunError(
                 f"{num_nodes} nodes are left, and --min-nodes is {self._run.min_nodes}; lost:\n{lost}",
                 remedy="mend them, then go on from the last completed step: csdctl train --resume "
@@ -433,6 +442,20 @@ class Supervision:
             if rank in self._group and rank not in self._asked:
                 self._asked[rank] = now
                 self._processes.order(rank, AreYouThere(self._generation))
+
+    def _ask_late(self) -> None:
+        """Who is behind others that have finished or paused, which wait for nobody, is asked now and then."""
+        if not self._finished and not self._paused:
+            return
+        late = set(self._group) - set(self._finished) - self._paused
+        silent_since = time.monotonic() - ASK_INTERVAL_S
+        self._ask(
+            [
+                self._run.nodes[rank]
+                for rank in late
+                if max(self._heard, self._answered.get(rank, 0.0)) < silent_since
+            ]
+        )
 
     def _look_at_stalled(self) -> None:
         """Who was asked and has not answered for too long is lost."""

@@ -119,7 +119,7 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: 
     run = space.project.new_hello()
     cut = cut_shards(placed, prepared.public, job, space.project)
     spec = _build_spec(run, job, plan, placed, prepared, cut, space)
-    spec = dataclasses.replace(spec, validation=None, is_verified=True)
+    spec = dataclasses.replace(spec, validation=None, is_verified=True, num_checkpoints=0)
     found: list[Verified] = []
 
     def record(event: Event) -> None:
@@ -414,6 +414,7 @@ def _supervised(
         directory=project.root,
         # A host that sits out cannot go on alone.
         min_nodes=min(max(options.min_nodes, spec.ranks[0].batch_size == 0), len(nodes)),
+        is_resumable=spec.num_checkpoints > 0,
         deadlines=options.deadlines,
         collective=_collective(run, options),
         absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),

@@ -55,9 +55,23 @@ class TuneOptions:
                 f"{self.method} knows no limits, received {', '.join(self.limits.given)}",
                 remedy=f"leave them out, or take --method {FIT}",
             )
-        check_arguments(self.batch_sizes, self.step_divisor, self.margin_scale)
+        of_paper = self.batch_sizes, self.step_divisor, self.margin_scale
+        if self.method != STANNIS and of_paper != (
+            DEFAULT_BATCH_SIZES,
+            DEFAULT_STEP_DIVISOR,
+            DEFAULT_MARGIN_SCALE,
+        ):
+            raise InputError(
+                f"{self.method} knows no --batch-sizes, -C and -E",
+                remedy=f"leave them out, or take --method {STANNIS}",
+            )
+        check_arguments(*of_paper)
         if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
-            raise InputError(f"a probe cannot take {self.probe_duration_s} seconds", remedy=TUNING_HELP)
+            raise InputError(
+                f"--probe-seconds must be at least 0 and below {PROBE_DEADLINE_S:g}, "
+                f"received {self.probe_duration_s}",
+                remedy=TUNING_HELP,
+            )
 
 
 def tune(

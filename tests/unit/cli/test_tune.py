@@ -8,7 +8,7 @@ import pytest
 from csdctl.cli.app import main
 from csdctl.errors import ExitCode
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.tune import TuneOptions
+from csdctl.workflows.tune import STANNIS, TuneOptions
 
 
 @pytest.fixture
@@ -51,5 +51,5 @@ def test_limits_are_not_for_algorithm_1(
 
 def test_arguments_of_algorithm_1_that_cannot_be_used_name_the_option() -> None:
     with pytest.raises(TuningError, match="C must be a positive number") as raised:
-        TuneOptions(step_divisor=0.0)
+        TuneOptions(STANNIS, step_divisor=0.0)
     assert raised.value.remedy == "give another --step-divisor"

@@ -1,5 +1,8 @@
+import pytest
+
 from csdctl.tuning.best import Limits
 from csdctl.tuning.limits import default_limits
+from csdctl.tuning.stannis import TuningError
 
 
 def test_global_batch_stays_within_four_reference_batches() -> None:
@@ -16,6 +19,13 @@ def test_ranks_that_must_take_part_have_a_sample_each() -> None:
 
 
 def test_what_is_given_stays_and_a_longest_step_is_no_global_batch() -> None:
-    for given in (Limits(global_batch=7), Limits(max_global_batch=5_000)):
+    for given in (Limits(global_batch=7), Limits(max_global_batch=900)):
         assert default_limits(given, 256, 1_000, 1) == given
     assert default_limits(Limits(max_step_s=1.0), 256, None, 1) == Limits(1024, None, 1.0)
+
+
+def test_no_global_batch_is_larger_than_an_epoch() -> None:
+    assert default_limits(Limits(max_global_batch=5_000), 256, 1_000, 1).max_global_batch == 1_000
+    assert default_limits(Limits(global_batch=5_000), 256, None, 1) == Limits(global_batch=5_000)
+    with pytest.raises(TuningError, match="5,000 samples is more than the 1,000 of an epoch"):
+        default_limits(Limits(global_batch=5_000), 256, 1_000, 1)

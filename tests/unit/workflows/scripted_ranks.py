@@ -190,6 +190,7 @@ class Fleet:
             build_links=self._build_links,
             log_path=lambda rank: self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log"),
             directory=self.directory,
+            is_resumable=True,
             min_nodes=self.min_nodes,
             deadlines=self.waits,
             absent=self.absent,

@@ -40,6 +40,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         "SETTLE_S": 0.02,
         "LOOK_S": 0.02,
         "STALL_S": 0.1,
+        "ASK_INTERVAL_S": 0.05,
         "END_S": 0.3,
     }.items():
         monkeypatch.setattr(supervise, name, value)
@@ -490,6 +491,25 @@ def test_node_that_mpirun_blames_is_left_out_though_another_was_lost_long_ago(fl
     fleet.stories[5] = Fleet.finish
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 2), (0, 2), (0, 2), (0,)]
+
+
+@pytest.mark.parametrize("do", [ScriptedRank.finish, ScriptedRank.pause])
+def test_rank_that_stops_when_others_have_finished_or_paused_is_lost(
+    fleet: Fleet, do: Callable[[ScriptedRank], None]
+) -> None:
+    def stop_at_the_end(fleet: Fleet) -> None:
+        fleet.rank(1).is_deaf = True
+        do(fleet.rank(0))
+        do(fleet.rank(2))
+
+    fleet.stories[1] = stop_at_the_end
+    fleet.stories[2] = Fleet.finish
+    if do is ScriptedRank.finish:
+        assert error_of(fleet).node == "csd0"
+    else:
+        fleet.run()
+        assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "is stopped, or its machine hangs" in lost_messages(fleet)[0]
 
 
 def test_incomplete_run_names_the_node_whose_completion_record_is_missing(fleet: Fleet) -> None:
