@@ -23,9 +23,9 @@ from csdctl.errors import InputError
 
 
 class Document(BaseModel):
-    """Base of every file that a person writes: unknown keys are errors, values do not change."""
+    """Base of every file that a person writes: unknown keys are errors, numbers finite, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 DocumentT = TypeVar("DocumentT", bound=BaseModel)

@@ -118,7 +118,7 @@ class Alive(Event):
 
 @dataclass(frozen=True)
 class WaitingFor(Event):
-    """Rank 0 has waited for these nodes for some seconds."""
+    """The rank has waited for these nodes for some seconds; it does not know for whom when there are none."""
 
     nodes: tuple[str, ...]
 

@@ -184,7 +184,8 @@ class RankTraining:
         nodes = [self._spec.ranks[rank].node for rank in group.ranks]
 
         def on_waiting(missing: list[int]) -> None:
-            if missing:
+            # Only rank 0 of a star knows for whom. When they wait for rank 0, another one has to say so.
+            if missing or hello["rank"] <= 1:
                 self._teller.waiting_for([nodes[rank] for rank in missing])
 
         door.give_memory(line, self._memory.descriptor)

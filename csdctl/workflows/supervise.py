@@ -250,7 +250,7 @@ class Supervision:
         elif isinstance(notice, LinkLost) and notice.rank in self._unlinked:
             self._regroup("the connection between the ranks broke")
         elif isinstance(notice, WaitingFor):
-            self._ask(notice.nodes)
+            self._ask(notice.nodes or [self._run.nodes[rank] for rank in self._group])
         elif isinstance(notice, Ready) and notice.rank in self._returning:
             self._welcome(notice)
 

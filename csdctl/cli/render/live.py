@@ -72,7 +72,7 @@ class TrainingView(View):
             self._print(self._rebalanced_line(event))
         elif isinstance(event, LinkLost):
             line.state = "waiting for the others"
-        elif isinstance(event, WaitingFor):
+        elif isinstance(event, WaitingFor) and event.nodes:
             self._print(f"waiting for {', '.join(event.nodes)}")
         elif isinstance(event, NodeLost):
             line.state = "lost"

@@ -290,6 +290,19 @@ def test_rank_that_others_wait_for_in_vain_is_lost(fleet: Fleet) -> None:
     assert len(orders_of(fleet.rank(1), AreYouThere)) == 2  # it answered when asked, and while regrouping
 
 
+@pytest.mark.parametrize("teller", [0, 2])
+def test_rank_that_is_waited_for_by_one_who_does_not_know_for_whom_is_lost(fleet: Fleet, teller: int) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(1).is_deaf = True
+        fleet.rank(teller).wait_for()
+
+    fleet.stories[1] = hang
+    fleet.stories[2] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "is stopped, or its machine hangs" in lost_messages(fleet)[0]
+
+
 def test_two_ranks_that_hang_at_once_are_both_left_out(fleet: Fleet) -> None:
     def stop_both(fleet: Fleet) -> None:
         fleet.rank(1).is_deaf = fleet.rank(2).is_deaf = True
