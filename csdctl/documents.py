@@ -23,7 +23,7 @@ from csdctl.errors import InputError
 
 
 class Document(BaseModel):
-    """Base of every file that a person writes: unknown keys are errors, numbers finite, values do not change."""
+    """Base of every file that a person writes: unknown keys are errors, numbers finite, values stay."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 

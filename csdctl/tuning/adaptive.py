@@ -118,6 +118,8 @@ def _learn(classes: Mapping[str, ClassState], wanted: Mapping[str, Sequence[int]
                 state.too_large = min(size, state.too_large or size)
             else:
                 state.probes.append(Point(size, time_s))
+        if state.too_large and max(state.sizes, default=0) >= state.too_large:
+            state.too_large = None  # it died of something else
         if not state.probes and (state.too_large == 1 or state.num_new >= state.max_new):
             samples = "even 1 sample" if state.too_large == 1 else f"{state.too_large} samples"
             raise TuningError(

@@ -192,12 +192,17 @@ class _FitTuning:
         settings: Settings,
         measured: Mapping[str, tuple[int, ProbeResult | None]],
     ) -> None:
-        """Into the history, but for what was only foreseen not to fit: another day there is more memory."""
+        """Into the history, but for what was only foreseen not to fit: another day there is more memory.
+
+        Nor does what died of something else, because more fitted.
+        """
         probers = rounds.probers
+        fitting = max((size for size, result in measured.values() if result), default=0)
+        fitting = max([fitting, *kind.peaks])
         kept = [
             (size, result, probers[name].peaks.get(size, 0))
             for name, (size, result) in measured.items()
-            if result or size in probers[name].killing
+            if result or (size in probers[name].killing and size > fitting)
         ]
         if kept:
             self._knowledge.keep_probes(kind, settings, kept)

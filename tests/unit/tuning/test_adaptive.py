@@ -133,6 +133,19 @@ def test_what_does_not_fit_is_a_result_and_bounds_what_is_asked() -> None:
     assert machines.num_probes("a") <= MAX_PROBES
 
 
+def test_smaller_size_than_one_that_fits_died_of_something_else() -> None:
+    machines = Machines(EQUAL_NODES)
+    states = machines.states()
+
+    def kill_once(sizes: Mapping[str, int]) -> dict[str, float | None]:
+        is_first = not machines.asked
+        times = machines.measure(sizes)
+        return {**times, min(sizes, key=lambda name: (name[0], sizes[name])): None} if is_first else times
+
+    measure_classes(states, kill_once, machines.choose)
+    assert states["a"].too_large is None
+
+
 def test_class_that_fits_at_no_size_is_an_error() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 0})
     states = machines.states()
