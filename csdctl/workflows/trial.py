@@ -88,7 +88,7 @@ def run_trial(
     shutil.rmtree(run.path, ignore_errors=True)
     if is_stopped:
         raise KeyboardInterrupt
-    return _read(events, [rank.node for rank in ranks])
+    return read_trial(events, [rank.node for rank in ranks])
 
 
 def _rank_specs(
@@ -119,7 +119,8 @@ def _rank_specs(
     return tuple(specs)
 
 
-def _read(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
+def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
+    """Add up what the ranks on `nodes` said; raises RunError when not all did all steps undisturbed."""
     joined = [event for event in events if isinstance(event, Joined)]
     whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
     missing = [node for rank, node in enumerate(nodes) if rank not in whole]
