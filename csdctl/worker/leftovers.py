@@ -38,8 +38,7 @@ def main() -> None:
     if is_allowed and request["is_ending"]:
         end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
         for process in processes:
-            for path in glob.glob(mpi_directory(process["pid"])):
-                remove(path)
+            remove(mpi_directory(process["pid"]))
     paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
     if is_allowed and request["is_removing"]:
@@ -143,7 +142,7 @@ def find_paths(is_all: bool) -> "list[str]":
     )
     paths += glob.glob(step_files())
     # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
-    for path in glob.glob(mpi_directory("*")):
+    for path in glob.glob(glob.escape(mpi_directory("")) + "*"):
         pid = path.rpartition(".")[2]
         with contextlib.suppress(OSError):
             is_mine = os.lstat(path).st_uid == os.getuid()
@@ -153,8 +152,8 @@ def find_paths(is_all: bool) -> "list[str]":
 
 
 def mpi_directory(pid: object) -> str:
-    """Where a daemon of MPI keeps its files; a pattern, for a `pid` that is one."""
-    return os.path.join(glob.escape(tempfile.gettempdir()), f"ompi.{pid}")
+    """Where a daemon of MPI keeps its files, and leaves them when it is killed."""
+    return os.path.join(tempfile.gettempdir(), f"ompi.{pid}")
 
 
 def step_files() -> str:

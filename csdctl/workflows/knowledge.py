@@ -99,24 +99,16 @@ class Knowledge:
         """By a name for each: the host's, the class's key for nodes."""
         for name in machines if is_host_training else machines[1:]:
             key = HOST_NAME if name == HOST_NAME else classes[name].key
+            memory_bytes = rank_memory_bytes(facts[name].usable_memory_bytes)
             if key in self.kinds:
                 kind = self.kinds[key]
                 kind.state.machines = [*kind.state.machines, name]
-                known = [
-                    size
-                    for size in (kind.memory_bytes, rank_memory_bytes(facts[name].usable_memory_bytes))
-                    if size
-                ]
+                known = [size for size in (kind.memory_bytes, memory_bytes) if size]
                 kind.memory_bytes = min(known, default=None)
                 continue
             runtime = default_runtime(name, fleet, facts)
             settings = Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
-            kind = Kind(
-                classes[name],
-                settings,
-                ClassState([name]),
-                memory_bytes=rank_memory_bytes(facts[name].usable_memory_bytes),
-            )
+            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=memory_bytes)
             self.kinds[key] = kind
             if not is_fresh:
                 self._recall(kind, fleet.host.threads if name == HOST_NAME else 0)

@@ -288,8 +288,7 @@ class Prober:
         except EOFError:
             if self._died_of_memory():
                 self.killing.add(request.batch_size)
-                self._conversation.close()
-                self._conversation = None
+                self.close()
                 return None
             raise self._why_it_ended() from None
         except ContractError as error:

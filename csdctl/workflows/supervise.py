@@ -526,8 +526,6 @@ def _failure(failed: Failed) -> CsdctlError:
 
 
 def _fatal(error: CsdctlError) -> CsdctlError:
-    return (
-        error
-        if isinstance(error, RunError)
-        else RunError(error.message, node=error.node, remedy=error.remedy)
-    )
+    if isinstance(error, RunError):
+        return error
+    return RunError(error.message, node=error.node, remedy=error.remedy)

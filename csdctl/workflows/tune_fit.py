@@ -197,8 +197,7 @@ class _FitTuning:
         Nor does what died of something else, because more fitted.
         """
         probers = rounds.probers
-        fitting = max((size for size, result in measured.values() if result), default=0)
-        fitting = max([fitting, *kind.peaks])
+        fitting = max(kind.peaks, default=0)
         kept = [
             (size, result, probers[name].peaks.get(size, 0))
             for name, (size, result) in measured.items()

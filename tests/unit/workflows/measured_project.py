@@ -3,9 +3,11 @@
 Nothing of it needs TensorFlow or a machine: the steps and sums are those of a model that the tests know.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from csdctl.fleet.facts import Facts, save_facts
 from csdctl.fleet.machine_class import FleetClass, MachineClass, classify_fleet, classify_machine
@@ -156,6 +158,26 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     with open_history(at.project.history) as history:
         trial = Trial(ranks, step_s, sum(sizes) / step_s, 1001.0)
         history.add_trial(at.features, recipe, fleet_class(), trial)
+
+
+def remember_all(at: MeasuredProject) -> None:
+    """What a tune of it leaves: probes of host and nodes, sums, a trial."""
+    remember_probes(at)
+    remember_sums(at)
+    remember_trial(at)
+
+
+def prepared(at: MeasuredProject) -> Any:
+    """In place of `prepare.Prepared`, for what only passes files on."""
+    file = SimpleNamespace(path="file", sha256=at.features.hash)
+    model = SimpleNamespace(info=MODEL, architecture=file, weights=file)
+    return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={})
+
+
+def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_bytes: int = 32 << 30) -> Any:
+    """In place of an open `Workspace`; so much memory is free on each machine."""
+    facts = {name: replace(facts_of(name), memory_available_bytes=memory_bytes) for name in sessions}
+    return SimpleNamespace(fleet=at.fleet, project=at.project, facts=facts, sessions=sessions)
 
 
 def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:

@@ -2,16 +2,14 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.contract import ProbeRequest, ProbeResult, Runtime, to_json
 from csdctl.workflows.probing import ProbeRounds
-from tests.unit.workflows.measured_project import PUBLIC, facts_of, make_project
+from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
 PEAK = 1 << 30
@@ -28,23 +26,18 @@ class Fleet:
     def __init__(self, directory: Path, num_sessions: int) -> None:
         at = make_project(directory, num_nodes=1)
         self.num_sessions = num_sessions
-        names = ("host", "csd0")
-        self.said: list[str] = []
         self.sessions = {
-            name: FakeSession(name).on(stdout="a model prints\nready\n", replies=answer) for name in names
+            name: FakeSession(name).on(stdout="a model prints\nready\n", replies=answer)
+            for name in at.fleet.machines
         }
         memory_bytes = round(PEAK * num_sessions / 0.8)
-        facts = {name: replace(facts_of(name), memory_available_bytes=memory_bytes) for name in names}
-        file = SimpleNamespace(path="file")
         self.rounds = ProbeRounds(
             at.job,
-            SimpleNamespace(  # type: ignore[arg-type]
-                worker=file, model=SimpleNamespace(architecture=file, weights=file), public=PUBLIC, private={}
-            ),
-            SimpleNamespace(fleet=at.fleet, facts=facts, sessions=self.sessions),  # type: ignore[arg-type]
-            dict.fromkeys(names, USUAL),
+            prepared(at),
+            workspace(at, self.sessions, memory_bytes),
+            dict.fromkeys(self.sessions, USUAL),
             lambda _: None,
-            self.said.append,
+            lambda _: None,
         )
 
     def of_node(self) -> list[FakeConversation]:

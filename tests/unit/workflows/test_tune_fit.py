@@ -1,9 +1,7 @@
 """Tuning by fit where all is remembered: what becomes of its trial."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,15 +14,12 @@ from csdctl.workflows.probing import ProbeRounds
 from csdctl.workflows.trial import TrialResult
 from csdctl.workflows.tune import TuneOptions
 from tests.unit.workflows.measured_project import (
-    MODEL,
-    PUBLIC,
     STEPS,
     MeasuredProject,
-    facts_of,
     make_project,
-    remember_probes,
-    remember_sums,
-    remember_trial,
+    prepared,
+    remember_all,
+    workspace,
 )
 
 LIMITS = Limits(global_batch=160)
@@ -35,35 +30,20 @@ MAX_AT_ONCE = 100
 @pytest.fixture
 def at(tmp_path: Path) -> MeasuredProject:
     at = make_project(tmp_path)
-    remember_probes(at)
-    remember_sums(at)
-    remember_trial(at)
+    remember_all(at)
     return at
 
 
 def tune(at: MeasuredProject, trial: Callable[[Sequence[RankPlan]], TrialResult], said: list[str]) -> Plan:
     """A tune whose trials are `trial`."""
-    file = SimpleNamespace(path="file", sha256=at.features.hash)
-    prepared = SimpleNamespace(
-        worker=file,
-        model=SimpleNamespace(info=MODEL, architecture=file, weights=file),
-        public=PUBLIC,
-        private={},
-    )
-    names = ("host", "csd0", "csd1")
-    space = SimpleNamespace(
-        fleet=at.fleet,
-        project=at.project,
-        facts={name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in names},
-        sessions={name: FakeSession(name) for name in names},
-    )
+    sessions = {name: FakeSession(name) for name in at.fleet.machines}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ProbeRounds, "prepare_trial", lambda *_: {})
         patch.setattr(tune_fit, "run_trial", lambda job, ranks, *_: trial(ranks))
         return tune_fit.tune_by_fit(
             at.job,
-            prepared,  # type: ignore[arg-type]
-            space,  # type: ignore[arg-type]
+            prepared(at),
+            workspace(at, sessions),
             TuneOptions(limits=LIMITS, is_exploring=False),
             said.append,
             lambda _: None,

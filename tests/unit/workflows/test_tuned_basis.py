@@ -27,9 +27,9 @@ from tests.unit.workflows.measured_project import (
     MeasuredProject,
     facts_of,
     make_project,
+    remember_all,
     remember_probes,
     remember_sums,
-    remember_trial,
     trial_step_s,
     write_job,
 )
@@ -42,9 +42,7 @@ def at(tmp_path: Path) -> MeasuredProject:
 
 @pytest.fixture
 def measured(at: MeasuredProject) -> MeasuredProject:
-    remember_probes(at)
-    remember_sums(at)
-    remember_trial(at)
+    remember_all(at)
     return at
 
 
