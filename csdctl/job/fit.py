@@ -4,7 +4,9 @@ import json
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
-from csdctl.worker.contract import DatasetInfo, ModelInfo, Noise, Recipe
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import Noise, Recipe
 
 INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 

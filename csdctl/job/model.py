@@ -21,7 +21,7 @@ from csdctl.job.reading import (
     check_private_path,
     files_of,
 )
-from csdctl.worker.contract import EarlyStopping, Noise, Recipe, ReduceOnPlateau
+from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 
 ValueT = TypeVar("ValueT")
 

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from csdctl.documents import Document
 from csdctl.errors import InputError
-from csdctl.worker.contract import PictureRule, RecordSchema
+from csdctl.worker.protocol.datasets import PictureRule, RecordSchema
 
 MOST_PIXELS = 1 << 27
 """TensorFlow decodes no larger PNG with four channels."""

@@ -8,8 +8,8 @@ from typing import Any
 from csdctl.errors import RemoteCommandError
 from csdctl.launch.machine_lock import MachineHeldError, is_gone
 from csdctl.transport.many import run_on_all
-from csdctl.transport.programs import build_program_command
 from csdctl.transport.session import Session
+from csdctl.transport.standalone import build_program_command
 
 LOOK_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0

@@ -16,8 +16,8 @@ from typing import Any
 
 from csdctl.errors import CsdctlError, RemoteCommandError, RunError
 from csdctl.transport.many import Outcome, run_on_all, values_or_raise
-from csdctl.transport.programs import build_program_command
 from csdctl.transport.session import Conversation, Session
+from csdctl.transport.standalone import build_program_command
 
 ANSWER_DEADLINE_S = 30.0
 _STARTTIME = 19

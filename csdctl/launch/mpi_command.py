@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME
-from csdctl.worker.messages import Exited, event_to_line
+from csdctl.worker.protocol.events import Exited, event_to_line
 
 ALLOW_ROOT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.errors import InputError
-from csdctl.launch.last_words import is_noise
+from csdctl.launch.diagnosis import is_noise
 from csdctl.launch.mpi_command import ALLOW_ROOT
-from csdctl.worker.contract import ContractError
-from csdctl.worker.messages import Event, Exited, Failed, Finished, Ready, event_from_line
-from csdctl.worker.tcp import list_connections
+from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Ready, event_from_line
+from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.tcp_counters import list_connections
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 END_GRACE_S = 5.0

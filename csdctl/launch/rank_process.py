@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
-from csdctl.launch.last_words import MEMORY_REMEDY, is_noise
+from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
 from csdctl.transport.meter import Kind
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.contract import READY, ContractError
-from csdctl.worker.messages import Event, Finished, Order, Release, event_from_line, order_to_line
+from csdctl.worker.protocol.events import Event, Finished, event_from_line
+from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.orders import Order, Release, order_to_line
+from csdctl.worker.protocol.probe import READY
 
 _LISTEN_S = 3600.0
 _END_S = 5.0

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
-from csdctl.worker.messages import Event, Order
+from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.orders import Order
 
 RETURN_INTERVAL_S = 10.0
 StartRank = Callable[[int, Callable[[Notice], None]], RankProcess]

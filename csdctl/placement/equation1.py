@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import ceil
 
-from csdctl.worker.shares import public_shares
+from csdctl.worker.protocol.equation1 import public_shares
 
 
 class PlacementError(ValueError):

@@ -18,8 +18,18 @@ from math import ceil
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.worker.contract import Noise, RunSpec
-from csdctl.worker.messages import STOPPED, EpochEnd, Event, Finished, Joined, LinkLost, Paused, Progress
+from csdctl.worker.protocol.events import (
+    STOPPED,
+    EpochEnd,
+    Event,
+    Finished,
+    Joined,
+    LinkLost,
+    Paused,
+    Progress,
+)
+from csdctl.worker.protocol.recipe import Noise
+from csdctl.worker.protocol.run_spec import RunSpec
 
 SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""

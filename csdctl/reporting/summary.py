@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from csdctl.reporting.differential_privacy import Privacy, measure_privacy
-from csdctl.worker.messages import STOPPED, EpochEnd, Event, Failed, Finished, Joined, NodeLost, Rebalanced
+from csdctl.worker.protocol.events import (
+    STOPPED,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    NodeLost,
+    Rebalanced,
+)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
-from csdctl.worker.contract import ContractError
-from csdctl.worker.messages import Event, event_from_line, event_to_line
+from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
+from csdctl.worker.protocol.json_codec import ContractError
 
 SHARED_MEMORY = Path("/dev/shm")
 

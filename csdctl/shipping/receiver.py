@@ -7,8 +7,8 @@ import zlib
 from functools import cache
 
 from csdctl.errors import RemoteCommandError
-from csdctl.transport.programs import read_program
 from csdctl.transport.session import Session
+from csdctl.transport.standalone import read_program
 
 PRUNE_DEADLINE_S = 900.0
 

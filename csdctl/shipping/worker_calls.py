@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from csdctl.errors import CsdctlError, ExitCode, InputError, RemoteCommandError
 from csdctl.transport.session import Completed, Session
-from csdctl.worker.contract import (
+from csdctl.worker.protocol.datasets import Preparing
+from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
     WORKING_PREFIX,
     ContractError,
-    Preparing,
     from_json,
     to_json,
 )

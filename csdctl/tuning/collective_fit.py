@@ -7,7 +7,7 @@ import numpy as np
 
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.fit import non_negative
-from csdctl.tuning.measured import Collective
+from csdctl.tuning.measurements import Collective
 
 NUM_NEWEST = 5
 """Of one way to sum, so many of the newest times count: a fleet changes, and one sum may be lucky."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from csdctl.tuning.best import Limits
+from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
 
 LINEAR_SCALING = 4

@@ -9,8 +9,8 @@ from pydantic import AfterValidator, Field
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.tuning.made_for import MadeFor
-from csdctl.worker.contract import Runtime
+from csdctl.tuning.plan_fingerprint import MadeFor
+from csdctl.worker.protocol.run_spec import Runtime
 
 HEADER = """\
 # Written by `csdctl tune`; `csdctl train` follows it. Batch sizes and threads may be edited:

@@ -12,20 +12,19 @@ import os
 import sys
 from pathlib import Path
 
-from csdctl.worker.contract import (
+from csdctl.worker.process.events import WorkerError, emit_by, give_up
+from csdctl.worker.protocol.datasets import PrepareSpec, Preparing
+from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
     WORKING_PREFIX,
     ContractError,
-    PrepareSpec,
-    Preparing,
-    ProbeSpec,
-    Recipe,
-    RunSpec,
     from_json,
     to_json,
 )
-from csdctl.worker.events import WorkerError, emit_by, give_up
+from csdctl.worker.protocol.probe import ProbeSpec
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RunSpec
 
 
 def main(arguments: list[str]) -> int:
@@ -71,8 +70,8 @@ def main(arguments: list[str]) -> int:
 
 
 def _build(options: argparse.Namespace) -> int:
-    from csdctl.worker.backend import load_backend
-    from csdctl.worker.model import build
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.compute.model import build
 
     _, keras = load_backend()
     info = build(
@@ -92,8 +91,8 @@ def answer(value: object) -> None:
 
 
 def _prepare(_: argparse.Namespace) -> int:
-    from csdctl.worker.prepare import prepare
-    from csdctl.worker.voice import Voice
+    from csdctl.worker.ingest.prepare import prepare
+    from csdctl.worker.process.output import Voice
 
     voice = Voice()
     latest = Preparing()
@@ -122,15 +121,15 @@ def _prepare(_: argparse.Namespace) -> int:
 
 
 def _look(options: argparse.Namespace) -> int:
-    from csdctl.worker.look import look
+    from csdctl.worker.data.digest import look
 
     answer(look(options.directory))
     return 0
 
 
 def _probe(options: argparse.Namespace) -> int:
-    from csdctl.worker.backend import load_backend
-    from csdctl.worker.probe import serve_probes
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.tasks.probe import serve_probes
 
     spec = from_json(ProbeSpec, options.spec)
     serve_probes(spec, *load_backend(spec.runtime))
@@ -145,8 +144,8 @@ def _rank(options: argparse.Namespace) -> int:
         node = me.node
         if me.private:
             private_log = _keep_output_here(spec.run_id, me.rank)
-        from csdctl.worker.backend import load_backend
-        from csdctl.worker.training import RankTraining
+        from csdctl.worker.compute.backend import load_backend
+        from csdctl.worker.tasks.training import RankTraining
 
         RankTraining(spec, me.rank, *load_backend(me.runtime)).run()
     except BaseException as error:
@@ -159,7 +158,7 @@ def _keep_output_here(run_id: str, rank: int) -> str:
 
     What libraries print may show samples; TensorFlow lists the labels of a batch that it cannot use.
     """
-    from csdctl.worker.voice import Voice
+    from csdctl.worker.process.output import Voice
 
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
@@ -168,13 +167,13 @@ def _keep_output_here(run_id: str, rank: int) -> str:
 
 
 def _link(options: argparse.Namespace) -> int:
-    from csdctl.worker.link import serve_link
+    from csdctl.worker.group.link import serve_link
 
     return serve_link(options.run, options.rank, options.generation)
 
 
 def _hello(options: argparse.Namespace) -> int:
-    from csdctl.worker.hello import say_hello
+    from csdctl.worker.tasks.mpi_check import say_hello
 
     code = say_hello(options.rank, options.size, options.node, options.sums)
     if code:  # who fails must not wait for the others in MPI's own end

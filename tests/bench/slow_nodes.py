@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.workflows.demo import MODEL
+from csdctl.workflows.data.demo import MODEL
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
 

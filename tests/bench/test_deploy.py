@@ -24,7 +24,7 @@ from csdctl.fleet.reading import load_fleet
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.tree import TreeRequest
 from csdctl.transport.many import values_or_raise
-from csdctl.workflows.deploy import deploy_parcel, pack_trees
+from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
 
 SSHD = "/usr/sbin/sshd"
 PORT = 2422

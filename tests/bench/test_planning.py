@@ -9,8 +9,8 @@ import time
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.best import Candidate, Limits, find_best
-from tests.unit.tuning.test_adaptive import EQUAL_NODES, THREE_KINDS, tuned_with_noise
+from csdctl.tuning.search import Candidate, Limits, find_best
+from tests.unit.tuning.test_probe_policy import EQUAL_NODES, THREE_KINDS, tuned_with_noise
 
 ROUNDS = 5
 SEEDS = range(200)

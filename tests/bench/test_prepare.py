@@ -10,9 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.contract import PictureRule, PrepareSpec, RecordSchema, to_json
-from csdctl.worker.sources.source import num_threads
-from tests.unit.worker.sources.made_pictures import jpeg, png, tensorflow
+from csdctl.worker.ingest.sources.source import num_threads
+from csdctl.worker.protocol.datasets import PictureRule, PrepareSpec, RecordSchema
+from csdctl.worker.protocol.json_codec import to_json
+from tests.unit.worker.ingest.sources.made_pictures import jpeg, png, tensorflow
 
 pytestmark = pytest.mark.bench
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from csdctl.workflows.demo import write_demo_files
+from csdctl.workflows.data.demo import write_demo_files
 from tests.bench.running import csdctl, write_plan
 
 SEEDS = (1, 2, 3)

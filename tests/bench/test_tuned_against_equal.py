@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.workflows.demo import write_demo_files
+from csdctl.workflows.data.demo import write_demo_files
 from tests.bench.running import csdctl
 
 NUM_NODES = 3

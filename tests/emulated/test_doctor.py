@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from csdctl.workflows.demo import write_demo_files
+from csdctl.workflows.data.demo import write_demo_files
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(180)]
 

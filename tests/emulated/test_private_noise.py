@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from csdctl.reporting.differential_privacy import compute_epsilon
-from csdctl.worker.contract import Noise
+from csdctl.worker.protocol.recipe import Noise
 from tests.emulated.running import csdctl
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]

@@ -16,7 +16,7 @@ from csdctl.fleet.reading import load_fleet
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.workflows.discover import discover
+from csdctl.workflows.discovery.discover import discover
 
 pytestmark = pytest.mark.emulated
 

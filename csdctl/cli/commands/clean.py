@@ -46,8 +46,8 @@ def clean(
     from csdctl.launch.leftovers import Sweeping
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.transport.many import errors_of
-    from csdctl.workflows.clean import clean
-    from csdctl.workflows.partial import choose_fleet, settle
+    from csdctl.workflows.maintenance.clean import clean
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
 
     streams = Streams(is_json=json)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)

@@ -21,8 +21,8 @@ def demo(
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
     from csdctl.cli.render.numbers import show_seconds
     from csdctl.launch.tools import check_tools
-    from csdctl.workflows.demo import write_demo_files
-    from csdctl.workflows.emulate import take_fleet_down
+    from csdctl.workflows.data.demo import write_demo_files
+    from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
     began = time.monotonic()

@@ -55,8 +55,8 @@ def deploy(
     from csdctl.shipping.chunks import SharedChunks
     from csdctl.shipping.tree import DEFAULT_IGNORED
     from csdctl.transport.many import errors_of
-    from csdctl.workflows.deploy import deploy_parcel
-    from csdctl.workflows.partial import choose_fleet, settle
+    from csdctl.workflows.data.deploy import deploy_parcel
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
 
     streams = Streams(is_json=json)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
@@ -85,7 +85,7 @@ def _pack_trees(streams: Streams, written: list[str], ignored: list[str], chunks
     from csdctl.cli.render.numbers import show_bytes
     from csdctl.shipping.chunks import printable
     from csdctl.shipping.tree import parse_tree
-    from csdctl.workflows.deploy import pack_trees
+    from csdctl.workflows.data.deploy import pack_trees
 
     requests = [parse_tree(one) for one in written]
     parcel = pack_trees(requests, chunks, ignored)
@@ -98,7 +98,7 @@ def _pack_trees(streams: Streams, written: list[str], ignored: list[str], chunks
 def _pack_job(streams: Streams, job: Path) -> "Parcel":
     from csdctl.job.model import load_job
     from csdctl.shipping.parcel import pack_parcel
-    from csdctl.workflows.prepare import prepare_code
+    from csdctl.workflows.data.prepare import prepare_code
 
     files = prepare_code(load_job(job), streams.directory, streams.say)
     return pack_parcel([file.as_object() for file in files])

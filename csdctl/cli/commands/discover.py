@@ -18,7 +18,7 @@ from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
-    from csdctl.workflows.sources import Source
+    from csdctl.workflows.discovery.inventory_sources import Source
 
 
 def discover(
@@ -74,9 +74,9 @@ def discover(
     from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
     from csdctl.cli.render.numbers import show_count
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.discover import discover
-    from csdctl.workflows.partial import choose_fleet, settle
-    from csdctl.workflows.sources import check_may_write, find_nodes, write_fleet
+    from csdctl.workflows.discovery.discover import discover
+    from csdctl.workflows.discovery.inventory_sources import check_may_write, find_nodes, write_fleet
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
 
     streams = Streams(is_json=json)
     source = _source(cidr or (), interface, user, key, port, inventory, ssh_config)
@@ -118,7 +118,7 @@ def _source(
     ssh_config: Path | None,
 ) -> "Source | None":
     """The one source that the options name, if any; raises InputError for two."""
-    from csdctl.workflows.sources import AddressRanges, AnsibleInventory, SshConfig
+    from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
 
     sources: list[Source] = []
     if cidrs:

@@ -43,8 +43,8 @@ def doctor(
     """Examine the machines, and let them say hello over MPI: what is wrong, and the remedy."""
     from csdctl.cli.render.doctor import ExaminationView, doctor_document
     from csdctl.cli.settings import list_settings
-    from csdctl.workflows.doctor import DoctorOptions, examine
-    from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.preflight.doctor import DoctorOptions, examine
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
     options = DoctorOptions(deadline, connect_deadline, hello_deadline)

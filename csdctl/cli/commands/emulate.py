@@ -32,7 +32,7 @@ def up(
 ) -> None:
     """Start an emulated fleet and write the fleet.yaml that describes it."""
     from csdctl.cli.render.emulate import emulate_document, render_nodes
-    from csdctl.workflows.emulate import bring_fleet_up
+    from csdctl.workflows.maintenance.emulate import bring_fleet_up
 
     streams = Streams(is_json=json)
     result = bring_fleet_up(
@@ -54,7 +54,7 @@ def up(
 def status(json: JsonOption = False) -> None:
     """Show every node of the emulated fleet as it is now."""
     from csdctl.cli.render.emulate import emulate_document, render_nodes
-    from csdctl.workflows.emulate import look_at_fleet
+    from csdctl.workflows.maintenance.emulate import look_at_fleet
 
     streams = Streams(is_json=json)
     nodes = look_at_fleet(streams.directory)
@@ -68,7 +68,7 @@ def status(json: JsonOption = False) -> None:
 def down(json: JsonOption = False) -> None:
     """End the emulated fleet and remove everything of it, also after a crash."""
     from csdctl.cli.render.emulate import emulate_document
-    from csdctl.workflows.emulate import take_fleet_down
+    from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams(is_json=json)
     stopped = take_fleet_down(streams.directory)

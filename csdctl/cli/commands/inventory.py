@@ -36,8 +36,8 @@ def inventory(
     from csdctl.cli.render.fleet import fleet_document
     from csdctl.cli.render.numbers import show_count
     from csdctl.documents import save_text
-    from csdctl.workflows.inventory import TEXT_FORMATS
-    from csdctl.workflows.partial import choose_fleet
+    from csdctl.workflows.discovery.inventory import TEXT_FORMATS
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)

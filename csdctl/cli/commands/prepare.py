@@ -29,10 +29,10 @@ def prepare(
     """Put data into a form that is read fast, where it lies, the model into one that travels."""
     from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
     from csdctl.job.model import load_job
-    from csdctl.workflows.partial import choose_fleet
-    from csdctl.workflows.place_sample import place_sample
-    from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.workspace import open_workspace
+    from csdctl.workflows.data.prepare import prepare_job
+    from csdctl.workflows.data.sample_placement import place_sample
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)

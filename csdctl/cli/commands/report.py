@@ -26,7 +26,7 @@ def report(
     """Show what a run came to."""
     from csdctl.cli.render.report import render_report, report_document
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.report import report as load_report
+    from csdctl.workflows.reporting.report import report as load_report
 
     streams = Streams(is_json=json)
     if privacy:
@@ -42,7 +42,7 @@ def report(
 
 def _show_privacy(streams: Streams, project: "ProjectDirectory", run_id: str | None) -> None:
     from csdctl.cli.render.privacy import privacy_document, render_privacy
-    from csdctl.workflows.report import privacy
+    from csdctl.workflows.reporting.report import privacy
 
     found = privacy(project, run_id)
     if streams.is_json:

@@ -70,22 +70,22 @@ def train(
     """Train on the host and all nodes in step, each with its own batch size."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.report import report_document
-    from csdctl.cli.training import TrainingScreen, show_preflight
+    from csdctl.cli.render.training import TrainingScreen, show_preflight
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
     from csdctl.launch.tools import check_tools
     from csdctl.reporting.differential_privacy import check_accountant
     from csdctl.tuning.plan import load_plan
-    from csdctl.workflows.doctor import DoctorOptions, examine_open
-    from csdctl.workflows.partial import choose_fleet
-    from csdctl.workflows.plan_check import check_plan, find_left_out
-    from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.report import report
-    from csdctl.workflows.train import RunStopped, TrainOptions, find_resumable, is_complete
-    from csdctl.workflows.train import resume as resume_run
-    from csdctl.workflows.train import train as train_run
-    from csdctl.workflows.tune import equal_plan
-    from csdctl.workflows.workspace import open_workspace
+    from csdctl.workflows.data.prepare import prepare_job
+    from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
+    from csdctl.workflows.reporting.report import report
+    from csdctl.workflows.train.plan_validation import check_plan, find_left_out
+    from csdctl.workflows.train.train import RunStopped, TrainOptions, find_resumable, is_complete
+    from csdctl.workflows.train.train import resume as resume_run
+    from csdctl.workflows.train.train import train as train_run
+    from csdctl.workflows.tune.tune import equal_plan
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)

@@ -30,8 +30,14 @@ def trust(
     """Show the nodes' host keys, and accept the new ones for all of them at once."""
     from csdctl.cli.render.trust import TrustScreen
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.partial import choose_fleet, settle
-    from csdctl.workflows.trust import accept_keys, check_forgotten, forget_keys, list_layers, look_at_keys
+    from csdctl.workflows.discovery.trust import (
+        accept_keys,
+        check_forgotten,
+        forget_keys,
+        list_layers,
+        look_at_keys,
+    )
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
 
     streams = Streams(is_json=json)
     project = ProjectDirectory(streams.directory)

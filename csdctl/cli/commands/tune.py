@@ -93,13 +93,13 @@ def tune(
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
     from csdctl.launch.tools import check_tools
-    from csdctl.tuning.best import Limits
     from csdctl.tuning.plan import save_plan
-    from csdctl.workflows.deploy import common_files, deploy_files
-    from csdctl.workflows.partial import choose_fleet
-    from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.tune import FIT, TuneOptions, tune
-    from csdctl.workflows.workspace import open_workspace
+    from csdctl.tuning.search import Limits
+    from csdctl.workflows.data.deploy import common_files, deploy_files
+    from csdctl.workflows.data.prepare import prepare_job
+    from csdctl.workflows.tune.tune import FIT, TuneOptions, tune
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)

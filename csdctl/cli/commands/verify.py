@@ -36,13 +36,13 @@ def verify(
     from csdctl.job.model import load_job
     from csdctl.launch.tools import check_tools
     from csdctl.tuning.plan import load_plan
-    from csdctl.workflows.partial import choose_fleet
-    from csdctl.workflows.plan_check import check_plan
-    from csdctl.workflows.prepare import prepare_job
-    from csdctl.workflows.train import TrainOptions
-    from csdctl.workflows.train import verify as verify_run
-    from csdctl.workflows.tune import equal_plan
-    from csdctl.workflows.workspace import open_workspace
+    from csdctl.workflows.data.prepare import prepare_job
+    from csdctl.workflows.train.plan_validation import check_plan
+    from csdctl.workflows.train.train import TrainOptions
+    from csdctl.workflows.train.train import verify as verify_run
+    from csdctl.workflows.tune.tune import equal_plan
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+    from csdctl.workflows.workspace.workspace import open_workspace
 
     streams = Streams(is_json=json)
     loaded = load_job(job)

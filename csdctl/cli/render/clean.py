@@ -9,7 +9,7 @@ from csdctl.cli.render.numbers import show_bytes
 from csdctl.errors import CsdctlError
 from csdctl.launch.leftovers import Leftovers
 from csdctl.transport.many import Outcome
-from csdctl.workflows.partial import failed_document
+from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.clean/1"
 

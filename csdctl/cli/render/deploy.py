@@ -14,7 +14,7 @@ from csdctl.errors import CsdctlError
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.deliver import Progress as NodeProgress
 from csdctl.transport.many import Outcome
-from csdctl.workflows.partial import failed_document
+from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.deploy/1"
 MAX_BARS = 10

@@ -14,8 +14,8 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.ranges import fold_names, show_names
-from csdctl.workflows.discover import DiscoverResult
-from csdctl.workflows.partial import failed_document
+from csdctl.workflows.discovery.discover import DiscoverResult
+from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.discover/1"
 INVENTORY_SCHEMA = "csdctl.inventory/1"

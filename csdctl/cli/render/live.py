@@ -10,8 +10,7 @@ from rich.text import Text
 
 from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
 from csdctl.cli.render.view import View, live_on
-from csdctl.worker.contract import RunSpec
-from csdctl.worker.messages import (
+from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     Checkpointed,
     EpochEnd,
@@ -27,6 +26,7 @@ from csdctl.worker.messages import (
     Rebalanced,
     WaitingFor,
 )
+from csdctl.worker.protocol.run_spec import RunSpec
 
 PLAIN_INTERVAL_S = 5.0
 

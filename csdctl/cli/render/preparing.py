@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from csdctl.cli.render.view import View
-from csdctl.worker.contract import DatasetInfo, Preparing
-from csdctl.workflows.prepare import Prepared
+from csdctl.worker.protocol.datasets import DatasetInfo, Preparing
+from csdctl.workflows.data.prepare import Prepared
 
 LINE_INTERVAL_S = 10.0
 """Between two lines of one data set where there is no terminal."""

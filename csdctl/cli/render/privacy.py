@@ -10,7 +10,7 @@ from rich.table import Table
 from csdctl.cli.render.numbers import show_bytes
 from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, remarks_on
-from csdctl.workflows.report import PrivacyReport
+from csdctl.workflows.reporting.report import PrivacyReport
 
 SCHEMA = "csdctl.privacy/1"
 MAX_NAMED = 8

@@ -2,7 +2,7 @@
 
 from math import ceil
 
-from csdctl.worker.contract import RankSpec, RunSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
 MAX_NAMED = 8
 

@@ -10,9 +10,9 @@ from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
 from csdctl.transport.many import Outcome, errors_of
-from csdctl.workflows.discover import find_shared_host_keys
-from csdctl.workflows.partial import failed_document
-from csdctl.workflows.trust import KeyState, ShownKey
+from csdctl.workflows.discovery.discover import find_shared_host_keys
+from csdctl.workflows.discovery.trust import KeyState, ShownKey
+from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.trust/1"
 

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from csdctl.cli.render.numbers import show_bytes, show_rate, show_seconds, show_share
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.contract import ProbeResult
+from csdctl.worker.protocol.probe import ProbeResult
 
 
 def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:

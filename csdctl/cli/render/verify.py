@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from csdctl.errors import RunError
-from csdctl.worker.messages import Verified
+from csdctl.worker.protocol.events import Verified
 
 TOLERANCE = 1e-5
 """Float32 has seven digits, and the order of a sum of millions costs one or two of them."""

@@ -22,9 +22,9 @@ from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.meter import Kind
 from csdctl.tuning.plan import load_plan
-from csdctl.workflows.prepare import prepare_job
-from csdctl.workflows.trial import run_trial
-from csdctl.workflows.workspace import open_workspace
+from csdctl.workflows.data.prepare import prepare_job
+from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.workspace.workspace import open_workspace
 
 MADE = "csdctl/worker/made.py"
 VISITING = """

@@ -17,7 +17,7 @@ from csdctl.errors import CsdctlError, HostKeyError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.reading import load_fleet
-from csdctl.workflows.discover import DiscoverResult
+from csdctl.workflows.discovery.discover import DiscoverResult
 
 CSD = Facts(
     "csd",

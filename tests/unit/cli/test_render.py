@@ -22,8 +22,7 @@ from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.contract import ProbeResult, RankSpec, Recipe, RunSpec, Runtime
-from csdctl.worker.messages import (
+from csdctl.worker.protocol.events import (
     Checkpointed,
     EpochEnd,
     Event,
@@ -35,6 +34,9 @@ from csdctl.worker.messages import (
     Ready,
     Rebalanced,
 )
+from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 RANKS = (
     RankSummary(0, "host", 60, 0, 6000, 60.0, 70.0, 12.0, 6.0),

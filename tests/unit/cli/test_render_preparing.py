@@ -8,8 +8,9 @@ from rich.console import Console
 
 from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
 from csdctl.shipping.store import StoredFile
-from csdctl.worker.contract import DatasetInfo, ModelInfo, Preparing
-from csdctl.workflows.prepare import CarriedModel, Prepared
+from csdctl.worker.protocol.datasets import DatasetInfo, Preparing
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.workflows.data.prepare import CarriedModel, Prepared
 
 PUBLIC = DatasetInfo(
     "/data/public", 1000, (8, 8, 3), "uint8", (), 2, "f", {}, {"ant": 9, "bee": 1, "cat": 990}

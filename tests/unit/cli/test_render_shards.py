@@ -1,7 +1,8 @@
 """Shards in a few lines."""
 
 from csdctl.cli.render.shards import show_shards
-from csdctl.worker.contract import RankSpec, Recipe, RunSpec, Runtime
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 
 def rank(number: int, node: str, batch_size: int, private: int, public: int, **more: float) -> RankSpec:

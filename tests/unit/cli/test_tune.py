@@ -8,7 +8,7 @@ import pytest
 from csdctl.cli.app import main
 from csdctl.errors import ExitCode
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.tune import STANNIS, TuneOptions
+from csdctl.workflows.tune.tune import STANNIS, TuneOptions
 
 
 @pytest.fixture

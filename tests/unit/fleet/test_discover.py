@@ -12,14 +12,14 @@ from csdctl.errors import InputError, NoNodeReachableError, UnreachableError
 from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.fake import FakeSession
-from csdctl.workflows.discover import (
+from csdctl.workflows.discovery.discover import (
     collect_facts,
     discover,
     find_shared_addresses,
     find_shared_host_keys,
 )
-from csdctl.workflows.scan import check_interface, scan
-from csdctl.workflows.sources import FoundFleet, write_fleet
+from csdctl.workflows.discovery.inventory_sources import FoundFleet, write_fleet
+from csdctl.workflows.discovery.scan import check_interface, scan
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.fit import check_fit, check_noise
-from csdctl.worker.contract import DatasetInfo, ModelInfo, Noise, Recipe
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import Noise, Recipe
 
 MODEL = ModelInfo("my_model.py:build", (28, 28, 1), (10,), 1000, 990, "softmax")
 DATA = DatasetInfo("/data", 100, (28, 28, 1), "uint8", (), 9, "f")

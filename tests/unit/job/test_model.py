@@ -5,7 +5,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
-from csdctl.worker.contract import Noise
+from csdctl.worker.protocol.recipe import Noise
 
 JOB = """\
 model: keras.applications:MobileNetV2

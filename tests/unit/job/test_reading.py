@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
-from csdctl.worker.contract import PictureRule, RecordSchema
+from csdctl.worker.protocol.datasets import PictureRule, RecordSchema
 
 JOB = """\
 model: keras.applications:MobileNetV2

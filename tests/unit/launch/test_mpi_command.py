@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, daemon_marker
-from csdctl.worker.messages import Exited, event_from_line
+from csdctl.worker.protocol.events import Exited, event_from_line
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
 RANKS = (

@@ -11,7 +11,7 @@ import pytest
 
 from csdctl.launch import mpi_job
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
-from csdctl.worker.messages import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
+from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]

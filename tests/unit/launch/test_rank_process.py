@@ -9,8 +9,9 @@ import pytest
 
 from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
 from csdctl.transport.fake import FakeConversation, FakeSession
-from csdctl.worker.contract import READY
-from csdctl.worker.messages import AreYouThere, Finished, Order, Stop, event_to_line, order_to_line
+from csdctl.worker.protocol.events import Finished, event_to_line
+from csdctl.worker.protocol.orders import AreYouThere, Order, Stop, order_to_line
+from csdctl.worker.protocol.probe import READY
 
 FINISHED = Finished(1, "csd0", 1, 2, "", 3)
 

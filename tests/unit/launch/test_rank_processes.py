@@ -9,7 +9,8 @@ from csdctl.errors import NodeError, UnreachableError
 from csdctl.launch import rank_processes
 from csdctl.launch.rank_process import Notice, ProcessEnded
 from csdctl.launch.rank_processes import RankProcesses, Restarted
-from csdctl.worker.messages import Alive, AreYouThere, Order
+from csdctl.worker.protocol.events import Alive
+from csdctl.worker.protocol.orders import AreYouThere, Order
 
 WAIT_S = 5.0
 """Nothing here takes so long; a test that fails does."""

@@ -16,8 +16,7 @@ from csdctl.reporting.differential_privacy import (
     measure_privacy,
     plan_privacy,
 )
-from csdctl.worker.contract import Noise, RankSpec, Recipe, RunSpec, Runtime
-from csdctl.worker.messages import (
+from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     MAX_STEPS,
     STOPPED,
@@ -29,6 +28,8 @@ from csdctl.worker.messages import (
     Paused,
     Progress,
 )
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 
 NOISE = Noise(1.0, 8.0, 1e-5)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from csdctl.reporting.summary import RunSummary, summarize
-from csdctl.worker.messages import (
+from csdctl.worker.protocol.events import (
     STOPPED,
     Checkpointed,
     EpochEnd,

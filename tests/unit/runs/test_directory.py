@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.worker.messages import Failed, Finished, Progress, Ready
+from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready
 
 EVENTS = [
     Ready(0, "host", 10, 0.5),

@@ -10,13 +10,11 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandE
 from csdctl.shipping.worker_calls import build_worker_command, run_worker, watch_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
-from csdctl.worker.contract import (
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec, Preparing
+from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     WORKER_ERROR_PREFIX,
     WORKING_PREFIX,
-    DatasetInfo,
-    PrepareSpec,
-    Preparing,
     from_json,
     to_json,
 )

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.collective_fit import fit_collective
-from csdctl.tuning.measured import Collective
+from csdctl.tuning.measurements import Collective
 
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
 

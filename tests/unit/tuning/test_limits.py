@@ -1,7 +1,7 @@
 import pytest
 
-from csdctl.tuning.best import Limits
 from csdctl.tuning.limits import default_limits
+from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
 
 

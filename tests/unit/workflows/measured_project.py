@@ -16,16 +16,18 @@ from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.history import open_history
+from csdctl.runs.measurements import open_history
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.session import Completed
-from csdctl.tuning.measured import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
-from csdctl.worker.contract import ANSWER_PREFIX, DatasetInfo, ModelInfo, to_json
-from csdctl.workflows.knowledge import hash_recipe
-from csdctl.workflows.prepare import carry_model, describe_job_model
-from csdctl.workflows.prepared_data import save_prepared
+from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.workflows.data.prepare import carry_model, describe_job_model
+from csdctl.workflows.data.prepared_record import save_prepared
+from csdctl.workflows.tune.class_models import hash_recipe
 
 JOB = """\
 model: keras.applications:MobileNetV2

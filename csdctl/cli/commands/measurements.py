@@ -1,0 +1,48 @@
+"""`csdctl history`."""
+
+from typing import Annotated
+
+import typer
+
+from csdctl.cli.options import JsonOption, YesOption
+from csdctl.cli.streams import Streams
+
+
+def history(
+    forget: Annotated[
+        str | None,
+        typer.Option(
+            "--forget",
+            metavar="MODEL|all",
+            help="Forget what was measured of a model (its name or hash), or everything.",
+            show_default=False,
+        ),
+    ] = None,
+    yes: YesOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what was measured before, and how near the model came to each trial; or forget it."""
+    from csdctl.cli.render.measurements import (
+        forgotten_document,
+        history_document,
+        render_forgotten,
+        render_history,
+    )
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.reporting.measurements import forget_measured, load_history
+
+    streams = Streams(is_json=json)
+    project = ProjectDirectory(streams.directory)
+    if forget is not None:
+        forgotten = forget_measured(
+            project, forget, confirm=lambda question: streams.confirm(question, yes=yes)
+        )
+        render_forgotten(streams.people, forgotten)
+        streams.result(forgotten_document(forgotten))
+        return
+    overview = load_history(project)
+    path = str(project.history.relative_to(streams.directory))
+    if json:
+        streams.result(history_document(overview, path))
+        return
+    render_history(streams.people, overview, path)

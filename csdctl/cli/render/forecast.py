@@ -1,0 +1,144 @@
+"""A forecast as a table with its verdict, and as JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from csdctl.cli.render.numbers import show_joules, show_rate, show_seconds, show_share
+from csdctl.perfmodel.scaling import CurvePoint
+from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
+from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
+
+MAX_ROWS = 40
+
+
+def render_forecast(console: Console, forecast: Forecast) -> None:
+    """The curve, what the largest number of nodes comes to, and where the figures come from."""
+    basis = forecast.basis
+    table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
+    columns = ["nodes", "images/s", "speed-up", "efficiency", "time"]
+    if basis.power:
+        columns += ["an image", "the job"]
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for point in pick_evenly(forecast.points, MAX_ROWS):
+        table.add_row(*_cells(point, forecast))
+    console.print(table)
+    if len(forecast.points) > MAX_ROWS:
+        console.print(
+            f"the table has {MAX_ROWS} of {len(forecast.points):,} numbers of nodes: --json has them all"
+        )
+    if forecast.num_samples is None:
+        console.print("time and energy of the job: say how many samples an epoch has, with --samples")
+    else:
+        console.print(f"the job: {forecast.num_samples:,} samples, epochs {basis.epochs}", markup=False)
+    if forecast.verdict:
+        style = "bold green" if forecast.verdict.is_worth_it else "bold red"
+        console.print(_headline(forecast.verdict), style=style, markup=False, soft_wrap=True)
+        for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
+            console.print(f"  {sentence}", markup=False, soft_wrap=True)
+    for what, origin in basis.origins.items():
+        console.print(f"{what.replace('_', ' ')}: {origin}", style="dim", markup=False, soft_wrap=True)
+
+
+def forecast_document(forecast: Forecast) -> dict[str, Any]:
+    """The forecast as one JSON document."""
+    basis, verdict = forecast.basis, forecast.verdict
+    return {
+        "schema": "csdctl.plan/1",
+        "title": basis.title,
+        "source": basis.source,
+        "origins": dict(basis.origins),
+        "epochs": basis.epochs,
+        "num_samples": forecast.num_samples,
+        "power": asdict(basis.power) if basis.power else None,
+        "curve": [{**asdict(point), **_of_the_job(point, forecast)} for point in forecast.points],
+        "verdict": verdict
+        and {
+            **asdict(verdict),
+            "is_worth_it": verdict.is_worth_it,
+            "reasons": [{"code": code, "text": text} for code, text in _reasons(forecast).items()],
+        },
+    }
+
+
+def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
+    of_the_job = _of_the_job(point, forecast)
+    cells = [
+        str(point.num_nodes),
+        show_rate(point.images_per_s),
+        f"{point.speedup:.2f} ×",
+        show_share(point.efficiency),
+        show_seconds(of_the_job["time_s"]),
+    ]
+    if forecast.basis.power:
+        cells += [
+            show_joules(point.joules_per_image),
+            show_joules(of_the_job["energy_joules"]),
+        ]
+    return cells
+
+
+def _of_the_job(point: CurvePoint, forecast: Forecast) -> dict[str, float | None]:
+    if forecast.num_samples is None:
+        return {"time_s": None, "energy_joules": None}
+    return {
+        "time_s": point.time_s(forecast.num_samples),
+        "energy_joules": point.energy_joules(forecast.num_samples),
+    }
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number:,} nodes"
+
+
+def _headline(verdict: Verdict) -> str:
+    if verdict.is_worth_it:
+        return f"{_nodes(verdict.num_nodes)}: worth it"
+    return f"{_nodes(verdict.num_nodes)}: NOT worth it"
+
+
+def _reasons(forecast: Forecast) -> dict[Reason, str]:
+    """A sentence for each reason, with its figures."""
+    if not forecast.verdict:
+        return {}
+    point = forecast.points[-1]
+    sentences = {
+        Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
+        Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
+        f"(less than {LEAST_WORTH:.0%} is noise)",
+        Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
+        "no less than on the host alone",
+    }
+    return {reason: sentences[reason] for reason in forecast.verdict.reasons}
+
+
+def _idle(forecast: Forecast) -> list[str]:
+    """Who does not train with the largest number of nodes."""
+    point, idle = forecast.points[-1], []
+    if point.num_left_out:
+        idle.append(f"{_nodes(point.num_left_out)} of them left out: more time than they would bring")
+    if not point.is_host_training:
+        idle.append("the host sits out: it adds up and serves the others")
+    return idle
+
+
+def _advice(verdict: Verdict) -> list[str]:
+    """What else to know about fewer nodes."""
+    advice = []
+    if verdict.worth_from is None and verdict.num_nodes > 1:
+        advice.append("fewer nodes are not worth it either")
+    elif verdict.worth_from is not None:
+        advice.append(f"the least number that is worth it: {_nodes(verdict.worth_from)}")
+    if verdict.useful_nodes == 0:
+        advice.append(f"no node adds {LEAST_SHARE_OF_NODE:.0%} of its own speed")
+    elif verdict.useful_nodes < verdict.num_nodes:
+        advice.append(
+            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {LEAST_SHARE_OF_NODE:.0%} "
+            "of its own speed: the sum over the ranks, or waiting, takes the rest"
+        )
+    if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
+        advice.append(f"least energy for an image: {_nodes(verdict.least_energy_nodes)}")
+    return advice

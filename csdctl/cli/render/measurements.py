@@ -1,0 +1,196 @@
+"""What the history knows: tables for people, a document for programs."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from csdctl.cli.render.numbers import show_bytes, show_date, show_rate, show_seconds, show_share
+from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.runs.measurements import Forgotten
+from csdctl.runs.measurements_overview import Overview, Probed, Summed, Tried
+from csdctl.tuning.measurements import ModelFeatures, Trial
+
+SCHEMA = "csdctl.history/1"
+NUM_TRIALS = 20
+"""That are shown, the newest; the document has all."""
+SHOWN_LENGTH = 6
+"""Of hashes; enough to tell a project's machines and recipes apart."""
+
+
+def render_history(console: Console, overview: Overview | None, path: str) -> None:
+    """What was measured of models, of the network and of whole plans, and on which machines."""
+    if overview is None or overview == Overview():
+        console.print("nothing was measured yet: `csdctl tune` keeps what it measures", markup=False)
+        return
+    if overview.probed:
+        console.print(_build_probed(overview.probed))
+    if overview.summed:
+        console.print(_build_summed(overview.summed))
+    if overview.tried:
+        console.print(_build_tried(overview.tried[-NUM_TRIALS:]))
+        if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
+            console.print(f"{num_older} older trials are not shown", markup=False)
+    for one in _list_machines(overview):
+        line = f"machine {one.key[:SHOWN_LENGTH]}: {one.name} ({one.software})"
+        console.print(line, markup=False, soft_wrap=True)
+    console.print(f"history: {path}", markup=False, soft_wrap=True)
+
+
+def render_forgotten(console: Console, forgotten: Forgotten) -> None:
+    """How much is gone."""
+    console.print(
+        f"forgotten: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
+        f"{forgotten.num_collectives} sums",
+        markup=False,
+    )
+
+
+def history_document(overview: Overview | None, path: str) -> dict[str, Any]:
+    """The `csdctl.history/1` document; times are Unix times."""
+    overview = overview or Overview()
+    return {
+        "schema": SCHEMA,
+        "path": path,
+        "machine_classes": {one.key: {**asdict(one), "name": one.name} for one in _list_machines(overview)},
+        "probes": [
+            {
+                **asdict(one),
+                "model": _model_document(one.model),
+                "machine_class": one.machine_class.key,
+                "is_emulated": one.machine_class.is_emulated,
+            }
+            for one in overview.probed
+        ],
+        "collectives": [{**asdict(one), **_fleet_document(one.fleet_class)} for one in overview.summed],
+        "trials": [
+            {
+                "model": _model_document(one.model),
+                "recipe": one.recipe,
+                **_fleet_document(one.fleet_class),
+                **asdict(one.trial),
+            }
+            for one in overview.tried
+        ],
+    }
+
+
+def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
+    """The `csdctl.history/1` document after --forget."""
+    return {"schema": SCHEMA, "forgotten": asdict(forgotten)}
+
+
+def _build_probed(probed: Sequence[Probed]) -> Table:
+    table = _new_table("probes")
+    for column in ("model", "recipe"):
+        table.add_column(column, overflow="fold")
+    table.add_column("machine", no_wrap=True)
+    table.add_column("settings")
+    for column in ("probes", "batch sizes", "images/s", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in probed:
+        table.add_row(
+            escape(one.model.short_name),
+            escape(one.recipe[:SHOWN_LENGTH]),
+            one.machine_class.key[:SHOWN_LENGTH],
+            one.settings.name,
+            str(one.num_probes),
+            _show_sizes(one),
+            show_rate(one.best_images_per_s),
+            show_date(one.measured_at),
+        )
+    return table
+
+
+def _build_summed(summed: Sequence[Summed]) -> Table:
+    table = _new_table("sums over the ranks")
+    table.add_column("sum")
+    table.add_column("fleet", overflow="fold")
+    for column in ("ranks", "vector", "times", "median", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in summed:
+        table.add_row(
+            escape(one.name),
+            _show_fleet(one.fleet_class),
+            str(one.num_ranks),
+            show_bytes(one.num_bytes),
+            str(one.num_measured),
+            show_seconds(one.median_s),
+            show_date(one.measured_at),
+        )
+    return table
+
+
+def _build_tried(tried: Sequence[Tried]) -> Table:
+    table = _new_table("plans that were tried")
+    table.add_column("model", overflow="fold")
+    table.add_column("fleet", overflow="fold")
+    table.add_column("batch sizes")
+    for column in ("predicted\nimages/s", "achieved\nimages/s", "of it", "when"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in tried:
+        table.add_row(
+            escape(one.model.short_name),
+            _show_fleet(one.fleet_class),
+            _show_batch_sizes(one.trial),
+            show_rate(one.trial.predicted_images_per_s),
+            show_rate(one.trial.images_per_s),
+            show_share(_kept_share(one.trial)),
+            show_date(one.trial.measured_at),
+        )
+    return table
+
+
+def _list_machines(overview: Overview) -> list[MachineClass]:
+    """Each class once, as they come."""
+    fleets = [one.fleet_class for one in overview.summed] + [one.fleet_class for one in overview.tried]
+    of_fleets = [machine for fleet in fleets for machine in (fleet.host, *fleet.nodes)]
+    return list(dict.fromkeys([*(one.machine_class for one in overview.probed), *of_fleets]))
+
+
+def _show_fleet(fleet: FleetClass) -> str:
+    """The host's class, the nodes' classes, the network."""
+    machines = " + ".join(one.key[:SHOWN_LENGTH] for one in (fleet.host, *fleet.nodes))
+    return machines + (f", {fleet.network}" if fleet.network else "")
+
+
+def _show_sizes(probed: Probed) -> str:
+    """4–64, or 4–64 <128 when 128 did not fit."""
+    if probed.smallest is None:
+        return f"<{probed.too_large}"
+    sizes = (
+        f"{probed.smallest}–{probed.largest}" if probed.smallest != probed.largest else f"{probed.largest}"
+    )
+    return sizes if probed.too_large is None else f"{sizes} <{probed.too_large}"
+
+
+def _show_batch_sizes(trial: Trial) -> str:
+    """The host's, then the nodes', equal ones together: 128 + 4 × 32."""
+    runs = [(size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])]
+    shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in runs]
+    return " + ".join([str(trial.ranks[0].batch_size), *shown])
+
+
+def _kept_share(trial: Trial) -> float | None:
+    """Achieved of predicted."""
+    return trial.images_per_s / trial.predicted_images_per_s if trial.predicted_images_per_s else None
+
+
+def _model_document(model: ModelFeatures) -> dict[str, Any]:
+    return {**asdict(model), "vector_bytes": model.vector_bytes}
+
+
+def _fleet_document(fleet: FleetClass) -> dict[str, Any]:
+    classes = {"host": fleet.host.key, "nodes": [one.key for one in fleet.nodes], "network": fleet.network}
+    return {"fleet_class": {"key": fleet.key, **classes}, "is_emulated": fleet.is_emulated}
+
+
+def _new_table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )

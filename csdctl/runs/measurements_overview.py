@@ -1,0 +1,140 @@
+"""What the history knows, for people to look at: sums and extremes rather than every measurement."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.runs import measurements_rows as rows
+from csdctl.runs.measurements_file import HistoryFile
+from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial
+
+
+@dataclass(frozen=True)
+class Probed:
+    """All probes of one model with one recipe, machine class and settings."""
+
+    model: ModelFeatures
+    recipe: str
+    machine_class: MachineClass
+    settings: Settings
+    num_probes: int
+    smallest: int | None
+    """Batch sizes that fitted in memory; None: none did."""
+    largest: int | None
+    too_large: int | None
+    """The smallest batch size that did not fit; None: all did."""
+    best_batch_size: int | None
+    best_images_per_s: float | None
+    measured_at: float
+    """Unix time of the newest."""
+
+
+@dataclass(frozen=True)
+class Summed:
+    """All sums of one kind, size and number of ranks on one fleet class."""
+
+    fleet_class: FleetClass
+    name: str
+    num_ranks: int
+    num_bytes: int
+    num_measured: int
+    median_s: float
+    measured_at: float
+    """Unix time of the newest."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One trial of a plan."""
+
+    model: ModelFeatures
+    recipe: str
+    fleet_class: FleetClass
+    trial: Trial
+
+
+@dataclass(frozen=True)
+class Overview:
+    """Everything: probes by model, sums by fleet, trials in the order of time."""
+
+    probed: tuple[Probed, ...] = ()
+    summed: tuple[Summed, ...] = ()
+    tried: tuple[Tried, ...] = ()
+
+
+def load_overview(file: HistoryFile) -> Overview:
+    """What `file` knows; raises CsdctlError when it cannot be read."""
+    with file.reading() as connection:
+        machines = rows.select_machine_classes(connection)
+        fleets = rows.select_fleet_classes(connection)
+        models = {one.hash: one for one in rows.select_models(connection)}
+        keys = connection.execute("SELECT DISTINCT model, recipe, machine_class FROM probes").fetchall()
+        probes = {key: rows.select_probes(connection, key) for key in keys}
+        collectives = connection.execute(
+            f"SELECT fleet_class, {rows.COLLECTIVE_COLUMNS} FROM collectives"
+        ).fetchall()
+        trials = connection.execute(
+            f"SELECT model, recipe, fleet_class, {rows.TRIAL_COLUMNS} FROM trials ORDER BY measured_at, id"
+        ).fetchall()
+    order = {key: number for number, key in enumerate(models)}
+    return Overview(
+        probed=tuple(
+            _summarize_probes(models[key[0]], key[1], machines[key[2]], settings, of_settings)
+            for key in sorted(probes, key=lambda key: (order[key[0]], *key[1:]))
+            for settings, of_settings in sorted(_by_settings(probes[key]).items())
+        ),
+        summed=_summarize_sums(collectives, fleets),
+        tried=tuple(
+            Tried(models[model], recipe, fleets[fleet], rows.trial_of(tuple(row)))
+            for model, recipe, fleet, *row in trials
+        ),
+    )
+
+
+def _by_settings(probes: list[Probe]) -> dict[Settings, list[Probe]]:
+    found: dict[Settings, list[Probe]] = defaultdict(list)
+    for probe in probes:
+        found[probe.settings].append(probe)
+    return found
+
+
+def _summarize_probes(
+    model: ModelFeatures, recipe: str, machine_class: MachineClass, settings: Settings, probes: list[Probe]
+) -> Probed:
+    fitting = [probe.batch_size for probe in probes if probe.fits]
+    best = max((one for one in probes if one.fits), key=lambda one: one.images_per_s or 0.0, default=None)
+    return Probed(
+        model,
+        recipe,
+        machine_class,
+        settings,
+        num_probes=len(probes),
+        smallest=min(fitting, default=None),
+        largest=max(fitting, default=None),
+        too_large=min((probe.batch_size for probe in probes if not probe.fits), default=None),
+        best_batch_size=best.batch_size if best else None,
+        best_images_per_s=best.images_per_s if best else None,
+        measured_at=max(probe.measured_at for probe in probes),
+    )
+
+
+def _summarize_sums(found: Iterable[tuple[Any, ...]], fleets: Mapping[str, FleetClass]) -> tuple[Summed, ...]:
+    groups: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
+    for fleet_class, *row in found:
+        one = Collective(*row)
+        groups[fleet_class, one.name, one.num_ranks, one.num_bytes].append(one)
+    return tuple(
+        Summed(
+            fleets[fleet_class],
+            name,
+            num_ranks,
+            num_bytes,
+            num_measured=len(group),
+            median_s=median(one.seconds for one in group),
+            measured_at=max(one.measured_at for one in group),
+        )
+        for (fleet_class, name, num_ranks, num_bytes), group in sorted(groups.items())
+    )

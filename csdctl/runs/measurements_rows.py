@@ -1,0 +1,206 @@
+"""The rows of the history's tables: values to rows and back, and which rows go."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict
+from sqlite3 import Connection
+from typing import Any
+
+from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+
+MODEL_COLUMNS = "hash, name, num_parameters, num_trainable, num_operations, input_elements"
+SETTINGS_COLUMNS = "threads, inter_op_threads, is_onednn, micro_batch_size"
+PROBE_COLUMNS = f"{SETTINGS_COLUMNS}, batch_size, measured_at, step_time_s, num_steps, peak_memory_bytes"
+COLLECTIVE_COLUMNS = "name, num_ranks, num_bytes, seconds, measured_at"
+TRIAL_COLUMNS = "ranks, step_s, images_per_s, measured_at, predicted_images_per_s"
+
+NUM_KEPT = 50
+"""Measurements of one and the same thing that are kept, the newest: the file stays small."""
+
+_SAME_THING = {
+    "probes": f"model, recipe, machine_class, {SETTINGS_COLUMNS}, batch_size",
+    "collectives": "fleet_class, name, num_ranks, num_bytes",
+    "trials": "model, recipe, fleet_class",
+}
+
+
+def put_model(connection: Connection, model: ModelFeatures) -> None:
+    """Add a model, or what is known of it by now."""
+    _insert(connection, "models", MODEL_COLUMNS, [_model_row(model)], verb="INSERT OR IGNORE")
+    connection.execute(
+        f"UPDATE models SET ({MODEL_COLUMNS}) = (?, ?, ?, ?, ?, ?) WHERE hash = ?",
+        (*_model_row(model), model.hash),
+    )
+
+
+def put_machine_class(connection: Connection, one: MachineClass) -> None:
+    """Add a machine class, unless it is there."""
+    row = (one.key, json.dumps(asdict(one)))
+    _insert(connection, "machine_classes", "key, content", [row], verb="INSERT OR IGNORE")
+
+
+def put_fleet_class(connection: Connection, one: FleetClass) -> None:
+    """Add a fleet class, unless it is there."""
+    row = (one.key, json.dumps(asdict(one)))
+    _insert(connection, "fleet_classes", "key, content", [row], verb="INSERT OR IGNORE")
+
+
+def select_models(connection: Connection) -> list[ModelFeatures]:
+    """All models, by name."""
+    found = connection.execute(f"SELECT {MODEL_COLUMNS} FROM models ORDER BY name, hash")
+    return [ModelFeatures(*row) for row in found]
+
+
+def select_machine_classes(connection: Connection) -> dict[str, MachineClass]:
+    """All machine classes by the keys they were stored with."""
+    found = connection.execute("SELECT key, content FROM machine_classes ORDER BY key")
+    return {key: MachineClass(**json.loads(content)) for key, content in found}
+
+
+def select_fleet_classes(connection: Connection) -> dict[str, FleetClass]:
+    """All fleet classes by the keys they were stored with."""
+    found = connection.execute("SELECT key, content FROM fleet_classes ORDER BY key")
+    return {key: _fleet_class(json.loads(content)) for key, content in found}
+
+
+def insert_probes(connection: Connection, key: tuple[str, str, str], probes: Iterable[Probe]) -> None:
+    """Add probes of (model hash, recipe, machine class key)."""
+    rows = [
+        (
+            *key,
+            *_settings_row(one.settings),
+            one.batch_size,
+            one.measured_at,
+            one.step_time_s,
+            one.num_steps,
+            one.peak_memory_bytes,
+        )
+        for one in probes
+    ]
+    _insert(connection, "probes", f"model, recipe, machine_class, {PROBE_COLUMNS}", rows)
+    _forget_old(connection, "probes")
+
+
+def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[Probe]:
+    """The probes of (model hash, recipe, machine class key), oldest first."""
+    rows = connection.execute(
+        f"SELECT {PROBE_COLUMNS} FROM probes WHERE (model, recipe, machine_class) = (?, ?, ?)"
+        " ORDER BY measured_at, id",
+        key,
+    )
+    return [Probe(settings_of(row[:4]), *row[4:]) for row in rows]
+
+
+def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelFeatures, str]]:
+    """The models and recipes of which some batch size fitted on a machine class (its key)."""
+    found = connection.execute(
+        f"SELECT DISTINCT {MODEL_COLUMNS}, recipe FROM probes JOIN models ON model = hash"
+        " WHERE machine_class = ? AND step_time_s IS NOT NULL",
+        (machine_class,),
+    )
+    return [(ModelFeatures(*row[:-1]), row[-1]) for row in found]
+
+
+def insert_collectives(connection: Connection, fleet_class: str, collectives: Iterable[Collective]) -> None:
+    """Add sums measured on a fleet class."""
+    rows = [
+        (fleet_class, one.name, one.num_ranks, one.num_bytes, one.seconds, one.measured_at)
+        for one in collectives
+    ]
+    _insert(connection, "collectives", f"fleet_class, {COLLECTIVE_COLUMNS}", rows)
+    _forget_old(connection, "collectives")
+
+
+def select_collectives(connection: Connection, fleet_class: str) -> list[Collective]:
+    """Sums on a fleet class (its key), oldest first."""
+    found = connection.execute(
+        f"SELECT {COLLECTIVE_COLUMNS} FROM collectives WHERE fleet_class = ? ORDER BY measured_at, id",
+        (fleet_class,),
+    )
+    return [Collective(*row) for row in found]
+
+
+def insert_trial(connection: Connection, key: tuple[str, str, str], trial: Trial) -> None:
+    """Add a trial of (model hash, recipe, fleet class key)."""
+    ranks = json.dumps([asdict(rank) for rank in trial.ranks])
+    row = (*key, ranks, trial.step_s, trial.images_per_s, trial.measured_at, trial.predicted_images_per_s)
+    _insert(connection, "trials", f"model, recipe, fleet_class, {TRIAL_COLUMNS}", [row])
+    _forget_old(connection, "trials")
+
+
+def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Trial]:
+    """The trials of (model hash, recipe, fleet class key), oldest first."""
+    found = connection.execute(
+        f"SELECT {TRIAL_COLUMNS} FROM trials WHERE (model, recipe, fleet_class) = (?, ?, ?)"
+        " ORDER BY measured_at, id",
+        key,
+    )
+    return [trial_of(row) for row in found]
+
+
+def trial_of(row: tuple[Any, ...]) -> Trial:
+    """A row of TRIAL_COLUMNS."""
+    ranks = [
+        TrialRank(one["machine_class"], one["batch_size"], Settings(**one["settings"]))
+        for one in json.loads(row[0])
+    ]
+    return Trial(tuple(ranks), *row[1:])
+
+
+def settings_of(row: tuple[Any, ...]) -> Settings:
+    """A row of SETTINGS_COLUMNS."""
+    threads, inter_op_threads, is_onednn, micro_batch_size = row
+    return Settings(threads, inter_op_threads, bool(is_onednn), micro_batch_size)
+
+
+def delete_unused(connection: Connection) -> None:
+    """Forget models and classes that nothing was measured of."""
+    for table, key, users in (
+        ("models", "model", ("probes", "trials")),
+        ("machine_classes", "machine_class", ("probes",)),
+        ("fleet_classes", "fleet_class", ("collectives", "trials")),
+    ):
+        used = " UNION ".join(f"SELECT {key} FROM {user}" for user in users)
+        column = "hash" if table == "models" else "key"
+        connection.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({used})")
+
+
+def _fleet_class(content: dict[str, Any]) -> FleetClass:
+    nodes = tuple(MachineClass(**one) for one in content["nodes"])
+    return FleetClass(MachineClass(**content["host"]), nodes, content["network"])
+
+
+def _model_row(model: ModelFeatures) -> tuple[str | int, ...]:
+    return (
+        model.hash,
+        model.name,
+        model.num_parameters,
+        model.num_trainable,
+        model.num_operations,
+        model.input_elements,
+    )
+
+
+def _settings_row(settings: Settings) -> tuple[int, ...]:
+    return (
+        settings.threads,
+        settings.inter_op_threads,
+        int(settings.is_onednn),
+        settings.micro_batch_size,
+    )
+
+
+def _insert(
+    connection: Connection, table: str, columns: str, rows: list[tuple[Any, ...]], verb: str = "INSERT"
+) -> None:
+    places = ", ".join("?" for _ in columns.split(","))
+    connection.executemany(f"{verb} INTO {table} ({columns}) VALUES ({places})", rows)
+
+
+def _forget_old(connection: Connection, table: str) -> None:
+    connection.execute(
+        f"DELETE FROM {table} WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
+        f" (PARTITION BY {_SAME_THING[table]} ORDER BY measured_at DESC, id DESC) AS age FROM {table})"
+        f" WHERE age > {NUM_KEPT})"
+    )

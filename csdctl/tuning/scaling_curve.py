@@ -1,0 +1,137 @@
+"""The curve over the number of nodes with the best batch sizes for each; pure.
+
+`perfmodel.scaling` keeps the batch sizes it is given, which says what a plan would do with other fleets.
+Whoever tunes again with other nodes gets other batch sizes: here they are chosen as `tune` would choose them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from csdctl.perfmodel.energy import Power
+from csdctl.perfmodel.prediction import RankModel, predict
+from csdctl.perfmodel.ring import SumCost
+from csdctl.perfmodel.scaling import CurvePoint, PlannedRank, Rates, build_point
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.host_choice import find_best_ranks
+from csdctl.tuning.search import Best, Candidate, Limits
+
+LEAST_STRETCH = 0.5
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What training together costs beside the ranks' own steps."""
+
+    sum_cost: SumCost
+    vector_bytes: int
+    stretch: float = 1.0
+    """As in `predict`; a host alone has nobody to be in step with."""
+
+    def sum_s(self, num_ranks: int) -> float:
+        """Seconds of one sum."""
+        return self.sum_cost.at(self.vector_bytes, num_ranks)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How batch sizes are chosen, by the number of nodes."""
+
+    limits: Callable[[int], Limits]
+    """Of a fleet with so many nodes."""
+    is_required: bool = False
+    """No node is left out: each holds private data."""
+    is_planned: bool = False
+    """With as many nodes as there are, the ranks keep the batch sizes they have."""
+    idle: frozenset[str] = frozenset()
+    """Ranks that do not train with that plan: nodes that it leaves out, or the host."""
+
+
+def calibrate_stretch(tried: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
+    """The stretch with which ranks of these step times and batch sizes take `step_s` together.
+
+    Below 1 when they were quicker than alone; never below LEAST_STRETCH, where the sum must be what is wrong.
+    """
+    slowest_s = max(step_time.at(size) for step_time, size in tried)
+    return max(LEAST_STRETCH, (step_s - sum_s) / slowest_s)
+
+
+def choose_best(
+    host: RankModel, nodes: Sequence[RankModel], num_nodes: int, choice: Choice, costs: Costs
+) -> Best:
+    """The best batch sizes for the host and the first `num_nodes`, which begin again beyond their end.
+
+    Names that are there again get a number. Raises TuningError when the limits allow no plan.
+    """
+    candidates = []
+    for number in range(num_nodes):
+        node, again = nodes[number % len(nodes)], number // len(nodes)
+        name = f"{node.node}#{again}" if again else node.node
+        candidates.append(Candidate(name, node.step_time, is_required=choice.is_required))
+    return find_best_ranks(
+        Candidate(host.node, host.step_time, is_required=True),
+        candidates,
+        choice.limits(num_nodes),
+        costs.sum_s,
+        costs.stretch if num_nodes else 1.0,
+    )
+
+
+def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> list[PlannedRank]:
+    """The ranks with these batch sizes; one that has none is given what it could do in the others' time."""
+    slowest_s = max(one.step_time.at(batch_sizes.get(one.node, 0)) for one in ranks)
+    return [
+        PlannedRank(one, batch_sizes.get(one.node) or max(1, one.step_time.largest_within(slowest_s)))
+        for one in ranks
+    ]
+
+
+def predict_best_curve(
+    host: PlannedRank,
+    nodes: Sequence[PlannedRank],
+    counts: Iterable[int],
+    choice: Choice,
+    costs: Costs,
+    power: Power | None = None,
+) -> list[CurvePoint]:
+    """A point for each of `counts`, the numbers of nodes.
+
+    Raises TuningError when the limits allow no plan for one of them.
+    """
+
+    def best_of(num_nodes: int) -> Best:
+        if choice.is_planned and num_nodes == len(nodes):
+            return _as_planned([host, *nodes], choice.idle, costs)
+        return choose_best(host.model, [node.model for node in nodes], num_nodes, choice, costs)
+
+    alone = best_of(0).prediction.images_per_s
+    points = []
+    for num_nodes in counts:
+        best = best_of(num_nodes)
+        rates = Rates(best.prediction.images_per_s, alone, best.prediction.ceiling_images_per_s)
+        is_host_training = host.model.node in best.batch_sizes
+        point = build_point(
+            num_nodes,
+            sum(best.batch_sizes.values()),
+            costs.sum_s(len(best.batch_sizes) + (not is_host_training)),
+            rates,
+            power,
+            len(best.left_out),
+        )
+        points.append(replace(point, is_host_training=is_host_training))
+    return points
+
+
+def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs) -> Best:
+    """The plan of these ranks, the host first; idle it is still a rank: it adds up the sum."""
+    host, *nodes = (rank.model.node for rank in ranks)
+    training = [rank for rank in ranks if rank.model.node not in idle]
+    num_ranks = len(training) + (host in idle)
+    stretch = costs.stretch if num_ranks > 1 else 1.0
+    prediction = predict(
+        [rank.model for rank in training],
+        [rank.batch_size for rank in training],
+        costs.sum_s(num_ranks),
+        stretch,
+    )
+    sizes = {rank.model.node: rank.batch_size for rank in training}
+    return Best(sizes, prediction, tuple(node for node in nodes if node in idle))

@@ -1,0 +1,1 @@
+"""The model and its exact step: recipe, statistics, noise and evaluation."""

@@ -1,0 +1,40 @@
+"""TensorFlow, loaded once, quietly, with the threads a rank may use."""
+
+import os
+import resource
+from typing import Any
+
+from csdctl.worker.protocol.run_spec import Runtime
+
+DEFAULT = Runtime()
+
+
+def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
+    """Import TensorFlow and Keras as `load_tensorflow` does; returns both modules."""
+    tf = load_tensorflow(runtime)
+    import keras
+
+    return tf, keras
+
+
+def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
+    """Import TensorFlow; returns the module.
+
+    Must come before any other import of it or of Keras in the process.
+    """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
+    os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
+    if not runtime.onednn:
+        os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"
+    import tensorflow as tf
+
+    tf.config.threading.set_intra_op_parallelism_threads(runtime.threads)
+    tf.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
+    return tf
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,31 @@
+"""Rank 0 evaluates the model on the validation data, a batch at a time, and says how far it is."""
+
+import time
+from typing import Any
+
+from csdctl.worker.compute.step import Step, Sums, mean_of
+from csdctl.worker.data.prepared import Samples
+from csdctl.worker.process.events import emit
+from csdctl.worker.protocol.events import Evaluating
+from csdctl.worker.protocol.run_spec import RankSpec
+
+EVALUATION_BATCH = 256
+
+
+def evaluate(step: Step, validation: Samples, me: RankSpec, progress_interval_s: float) -> dict[str, Any]:
+    """Mean loss and metrics of all of `validation`, as the fields of an EpochEnd."""
+    results: list[Sums] = []
+    spoken = time.monotonic()
+    for batch in validation.in_order(EVALUATION_BATCH):
+        results.append(step.evaluate(*batch))
+        if time.monotonic() - spoken >= progress_interval_s:
+            spoken = time.monotonic()
+            done = sum(int(result.samples) for result in results)
+            emit(Evaluating(me.rank, me.node, done, len(validation)))
+    mean = mean_of(results)
+    metrics = dict(zip(step.evaluated_names, mean.metrics, strict=True))
+    return {
+        "validation_loss": mean.loss,
+        "validation_accuracy": metrics.get("accuracy"),
+        "validation_metrics": metrics,
+    }

@@ -1,0 +1,109 @@
+"""Differential privacy of a rank's private samples, by DP-SGD (Abadi et al., 2016), on the rank itself.
+
+The gradient of each private sample is clipped to an L2 norm, over all trainable variables together; the
+clipped ones are summed, and Gaussian noise is added to the sum once a step, before it is put where anything
+else can read it. Nobody needs to be trusted but the node: not the host, not the other ranks.
+
+The noise comes from the kernel's random bytes. The recipe's seed would not do: the host knows it, and could
+subtract what it draws. That Gaussian samples are floating point numbers remains (Mironov, 2012).
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.data.prepared import Array
+from csdctl.worker.protocol.recipe import Noise
+
+CHUNK = 1 << 18
+"""Elements of the vector that get their noise at once: a slow node has little memory."""
+
+
+class NoisySums:
+    """Sums the clipped gradients of private samples, with noise."""
+
+    def __init__(
+        self,
+        noise: Noise,
+        variables: Sequence[Any],
+        objective: Callable[[Any, Any], Any],
+        penalty: Callable[[], Any],
+        signature: Sequence[Any],
+        tf: Any,
+    ) -> None:
+        """`objective` (images, labels) is what one sample, alone in its batch, adds to the loss.
+
+        `penalty` is the regularisation of the weights, which no sample has a part in; None without any.
+        """
+        self._noise = noise
+        self._variables = variables
+        self._objective = objective
+        self._penalty = penalty
+        self._tf = tf
+        limits = tf.TensorSpec((None,), tf.float32)
+        self._sum = tf.function(self._sum_graph, autograph=False, input_signature=[*signature, limits])
+
+    def add_to(self, vector: Array, images: Any, labels: Any, copies: Array, weight: float) -> None:
+        """Add the noisy sum, times `weight`, to `vector`, shape (num_gradients,).
+
+        `copies`, shape (n,): how often each sample is in this batch; all its copies together keep the norm.
+        """
+        clip = self._noise.l2_norm_clip
+        sums = np.asarray(self._sum(images, labels, (clip / copies).astype(np.float32)))
+        for start in range(0, len(vector), CHUNK):
+            part = slice(start, start + CHUNK)
+            noise = secret_normal(len(vector[part])) * (self._noise.noise_multiplier * clip)
+            vector[part] += (weight * (sums[part] + noise)).astype(np.float32)
+
+    def _sum_graph(self, images: Any, labels: Any, limits: Any) -> Any:
+        """The clipped sum, flat. One sample after another: memory for one gradient, however many samples."""
+        tf = self._tf
+        count = tf.shape(limits)[0]
+
+        def add_one(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
+            one = slice(number, number + 1)
+            with tf.GradientTape() as tape:
+                objective = self._objective(
+                    tf.nest.map_structure(lambda every: every[one], images), labels[one]
+                )
+            gradients = self._gradients(tape, objective)
+            norm = tf.linalg.global_norm(gradients)
+            # A gradient that is not finite must not show in the sum either: it counts as zero.
+            factor = tf.where(tf.math.is_finite(norm), tf.minimum(1.0, limits[number] / norm), 0.0)
+            clipped = [tf.math.multiply_no_nan(gradient, factor) for gradient in gradients]
+            return number + 1, [so_far + new for so_far, new in zip(total, clipped, strict=True)]
+
+        nothing = [tf.zeros(variable.shape) for variable in self._variables]
+        _, total = tf.while_loop(
+            lambda number, _: number < count, add_one, (tf.constant(0), nothing), parallel_iterations=1
+        )
+        with tf.GradientTape() as tape:
+            penalty = self._penalty()
+        if penalty is not None:
+            scale = tf.cast(count, tf.float32)
+            of_penalty = self._gradients(tape, penalty)
+            total = [one + scale * other for one, other in zip(total, of_penalty, strict=True)]
+        return tf.concat([tf.reshape(one, [-1]) for one in total], axis=0)
+
+    def _gradients(self, tape: Any, objective: Any) -> list[Any]:
+        tf = self._tf
+        found = tape.gradient(objective, [variable.value for variable in self._variables])
+        return [
+            tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
+            for gradient, variable in zip(found, self._variables, strict=True)
+        ]
+
+
+def secret_normal(count: int) -> Array:
+    """Standard normal numbers, shape (count,), float64, that nobody can draw again (Box and Muller, 1958).
+
+    From `os.urandom`, the kernel's generator for keys: the states of numpy's and TensorFlow's generators
+    could be found from what they gave.
+    """
+    pairs = (count + 1) // 2
+    bits = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)
+    radius = np.sqrt(-2.0 * np.log((bits[0] + 1.0) / 2**53))  # of 0 < u ≤ 1
+    angle = bits[1] * (2.0 * np.pi / 2**53)
+    return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:count]

@@ -1,0 +1,1 @@
+"""The other ranks of a group: communicator, link and collectives."""

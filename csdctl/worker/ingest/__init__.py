@@ -1,0 +1,1 @@
+"""People's data into prepared data."""

@@ -1,0 +1,100 @@
+"""A tree with a folder for each class; files may lie at any depth below it."""
+
+import unicodedata
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.data.prepared import Array
+from csdctl.worker.ingest.sources.pictures import PictureDecoder
+from csdctl.worker.ingest.sources.source import Block, Candidate, UnusableError, decode_blocks
+from csdctl.worker.ingest.sources.tree import DataFile, Tree
+from csdctl.worker.process.events import WorkerError
+from csdctl.worker.protocol.datasets import PrepareSpec
+
+BYTES_PER_PIXEL = 8
+"""Of the largest file that a picture of so many pixels may reasonably have: 16 bits of four channels."""
+
+_SPARE_BYTES = 1 << 20
+_SHOWN_CLASSES = 5
+
+
+class ClassFolders:
+    """Pictures in class folders, class by class and sorted by path."""
+
+    def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
+        """Raises WorkerError, exit code 2, for a folder that is not one of the job's classes."""
+        if spec.classes is None and not spec.names_classes:
+            raise WorkerError(
+                f"data at {spec.source} is class folders, and the job does not number its classes",
+                remedy="list them as data.classes in job.yaml; public data of class folders does it too",
+                exit_code=2,
+            )
+        self.class_names: tuple[str, ...] | None = spec.classes or tuple(
+            sorted(_class_of(name) for name in tree.folders)
+        )
+        self._label_of = {_class_of(name): label for label, name in enumerate(self.class_names)}
+        _check_folders(tree.folders, self._label_of, spec.source)
+        self._tree = tree
+        self._threads = threads
+        self._rule = spec.picture
+        self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
+        counts = [0] * len(self.class_names)
+        for file in self._files:
+            if len(file.parts) > 1:
+                counts[self._label(file)] += 1
+        self.files_of_class = tuple(counts)
+        self.num_samples = len(self._files)
+        self._decoder = PictureDecoder(spec.picture, load_tensorflow())
+        self.sample_bytes = self._decoder.sample_bytes
+
+    def blocks(self, start: int) -> Iterator[Block]:
+        """All pictures from the one numbered `start` on."""
+        candidates = (Candidate(file, self._label(file)) for file in self._files[start:])
+        return decode_blocks(candidates, self._decode, threads=self._threads, sample_bytes=self.sample_bytes)
+
+    def _label(self, file: DataFile) -> int:
+        """Its class's number; files beside the class folders come last."""
+        return self._label_of[_class_of(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
+
+    def _decode(self, candidate: Candidate) -> tuple[Array, Any]:
+        file: DataFile = candidate.content
+        if len(file.parts) == 1:
+            raise UnusableError("no_class")
+        if file.size > BYTES_PER_PIXEL * self._rule.max_pixels + _SPARE_BYTES:
+            raise UnusableError("too_large")
+        try:
+            content = self._tree.path_of(file).read_bytes()
+        except OSError:
+            raise UnusableError("unreadable") from None
+        return self._decoder.decode(content), candidate.label
+
+
+def shown(name: str) -> str:
+    """A folder's name as it may be printed anywhere."""
+    return name if name.isprintable() else ascii(name)
+
+
+def _class_of(folder: str) -> str:
+    """One form for names that look alike: some systems take letters and accents apart."""
+    return unicodedata.normalize("NFC", folder)
+
+
+def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str) -> None:
+    unprintable = [name for name in folders if not name.isprintable()]
+    if unprintable:
+        raise WorkerError(
+            f"data at {source} has a class folder {shown(unprintable[0])}, which is no text",
+            remedy="give the folder another name",
+            exit_code=2,
+        )
+    unknown = [name for name in folders if _class_of(name) not in label_of]
+    if unknown:
+        more = f" and {len(unknown) - _SHOWN_CLASSES} more" if len(unknown) > _SHOWN_CLASSES else ""
+        named = ", ".join(unknown[:_SHOWN_CLASSES]) + more
+        raise WorkerError(
+            f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {named}, "
+            f"not among the job's {len(label_of)} classes",
+            remedy="add it to data.classes in job.yaml, or mend the folder's name",
+            exit_code=2,
+        )

@@ -1,0 +1,110 @@
+"""The files below a root, in one order on every machine, and none that leads out of it."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.worker.process.events import WorkerError
+
+IGNORED = ("lost+found",)
+"""What a file system puts at its own root; names that begin with a dot are passed over too."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file below a root."""
+
+    parts: tuple[str, ...]
+    size: int
+    mtime_ns: int
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.parts[-1]
+
+
+@dataclass(frozen=True)
+class Tree:
+    """What lies below `root`, sorted; a root that is a file has one file without parts below it."""
+
+    root: Path
+    files: tuple[DataFile, ...]
+    folders: tuple[str, ...]
+    """The names of the folders directly below the root."""
+
+    def path_of(self, file: DataFile) -> Path:
+        """Where `file` lies."""
+        return self.root.joinpath(*file.parts)
+
+    def fingerprint(self, settings: str) -> str:
+        """Changes with `settings`, and whenever a file is added, removed or written to."""
+        digest = hashlib.sha256(f"3\0{settings}\0".encode() + os.fsencode(self.root.resolve()))
+        for file in self.files:
+            digest.update(b"\0".join(os.fsencode(part) for part in file.parts))
+            digest.update(f"\0\0{file.size}\0{file.mtime_ns}\n".encode())
+        return digest.hexdigest()[:32]
+
+
+def read_tree(source: str) -> Tree:
+    """List what lies at `source`, as written in the job.
+
+    Raises WorkerError, exit code 2, when there is nothing, or a link leads out of it or to a directory.
+    """
+    try:
+        root = Path(source).expanduser()
+    except RuntimeError:
+        raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
+    if not root.exists():
+        raise WorkerError(f"there is no data at {source}", remedy="mend the path in job.yaml", exit_code=2)
+    try:
+        if root.is_file():
+            status = root.stat()
+            return Tree(root, (DataFile((), status.st_size, status.st_mtime_ns),), ())
+        within = os.path.join(os.path.realpath(root), "")
+        files = tuple(_walk(root, (), within, source))
+        folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
+    except OSError as error:
+        raise WorkerError(
+            f"data at {source} cannot be read: {error.strerror}", remedy="mend its permissions", exit_code=2
+        ) from None
+    return Tree(root, files, folders)
+
+
+def _entries(directory: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(directory) as found:
+        kept = [entry for entry in found if not entry.name.startswith(".") and entry.name not in IGNORED]
+    return sorted(kept, key=lambda entry: os.fsencode(entry.name))
+
+
+def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> Iterator[DataFile]:
+    for entry in _entries(directory):
+        here = (*parts, entry.name)
+        if entry.is_symlink():
+            _check_link(entry, within, source)
+        elif entry.is_dir():
+            yield from _walk(directory / entry.name, here, within, source)
+            continue
+        if entry.is_file():
+            status = entry.stat()
+            yield DataFile(here, status.st_size, status.st_mtime_ns)
+        elif entry.is_symlink():  # it leads to nothing, which is found, and counted, when it is read
+            yield DataFile(here, 0, 0)
+
+
+def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
+    """A link may lead to a file below the same root, and nowhere else."""
+    if not os.path.realpath(entry.path).startswith(within):
+        raise WorkerError(
+            f"data at {source} has a link that leads out of it",
+            remedy="put the file itself there, or remove the link",
+            exit_code=2,
+        )
+    if entry.is_dir():
+        raise WorkerError(
+            f"data at {source} has a link to a directory",
+            remedy="put the directory itself there, or remove the link",
+            exit_code=2,
+        )

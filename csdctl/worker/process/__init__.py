@@ -1,0 +1,1 @@
+"""What a worker process has of its machine: errors, output, files and memory."""

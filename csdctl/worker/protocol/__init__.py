@@ -1,0 +1,1 @@
+"""What csdctl and its worker exchange: run specs, tasks, events and orders, as plain dataclasses."""

@@ -1,0 +1,78 @@
+"""Dataclasses as JSON, with a schema version: the encoding of everything that csdctl and its worker exchange.
+
+Both sides carry this package, so that a version mismatch is detected and named.
+"""
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+SCHEMA = 1
+"""Raised by one whenever a field changes its meaning; each side refuses another one's."""
+
+
+ANSWER_PREFIX = "@csdctl-answer "
+"""`build` and `prepare` answer with one line on standard output that starts with this."""
+
+
+WORKING_PREFIX = "@csdctl-working "
+"""`prepare` says how far it is with lines on standard output that start with this and hold a `Preparing`."""
+
+
+WORKER_ERROR_PREFIX = "@csdctl-error "
+"""The other commands fail with one line on standard error that starts with this."""
+
+
+class ContractError(ValueError):
+    """What the other side sent does not fit this version of the contract."""
+
+
+ContractT = TypeVar("ContractT")
+
+
+def to_json(value: Any) -> str:
+    """Any dataclass of this module as one line of JSON."""
+    return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
+
+
+def from_json(kind: type[ContractT], text: str) -> ContractT:
+    """Read what `to_json` wrote; raises ContractError when it does not fit `kind`."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise ContractError(f"expected a {kind.__name__} as JSON, received {text[:80]!r}: {error}") from None
+    if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
+        raise ContractError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
+    result: ContractT = from_dict(kind, content)
+    return result
+
+
+def from_dict(kind: Any, content: Any) -> Any:
+    """Build a dataclass from parsed JSON, following its annotations; raises ContractError."""
+    if not isinstance(content, dict):
+        raise ContractError(f"expected a {kind.__name__}, received {content!r}")
+    hints = typing.get_type_hints(kind)
+    unknown = set(content) - set(hints)
+    if unknown:
+        raise ContractError(f"{kind.__name__}: unknown {', '.join(sorted(unknown))}")
+    try:
+        return kind(**{name: _value(hints[name], value) for name, value in content.items()})
+    except TypeError as error:
+        raise ContractError(f"{kind.__name__}: {error}") from None
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return from_dict(hint, value)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None:
+            return None
+        inner = [argument for argument in arguments if argument is not type(None)]
+        return _value(inner[0], value) if len(inner) == 1 else value
+    if origin is tuple:
+        return tuple(_value(arguments[0], one) for one in value)
+    return value

@@ -1,0 +1,66 @@
+"""What happens between epochs: early stopping, a lower learning rate on a plateau, the best model; pure.
+
+Rank 0 decides with its evaluation; all ranks take over what it decided.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.tasks.state import Progressed
+
+HIGHER_IS_BETTER = ("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2")
+
+
+def is_higher_better(monitor: str) -> bool:
+    """Whether a metric of this name should grow: accuracies do, losses and errors do not."""
+    return any(word in monitor.lower() for word in HIGHER_IS_BETTER)
+
+
+def after_epoch(
+    recipe: Recipe, before: Progressed, epoch: int, results: Mapping[str, float | None]
+) -> tuple[Progressed, bool]:
+    """What is remembered after `epoch`, and whether its model is the best so far.
+
+    `results` are the epoch's loss and metrics, those of the validation data with `validation_` before
+    their name. The best is by validation loss, or training loss without validation data, or by what early
+    stopping monitors.
+    """
+    stopping, plateau = recipe.early_stopping, recipe.reduce_on_plateau
+    monitor = stopping.monitor if stopping else "validation_loss"
+    value = _value(results, monitor)
+    is_best = value is not None and _is_gain(
+        value, before.best, monitor, stopping.min_delta if stopping else 0.0
+    )
+    now = before
+    if is_best:
+        now = dataclasses.replace(now, best=value, best_epoch=epoch, epochs_without_gain=0)
+    else:
+        now = dataclasses.replace(now, epochs_without_gain=before.epochs_without_gain + 1)
+    if stopping and now.epochs_without_gain >= stopping.patience:
+        now = dataclasses.replace(now, is_stopping=True)
+    if plateau:
+        value = _value(results, plateau.monitor)
+        if value is not None and _is_gain(value, before.plateau_best, plateau.monitor, plateau.min_delta):
+            now = dataclasses.replace(now, plateau_best=value, epochs_on_plateau=0)
+        else:
+            now = dataclasses.replace(now, epochs_on_plateau=before.epochs_on_plateau + 1)
+        if now.epochs_on_plateau >= plateau.patience:
+            factor = max(plateau.min_factor, now.rate_factor * plateau.factor)
+            now = dataclasses.replace(now, rate_factor=factor, epochs_on_plateau=0)
+    return now, is_best
+
+
+def _value(results: Mapping[str, float | None], monitor: str) -> float | None:
+    value = results.get(monitor)
+    if value is None:  # without validation data
+        value = results.get(monitor.removeprefix("validation_"))
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _is_gain(value: float, best: float | None, monitor: str, min_delta: float) -> bool:
+    if best is None:
+        return True
+    gain = value - best if is_higher_better(monitor) else best - value
+    return gain > min_delta

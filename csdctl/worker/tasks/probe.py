@@ -1,0 +1,93 @@
+"""A probe session: measures the step at one batch size after another, as asked on standard input.
+
+One process for many sizes, because TensorFlow takes seconds to start, and for a rank's part in trials. Each
+line in is a request; the line out for a ProbeRequest is a ProbeResult, and after a trial READY. Random
+pictures serve: the time of a step does not depend on them.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.backend import peak_memory_bytes
+from csdctl.worker.compute.model import load
+from csdctl.worker.compute.step import Step
+from csdctl.worker.data.element_spec import random_batch
+from csdctl.worker.data.prepared import Array
+from csdctl.worker.process.events import give_up
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.probe import (
+    READY,
+    ProbeRequest,
+    ProbeResult,
+    ProbeSpec,
+    TrialRequest,
+    request_from_json,
+)
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.training import RankTraining
+
+
+def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
+    """Answer requests until standard input ends."""
+    model = load(Path(spec.architecture), Path(spec.weights), keras)
+    generator = np.random.default_rng(0)
+    example = random_batch(generator, spec.data, 1)
+    step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
+    step.set_step(0, 0.0)
+    # The first step traces the graphs: it belongs to starting, not to a measurement.
+    step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
+    _say_ready()
+    for line in sys.stdin:
+        request = request_from_json(line)
+        if isinstance(request, TrialRequest):
+            _take_part(request, step, tf, keras)
+            _say_ready()
+            continue
+        step.micro_batch_size = request.micro_batch_size
+        batch = random_batch(generator, spec.data, request.batch_size)
+        copies = _copies(step, spec, request.batch_size)
+        print(to_json(measure(step, batch, request, copies)), flush=True)
+
+
+def _say_ready() -> None:
+    print(f"\n{READY}", flush=True)  # whatever else was printed, without a line end perhaps
+
+
+def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
+    return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
+
+
+def _take_part(request: TrialRequest, step: Step, tf: Any, keras: Any) -> None:
+    """Be a rank, with the graphs that are there already."""
+    node = "?"
+    try:
+        spec = from_json(RunSpec, Path(request.spec).read_text())
+        node = spec.ranks[request.rank].node
+        training = RankTraining(spec, request.rank, tf, keras, step)
+        training.run()
+        training.await_release()
+    except BaseException as error:
+        give_up(request.rank, node, error)
+
+
+def measure(
+    step: Step, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
+) -> ProbeResult:
+    """Mean time of forward, backward and apply, without any other rank.
+
+    The mean, because a machine held to a share of a core works in bursts: most of its steps are quick and
+    a few take all the time. `copies` as `Step.local` has them.
+    """
+    for _ in range(request.warm_up_steps):
+        step.apply(step.local(*batch, private_copies=copies))
+    num_steps, elapsed_s = 0, 0.0
+    started = time.perf_counter()
+    while num_steps < request.min_steps or elapsed_s < request.min_duration_s:
+        step.apply(step.local(*batch, private_copies=copies))
+        num_steps += 1
+        elapsed_s = time.perf_counter() - started
+    return ProbeResult(request.batch_size, elapsed_s / num_steps, num_steps, peak_memory_bytes())

@@ -1,0 +1,1 @@
+"""Data, models and files to where they are needed."""

@@ -1,0 +1,190 @@
+"""Bringing trees, worker, model and public shards to the machines that need them, only what is missing.
+
+Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
+files; the host reads its own part where it lies.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from csdctl.documents import write_aside
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.placement.equation1 import Placed, RankLoad, place_shards
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, OnProgress, deliver
+from csdctl.shipping.parcel import Parcel, pack_parcel
+from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
+from csdctl.transport.meter import Kind
+from csdctl.transport.session import Session
+from csdctl.tuning.plan import Plan
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.run_spec import RankSpec, ShardPart
+from csdctl.workflows.data.prepare import Prepared, python_of
+from csdctl.workflows.workspace.traffic import note_traffic
+
+OnDelivery = Callable[[str, Delivery], None]
+
+
+def place(plan: Plan, prepared: Prepared, *, is_repeating: bool) -> list[Placed]:
+    """Equation 1 over the plan's batch sizes and the data as it is now."""
+    loads = [
+        RankLoad(
+            rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0
+        )
+        for rank in plan.ranks
+    ]
+    return place_shards(loads, prepared.public.num_samples, is_repeating=is_repeating)
+
+
+def deploy_files(
+    files: Mapping[str, Sequence[StoredFile]],
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    on_delivery: OnDelivery,
+) -> dict[str, Delivery]:
+    """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
+    chunks = SharedChunks()
+
+    def on_done(outcome: Outcome[Delivery]) -> None:
+        if outcome.value:
+            on_delivery(outcome.name, outcome.value)
+
+    def send(session: Session) -> Delivery:
+        parcel = pack_parcel([file.as_object() for file in files[session.name]])
+        return deliver(session, parcel, chunks, python=python_of(fleet, session.name))
+
+    needing = {name: sessions[name] for name in files if name != HOST_NAME}
+    return values_or_raise(run_on_all(needing, send, on_done=on_done), "deploying")
+
+
+def pack_trees(
+    requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
+) -> Parcel:
+    """Read the trees of `requests` from the host's disk; raises InputError for what cannot be deployed."""
+    return pack_parcel(trees=[read_tree(request, chunks, ignored) for request in requests])
+
+
+def deploy_parcel(
+    parcel: Parcel,
+    chunks: SharedChunks,
+    fleet: Fleet,
+    *,
+    directory: Path,
+    dry_run: bool = False,
+    on_progress: OnProgress = lambda progress: None,
+    on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
+) -> dict[str, Outcome[Delivery]]:
+    """Bring `parcel` to every node of `fleet`; one that fails is an outcome, and the others go on."""
+
+    def send(session: Session) -> Delivery:
+        python = fleet.node(session.name).python
+        return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
+
+    on_traffic = note_traffic(directory, "deploy")
+    return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
+
+
+def common_files(prepared: Prepared) -> list[StoredFile]:
+    """What every machine that trains or measures needs."""
+    return [prepared.worker, prepared.model.architecture, prepared.model.weights]
+
+
+def cut_shards(
+    placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
+) -> dict[str, tuple[StoredFile, StoredFile]]:
+    """Images and labels of each node's public part, cut from the host's data.
+
+    A node that has private data needs no empty file to know the shape of a sample, and one that sees all
+    public data needs none at all.
+    """
+    if job.is_everywhere:
+        return {}
+    seed = job.recipe.seed
+    return {
+        shard.name: _cut(shard, public, seed, project)
+        for shard in placed
+        if shard.name != HOST_NAME and (shard.num_public or not shard.num_private)
+    }
+
+
+def rank_specs(
+    plan: Plan,
+    placed: Sequence[Placed],
+    prepared: Prepared,
+    cut: Mapping[str, tuple[StoredFile, StoredFile]],
+    job: Job,
+) -> tuple[RankSpec, ...]:
+    """What every rank will read, in order of rank."""
+    specs = []
+    for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
+        public = None
+        if rank.node == HOST_NAME or job.is_everywhere:
+            images, labels = _arrays(prepared.public)
+            public = ShardPart(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
+        elif rank.node in cut:
+            images, labels = (file.path for file in cut[rank.node])
+            public = ShardPart(images, labels)
+        specs.append(
+            RankSpec(
+                number,
+                rank.node,
+                rank.batch_size,
+                rank.runtime,
+                whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
+                public,
+                shard.num_private,
+                shard.num_public,
+                shard.public_start,
+                num_repeated=shard.num_repeated,
+                weight=shard.weight if job.is_weighted_by_data_set else 1.0,
+                max_batch_size=rank.max_batch_size,
+                micro_batch_size=rank.micro_batch_size,
+            )
+        )
+    return tuple(specs)
+
+
+def whole(data: DatasetInfo) -> ShardPart:
+    """All rows of a prepared data set."""
+    return ShardPart(*_arrays(data))
+
+
+def _arrays(data: DatasetInfo) -> tuple[str, str]:
+    return f"{data.path}/images.npy", f"{data.path}/labels.npy"
+
+
+def _cut(
+    shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory
+) -> tuple[StoredFile, StoredFile]:
+    import numpy as np
+
+    name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
+    targets = [project.shards / f"{name}.{kind}.npy" for kind in ("images", "labels")]
+    if not all(target.exists() for target in targets):
+        # The same rows as ShardPart.start … stop would mean on the host: worker.data.rows_of.
+        permutation = np.random.default_rng(seed).permutation(public.num_samples)
+        rows = np.sort(permutation[shard.public_start : shard.public_stop])
+        for source, target in zip(_arrays(public), targets, strict=True):
+            array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
+            with write_aside(target) as file:
+                np.save(file, array[rows])
+    images, labels = (StoredFile(hash_file(target), ".npy", target, Kind.PUBLIC) for target in targets)
+    return images, labels
+
+
+def nodes_in(plan: Plan, fleet: Fleet) -> list[str]:
+    """The names of the plan's ranks that are nodes; raises InputError for one the fleet does not have."""
+    names = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
+    known = {node.name for node in fleet.nodes}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise InputError(
+            f"the plan needs {', '.join(missing)}, not among the nodes of {fleet.path} chosen",
+            remedy="run `csdctl tune` again for these nodes",
+        )
+    return names

@@ -1,0 +1,299 @@
+"""`prepare`: data into the project's form where it lies, and the model into the form that travels.
+
+Public data and the model are worked on by a worker process on the host, private data by the worker on its
+own node: the controller itself opens neither. Everything is kept by content, so a second time is quick.
+"""
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+
+from csdctl.documents import build_aside, save_json
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.fit import check_fit, check_noise
+from csdctl.job.model import Job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.store import StoredFile, store_bytes, store_file
+from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.meter import Kind
+from csdctl.transport.session import Session
+from csdctl.tuning.measurements import ModelFeatures, describe_model
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec, Preparing, Seen
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.workflows.data.prepared_record import save_prepared
+
+DATA_STORE = ".csdctl/data"
+SHARED_STORE = ".csdctl-data"
+"""Beside public data that every node sees: prepared, they must be seen too."""
+
+LOOK_DEADLINE_S = 300.0
+SILENCE_DEADLINE_S = 120.0
+"""A worker that prepares says every second that it is at work."""
+
+BUILD_DEADLINE_S = 300.0
+
+Say = Callable[[str], None]
+OnProgress = Callable[[str, Preparing], None]
+
+
+@dataclass(frozen=True)
+class CarriedModel:
+    """A model as it travels."""
+
+    info: ModelInfo
+    architecture: StoredFile
+    weights: StoredFile
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a job needs before it can be tuned: worker, model, and data where it lies."""
+
+    worker: StoredFile
+    model: CarriedModel
+    public: DatasetInfo
+    validation: DatasetInfo | None
+    private: dict[str, DatasetInfo]
+    """By node; empty when the job has no private data."""
+
+
+def python_of(fleet: Fleet, machine: str) -> str:
+    """The Python that runs the worker on `machine`."""
+    return sys.executable if machine == HOST_NAME else fleet.node(machine).python
+
+
+def prepare_job(
+    job: Job,
+    fleet: Fleet,
+    sessions: Mapping[str, Session],
+    project: ProjectDirectory,
+    say: Say,
+    on_progress: OnProgress = lambda data, progress: None,
+) -> Prepared:
+    """Prepare model, public and private data of `job`; raises InputError when they do not fit together.
+
+    Class names come from the job, or from the folders of the public data: all machines number them alike.
+    `on_progress` gets 'public', 'validation' or a node's name, from any thread.
+    """
+    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
+    say("model: " + job.model)
+    model = carry_model(job, worker, sessions[HOST_NAME], project)
+    preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
+    say(f"public data: {job.public_path}")
+    public = preparing.public(sessions)
+    preparing.number_classes(public)
+    if job.is_everywhere:
+        preparing.check_seen(sessions, public)
+    validation = None
+    if job.validation_path:
+        say(f"validation data: {job.validation_path}")
+        function = job.reading.validation_function
+        validation = preparing.on_host("validation", sessions, job.validation_path, function)
+    private = {}
+    if job.private_path:
+        say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
+        private = preparing.on_nodes(sessions, job.private_path)
+    check_fit(job.recipe, model.info, {"public": public, "validation": validation, **private})
+    if job.noise:
+        check_noise(job.noise, model.info, private)
+    save_prepared(project, job, public, private)
+    return Prepared(worker, model, public, validation, private)
+
+
+def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
+    """Worker and model alone, in the host's store below `directory`; no node has a part in it."""
+    say("model: " + job.model)
+    worker, model = _code(job, directory)
+    return [worker, model.architecture, model.weights]
+
+
+def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
+    """What the history knows the job's model by; TensorFlow is started when it was never built before."""
+    _, model = _code(job, directory, lambda: say(f"building {job.model}, to know what it is"))
+    return describe_model(model.info, model.architecture.sha256)
+
+
+def _code(
+    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
+) -> tuple[StoredFile, CarriedModel]:
+    worker = store_bytes(pack_worker(), ".pyz", directory, Kind.CODE)
+    with closing(LocalSession(HOST_NAME, directory)) as host:
+        return worker, carry_model(job, worker, host, ProjectDirectory(directory), on_build)
+
+
+def carry_model(
+    job: Job,
+    worker: StoredFile,
+    host: Session,
+    project: ProjectDirectory,
+    on_build: Callable[[], None] = lambda: None,
+) -> CarriedModel:
+    """Build the job's model in a worker process, once for each content of it; `on_build`: now."""
+    directory = project.models / _model_key(job, worker)
+    record = directory / "info.json"
+    if not record.exists():
+        on_build()
+        with build_aside(directory) as aside:
+            arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
+            arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
+            info = run_worker(
+                host,
+                sys.executable,
+                worker.path,
+                arguments,
+                ModelInfo,
+                doing="building the model",
+                deadline_s=BUILD_DEADLINE_S,
+            )
+            save_json(aside / "info.json", json.loads(to_json(info)))
+    return CarriedModel(
+        from_json(ModelInfo, record.read_text()),
+        store_file(directory / "architecture.json", project.root, Kind.MODEL),
+        store_file(directory / "weights.npz", project.root, Kind.MODEL),
+    )
+
+
+def _model_key(job: Job, worker: StoredFile) -> str:
+    """Changes with all that the built model depends on; a model's file may import those beside it."""
+    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
+    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
+    if job.model_file:
+        beside = set(job.model_file.parent.glob("*.py")) | {job.model_file}
+        for path in sorted(beside):
+            digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+class _Preparing:
+    """Prepares one data set after another of a job, each on its machine."""
+
+    def __init__(
+        self,
+        job: Job,
+        model: ModelInfo,
+        fleet: Fleet,
+        worker: StoredFile,
+        project: ProjectDirectory,
+        on_progress: OnProgress,
+    ) -> None:
+        self._job = job
+        reading = job.reading
+        picture = reading.picture
+        if picture.shape is None:
+            picture = replace(picture, shape=model.input_shape)
+        self._spec = PrepareSpec("", DATA_STORE, picture, classes=reading.classes, records=reading.records)
+        self._private_function = reading.private_function
+        self._fleet = fleet
+        self._worker = worker
+        self._project = project
+        self._on_progress = on_progress
+
+    def number_classes(self, public: DatasetInfo) -> None:
+        """From now on classes are those of the public data, unless the job names them."""
+        if self._spec.classes is None and public.class_counts:
+            self._spec = replace(self._spec, classes=tuple(public.class_counts))
+
+    def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
+        """The public data: in the project, or beside the source where all nodes see it."""
+        path = self._job.public_path
+        store = str(path.parent / SHARED_STORE) if self._job.is_everywhere else DATA_STORE
+        return self.on_host("public", sessions, path, self._job.reading.public_function, store)
+
+    def check_seen(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
+        """Raise when a node does not see the public data as the host does."""
+        parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
+
+        def on_node(session: Session) -> Seen:
+            python = python_of(self._fleet, session.name)
+            if session.name != HOST_NAME:
+                deliver(session, parcel, chunks, python=python)
+            return run_worker(
+                session,
+                python,
+                self._worker.path,
+                ["look", f"--directory={public.path}"],
+                Seen,
+                doing="looking at the public data",
+                deadline_s=LOOK_DEADLINE_S,
+            )
+
+        names = self._fleet.machines
+        seen = values_or_raise(
+            run_on_all({name: sessions[name] for name in names}, on_node), "looking at the public data"
+        )
+        others = [name for name in names if seen[name] != seen[HOST_NAME]]
+        if others:
+            raise InputError(
+                f"{', '.join(others)} see other data at {public.path} than the host",
+                remedy="data.public.on: every-node needs one file system that all mount; else `on: host`",
+            )
+
+    def on_host(
+        self,
+        name: str,
+        sessions: Mapping[str, Session],
+        path: Path,
+        function: str,
+        store: str = DATA_STORE,
+    ) -> DatasetInfo:
+        """One of the host's data sets; the user's function runs from the store, as on a node."""
+        stored = self._store_function(function)
+        spec = replace(
+            self._spec,
+            source=str(path),
+            store=store,
+            function=_stored_name(stored, function),
+            names_classes=name == "public",
+        )
+        return self._prepare(name, sessions[HOST_NAME], spec)
+
+    def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
+        """Each node prepares its own private data; a node without any, or that fails, is an error."""
+        stored = self._store_function(self._private_function)
+        function = _stored_name(stored, self._private_function)
+        spec = replace(self._spec, source=path, function=function, is_private=True)
+        parcel = pack_parcel([file.as_object() for file in (self._worker, stored) if file])
+        chunks = SharedChunks()
+
+        def on_node(session: Session) -> DatasetInfo:
+            deliver(session, parcel, chunks, python=python_of(self._fleet, session.name))
+            return self._prepare(session.name, session, spec)
+
+        nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
+        return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
+
+    def _store_function(self, function: str) -> StoredFile | None:
+        if not function:
+            return None
+        return store_file(Path(function.rpartition(":")[0]), self._project.root, Kind.CODE)
+
+    def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
+        return watch_worker(
+            session,
+            python_of(self._fleet, session.name),
+            self._worker.path,
+            "prepare",
+            spec,
+            DatasetInfo,
+            lambda progress: self._on_progress(name, progress),
+            doing="preparing data",
+            silence_deadline_s=SILENCE_DEADLINE_S,
+        )
+
+
+def _stored_name(stored: StoredFile | None, function: str) -> str:
+    """The user's function as the worker finds it, in the store of its machine."""
+    return f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""

@@ -1,0 +1,110 @@
+"""Fills a job's data paths with a sample data set, for trying csdctl out.
+
+Public and validation data go to the host's paths; the private part is written to every node's private
+path, as if it had always been there. Real private data is never moved by csdctl: this is for samples.
+"""
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from csdctl.documents import save_json, write_aside
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import Job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.tree import TreeRequest, read_tree
+from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.session import Session
+from csdctl.workflows.data.prepare import python_of
+from csdctl.workflows.data.sample_dataset import Samples, SampleSplit, fetch_fashion_mnist, split_sample
+
+RECORD = "sample.json"
+ARRAYS = ("images.npy", "labels.npy")
+SAMPLES = ("fashion-mnist",)
+
+Say = Callable[[str], None]
+
+
+def place_sample(
+    name: str, job: Job, fleet: Fleet, sessions: Mapping[str, Session], project: ProjectDirectory, say: Say
+) -> None:
+    """Put the sample `name` where `job` says its data lies; raises InputError when other data is there."""
+    if name not in SAMPLES:
+        raise InputError(f"there is no sample {name!r}", remedy=f"samples: {', '.join(SAMPLES)}")
+    num_private = len(fleet.nodes) if job.private_path else 0
+    record = {"sample": name, "seed": job.recipe.seed, "num_private_parts": num_private}
+    dataset = fetch_fashion_mnist(project.state / "samples" / name, say=say)
+    split = split_sample(
+        dataset,
+        num_nodes=max(1, num_private),
+        private_fraction=1 / 7 if num_private else 0.0,
+        seed=job.recipe.seed,
+    )
+    _place_on_host(job.public_path, split.public, record)
+    if job.validation_path:
+        _place_on_host(job.validation_path, split.validation, record)
+    if num_private:
+        _place_on_nodes(job, fleet, sessions, split, record)
+    say(
+        f"sample {name}: {len(split.public):,} public samples on the host, "
+        f"{sum(len(part) for part in split.private):,} private ones over {num_private} nodes"
+    )
+
+
+def _place_on_host(directory: Path, samples: Samples, record: dict[str, object]) -> None:
+    is_ours = _is_same(directory / RECORD, record)
+    if is_ours and all((directory / name).exists() for name in ARRAYS):
+        return
+    if not is_ours and directory.exists() and any(directory.iterdir()):
+        raise InputError(
+            f"{directory} holds other data",
+            remedy="remove it, or name another path in the job's data section",
+        )
+    _save(directory, samples, record)
+
+
+def _is_same(path: Path, record: dict[str, object]) -> bool:
+    try:
+        return bool(json.loads(path.read_text()) == record)
+    except (OSError, ValueError):
+        return False
+
+
+def _save(directory: Path, samples: Samples, record: dict[str, object]) -> None:
+    """The record comes first: what an interrupted call leaves is known as the sample's, and completed."""
+    save_json(directory / RECORD, record)
+    _save_array(directory / ARRAYS[0], samples.images)
+    _save_array(directory / ARRAYS[1], samples.labels.astype(np.int32))
+
+
+def _save_array(path: Path, array: NDArray[np.generic]) -> None:
+    with write_aside(path) as file:
+        np.save(file, array)
+
+
+def _place_on_nodes(
+    job: Job, fleet: Fleet, sessions: Mapping[str, Session], split: SampleSplit, record: dict[str, object]
+) -> None:
+    """Each node's part as a tree: whole or not there, and never in place of data that is not a sample's."""
+    parts = dict(zip((node.name for node in fleet.nodes), split.private, strict=True))
+    # A destination knows no `~`: it starts at the login directory.
+    target = str(job.private_path).removeprefix("~/")
+
+    def on_node(session: Session) -> None:
+        chunks = SharedChunks()
+        with tempfile.TemporaryDirectory() as scratch:
+            _save(Path(scratch), parts[session.name], record)
+            tree = read_tree(TreeRequest(Path(scratch), target), chunks, ignored=())
+            deliver(session, pack_parcel(trees=[tree]), chunks, python=python_of(fleet, session.name))
+
+    values_or_raise(
+        run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "placing the sample"
+    )

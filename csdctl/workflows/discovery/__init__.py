@@ -1,0 +1,1 @@
+"""Finding machines, their host keys and their facts."""

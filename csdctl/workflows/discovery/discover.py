@@ -1,0 +1,145 @@
+"""Learning what the machines of a fleet are; it is kept beside fleet.yaml, problems included."""
+
+import contextlib
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.drives import match_drives
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts, set_facts_aside
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.problems import Problem, fold_problems
+from csdctl.fleet.ranges import show_names
+from csdctl.probes.machine import collect_machine_facts
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
+from csdctl.transport.session import Session
+from csdctl.workflows.workspace.traffic import note_traffic
+
+OnDone = Callable[[Facts], None]
+"""Called with each machine as it answers, or fails: `problem` says which."""
+
+
+@dataclass(frozen=True)
+class DiscoverResult:
+    """What `discover` learnt: facts of every machine, errors of those that failed, and warnings."""
+
+    fleet: Fleet
+    facts: dict[str, Facts]
+    failed: dict[str, CsdctlError]
+    warnings: tuple[str, ...]
+    path: Path
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Why machines failed; those with the same cause are one."""
+        return fold_problems(self.failed, self.fleet)
+
+    @property
+    def drives(self) -> dict[str, Drive]:
+        """The drive of the host that a node is, by node, where both show its serial."""
+        return {} if self.fleet.emulated else match_drives(self.facts)
+
+
+def discover(
+    fleet: Fleet,
+    *,
+    directory: Path,
+    known_hosts: Sequence[Path] | None = None,
+    on_done: OnDone = lambda facts: None,
+) -> DiscoverResult:
+    """Learn what the host and all nodes of `fleet` are, and save it beside the fleet file.
+
+    `fleet` may be a part of what its file has: what is known of the others stays. Nodes that fail are in the
+    result, not raised.
+    """
+    host_keys: dict[str, str] = {}
+
+    def visit(session: Session) -> Facts:
+        host_keys[session.name] = session.host_key_fingerprint
+        return collect_machine_facts(session, fleet.node(session.name).python)
+
+    def tell(outcome: Outcome[Facts]) -> None:
+        on_done(_facts_or_problem(outcome))
+
+    earlier, doubts = _earlier_facts(fleet)
+    with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
+        outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
+    outcomes |= run_on_nodes(
+        fleet,
+        visit,
+        directory=directory,
+        known_hosts=known_hosts,
+        on_done=tell,
+        on_traffic=note_traffic(directory, "discover"),
+    )
+    warnings = (*doubts, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
+    failed = errors_of(outcomes)
+    names = fleet.machines
+    facts = {name: _facts_or_problem(outcomes[name]) for name in names}
+    path = save_facts(fleet, {**earlier, **facts})
+    return DiscoverResult(
+        fleet, facts, {name: failed[name] for name in names if name in failed}, warnings, path
+    )
+
+
+def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
+    """What the machines behind `sessions` are; where that cannot be told, `problem` says why."""
+    outcomes = _collect(fleet, sessions, lambda facts: None)
+    return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
+
+
+def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
+    """A warning for each address and port that several nodes have: one machine, listed twice."""
+    names_by_way: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    for node in fleet.nodes:
+        names_by_way[node.address.lower(), node.port, node.jump].append(node.name)
+    return tuple(
+        f"{show_names(names)} have the same address {address} port {port}: one machine listed twice"
+        for (address, port, _), names in names_by_way.items()
+        if len(names) > 1
+    )
+
+
+def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
+    """A warning for each host key that several nodes show: one machine twice, or a copied disk image.
+
+    `fingerprints` are by node.
+    """
+    names_by_key: dict[str, list[str]] = defaultdict(list)
+    for name, key in fingerprints.items():
+        names_by_key[key].append(name)
+    return tuple(
+        f"{show_names(names)} show the same host key {key}: one machine listed twice, or a copied disk image"
+        for key, names in names_by_key.items()
+        if len(names) > 1
+    )
+
+
+def _collect(fleet: Fleet, sessions: Mapping[str, Session], on_done: OnDone) -> dict[str, Outcome[Facts]]:
+    pythons = {HOST_NAME: sys.executable} | {node.name: node.python for node in fleet.nodes}
+    return run_on_all(
+        sessions,
+        lambda session: collect_machine_facts(session, pythons[session.name]),
+        on_done=lambda outcome: on_done(_facts_or_problem(outcome)),
+    )
+
+
+def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
+    if outcome.value is not None:
+        return outcome.value
+    return Facts(name=outcome.name, problem=outcome.error.message if outcome.error else "not asked")
+
+
+def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
+    """What is known from before; a file that cannot be read is set aside, and a warning says so."""
+    if not facts_path(fleet).exists():
+        return {}, ()
+    try:
+        return load_facts(fleet), ()
+    except InputError as error:
+        aside = set_facts_aside(fleet)
+        return {}, (f"{error.message}: it is kept as {aside}, and what it knew is asked again",)

@@ -1,0 +1,128 @@
+"""`trust`: which host keys csdctl accepts, decided by a person, once for many nodes.
+
+Keys are kept in csdctl's own known_hosts, in plain text. A key that has changed is never replaced here: it
+has to be forgotten first, by name. A machine behind a jump host is asked through it, so that one comes first.
+"""
+
+import base64
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from csdctl.documents import save_text
+from csdctl.errors import HostKeyError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
+from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
+from csdctl.transport.meter import add_up
+from csdctl.workflows.workspace.traffic import note_traffic
+
+CONNECT_DEADLINE_S = 10.0
+
+
+class KeyState(StrEnum):
+    """What is known of the key that a machine shows."""
+
+    KNOWN = "known"
+    NEW = "new"
+
+
+@dataclass(frozen=True)
+class ShownKey:
+    """The key that a machine shows, and whether it was known before."""
+
+    node: Node
+    type: str
+    blob: bytes
+    state: KeyState
+
+    @property
+    def fingerprint(self) -> str:
+        """As ssh shows it."""
+        return fingerprint(self.blob)
+
+
+def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
+    """The nodes of `fleet` and their jump hosts, by name; those that are reached directly come first."""
+    layers: dict[int, dict[str, Node]] = {}
+    for node in fleet.nodes:
+        machine: Node | None = node
+        while machine:
+            layers.setdefault(_num_jumps(machine), {})[machine.name] = machine
+            machine = machine.jump
+    return [layers[depth] for depth in sorted(layers)]
+
+
+def look_at_keys(
+    fleet: Fleet,
+    machines: Mapping[str, Node],
+    *,
+    directory: Path,
+) -> dict[str, Outcome[ShownKey]]:
+    """The key that each of `machines` shows; HostKeyError where it is another one than before."""
+    from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts  # paramiko takes 0.1 s to load
+
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+
+    def look(node: Node) -> ShownKey:
+        key_type, blob = fetch_host_key(node, known, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
+        if not known.lookup(node.address, node.port):
+            return ShownKey(node, key_type, blob, KeyState.NEW)
+        known.check(node.name, node.address, node.port, key_type, blob)
+        return ShownKey(node, key_type, blob, KeyState.KNOWN)
+
+    with contextlib.closing(make_jump_hosts(known)) as jumps:
+        try:
+            return run_on_all(machines, look)
+        finally:
+            note_traffic(directory, "trust")(add_up(jumps.opened))
+
+
+def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
+    """Add `keys` to csdctl's own known_hosts."""
+    lines = [
+        f"{build_host_name(key.node.address, key.node.port)} {key.type} {base64.b64encode(key.blob).decode()}"
+        for key in keys
+    ]
+    save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
+
+
+def forget_keys(machines: Iterable[Node], project: ProjectDirectory) -> dict[str, int]:
+    """Remove the keys of `machines` from csdctl's own known_hosts; how many there were, by name."""
+    names = {build_host_name(node.address, node.port): node.name for node in machines}
+    removed = dict.fromkeys(names.values(), 0)
+    kept = []
+    for line in _own_lines(project):
+        node = names.get(line.split(" ", 1)[0])
+        if node is None:
+            kept.append(line)
+        else:
+            removed[node] += 1
+    if any(removed.values()):
+        save_text(project.known_hosts, "".join(f"{line}\n" for line in kept))
+    return removed
+
+
+def check_forgotten(fleet: Fleet, directory: Path) -> None:
+    """Raise HostKeyError for a node whose key is still in a file that csdctl does not write."""
+    known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
+    for node in fleet.nodes:
+        for key in known.lookup(node.address, node.port):
+            raise HostKeyError(
+                f"its key is still in {key.path}:{key.line}",
+                node=node.name,
+                remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.address, node.port)}'",
+            )
+
+
+def _num_jumps(node: Node) -> int:
+    return 1 + _num_jumps(node.jump) if node.jump else 0
+
+
+def _own_lines(project: ProjectDirectory) -> Sequence[str]:
+    if not project.known_hosts.exists():
+        return ()
+    return project.known_hosts.read_text(encoding="utf-8").splitlines()

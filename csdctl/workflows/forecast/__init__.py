@@ -1,0 +1,1 @@
+"""What a training would come to, before anything runs."""

@@ -1,0 +1,80 @@
+"""What a forecast is computed from, and the one basis that needs no fleet: the paper's figures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from csdctl.perfmodel.energy import Power
+from csdctl.perfmodel.published import (
+    LARGEST_SPEEDUP,
+    NUM_NEWPORTS,
+    NUM_PRIVATE,
+    NUM_PUBLIC,
+    SOURCE,
+    TABLE_1,
+    Network,
+)
+from csdctl.perfmodel.published_fits import fit_newport_power, fit_ring
+from csdctl.perfmodel.ring import SumCost
+from csdctl.perfmodel.scaling import PlannedRank
+from csdctl.tuning.scaling_curve import Choice
+
+EMULATED = "emulated on one machine; it shows how ranks balance, never how fast a device is: "
+NO_SUM = "not known, counted as nothing: an upper bound (--sum-seconds)"
+NO_POWER = "not known (--host-watts, --node-watts)"
+
+
+@dataclass(frozen=True)
+class Basis:
+    """What a forecast is computed from."""
+
+    title: str
+    source: Literal["published", "measured", "guessed", "emulated"]
+    host: PlannedRank
+    nodes: tuple[PlannedRank, ...]
+    """The fleet's nodes in order; a larger fleet begins with them again."""
+    num_nodes: int
+    """What the fleet has."""
+    sum_cost: SumCost
+    origins: Mapping[str, str]
+    """Where `speeds`, `sum`, `power` and more come from, in words; assumptions are called so."""
+    gradient_bytes: int = 0
+    stretch: float = 1.0
+    power: Power | None = None
+    num_samples: int | None = None
+    """Of an epoch, where that is known."""
+    epochs: int = 1
+    choice: Choice | None = None
+    """How batch sizes are chosen for other numbers of nodes; None: they stay what they are."""
+
+
+def published_basis(network: Network) -> Basis:
+    """The paper's host and Newports; its data set is 84,000 images."""
+    row = TABLE_1[network]
+    measured_with = TABLE_1[Network.MOBILENETV2]
+    power = fit_newport_power()
+    sum_origin = f"a ring, fitted to the published speed-up of {LARGEST_SPEEDUP}"
+    power_origin = (
+        f"{power.host_w:.0f} W and {power.node_w:.2f} W for each CSD that trains, fitted to the published "
+        f"Table II; the host alone is another server, with 24 ordinary SSDs: {power.without_nodes_w:.0f} W; "
+        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, however many train"
+    )
+    if row is not measured_with:
+        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes as long for a byte"
+        power_origin += f"; measured with {measured_with.title}; almost the same with others (section V.B)"
+    return Basis(
+        title=f"{row.title} on a server with Newport CSDs",
+        source="published",
+        host=row.host,
+        nodes=(row.node,),
+        num_nodes=NUM_NEWPORTS,
+        sum_cost=fit_ring(),
+        gradient_bytes=row.gradient_bytes,
+        origins={
+            "speeds": f"published, {SOURCE}, Table I; nothing was measured here",
+            "sum": sum_origin,
+            "power": power_origin,
+        },
+        power=power,
+        num_samples=NUM_PUBLIC + NUM_PRIVATE,
+    )

@@ -1,0 +1,55 @@
+"""The basis of a forecast from a plan alone: batch sizes and speeds of its ranks, whatever their number."""
+
+from csdctl.errors import InputError
+from csdctl.job.model import Job
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.prediction import RankModel
+from csdctl.perfmodel.scaling import PlannedRank
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, Basis
+from csdctl.workflows.train.plan_validation import RETUNE
+
+
+def plan_basis(job: Job, plan: Plan) -> Basis:
+    """Batch sizes and speeds of the plan's ranks; raises InputError when they were not measured."""
+    if not plan.ranks[0].batch_size:
+        raise InputError(
+            "the host sits out in the plan: what nodes bring beside what it reaches alone is not known",
+            remedy="run `csdctl tune` again without --no-host",
+        )
+    host, *nodes = [_planned_rank(plan, rank) for rank in plan.ranks]
+    measured = f"measured by `csdctl tune`, {plan.num_probes} probes"
+    sum_cost, sum_origin = CollectiveCost(), NO_SUM
+    if nodes and (prediction := plan.prediction):
+        waited_s = max(0.0, prediction.step_s - max(rank.step_s for rank in (host, *nodes)))
+        sum_cost = CollectiveCost(per_rank_s=waited_s / len(nodes))
+        sum_origin = (
+            f"{waited_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
+            "assumption: it grows with their number"
+        )
+    return Basis(
+        title=plan.job,
+        source="emulated" if plan.emulated else "measured",
+        host=host,
+        nodes=tuple(nodes),
+        num_nodes=len(nodes),
+        sum_cost=sum_cost,
+        origins={
+            "speeds": (EMULATED if plan.emulated else "") + measured,
+            "batch_sizes": "those of the plan, for any number of nodes",
+            "sum": sum_origin,
+            "power": NO_POWER,
+        },
+        epochs=job.recipe.epochs,
+    )
+
+
+def _planned_rank(plan: Plan, rank: RankPlan) -> PlannedRank:
+    if rank.step_time_s is None:
+        raise InputError(f"the plan of {plan.job} has no step time for {rank.node}", remedy=RETUNE)
+    # The plan may be edited: its time is that of the batch size which was measured, and at another one the
+    # machine is taken to be as fast.
+    measured_size = round((rank.images_per_s or 0) * rank.step_time_s) or rank.batch_size
+    step_time = StepTime(0.0, rank.step_time_s / measured_size)
+    return PlannedRank(RankModel(rank.node, step_time), rank.batch_size)

@@ -1,0 +1,99 @@
+"""The basis of a forecast for a job of one's own: what `tune` measured.
+
+For the fleet as it is, the plan says what training will do: its batch sizes, and what its trial came to.
+Other numbers of nodes follow from the history, with the batch sizes that `tune` would choose for them.
+Without a history the plan has to do, with batch sizes that stay; without a plan, the history.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts, facts_path, load_facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.ranges import show_names
+from csdctl.job.model import Job
+from csdctl.perfmodel.published import Network
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.tuning.plan import Plan, load_plan
+from csdctl.workflows.data.prepare import Say
+from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
+from csdctl.workflows.forecast.basis import Basis
+from csdctl.workflows.forecast.measured_basis import history_basis
+from csdctl.workflows.forecast.plan_basis import plan_basis
+from csdctl.workflows.forecast.recall import TUNE, Unknown, recall
+from csdctl.workflows.train.plan_validation import find_changes, find_unplanned
+
+NO_FLEET = Unknown("there is no fleet file", f"write fleet.yaml and {TUNE}")
+
+
+def tuned_basis(
+    job: Job,
+    project: ProjectDirectory,
+    fleet: Fleet | None,
+    say: Say,
+    num_samples: int | None = None,
+    max_global_batch: int | None = None,
+) -> Basis:
+    """What is known of how `job` trains on `fleet`; None: there is no fleet file.
+
+    `num_samples` of an epoch, when somebody knows better than what was prepared; `max_global_batch` instead
+    of the limit that was tuned with, for which the history must answer alone. Raises InputError that says
+    what to do when nothing is known, and what building a model that is new raises.
+    """
+    data = load_prepared(project, job)
+    facts = load_facts(fleet) if fleet and facts_path(fleet).exists() else {}
+    plan, why_no_plan = _load_fitting_plan(job, project, fleet, facts)
+    if max_global_batch is not None:
+        plan, why_no_plan = None, "another limit of the global batch is asked for"
+    known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
+    notes = {}
+    if plan and (isinstance(known, Unknown) or known.is_guessed):
+        basis = plan_basis(job, plan)
+        why_not = known.reason if isinstance(known, Unknown) else "it knows similar models only"
+        notes["history"] = f"not used: {why_not}"
+    elif isinstance(known, Unknown):
+        raise _nothing_known(job, why_no_plan, known)
+    else:
+        assert fleet is not None  # nothing is recalled without one
+        samples = num_samples or (data.num_samples if data else None)
+        basis = history_basis(job, fleet, plan, known, samples, max_global_batch)
+        if why_no_plan:
+            notes["plan"] = f"not used: {why_no_plan}"
+    if data:
+        notes["samples"] = _say_samples(data)
+    return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
+
+
+def _load_fitting_plan(
+    job: Job, project: ProjectDirectory, fleet: Fleet | None, facts: Mapping[str, Facts]
+) -> tuple[Plan | None, str]:
+    """The plan of `job` when training would follow it; else why not, '' when there is none."""
+    path = project.plan(job.name)
+    if not path.exists():
+        return None, ""
+    plan = load_plan(path)
+    nodes = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
+    if plan.ranks[0].node != HOST_NAME:
+        return None, f"{path}: the first rank is not `{HOST_NAME}`"
+    if changes := find_changes(plan, job, facts):
+        return None, f"the plan does not fit {job.path}: {'; '.join(changes)}"
+    is_for_fleet = fleet is None or (
+        set(nodes) <= {node.name for node in fleet.nodes} and not find_unplanned(plan, fleet)
+    )
+    if not is_for_fleet:
+        return None, f"the plan is for other nodes: {show_names(nodes)}"
+    return plan, ""
+
+
+def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:
+    return InputError(
+        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {known.reason}",
+        remedy=f"{known.remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
+    )
+
+
+def _say_samples(data: PreparedData) -> str:
+    private = sum(data.num_private.values())
+    where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
+    return f"{data.public.num_samples:,} public{where}, as they were last prepared"

@@ -1,0 +1,1 @@
+"""Cleaning up machines, and the emulated fleet."""

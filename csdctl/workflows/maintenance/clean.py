@@ -1,0 +1,49 @@
+"""`clean`: ends and removes what an earlier csdctl left, on the nodes and on the host.
+
+On the host only what is unfinished goes: plans, runs and models stay, whatever is asked.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
+from csdctl.shipping.receiver import prune_store
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
+from csdctl.transport.session import Session
+from csdctl.workflows.workspace.traffic import note_traffic
+
+OnCleaned = Callable[[Outcome[Leftovers]], None]
+
+
+def clean(
+    fleet: Fleet,
+    sweeping: Sweeping,
+    *,
+    directory: Path,
+    is_pruning: bool = False,
+    on_done: OnCleaned = lambda outcome: None,
+) -> dict[str, Outcome[Leftovers]]:
+    """Do as `sweeping` says on the host and all nodes of `fleet`; failures are in the result, not raised.
+
+    With `is_pruning`, stored files that no deployed tree uses go from the nodes too.
+    """
+
+    def visit(session: Session) -> Leftovers:
+        python = fleet.node(session.name).python
+        found = sweep_machine(session, python, sweeping)
+        return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
+
+    with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
+        on_host = replace(sweeping, is_removing_all=False)
+        outcomes = run_on_all(
+            {HOST_NAME: host},
+            lambda session: sweep_machine(session, sys.executable, on_host),
+            on_done=on_done,
+        )
+    on_traffic = note_traffic(directory, "clean")
+    return outcomes | run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic)

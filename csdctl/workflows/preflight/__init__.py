@@ -1,0 +1,1 @@
+"""Whether a fleet is fit to train."""

@@ -1,0 +1,1 @@
+"""What earlier runs and measurements show."""

@@ -1,0 +1,321 @@
+"""Probe sessions: a machine each, which measure one batch size after another as they are asked.
+
+All are at work at once, as they will be in training: what they share (the host's cores, the tunnel, the power
+limit) then shows in the measurement.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import replace
+from threading import Event
+
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.launch.rank_process import Enlist
+from csdctl.shipping.worker_calls import build_worker_command, worker_error
+from csdctl.transport.session import Conversation, Session
+from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
+from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
+from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec, TrialRequest
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.data.prepare import Prepared, python_of
+from csdctl.workflows.workspace.workspace import Workspace
+
+START_DEADLINE_S = 300.0
+PROBE_DEADLINE_S = 600.0
+ALIVE_INTERVAL_S = 10.0
+OUT_OF_MEMORY_CODE = 137
+BUSY_STEP_S = 0.5
+"""Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
+
+OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
+Say = Callable[[str], None]
+
+
+def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
+    """The runtime of a rank on machine `name` before anything is measured: all the cores it may use."""
+    if name == HOST_NAME and fleet.host.threads:
+        return Runtime(fleet.host.threads)
+    return Runtime(facts[name].num_threads if name in facts else 1)
+
+
+def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
+    """The worker's probe session on machine `name`."""
+    spec = ProbeSpec(
+        prepared.model.architecture.path,
+        prepared.model.weights.path,
+        job.recipe,
+        runtime,
+        prepared.public.form,  # it goes on a command line
+        noise=job.noise,
+        is_private=name in prepared.private,
+    )
+    return build_worker_command(
+        python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
+    )
+
+
+class ProbeRounds:
+    """Measures on all machines at once, and counts; a context manager that ends what it has started.
+
+    TensorFlow is started on the machines when they are asked for the first time.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        prepared: Prepared,
+        space: Workspace,
+        runtimes: Mapping[str, Runtime],
+        on_probes: OnProbes,
+        say: Say,
+    ) -> None:
+        self._job, self._prepared, self._space = job, prepared, space
+        self._on_probes = on_probes
+        self._say = say
+        self._stack = ExitStack()
+        self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
+        self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
+        self._idle: dict[str, Prober] = {}
+        """Sessions with the usual settings of machines that measure with others."""
+        self._busy: dict[str, ProbeRequest] = {}
+        """What a machine does while others are measured."""
+        self.num_probes = 0
+        self.measuring_s = 0.0
+
+    def __enter__(self) -> "ProbeRounds":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end_sessions()
+        self._stack.close()
+
+    def end_sessions(self) -> None:
+        """End all that was started; what is asked for next starts again."""
+        for prober in (*self.probers.values(), *self._idle.values()):
+            prober.close()
+
+    def _prober(self, name: str, runtime: Runtime) -> "Prober":
+        return Prober(
+            self._space.sessions[name],
+            build_probe_command(name, self._job, self._space.fleet, self._prepared, runtime),
+            runtime,
+            self._space.facts[name].usable_memory_bytes,
+        )
+
+    def switch(self, runtimes: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
+        """From the next round on these machines measure with these settings, and hold `peaks` bytes at most.
+
+        The session that a machine has stays, idle, where memory has room for both: it is likely to be needed
+        again, and takes long to start.
+        """
+        for name, runtime in runtimes.items():
+            current = self.probers[name]
+            if name not in self._idle and current.leaves_room(peaks[name]):
+                self._idle[name] = current
+            else:
+                current.close()
+            self.probers[name] = self._prober(name, runtime)
+
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, Enlist]:
+        """Have a session with these settings on each machine, and no other: how each is made a rank."""
+        for name, runtime in runtimes.items():
+            if self.probers[name].runtime == runtime:
+                continue
+            self.probers[name].close()
+            idle = self._idle.pop(name, None)
+            self.probers[name] = idle if idle and idle.runtime == runtime else self._prober(name, runtime)
+        for prober in (
+            *self._idle.values(),
+            *(self.probers[name] for name in self.probers.keys() - runtimes.keys()),
+        ):
+            prober.close()
+        self._idle = {}
+        self._start(runtimes)
+        return {name: self.probers[name].enlist for name in runtimes}
+
+    def measure(
+        self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
+    ) -> dict[str, ProbeResult | None]:
+        """One round; None where the batch did not fit into memory.
+
+        `is_keeping_busy`: machines that are not asked, or that are done, take short steps until all are done;
+        they do not count. What machines share is then taken as it will be in training.
+        """
+        self._start(self.probers)
+        started = time.monotonic()
+        is_over = Event()
+        asked = {self._pool.submit(self.probers[name].measure, one): name for name, one in requests.items()}
+        busy: list[Future[None]] = []
+        results: dict[str, ProbeResult | None] = {}
+
+        def keep_busy(name: str) -> None:
+            if is_keeping_busy and name in self._busy:
+                busy.append(self._pool.submit(self._keep_busy, name, is_over))
+
+        try:
+            for name in self.probers.keys() - requests.keys():
+                keep_busy(name)
+            for done in as_completed(asked):
+                name, result = asked[done], done.result()
+                results[name] = result
+                if result:
+                    self._busy[name] = _short_steps(requests[name], result)
+                    keep_busy(name)
+        finally:
+            is_over.set()
+        for one in busy:
+            one.result()
+        self.measuring_s += time.monotonic() - started
+        results = {name: results[name] for name in requests}
+        self.num_probes += len(results)
+        self._on_probes(results)
+        return results
+
+    def _keep_busy(self, name: str, is_over: Event) -> None:
+        while not is_over.is_set():
+            if self.probers[name].measure(self._busy[name]) is None:
+                return
+
+    def share_work(self, machines: Sequence[str]) -> None:
+        """Let those of `machines`, one class, that were not asked yet keep busy as one of them does."""
+        known = next((self._busy[name] for name in machines if name in self._busy), None)
+        if known:
+            for name in machines:
+                self._busy.setdefault(name, known)
+
+    def _start(self, names: Iterable[str]) -> None:
+        waiting = [prober for name in names if not (prober := self.probers[name]).is_running]
+        if not waiting:
+            return
+        self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
+        list(self._pool.map(Prober.start, waiting))
+
+
+def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
+    """As many samples as take BUSY_STEP_S, and no more than what has been measured."""
+    share = min(1.0, BUSY_STEP_S / result.step_time_s)
+    size = max(1, int(request.batch_size * share))
+    return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
+
+
+class Prober:
+    """One machine's probe session; starts it anew when a probe dies of memory."""
+
+    def __init__(
+        self,
+        session: Session,
+        command: Sequence[str],
+        runtime: Runtime,
+        usable_bytes: int | None,
+    ) -> None:
+        """`command` starts the worker with `runtime`."""
+        self.name = session.name
+        self.runtime = runtime
+        self._session = session
+        self._command = command
+        self._usable_bytes = usable_bytes
+        self._conversation: Conversation | None = None
+        self.peaks: dict[int, int] = {}
+        """Batch sizes larger than all before, and the most memory that the worker had held then, in bytes."""
+        self.killing: set[int] = set()
+        """Batch sizes that the worker died of."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a worker; one that died of a probe is started again when it is needed."""
+        return self._conversation is not None
+
+    def close(self) -> None:
+        """End the worker, when there is one."""
+        if self._conversation:
+            self._conversation.close()
+            self._conversation = None
+
+    def start(self) -> None:
+        """Start the worker and wait until it is ready for requests."""
+        self._conversation = self._session.converse(self._command)
+        try:
+            while self._read_line(START_DEADLINE_S) != READY:  # a model may print when it is loaded
+                pass
+        except EOFError:
+            raise self._why_it_ended() from None
+
+    def leaves_room(self, num_bytes: int) -> bool:
+        """Whether memory is known to have room for `num_bytes` more than what this session holds."""
+        peak = max(self.peaks.values(), default=None)
+        return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
+
+    def enlist(self, spec: str, rank: int) -> Conversation:
+        """Let the worker, which runs, be rank `rank` of the run in file `spec` until it has finished."""
+        assert self._conversation is not None
+        try:
+            self._conversation.send_line(to_json(TrialRequest(spec, rank)))
+        except EOFError:
+            raise self._why_it_ended() from None
+        return self._conversation
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """What a rank may fill; None: not known."""
+        return rank_memory_bytes(self._usable_bytes)
+
+    def measure(self, request: ProbeRequest) -> ProbeResult | None:
+        """Measure one batch size; None when it does not fit, as predicted or as found."""
+        at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
+        if self.memory_bytes and at_once > max(self.peaks, default=0):
+            predicted = predict_peak_bytes(self.peaks, at_once)
+            if predicted and predicted > self.memory_bytes:
+                return None
+        if self._conversation is None:
+            self.start()
+        assert self._conversation is not None
+        try:
+            self._conversation.send_line(to_json(request))
+            result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
+        except EOFError:
+            if self._died_of_memory():
+                self.killing.add(request.batch_size)
+                self.close()
+                return None
+            raise self._why_it_ended() from None
+        except ContractError as error:
+            raise RemoteCommandError(
+                f"unreadable probe result: {error}",
+                node=self._session.name,
+                remedy="look for what else prints there, such as a shell's start-up files",
+            ) from None
+        # A process's peak never falls: only a size larger than all before tells its own.
+        if at_once > max(self.peaks, default=0):
+            self.peaks[at_once] = result.peak_memory_bytes
+        return result
+
+    def _read_line(self, deadline_s: float) -> str:
+        """The worker's next line; raises DeadlineError soon when the machine's SSH server hangs."""
+        assert self._conversation is not None
+        deadline = time.monotonic() + deadline_s
+        while True:
+            try:
+                return self._conversation.read_line(deadline_s=min(ALIVE_INTERVAL_S, deadline_s))
+            except DeadlineError:
+                if time.monotonic() >= deadline:
+                    raise DeadlineError(
+                        f"no measurement within {deadline_s:g} s",
+                        node=self.name,
+                        remedy="look what else that machine does, or leave it out: --exclude",
+                    ) from None
+            # A server that hangs keeps its connection open; only an answer tells that it lives.
+            self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
+
+    def _died_of_memory(self) -> bool:
+        assert self._conversation is not None
+        done = self._conversation.wait(deadline_s=10)
+        return done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in done.stderr
+
+    def _why_it_ended(self) -> CsdctlError:
+        assert self._conversation is not None
+        return worker_error(self._conversation.wait(deadline_s=10), self._session.name, "measuring")

@@ -1,0 +1,158 @@
+"""A trial: a plan's ranks take a few steps together, as in training, with random samples.
+
+What a machine reaches alone says little of the whole: ranks wait for the slowest of many noisy steps, and for
+the sum. A trial shows it with the links and the collective of a training, and processes that do what a
+training's do. No data is read, no private data in particular, none is sent, and nothing of it is kept.
+"""
+
+import dataclasses
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import RunError
+from csdctl.job.model import Job
+from csdctl.launch.rank_process import Enlist
+from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.tuning.plan import RankPlan
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.train import TrainOptions, progress_interval_s, run_ranks
+from csdctl.workflows.workspace.workspace import Workspace
+
+SKIPPING_FROM = 10
+"""With so many steps or more, those until a rank first tells of its progress do not count: the first is slow.
+Few are long ones, which have no slow first step."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What the steps of a trial took, in order of rank."""
+
+    num_steps: int
+    step_s: float
+    """Of the whole fleet, from one step to the next."""
+    images_per_s: float
+    compute_s: tuple[float, ...]
+    """Of each rank in a step."""
+    wall_s: float
+    """Of all steps, also those that do not count."""
+    collective: str
+    sum_s: float
+    """One sum of the model's vector over these ranks, as the ranks measured it when they met."""
+
+
+def run_trial(
+    job: Job,
+    ranks: Sequence[RankPlan],
+    prepared: Prepared,
+    space: Workspace,
+    num_steps: int,
+    enlist: Mapping[str, Enlist] | None = None,
+) -> TrialResult:
+    """Take `num_steps` steps, on machines in `enlist` with a process that is there already.
+
+    Raises what `train` raises, KeyboardInterrupt when it is ended.
+    """
+    run = space.project.new_hello()
+    spec = RunSpec(
+        run_id=run.run_id,
+        architecture=prepared.model.architecture.path,
+        weights=prepared.model.weights.path,
+        # Random labels teach nothing: the weights stay as they are, and finite.
+        recipe=dataclasses.replace(
+            job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
+        ),
+        ranks=_rank_specs(job, ranks, prepared, num_steps),
+        public=None,
+        validation=None,
+        output_directory=str(run.path.relative_to(space.project.root)),
+        # As in a training rank 0 keeps the state of every step, which takes time.
+        step_file=str(space.project.step_file(run)),
+        num_checkpoints=0,
+        is_balanced=False,
+        progress_interval_s=progress_interval_s(len(ranks)),
+        noise=job.noise,
+        made=prepared.public.form,
+    )
+    events: list[Event] = []
+    options = TrainOptions(min_nodes=len(ranks) - 1)
+    try:
+        is_stopped = run_ranks(
+            run, spec, prepared, {}, space, options, lambda *_: None, events.append, enlist
+        )
+    finally:
+        Path(spec.step_file).unlink(missing_ok=True)
+    shutil.rmtree(run.path, ignore_errors=True)
+    if is_stopped:
+        raise KeyboardInterrupt
+    return read_trial(events, [rank.node for rank in ranks])
+
+
+def _rank_specs(
+    job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
+) -> tuple[RankSpec, ...]:
+    """Ranks with as many samples as the trial takes, as many of them private as in a training."""
+    private = {name: info.num_samples for name, info in prepared.private.items()}
+    loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
+    placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
+    specs = []
+    for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
+        num_samples = rank.batch_size * num_steps
+        # It matters with noise alone: each private sample has a gradient of its own then.
+        num_private = num_samples * shard.num_private // max(1, shard.num_samples)
+        specs.append(
+            RankSpec(
+                number,
+                rank.node,
+                rank.batch_size,
+                rank.runtime,
+                private=None,
+                public=None,
+                num_private=num_private,
+                num_public=num_samples - num_private,
+                micro_batch_size=rank.micro_batch_size,
+            )
+        )
+    return tuple(specs)
+
+
+def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
+    """Add up what the ranks on `nodes` said; raises RunError when not all did all steps undisturbed."""
+    joined = [event for event in events if isinstance(event, Joined)]
+    whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    missing = [node for rank, node in enumerate(nodes) if rank not in whole]
+    if missing or len({event.generation for event in joined}) > 1:
+        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
+        raise RunError(f"the trial {what}", remedy="look at the machines, `csdctl doctor`; then tune again")
+    first: dict[int, Progress] = {}
+    for event in events:
+        if isinstance(event, Progress):
+            first.setdefault(event.rank, event)
+    counted = [_skip(whole[rank], first.get(rank)) for rank in range(len(nodes))]
+    host = counted[0]
+    wall_s = host.compute_s + host.wait_s
+    return TrialResult(
+        num_steps=host.steps,
+        step_s=wall_s / host.steps,
+        images_per_s=host.stepped_samples / wall_s,
+        compute_s=tuple(one.compute_s / one.steps for one in counted),
+        wall_s=whole[0].wall_s,
+        collective=joined[-1].collective,
+        sum_s=joined[-1].sum_s,
+    )
+
+
+def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
+    """What a rank did after it `first` told of its progress, where that is to be left out."""
+    if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
+        return whole
+    return dataclasses.replace(
+        whole,
+        steps=whole.steps - first.steps,
+        compute_s=whole.compute_s - first.compute_s,
+        wait_s=whole.wait_s - first.wait_s,
+        stepped_samples=whole.stepped_samples - first.global_samples,
+    )

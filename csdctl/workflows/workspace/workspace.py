@@ -1,0 +1,109 @@
+"""What most commands start with: fleet, facts, and an open session to every machine.
+
+A node that is down is one error that names it; --exclude goes on without it.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
+from csdctl.fleet.facts import Facts, facts_path, load_facts
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.preflight import check_machines, is_ready
+from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
+from csdctl.launch.machine_lock import hold_machines, raise_if_held
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import Ledger
+from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
+from csdctl.transport.meter import LinkBytes
+from csdctl.transport.session import Session
+from csdctl.workflows.data.prepare import python_of
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A fleet with its sessions open."""
+
+    project: ProjectDirectory
+    fleet: Fleet
+    facts: dict[str, Facts]
+    sessions: dict[str, Session]
+    ledger: Ledger
+    """Takes in what the command sends besides its sessions; written down when the workspace closes."""
+
+
+@contextlib.contextmanager
+def open_workspace(
+    directory: Path,
+    fleet: Fleet,
+    command: str,
+    *,
+    is_holding: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Iterator[Workspace]:
+    """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
+
+    With `is_holding` no other csdctl may disturb `command`; raises MachineHeldError when one does, and ends
+    what a csdctl that was killed has left running.
+    """
+    project = ProjectDirectory(directory)
+    known_hosts = fleet_known_hosts_paths(fleet, directory)
+    ledger = Ledger(project.ledger, command)
+
+    def write_down(sent: LinkBytes) -> None:
+        ledger.add(sent)
+        ledger.save()
+
+    with open_sessions(fleet, directory=directory, known_hosts=known_hosts, on_traffic=write_down) as opened:
+        if opened.failed:
+            raise _unreachable(fleet, opened.failed)
+        sessions = dict(opened.reachable)
+        facts = _facts(fleet, sessions)
+        with contextlib.ExitStack() as stack:
+            if is_holding:
+                pythons = {name: python_of(fleet, name) for name in sessions}
+                _end_leftovers(sessions, pythons, say)
+                stack.enter_context(hold_machines(sessions, pythons, doing=command, directory=directory))
+            yield Workspace(project, fleet, facts, sessions, ledger)
+
+
+def _end_leftovers(
+    sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    def visit(session: Session) -> Leftovers:
+        return sweep_machine(session, pythons[session.name], Sweeping())
+
+    outcomes = run_on_all(sessions, visit)
+    raise_if_held(outcomes.values())
+    for name, found in values_or_raise(outcomes, "looking for what is left").items():
+        if found.num_processes:
+            runs = f" of run {', '.join(found.runs)}" if found.runs else ""
+            say(f"{name}: {found.num_processes} processes{runs} were left by a csdctl that is gone: ended")
+
+
+def _facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
+    """What `discover` wrote; asked again of machines that are new or were not ready to train."""
+    try:
+        facts = load_facts(fleet) if facts_path(fleet).exists() else {}
+    except InputError:
+        facts = {}
+    missing = [name for name in sessions if name not in facts or not is_ready(facts[name])]
+    if missing:
+        from csdctl.workflows.discovery.discover import collect_facts
+
+        facts |= collect_facts(fleet, {name: sessions[name] for name in missing})
+    check_machines(fleet, [facts[name] for name in sessions])
+    return facts
+
+
+def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
+    listed = "\n".join(f"  {error}" for error in failed.values())
+    names = ",".join(failed)
+    if len(failed) == len(fleet.nodes):
+        return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
+    return CsdctlError(
+        f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
+        remedy=f"mend them, or go on without them: --exclude {names}",
+    )

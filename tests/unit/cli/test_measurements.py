@@ -1,0 +1,200 @@
+"""`csdctl history`: what people and programs get to see, and what is forgotten."""
+
+import json
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from csdctl.cli.render.measurements import NUM_TRIALS, history_document, render_history
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.measurements import open_history
+from csdctl.runs.measurements_file import SCHEMA
+from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.workflows.reporting.measurements import forget_measured, load_history
+from tests.emulated.running import csdctl
+
+MODEL = ModelFeatures("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
+OTHER = ModelFeatures("b" * 64, "/srv/mine[1].py:build", 7, 5, 9, 3)
+FACTS = Facts(
+    "csd0", architecture="aarch64", cpu_model="Cortex-A53", num_cores=4, tensorflow_version="2.21.0"
+)
+CSD = classify_machine(FACTS)
+HOST = classify_machine(replace(FACTS, cpu_model="Neoverse-N1", num_cores=64))
+FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
+ONE = Settings(4)
+TRIAL = Trial(
+    (TrialRank(HOST.key, 64, ONE), *[TrialRank(CSD.key, 8, ONE)] * 6), 0.5, 141.0, 1_700_000_000.0, 150.0
+)
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> ProjectDirectory:
+    """With a model, and a history of it."""
+    project = ProjectDirectory(tmp_path)
+    with open_history(project.history) as history:
+        probes = [Probe(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
+        history.add_probes(MODEL, "recipe-1", CSD, [*probes, Probe(ONE, 128, 1_700_000_000.0, None)])
+        history.add_probes(MODEL, "recipe-1", CSD, [Probe(Settings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)])
+        history.add_collectives(
+            FLEET, [Collective("star", 7, 1 << 20, seconds, 1_700_000_000.0) for seconds in (0.1, 0.9, 0.2)]
+        )
+        history.add_trial(MODEL, "recipe-1", FLEET, TRIAL)
+    return project
+
+
+def shown(project: ProjectDirectory, width: int = 100) -> str:
+    file = StringIO()
+    console = Console(file=file, width=width, highlight=False)
+    render_history(console, load_history(project), ".csdctl/history.sqlite")
+    return file.getvalue()
+
+
+def words(text: str, *wanted: str) -> list[str]:
+    """The words of the first line that holds all of `wanted`."""
+    return next(line for line in text.splitlines() if all(one in line for one in wanted)).split()
+
+
+class TestTable:
+    def test_probes_are_one_row_for_model_machine_and_settings(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "MobileNetV2", "4 threads")
+        assert row[:5] == ["MobileNetV2", "recipe", CSD.key[:6], "4", "threads"]
+        assert row[5:9] == ["3", "4–16", "<128", "20.0"]
+        assert row[9].startswith("2023-11-1")
+
+    def test_settings_that_are_not_the_usual_ones_are_named(self, project: ProjectDirectory) -> None:
+        assert "2 threads, 2 inter-op, no oneDNN, pieces of 8" in " ".join(shown(project, width=200).split())
+
+    def test_sums_are_shown_with_their_median(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "star")
+        assert row[:4] == ["star", HOST.key[:6], "+", CSD.key[:6] + ","]
+        assert row[4:11] == ["10.1.1.0/24", "7", "1.0", "MiB", "3", "200", "ms"]
+
+    def test_trials_are_shown_with_predicted_against_achieved(self, project: ProjectDirectory) -> None:
+        row = words(shown(project), "MobileNetV2", "64 + 6 × 8")
+        assert row[-4:-1] == ["150", "141", "94%"]
+
+    def test_machines_are_named_once_with_their_software(self, project: ProjectDirectory) -> None:
+        text = shown(project)
+        assert text.count("aarch64 Cortex-A53, 4 cores") == 1
+        assert f"machine {CSD.key[:6]}: aarch64 Cortex-A53, 4 cores (Python ?, TensorFlow 2.21.0" in text
+
+    def test_emulated_machines_are_said_to_be_so(self, project: ProjectDirectory) -> None:
+        assert "emulated" not in shown(project)
+        with open_history(project.history) as history:
+            emulated = classify_machine(FACTS, num_emulated=3)
+            history.add_probes(OTHER, "r", emulated, [Probe(ONE, 4, 1.0, 0.5)])
+        assert "emulated with 3 nodes" in shown(project)
+
+    def test_brackets_in_a_name_are_no_markup(self, project: ProjectDirectory) -> None:
+        with open_history(project.history) as history:
+            history.add_probes(OTHER, "[red]", CSD, [Probe(ONE, 512, 1.0, None)])
+        row = words(shown(project), "mine[1].py:build")
+        assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
+
+    def test_table_fits_80_columns_with_numbers_whole(self, project: ProjectDirectory) -> None:
+        text = shown(project, width=80)
+        tables = text[: text.index("machine " + CSD.key[:6])]
+        assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
+        assert "4–16 <128" in tables
+        assert "2023-11-1" in tables
+
+    def test_only_the_newest_trials_are_shown(self, project: ProjectDirectory) -> None:
+        with open_history(project.history) as history:
+            for number in range(NUM_TRIALS + 4):
+                history.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
+        assert "5 older trials are not shown" in shown(project)
+
+
+class TestDocument:
+    def test_document_is_json_with_all_there_is(self, project: ProjectDirectory) -> None:
+        document = json.loads(json.dumps(history_document(load_history(project), "here")))
+        assert (document["schema"], document["path"]) == ("csdctl.history/1", "here")
+        assert document["machine_classes"][CSD.key]["name"] == CSD.name
+        probed = next(one for one in document["probes"] if one["settings"]["threads"] == 4)
+        assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
+        assert (probed["best_batch_size"], probed["best_images_per_s"], probed["too_large"]) == (4, 20.0, 128)
+        (summed,) = document["collectives"]
+        assert (summed["median_s"], summed["fleet_class"]["nodes"]) == (0.2, [CSD.key])
+        (tried,) = document["trials"]
+        assert (tried["images_per_s"], tried["predicted_images_per_s"], len(tried["ranks"])) == (141, 150, 7)
+
+    def test_document_without_a_history_has_the_same_keys(self, project: ProjectDirectory) -> None:
+        full = history_document(load_history(project), "here")
+        assert history_document(None, "here").keys() == full.keys()
+
+
+class TestForgetting:
+    def test_model_is_forgotten_when_that_is_confirmed(self, project: ProjectDirectory) -> None:
+        asked: list[str] = []
+        forgotten = forget_measured(project, "MobileNetV2", asked.append)
+        assert asked == ["Forget what was measured of MobileNetV2 (aaaaaaaa)?"]
+        assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
+        assert "star" in shown(project)
+
+    def test_nothing_is_forgotten_without(self, project: ProjectDirectory) -> None:
+        def refuse(question: str) -> None:
+            raise InputError(question)
+
+        before = shown(project)
+        for wanted in ("MobileNetV2", "all"):
+            with pytest.raises(InputError, match="Forget"):
+                forget_measured(project, wanted, refuse)
+        assert shown(project) == before
+
+    def test_all_is_forgotten(self, project: ProjectDirectory) -> None:
+        forget_measured(project, "all", lambda question: None)
+        assert "nothing was measured yet" in shown(project)
+
+    @pytest.mark.parametrize("damage", ["damaged", "newer"])
+    def test_history_that_cannot_be_read_can_be_forgotten(
+        self, project: ProjectDirectory, damage: str
+    ) -> None:
+        if damage == "damaged":
+            project.history.write_bytes(b"no database")
+        else:
+            with open_history(project.history) as history, history.file.writing() as connection:
+                connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
+        with pytest.raises(InputError):
+            load_history(project)
+        asked: list[str] = []
+        forget_measured(project, "all", asked.append)
+        assert asked[0].endswith("Remove it?")
+        assert not project.history.exists()
+
+
+class TestCommand:
+    def test_project_without_a_history_is_told_so_and_none_is_made(self, tmp_path: Path) -> None:
+        done = csdctl(tmp_path, "history")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == "nothing was measured yet: `csdctl tune` keeps what it measures\n"
+        assert list(tmp_path.iterdir()) == []
+
+    def test_history_is_shown_as_a_document(self, project: ProjectDirectory) -> None:
+        done = csdctl(project.root, "history", "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        assert json.loads(done.stdout)["path"] == ".csdctl/history.sqlite"
+
+    def test_without_a_terminal_forgetting_needs_yes(self, project: ProjectDirectory) -> None:
+        done = csdctl(project.root, "history", "--forget", "all")
+        assert done.returncode == 2
+        assert "say so with --yes" in done.stderr
+        done = csdctl(project.root, "history", "--forget", "all", "--yes", "--json")
+        assert json.loads(done.stdout)["forgotten"] == {
+            "num_probes": 4,
+            "num_trials": 1,
+            "num_collectives": 3,
+        }
+
+    @pytest.mark.fault(36)
+    def test_damaged_history_is_told_with_what_to_do(self, project: ProjectDirectory) -> None:
+        project.history.write_bytes(b"no database")
+        done = csdctl(project.root, "history")
+        assert done.returncode == 2
+        assert "csdctl history --forget all" in done.stderr
+        assert "Traceback" not in done.stderr

@@ -1,0 +1,41 @@
+"""What the history's probes and trials mean for a new tuning."""
+
+import pytest
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fit import Point
+from csdctl.tuning.measurements import Probe, Settings
+from csdctl.tuning.recall import points_with, recall_in_step, recall_points
+
+TWO, ONE = Settings(2), Settings(1)
+LINE = StepTime(0.1, 0.01)
+
+
+def probed(settings: Settings, *sizes: int, slower: float = 1.0) -> list[Probe]:
+    return [Probe(settings, size, 1.0, LINE.at(size) * slower, 3, 1 << 20) for size in sizes]
+
+
+def tried(settings: Settings, size: int, ratio: float, measured_at: float) -> Probe:
+    return Probe(settings, size, measured_at, LINE.at(size) * ratio, 3)
+
+
+def test_points_are_what_was_probed_and_fitted() -> None:
+    known = [*probed(TWO, 8, 16), Probe(TWO, 64, 1.0, None), tried(TWO, 32, 1.3, 2.0), *probed(ONE, 8)]
+    assert points_with(known, TWO) == [Point(8, LINE.at(8)), Point(16, LINE.at(16))]
+
+
+def test_settings_with_few_probes_borrow_the_shape_of_others() -> None:
+    known = [*probed(TWO, 8, 16, 64), *probed(ONE, 16, slower=0.5)]
+    sizes = {point.batch_size: point.step_time_s for point in recall_points(known, ONE)}
+    assert sizes == {size: pytest.approx(LINE.at(size) / 2) for size in (8, 16, 64)}
+
+
+def test_newest_trial_says_how_much_longer_steps_take_together() -> None:
+    known = [*probed(TWO, 8, 16), tried(TWO, 32, 2.0, 5.0)]
+    known += [tried(TWO, 32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6)]
+    assert recall_in_step(known, TWO, LINE) == (32, pytest.approx(1.2))
+    assert recall_in_step(known, ONE, LINE) is None
+
+
+def test_host_that_sat_out_tells_nothing() -> None:
+    assert recall_in_step([Probe(TWO, 0, 9.0, 0.01, 3)], TWO, LINE) is None

@@ -1,0 +1,138 @@
+"""How alike models are, and what one says of another."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.measurements import ModelFeatures, Probe, Settings, describe_model
+from csdctl.tuning.transfer import MAX_DISTANCE, WEIGHTS, feature_distance, transfer_step_time
+from csdctl.worker.protocol.model_info import ModelInfo
+
+MODEL = ModelFeatures("a", "mobilenet", 2_500_000, 2_400_000, 50_000_000, 12_288)
+STEP = StepTime(0.02, 0.004)
+
+counts = st.integers(min_value=0, max_value=10**11)
+features = st.builds(ModelFeatures, st.just("x"), st.just("x"), counts, counts, counts, counts)
+step_times = st.builds(StepTime, st.floats(0, 10), st.floats(1e-6, 10))
+
+
+class TestDistance:
+    @given(features)
+    def test_model_is_no_distance_from_itself(self, one: ModelFeatures) -> None:
+        assert feature_distance(one, replace(one, hash="y", name="y")) == 0
+
+    @given(features, features)
+    def test_distance_is_the_same_both_ways_and_finite(
+        self, one: ModelFeatures, other: ModelFeatures
+    ) -> None:
+        distance = feature_distance(one, other)
+        assert 0 <= distance < math.inf
+        assert distance == pytest.approx(feature_distance(other, one))
+
+    @given(features, features, st.integers(1, 1000))
+    def test_units_do_not_matter(self, one: ModelFeatures, other: ModelFeatures, unit: int) -> None:
+        def scaled(model: ModelFeatures) -> ModelFeatures:
+            return replace(model, **{name: getattr(model, name) * unit for name in WEIGHTS})
+
+        assert feature_distance(scaled(one), scaled(other)) == pytest.approx(feature_distance(one, other))
+
+    @pytest.mark.parametrize("name", WEIGHTS)
+    def test_farther_in_one_feature_is_farther(self, name: str) -> None:
+        distances = [
+            feature_distance(MODEL, replace(MODEL, **{name: getattr(MODEL, name) * factor}))
+            for factor in (1, 2, 3, 10)
+        ]
+        assert distances == sorted(set(distances))
+
+    def test_sixteen_times_the_operations_are_the_limit(self) -> None:
+        far = replace(MODEL, num_operations=MODEL.num_operations * 16)
+        assert feature_distance(MODEL, far) == pytest.approx(MAX_DISTANCE)
+
+    def test_operations_count_for_more_than_the_input(self) -> None:
+        operations = replace(MODEL, num_operations=MODEL.num_operations * 4)
+        larger_input = replace(MODEL, input_elements=MODEL.input_elements * 4)
+        assert feature_distance(MODEL, operations) > feature_distance(MODEL, larger_input)
+
+    def test_what_is_known_of_one_model_alone_sets_them_apart(self) -> None:
+        unknown = replace(MODEL, num_operations=0)
+        assert feature_distance(MODEL, unknown) == pytest.approx(math.log(4))
+        assert feature_distance(unknown, unknown) == 0
+
+
+class TestTransfer:
+    def test_equal_model_takes_as_long(self) -> None:
+        assert transfer_step_time(MODEL, [(replace(MODEL, hash="b"), STEP)]) == STEP
+
+    def test_twice_the_operations_take_twice_as_long_for_a_sample(self) -> None:
+        twice = replace(MODEL, num_operations=MODEL.num_operations * 2)
+        found = transfer_step_time(twice, [(MODEL, STEP)])
+        assert found
+        assert (found.fixed_s, found.per_sample_s) == pytest.approx((STEP.fixed_s, 2 * STEP.per_sample_s))
+
+    def test_twice_the_parameters_make_the_fixed_time_twice_as_long(self) -> None:
+        twice = replace(MODEL, num_parameters=MODEL.num_parameters * 2)
+        found = transfer_step_time(twice, [(MODEL, STEP)])
+        assert found
+        assert (found.fixed_s, found.per_sample_s) == pytest.approx((2 * STEP.fixed_s, STEP.per_sample_s))
+
+    def test_nearest_neighbour_counts_most(self) -> None:
+        near = replace(MODEL, input_elements=MODEL.input_elements * 2)
+        far = replace(MODEL, input_elements=MODEL.input_elements * 20)
+        found = transfer_step_time(MODEL, [(far, StepTime(0, 3.0)), (near, StepTime(0, 1.0))])
+        assert found
+        assert 1.0 < found.per_sample_s < 1.5
+
+    def test_nothing_is_said_without_a_neighbour_near_enough(self) -> None:
+        far = replace(MODEL, num_operations=MODEL.num_operations * 20)
+        unknown = replace(MODEL, num_operations=0)
+        assert transfer_step_time(MODEL, []) is None
+        assert transfer_step_time(MODEL, [(far, STEP), (unknown, STEP)]) is None
+        assert transfer_step_time(unknown, [(MODEL, STEP)]) is None
+
+    def test_knee_is_not_carried_over(self) -> None:
+        found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, beyond_s=0.01))])
+        assert found == STEP
+
+    @given(features, st.lists(st.tuples(features, step_times), max_size=5))
+    def test_what_is_said_is_a_step_that_can_be(
+        self, target: ModelFeatures, known: list[tuple[ModelFeatures, StepTime]]
+    ) -> None:
+        found = transfer_step_time(target, known)
+        if found:
+            rates = [
+                step.per_sample_s / model.num_operations * target.num_operations
+                for model, step in known
+                if model.num_operations
+            ]
+            assert min(rates) * (1 - 1e-9) <= found.per_sample_s <= max(rates) * (1 + 1e-9)
+
+    @given(step_times, st.floats(0.01, 100))
+    def test_machine_that_is_slower_is_slower_for_every_model(self, step: StepTime, factor: float) -> None:
+        other = replace(MODEL, num_operations=MODEL.num_operations * 3)
+        one = transfer_step_time(other, [(MODEL, step)])
+        slower = transfer_step_time(other, [(MODEL, step.scaled(factor))])
+        assert one
+        assert slower
+        assert slower.at(16) == pytest.approx(one.scaled(factor).at(16))
+
+
+class TestFeatures:
+    def test_features_are_those_of_the_model_that_was_built(self) -> None:
+        info = ModelInfo(
+            "keras.applications:MobileNetV2", (64, 64, 3), (200,), 7, 5, "softmax", num_operations=9
+        )
+        described = describe_model(info, "hash")
+        assert described == ModelFeatures("hash", info.name, 7, 5, 9, 12_288)
+        assert (described.short_name, described.vector_bytes) == ("MobileNetV2", 20)
+
+    def test_all_inputs_are_counted_and_those_of_any_size_are_not(self) -> None:
+        info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
+        assert describe_model(info, "hash").input_elements == 10
+
+    def test_probe_that_did_not_fit_has_no_rate(self) -> None:
+        assert Probe(Settings(1), 8, 0.0, 0.5).images_per_s == 16
+        assert Probe(Settings(1), 8, 0.0, None).images_per_s is None

@@ -1,0 +1,65 @@
+"""Run by mpirun in test_exact_gradient.py: sums the ranks' vectors for several ways to share the samples.
+
+For the models of several directories. Saves, for each way, what every rank ended with; rank 0 adds what one
+process gives for all samples.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.model import load
+from csdctl.worker.compute.step import Step
+from csdctl.worker.group.collective import choose_sum, load_world
+from csdctl.worker.protocol.recipe import Recipe
+
+ways: list[list[int]] = json.loads(sys.argv[1])
+_, world = load_world()
+tf, keras = load_backend()
+RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
+
+
+def sum_in_all_ways(directory: Path) -> None:
+    """What the model in `directory` comes to, for all ways."""
+    keras.utils.set_random_seed(1)
+    images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
+
+    def load_step(micro_batch_size: int | None = None, weight: float = 1.0) -> Step:
+        model = load(directory / "architecture.json", directory / "weights.npz", keras)
+        return Step(
+            model, RECIPE, (images, labels), tf, keras, micro_batch_size=micro_batch_size, weight=weight
+        )
+
+    if world.rank == 0:
+        alone = load_step()
+        before = alone.model.get_weights()
+        np.save(directory / "alone.npy", alone.local(images, labels))
+        after = alone.model.get_weights()
+        assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
+        np.save(directory / "pieces.npy", load_step(micro_batch_size=5).local(images, labels))
+        some = slice(0, 10)
+        np.save(directory / "once.npy", load_step().local(images[some], labels[some]))
+        doubled = [np.concatenate([array[some], array[some]]) for array in (images, labels)]
+        np.save(directory / "twice.npy", load_step(weight=0.5).local(*doubled))
+        alone.apply(np.load(directory / "alone.npy"))
+        np.savez(directory / "alone-weights.npz", *alone.model.get_weights())
+        fused = load_step()
+        fused.alone(images, labels)
+        np.savez(directory / "fused-weights.npz", *fused.model.get_weights())
+    for number, counts in enumerate(ways):
+        start = sum(counts[: world.rank])
+        mine = slice(start, start + counts[world.rank])
+        step = load_step()
+        local = np.array(step.local(images[mine], labels[mine]))
+        total = np.zeros_like(local)
+        choose_sum(world, local, total, "star", rounds=1)
+        np.savez(directory / f"way-{number}-rank-{world.rank}.npz", local=local, total=total)
+        step.apply(total)
+        np.savez(directory / f"way-{number}-weights-{world.rank}.npz", *step.model.get_weights())
+
+
+for path in sys.argv[2:]:
+    sum_in_all_ways(Path(path))

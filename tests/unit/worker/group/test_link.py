@@ -1,0 +1,201 @@
+"""A rank and its link: two real processes, MPI included; the link is this program's child under mpirun."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+from csdctl.worker.group.link import Door, Line, LinkLostError, door_name
+
+SIZE = 3
+NUM_ELEMENTS = (1 << 18) + 5
+RANK = """
+import json, sys
+import numpy as np
+from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
+run, rank = sys.argv[1], int(sys.argv[2])
+door = Door(run, rank)
+memory = VectorMemory(int(sys.argv[3]))
+print("listening", flush=True)
+line, hello = door.wait_for_link(1, lambda: False)
+door.give_memory(line, memory.descriptor)
+ranks = LinkedRanks(line, hello, memory, lambda missing: print(json.dumps({"missing": missing}), flush=True))
+for request in sys.stdin:
+    words = request.split()
+    try:
+        if words[0] == "agree":
+            ranks.agree(words[1] if len(words) > 1 else "")
+            print(json.dumps(ranks.collective), flush=True)
+        elif words[0] == "sum":
+            memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
+            total = ranks.sum(memory.local)
+            bits = int(total.view(np.uint32).sum())
+            print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
+        elif words[0] == "gather":
+            print(json.dumps(ranks.gather({"rank": ranks.rank})), flush=True)
+        elif words[0] == "send":
+            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
+            print("1", flush=True)
+        elif words[0] == "receive":
+            print(json.dumps(sum(ranks.receive(int(words[1])))), flush=True)
+        elif words[0] == "traffic":
+            rows = [[one.what, one.sender, one.receiver, one.num_bytes] for one in ranks.traffic()]
+            print(json.dumps(rows), flush=True)
+        elif words[0] == "close":
+            ranks.close()
+            print("1", flush=True)
+    except LinkLostError:
+        print(json.dumps("lost"), flush=True)
+"""
+
+
+class Group:
+    """Ranks that are told what to do by lines, joined by links under one mpirun."""
+
+    def __init__(self, run_id: str) -> None:
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        for rank in range(SIZE):
+            assert self.answer(rank, parse=False) == "listening"
+        options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
+        contexts: list[str] = []
+        for rank in range(SIZE):
+            link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
+            contexts += [":"] * bool(rank) + ["-np", "1", *link, "--generation", "1"]
+        self.mpirun = subprocess.Popen(
+            [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
+            env={**os.environ, **ALLOW_ROOT},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def tell(self, rank: int, what: str) -> None:
+        stdin = self.ranks[rank].stdin
+        assert stdin
+        stdin.write(what + "\n")
+        stdin.flush()
+
+    def answer(self, rank: int, *, parse: bool = True) -> Any:
+        stdout = self.ranks[rank].stdout
+        assert stdout
+        line = stdout.readline().strip()
+        return json.loads(line) if parse else line
+
+    def all(self, what: str) -> list[Any]:
+        for rank in range(SIZE):
+            self.tell(rank, what)
+        return [self.answer(rank) for rank in range(SIZE)]
+
+    def end(self) -> None:
+        for process in [*self.ranks, self.mpirun]:
+            process.kill()
+            process.wait()
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = Group(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("way", ["star", "allreduce", ""])
+def test_ranks_sum_gather_send_and_part(group: Group, way: str) -> None:
+    factor = SIZE * (SIZE + 1) / 2
+    (chosen,) = set(group.all(f"agree {way}"))
+    assert chosen in ({way} if way else {"star", "allreduce"})
+    answers = group.all("sum")
+    assert answers[0][:2] == [factor, factor * (NUM_ELEMENTS - 1)]
+    assert answers == [answers[0]] * SIZE
+    assert group.all("gather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
+    group.tell(0, "send 2")
+    group.tell(2, "receive 0")
+    assert (group.answer(0), group.answer(2)) == (1, 35_000)
+    assert group.all("sum") == [answers[0]] * SIZE
+    assert group.all("close") == [1] * SIZE
+    assert group.mpirun.wait(timeout=30) == 0
+
+
+def test_rank_that_comes_late_finds_the_sum_of_all(group: Group) -> None:
+    """Rank 0's link takes in what arrives before its own rank has anything to add."""
+    group.all("agree star")
+    for _ in range(3):
+        group.tell(1, "sum")
+        group.tell(2, "sum")
+        time.sleep(0.3)
+        group.tell(0, "sum")
+        answers = [group.answer(rank) for rank in range(SIZE)]
+        assert answers == [answers[0]] * SIZE
+
+
+@pytest.mark.fault(44)
+def test_every_rank_learns_at_once_that_one_is_gone(group: Group) -> None:
+    group.all("agree star")
+    group.tell(0, "sum")
+    group.tell(1, "sum")
+    group.ranks[2].kill()
+    assert [group.answer(0), group.answer(1)] == ["lost", "lost"]
+
+
+@pytest.mark.fault(48)
+def test_every_rank_learns_that_mpirun_is_gone(group: Group) -> None:
+    group.all("agree star")
+    group.tell(1, "sum")
+    group.mpirun.kill()
+    assert group.answer(1) == "lost"
+
+
+def test_rank_says_whom_it_waits_for(group: Group) -> None:
+    group.all("agree star")
+    group.tell(0, "sum")
+    group.tell(1, "sum")
+    assert group.answer(0) == {"missing": [2]}
+    group.tell(2, "sum")
+    assert group.answer(0)[0] == SIZE * (SIZE + 1) / 2
+
+
+def test_link_of_another_group_is_turned_away() -> None:
+    run_id = f"test-{os.getpid()}-turned-away"
+    door = Door(run_id, 0)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(door_name(run_id, 0))
+    Line(connection).send(b"H", json.dumps({"generation": 1}).encode())
+    began = time.monotonic()
+    assert door.wait_for_link(2, lambda: time.monotonic() > began + 0.5) is None
+    with pytest.raises(LinkLostError):
+        Line(connection).receive()
+
+
+def test_what_the_ranks_have_sent_is_told_by_the_kernel(group: Group) -> None:
+    group.all("agree star")
+    before = {tuple(row[:3]): row[3] for row in group.all("traffic")[0]}
+    for _ in range(3):
+        group.all("sum")
+    group.tell(0, "send 2")
+    group.tell(2, "receive 0")
+    group.answer(0)
+    group.answer(2)
+    told = group.all("traffic")
+    assert told[0] == told[1] == told[2]
+    after = {tuple(row[:3]): row[3] for row in told[0]}
+    vector_bytes = NUM_ELEMENTS * 4
+    for pair in ((0, 1), (1, 0), (0, 2), (2, 0)):
+        grown = after["sums", *pair] - before["sums", *pair]
+        assert 3 * vector_bytes <= grown <= 3 * vector_bytes * 1.01
+    assert after["samples", 0, 2] == 5000
+    assert ("samples", 0, 1) not in after

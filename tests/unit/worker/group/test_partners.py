@@ -1,0 +1,52 @@
+"""Which ranks Open MPI really connects: what a preflight tries is taken from this, not from memory."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from csdctl.fleet.reachability import must_talk
+from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+
+NUM_RANKS = 7
+PROGRAM = """
+import numpy as np
+from csdctl.worker.collective import choose_sum, gather, load_world
+_, world = load_world()
+gather(world, None)
+for way in ("", "star", "allreduce"):
+    choose_sum(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
+gather(world, "x" * (10 + world.rank))
+gather(world, "y" * 200_000)
+"""
+CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\d+,1\],(\d+)\]")
+
+
+@pytest.mark.fault(50)
+def test_pairs_that_must_talk_are_those_that_open_mpi_connects() -> None:
+    options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
+    options += ["--map-by", ":OVERSUBSCRIBE", "--mca", "btl_tcp_if_include", "127.0.0.0/8"]
+    done = subprocess.run(
+        [
+            *(str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--mca", "btl_base_verbose", "100"),
+            *("-np", str(NUM_RANKS), sys.executable, "-c", PROGRAM),
+        ],
+        env={**os.environ, **ALLOW_ROOT},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # Open MPI's own messages come on the standard error of the rank, which mpirun passes on.
+    connected = {tuple(sorted(map(int, pair))) for pair in CONNECTS.findall(done.stderr + done.stdout)}
+    wanted = {
+        (one, other)
+        for one in range(NUM_RANKS)
+        for other in range(one + 1, NUM_RANKS)
+        if must_talk(one, other, NUM_RANKS)
+    }
+    assert connected == wanted

@@ -1,0 +1,193 @@
+"""Trees of class folders: matched by name, whatever lies in them."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.events import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec
+from tests.unit.worker.ingest.sources.made_pictures import colours, flat, huge_png, jpeg, png
+
+SECRET = "patient-4711"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "data").mkdir()
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def spec(root: Path, tmp_path: Path) -> PrepareSpec:
+    return PrepareSpec(str(root), str(tmp_path / "store"), PictureRule((4, 4, 3)), names_classes=True)
+
+
+def put(root: Path, name: str, content: bytes | None = None) -> None:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(png(colours(9, 9)) if content is None else content)
+
+
+def labels_of(info: DatasetInfo) -> list[int]:
+    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")[1].tolist()  # type: ignore[no-any-return]
+
+
+def refusal(spec: PrepareSpec) -> WorkerError:
+    with pytest.raises(WorkerError) as raised:
+        prepare(spec)
+    assert raised.value.exit_code == 2
+    assert SECRET not in f"{raised.value.message}{raised.value.remedy}"
+    assert not list(Path(spec.store).glob("**/*")) if Path(spec.store).exists() else True
+    return raised.value
+
+
+class TestClasses:
+    def test_public_folders_sorted_by_name_are_the_classes(self, root: Path, spec: PrepareSpec) -> None:
+        for name in ("dog/b.png", "cat/a.png", "dog/a.jpg", "ant/a.png"):
+            put(root, name, jpeg(colours(8, 8)) if name.endswith("jpg") else None)
+        info = prepare(spec)
+        assert info.class_counts == {"ant": 1, "cat": 1, "dog": 2}
+        assert labels_of(info) == [0, 1, 2, 2]
+        assert (info.sample_shape, info.dtype, info.label_shape, info.max_label) == (
+            (4, 4, 3),
+            "uint8",
+            (),
+            2,
+        )
+
+    def test_listed_classes_number_the_folders_and_may_be_missing(
+        self, root: Path, spec: PrepareSpec
+    ) -> None:
+        put(root, "cat/a.png")
+        put(root, "ant/a.png")
+        info = prepare(replace(spec, classes=("dog", "cat", "ant"), names_classes=False))
+        assert labels_of(info) == [1, 2]
+        assert info.class_counts == {"dog": 0, "cat": 1, "ant": 1}
+        assert info.max_label == 2
+        assert info.unusable_classes == ()
+
+    def test_files_in_nested_folders_count_for_the_class(self, root: Path, spec: PrepareSpec) -> None:
+        put(root, "cat/wild/old/a.png")
+        put(root, "dog/a.png")
+        assert prepare(spec).class_counts == {"cat": 1, "dog": 1}
+
+    def test_unknown_class_is_named(self, root: Path, spec: PrepareSpec) -> None:
+        put(root, f"cat/{SECRET}.png")
+        put(root, f"lion/{SECRET}.png")
+        error = refusal(replace(spec, classes=("cat", "dog")))
+        assert "has class lion, not among the job's 2 classes" in error.message
+
+    def test_many_unknown_classes_are_counted(self, root: Path, spec: PrepareSpec) -> None:
+        for number in range(9):
+            put(root, f"c{number}/{SECRET}.png")
+        assert "classes c0, c1, c2, c3, c4 and 4 more" in refusal(replace(spec, classes=("cat",))).message
+
+    def test_folders_without_a_list_of_classes_are_refused_where_they_do_not_make_one(
+        self, root: Path, spec: PrepareSpec
+    ) -> None:
+        put(root, f"cat/{SECRET}.png")
+        assert "data.classes" in refusal(replace(spec, names_classes=False)).remedy
+
+    def test_names_that_look_alike_are_one(self, root: Path, spec: PrepareSpec) -> None:
+        put(root, "caf\u0065\u0301/a.png")
+        assert prepare(replace(spec, classes=("caf\u00e9",))).num_samples == 1
+
+    @pytest.mark.parametrize("name", [b"a\x1b[31mb", b"\xff\xfe"])
+    def test_folder_whose_name_is_no_text_is_refused(
+        self, root: Path, spec: PrepareSpec, name: bytes
+    ) -> None:
+        put(root, f"{os.fsdecode(name)}/a.png")
+        assert refusal(spec).message.isprintable()
+
+    def test_hidden_folders_and_lost_and_found_are_no_classes(self, root: Path, spec: PrepareSpec) -> None:
+        for name in ("cat/a.png", "cat/.thumbnails/a.png", ".git/a.png", "lost+found/a.png"):
+            put(root, name)
+        assert prepare(spec).class_counts == {"cat": 1}
+
+
+class TestLeftOut:
+    def test_everything_that_cannot_be_used_is_counted_by_kind(self, root: Path, spec: PrepareSpec) -> None:
+        for name, content in {
+            "cat/a.png": None,
+            "cat/b.png": png(colours(9, 9))[:-30],
+            "cat/c.png": b"",
+            "cat/notes.txt": b"my cat",
+            "dog/huge.png": huge_png(20_990, 29_700),
+            "dog/looks.png": jpeg(colours(8, 8))[:-60],
+            "readme.txt": b"cats and dogs",
+        }.items():
+            put(root, name, content)
+        (root / "cat" / "gone.png").symlink_to("nothing.png")
+        info = prepare(spec)
+        assert info.num_skipped == {
+            "no_class": 1,
+            "other_format": 1,
+            "too_large": 1,
+            "undecodable": 3,
+            "unreadable": 1,
+        }
+        assert info.class_counts == {"cat": 1, "dog": 0}
+        assert info.unusable_classes == ("dog",)
+
+    def test_file_too_large_for_any_picture_is_not_even_read(self, root: Path, spec: PrepareSpec) -> None:
+        put(root, "cat/a.png")
+        put(root, "cat/b.png")
+        os.truncate(root / "cat" / "b.png", 1 << 40)
+        assert prepare(spec).num_skipped == {"too_large": 1}
+
+    @pytest.mark.parametrize("content", [None, b"text"])
+    def test_no_usable_sample_is_bad_input(
+        self, root: Path, spec: PrepareSpec, content: bytes | None
+    ) -> None:
+        (root / "cat").mkdir()
+        if content:
+            put(root, f"cat/{SECRET}", content)
+        message = refusal(spec).message
+        assert "no sample that can be used" in message
+        assert ("1 other format" in message) == bool(content)
+
+
+class TestLinks:
+    @pytest.mark.parametrize("target", ["../../{secret}.png", "/etc/passwd", "../dog/../../outside"])
+    def test_link_that_leads_out_is_refused(self, root: Path, spec: PrepareSpec, target: str) -> None:
+        put(root, "cat/a.png")
+        (root / "cat" / f"{SECRET}.png").symlink_to(target.format(secret=SECRET))
+        assert "a link that leads out of it" in refusal(spec).message
+
+    def test_class_folder_that_is_a_link_is_refused(
+        self, root: Path, spec: PrepareSpec, tmp_path: Path
+    ) -> None:
+        put(root, "cat/a.png")
+        (tmp_path / "elsewhere").mkdir()
+        (root / "dog").symlink_to(tmp_path / "elsewhere")
+        assert "leads out" in refusal(spec).message
+        (root / "dog").unlink()
+        (root / "dog").symlink_to("cat")
+        assert "a link to a directory" in refusal(spec).message
+
+    def test_link_by_way_of_another_that_leads_out_is_refused(
+        self, root: Path, spec: PrepareSpec, tmp_path: Path
+    ) -> None:
+        put(tmp_path, "outside.png")
+        put(root, "cat/a.png")
+        (root / "cat" / ".hidden").symlink_to(tmp_path / "outside.png")
+        (root / "cat" / "b.png").symlink_to(".hidden")
+        assert "leads out" in refusal(spec).message
+
+    def test_link_to_a_file_below_the_root_counts_as_that_file(self, root: Path, spec: PrepareSpec) -> None:
+        put(root, "cat/a.png", png(flat(4, 4, 7, 7, 7)))
+        (root / "dog").mkdir()
+        (root / "dog" / "a.png").symlink_to("../cat/a.png")
+        info = prepare(spec)
+        assert info.class_counts == {"cat": 1, "dog": 1}
+        assert np.unique(open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")[0]).tolist() == [7]
+
+    def test_root_may_be_a_link_itself(self, root: Path, spec: PrepareSpec, tmp_path: Path) -> None:
+        put(root, "cat/a.png")
+        (tmp_path / "link").symlink_to(root)
+        assert prepare(replace(spec, source=str(tmp_path / "link"))).num_samples == 1

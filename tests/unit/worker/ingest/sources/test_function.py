@@ -1,0 +1,134 @@
+"""The user's own function: what it may give, and that it cannot tell anybody about private data."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.events import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
+
+SECRET = "patient-4711"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> PrepareSpec:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / f"{SECRET}.bin").write_bytes(bytes(range(48)) * 5)
+    return PrepareSpec(
+        str(tmp_path / "data"),
+        str(tmp_path / "store"),
+        PictureRule((4, 4, 3)),
+        function=f"{tmp_path / 'my_data.py'}:load",
+        is_private=True,
+    )
+
+
+def write(spec: PrepareSpec, body: str) -> None:
+    text = f"import pathlib\nimport numpy as np\n\n\ndef load(path):\n    {body}\n"
+    Path(spec.function.rpartition(":")[0]).write_text(text)
+
+
+READ = "raw = np.frombuffer(next(pathlib.Path(path).iterdir()).read_bytes(), np.uint8).reshape(5, 4, 4, 3); "
+
+
+def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
+    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "return raw, np.arange(5)",
+        "return ((image, label) for label, image in enumerate(raw))",
+        "return [(image, label) for label, image in enumerate(raw)]",
+        "yield from zip(raw, range(5))",
+    ],
+)
+def test_arrays_and_iterators_are_taken(spec: PrepareSpec, given: str) -> None:
+    write(spec, READ + given)
+    images, labels = arrays(prepare(spec))
+    assert images.shape == (5, 4, 4, 3)
+    assert images[1, 0, 0].tolist() == [0, 1, 2]
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_pictures_one_by_one_are_fitted(spec: PrepareSpec) -> None:
+    write(spec, "return ((np.full((n, 2 * n), 9, np.uint8), n) for n in range(1, 9))")
+    images, _ = arrays(prepare(spec))
+    assert images.shape == (8, 4, 4, 3)
+    assert np.unique(images).tolist() == [9]
+
+
+def test_other_numbers_stay_as_they_are(spec: PrepareSpec) -> None:
+    write(spec, "return ((np.full(3, n, np.float32), np.eye(2)[n % 2]) for n in range(4))")
+    info = prepare(spec)
+    assert (info.sample_shape, info.dtype, info.label_shape) == ((3,), "float32", (2,))
+
+
+def test_changed_function_is_other_data(spec: PrepareSpec) -> None:
+    write(spec, READ + "return raw, np.arange(5)")
+    first = prepare(spec)
+    write(spec, READ + "return raw, np.arange(5)[::-1]")
+    assert prepare(spec).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("raise ValueError(str(list(pathlib.Path(path).iterdir())))", "load fails: ValueError$"),
+        ("raise SystemExit('x')", "load fails: SystemExit$"),
+        ("return 7", "load gave a int"),
+        ("return iter([1, 2])", "no \\(image, label\\)"),
+        ("return iter([])", "no sample that can be used"),
+        ("return np.zeros((0, 4, 4, 3)), np.zeros(0)", "is empty"),
+        ("return np.zeros((3, 4)), np.zeros(2)", "3 samples, 2 labels"),
+        ("return iter([('a', 1)])", "samples of <U1"),
+        ("return iter([(np.zeros(3), 1), (np.zeros(4), 1)])", "different shapes or types"),
+        ("yield np.zeros(3), 1; open(path)", "load fails: IsADirectoryError$"),
+    ],
+)
+def test_what_goes_wrong_is_told_without_the_data(spec: PrepareSpec, body: str, said: str) -> None:
+    write(spec, body)
+    with pytest.raises(WorkerError, match=said) as raised:
+        prepare(spec)
+    assert raised.value.exit_code == 2
+    assert SECRET not in raised.value.message
+
+
+def test_missing_function_is_told(spec: PrepareSpec) -> None:
+    write(spec, "return 7")
+    with pytest.raises(WorkerError, match="other fails: AttributeError"):
+        prepare(replace(spec, function=spec.function.replace(":load", ":other")))
+
+
+def test_public_data_may_be_shown(spec: PrepareSpec) -> None:
+    write(spec, "raise ValueError('column 3 is missing')")
+    with pytest.raises(WorkerError, match="ValueError: column 3 is missing"):
+        prepare(replace(spec, is_private=False))
+
+
+@pytest.mark.parametrize("end", ["return raw, np.arange(5)", "raise ValueError(SECRET)", "os._exit(3)"])
+def test_nothing_that_it_prints_leaves_the_worker(spec: PrepareSpec, end: str) -> None:
+    loud = (
+        f"import os, sys, warnings; SECRET = '{SECRET}'; print(SECRET); print(SECRET, file=sys.stderr); "
+        "os.write(1, SECRET.encode()); os.write(2, SECRET.encode()); os.system('ls ' + path); "
+        "warnings.warn(SECRET); "
+    )
+    write(spec, loud + READ + end)
+    done = subprocess.run(
+        [sys.executable, "-m", "csdctl.worker", "prepare"],
+        input=to_json(spec) + "\n",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert SECRET not in done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()][-1:] in (["@csdctl-answer"], [])
+    assert done.returncode == {"return": 0, "raise ": 2, "os._ex": 3}[end[:6]]

@@ -1,0 +1,158 @@
+"""TFRecord files as TensorFlow writes them."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.events import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec, RecordSchema
+from tests.unit.worker.ingest.sources.made_pictures import colours, png, tensorflow
+
+SECRET = "patient-4711"
+PICTURES = [colours(6, 6, seed=number) for number in range(5)]
+RAW = RecordSchema("image", "label", (6, 6, 3))
+
+
+def feature(value: Any) -> Any:
+    train = tensorflow().train
+    if isinstance(value, bytes):
+        return train.Feature(bytes_list=train.BytesList(value=[value]))
+    if isinstance(value, np.ndarray):
+        return train.Feature(float_list=train.FloatList(value=value.reshape(-1)))
+    return train.Feature(int64_list=train.Int64List(value=[value]))
+
+
+def example(**features: Any) -> bytes:
+    train = tensorflow().train
+    named = {name: feature(value) for name, value in features.items()}
+    return bytes(train.Example(features=train.Features(feature=named)).SerializeToString())
+
+
+def write(path: Path, records: Iterable[bytes], compression: str = "") -> None:
+    with tensorflow().io.TFRecordWriter(str(path), compression) as writer:
+        for record in records:
+            writer.write(record)
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> PrepareSpec:
+    (tmp_path / "data").mkdir()
+    return PrepareSpec(
+        str(tmp_path / "data"),
+        str(tmp_path / "store"),
+        PictureRule((6, 6, 3)),
+        records=RecordSchema("image", "label"),
+    )
+
+
+def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
+    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+
+
+ENCODED = [example(image=png(picture), label=number) for number, picture in enumerate(PICTURES)]
+
+
+@pytest.mark.parametrize("compression", ["", "GZIP"])
+def test_encoded_pictures_of_all_shards_in_order(spec: PrepareSpec, compression: str) -> None:
+    for shard, records in enumerate((ENCODED[:3], ENCODED[3:])):
+        write(Path(spec.source) / f"train-{shard:05d}-of-00002", records, compression)
+    images, labels = arrays(prepare(spec))
+    assert np.array_equal(images, PICTURES)
+    assert labels.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["a.tfrecord", "a.tfrecords", "a.tfrec", "a.tfrecord.gz"])
+def test_one_file_may_be_the_root(spec: PrepareSpec, name: str) -> None:
+    path = Path(spec.source) / name
+    write(path, ENCODED, "GZIP" if name.endswith("gz") else "")
+    assert prepare(replace(spec, source=str(path))).num_samples == 5
+    assert prepare(spec).num_samples == 5
+
+
+def test_plain_file_that_begins_like_a_gzip_one_is_read_as_plain(spec: PrepareSpec) -> None:
+    length = 0x088B1F  # the first bytes of a record are its length: 1f 8b 08
+    trial = example(image=png(PICTURES[0]), label=1, filler=bytes(length - 1000))
+    record = example(image=png(PICTURES[0]), label=1, filler=bytes(2 * length - 1000 - len(trial)))
+    assert len(record) == length
+    write(Path(spec.source) / "a.tfrecord", [record])
+    assert prepare(spec).num_samples == 1
+
+
+def test_raw_pictures_are_fitted_and_raw_numbers_stay(spec: PrepareSpec, tmp_path: Path) -> None:
+    write(
+        Path(spec.source) / "a.tfrecord",
+        [example(image=one.tobytes(), label=number) for number, one in enumerate(PICTURES)],
+    )
+    assert np.array_equal(arrays(prepare(replace(spec, records=RAW)))[0], PICTURES)
+    smaller = replace(spec, records=RAW, picture=PictureRule((3, 3, 1)))
+    assert prepare(smaller).sample_shape == (3, 3, 1)
+
+    vectors = np.random.default_rng(0).random((4, 7)).astype(np.float32)
+    (tmp_path / "rows").mkdir()
+    write(tmp_path / "rows" / "a.tfrecord", [example(image=row, label=1) for row in vectors])
+    rows = replace(
+        spec, source=str(tmp_path / "rows"), records=RecordSchema("image", "label", (7,), "float32")
+    )
+    assert np.array_equal(arrays(prepare(rows))[0], vectors)
+
+
+def test_label_may_be_the_name_of_a_class(spec: PrepareSpec) -> None:
+    records = [example(image=png(PICTURES[0]), label=name) for name in (b"dog", b"cat", SECRET.encode())]
+    write(Path(spec.source) / "a.tfrecord", records)
+    info = prepare(replace(spec, classes=("cat", "dog")))
+    assert arrays(info)[1].tolist() == [1, 0]
+    assert (info.num_skipped, info.class_counts) == ({"no_label": 1}, {"cat": 1, "dog": 1})
+
+
+def test_what_cannot_be_used_is_counted_by_kind(spec: PrepareSpec) -> None:
+    records = [
+        *ENCODED,
+        example(image=png(PICTURES[0])[:-30], label=1),
+        example(other=1, label=1),
+        example(image=1, label=1),
+        example(image=png(PICTURES[0]), label=SECRET.encode()),
+        b"no example",
+    ]
+    write(Path(spec.source) / "a.tfrecord", records)
+    info = prepare(spec)
+    assert info.num_samples == 5
+    assert info.num_skipped == {"no_feature": 1, "no_label": 1, "undecodable": 3}
+
+
+def test_of_a_damaged_file_what_comes_before_the_damage_counts(spec: PrepareSpec) -> None:
+    for number in (1, 2):
+        write(Path(spec.source) / f"{number}.tfrecord", ENCODED)
+    path = Path(spec.source) / "1.tfrecord"
+    path.write_bytes(path.read_bytes()[:-10])
+    info = prepare(spec)
+    assert (info.num_samples, info.num_skipped) == (9, {"damaged_file": 1})
+
+
+@pytest.mark.parametrize(
+    ("records", "said"),
+    [
+        (None, "the job does not say what is in them"),
+        (RecordSchema("picture", "label"), "no sample that can be used: 5 no feature"),
+    ],
+)
+def test_files_without_a_fitting_schema_are_bad_input(
+    spec: PrepareSpec, records: RecordSchema | None, said: str
+) -> None:
+    write(Path(spec.source) / f"{SECRET}.tfrecord", ENCODED)
+    with pytest.raises(WorkerError, match=said) as raised:
+        prepare(replace(spec, records=records))
+    assert raised.value.exit_code == 2
+    assert SECRET not in raised.value.message
+    assert "data.tfrecord" in raised.value.remedy
+
+
+def test_label_beyond_the_classes_is_bad_input(spec: PrepareSpec) -> None:
+    write(Path(spec.source) / "a.tfrecord", ENCODED)
+    with pytest.raises(WorkerError, match="labels that are no class: the job has 2 classes"):
+        prepare(replace(spec, classes=("cat", "dog")))

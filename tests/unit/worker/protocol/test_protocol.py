@@ -1,0 +1,232 @@
+import dataclasses
+import json
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import (
+    EVENT_PREFIX,
+    EVENTS,
+    Alive,
+    Checkpointed,
+    EpochEnd,
+    Evaluating,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Greeted,
+    Joined,
+    LinkLost,
+    NodeBack,
+    NodeLost,
+    Paused,
+    Progress,
+    Ready,
+    Rebalanced,
+    Sent,
+    Started,
+    Summed,
+    Traffic,
+    Verified,
+    WaitingFor,
+    event_from_line,
+    event_to_line,
+)
+from csdctl.worker.protocol.json_codec import SCHEMA, ContractError, from_json, to_json
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.orders import (
+    AreYouThere,
+    FormGroup,
+    Order,
+    PauseAtEpochEnd,
+    Stop,
+    order_from_line,
+    order_to_line,
+)
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
+from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, ShardPart
+
+RECIPE = Recipe(
+    optimizer_args={"momentum": 0.9, "nesterov": True},
+    input_range=(-1.0, 1.0),
+    seed=7,
+    max_learning_rate=0.5,
+    decay="cosine",
+    metrics=("accuracy", "mae"),
+    early_stopping=EarlyStopping("loss", 2, 0.1),
+    reduce_on_plateau=ReduceOnPlateau(factor=0.5),
+)
+PART = ShardPart("a/images.npy", "a/labels.npy", 3, 9, 7)
+RUN = RunSpec(
+    run_id="20260101-120000-ab12",
+    architecture=".csdctl/objects/a.json",
+    weights=".csdctl/objects/w.npz",
+    recipe=RECIPE,
+    ranks=(
+        RankSpec(0, "host", 32, Runtime(8), PART, ShardPart("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
+        RankSpec(1, "csd0", 4, Runtime(4), None, None, 0, 0),
+    ),
+    public=PART,
+    validation=PART,
+    output_directory=".csdctl/runs/x",
+)
+VALUES = [
+    DatasetInfo("/data", 10, (28, 28, 1), "uint8", (), 9, "abc"),
+    ModelInfo("keras.applications:MobileNetV2", (0, 0, 3), (10,), 100, 90, "softmax"),
+    PART,
+    RUN,
+    dataclasses.replace(RUN, validation=None, max_steps=3, recipe=Recipe(input_range=None)),
+    dataclasses.replace(RUN, noise=Noise(1.0, 8.0, 1e-5)),
+    RECIPE,
+    ProbeSpec("a", "w", RECIPE, Runtime(4, 2, False), DatasetInfo("d", 7, (28, 28, 1), "uint8", (), 9, "f")),
+    ProbeRequest(32, min_duration_s=0.5),
+    ProbeResult(32, 0.25, 4, 1 << 30),
+]
+PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+SAID = [
+    Started(1, "csd0", "node-7"),
+    Greeted(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
+    Summed(0, "host", 5, 1 << 20, "star", 0.0035),
+    Ready(1, "csd0", 100, 3.25),
+    PROGRESS,
+    Traffic(0, "host", 2, (Sent("sums", 0, 1, 1 << 33), Sent("samples", 0, 2, 7))),
+    Verified(0, "host", 36, (32, 4), 3.5e-7, None, "hash", "star"),
+    Evaluating(0, "host", 256, 10_000),
+    EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
+    Checkpointed(0, "host", 1, 40, "step-00000040.npz", True),
+    Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
+    LinkLost(1, "csd0", 2, 1, 7),
+    Paused(1, "csd0", 2),
+    Alive(1, "csd0", 3),
+    WaitingFor(0, "host", ("csd0", "csd1")),
+    Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
+    NodeLost(1, "csd0", "killed"),
+    NodeBack(1, "csd0"),
+    Finished(0, "host", 1, 4, "hash", 1 << 30, "model.keras"),
+    Failed(1, "csd0", "a tab\t, a line\nend, “quotes” and ü", "see the log", 2),
+    Exited(1, "csd0", 137),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_what_is_written_is_read_back_the_same(value: object) -> None:
+    text = to_json(value)
+    assert "\n" not in text
+    read = from_json(type(value), text)
+    assert read == value
+    assert hash(repr(read)) == hash(repr(value))  # tuples are tuples again, not lists
+
+
+@pytest.mark.parametrize(
+    "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), AreYouThere(4)], ids=repr
+)
+def test_order_is_one_line_and_is_read_back_the_same(order: Order) -> None:
+    line = order_to_line(order)
+    assert "\n" not in line
+    assert order_from_line(line) == order
+
+
+@pytest.mark.parametrize("line", ["", "{}", "[]", '{"order":"Dance"}', '{"order":"Stop","colour":1}'])
+def test_line_that_is_no_order_is_refused(line: str) -> None:
+    with pytest.raises(ContractError):
+        order_from_line(line)
+
+
+@pytest.mark.parametrize("event", SAID, ids=lambda event: type(event).__name__)
+def test_event_is_one_line_and_is_read_back_the_same(event: Event) -> None:
+    line = event_to_line(event)
+    assert "\n" not in line
+    assert event_from_line(line) == event
+
+
+def test_every_event_is_among_those_tried_here() -> None:
+    assert {type(event).__name__ for event in SAID} == set(EVENTS)
+
+
+@given(st.text(max_size=200), st.text(max_size=50))
+def test_any_message_of_a_failure_survives(message: str, remedy: str) -> None:
+    event = Failed(3, "csd2", message, remedy)
+    line = event_to_line(event)
+    assert line.isascii()
+    assert event_from_line(line) == event
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_loss_that_is_no_number_survives(loss: float) -> None:
+    read = event_from_line(event_to_line(dataclasses.replace(PROGRESS, loss=loss)))
+    assert isinstance(read, Progress)
+    assert repr(read.loss) == repr(loss)
+
+
+def test_other_schema_is_refused_with_both_numbers() -> None:
+    text = to_json(dataclasses.replace(RUN, schema=SCHEMA + 1))
+    with pytest.raises(ContractError, match=f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"):
+        from_json(RunSpec, text)
+
+
+def test_unknown_fields_are_named() -> None:
+    content = {**json.loads(to_json(RUN)), "colour": 1, "age": 2}
+    with pytest.raises(ContractError, match="RunSpec: unknown age, colour"):
+        from_json(RunSpec, json.dumps(content))
+
+
+def test_unknown_field_inside_a_rank_is_named() -> None:
+    content = json.loads(to_json(RUN))
+    content["ranks"][1]["colour"] = "red"
+    with pytest.raises(ContractError, match="RankSpec: unknown colour"):
+        from_json(RunSpec, json.dumps(content))
+
+
+def test_missing_field_is_named() -> None:
+    content = json.loads(to_json(RUN))
+    del content["output_directory"]
+    with pytest.raises(ContractError, match=r"RunSpec: .*output_directory"):
+        from_json(RunSpec, json.dumps(content))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "5", "null", '"x"', '{"ranks": 5}', to_json(RUN)[:-9]])
+def test_text_that_is_no_run_spec_is_refused(text: str) -> None:
+    with pytest.raises(ContractError):
+        from_json(RunSpec, text)
+
+
+@pytest.mark.parametrize("line", ["", "hello", "csdctl {}", " " + event_to_line(PROGRESS), "@csdctl"])
+def test_line_that_is_no_event_is_told_from_a_damaged_one(line: str) -> None:
+    assert event_from_line(line) is None
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "",
+        "hello",
+        "5",
+        "[1]",
+        "null",
+        "{}",
+        '{"event":"Unheard"}',
+        '{"event":["Ready"]}',
+        '{"event":null}',
+        '{"event":"Ready"}',
+        '{"event":"Ready","rank":0,"node":"a","num_samples":1,"setup_s":1,"more":1}',
+        event_to_line(PROGRESS)[len(EVENT_PREFIX) : -1],
+    ],
+)
+def test_damaged_event_is_refused(rest: str) -> None:
+    with pytest.raises(ContractError):
+        event_from_line(EVENT_PREFIX + rest)
+
+
+def test_images_per_s_of_a_probe_is_samples_over_seconds() -> None:
+    assert ProbeResult(32, 0.25, 4, 0).images_per_s == 128
+
+
+def test_model_described_by_an_older_csdctl_is_read() -> None:
+    described = json.loads(to_json(ModelInfo("m", (4,), (3,), 7, 5, "softmax", num_operations=9)))
+    del described["num_operations"]
+    assert from_json(ModelInfo, json.dumps(described)).num_operations == 0

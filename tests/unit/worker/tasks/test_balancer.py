@@ -1,0 +1,105 @@
+"""Ranks of known speed: what the balancer makes of their times."""
+
+import random
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.worker.tasks.balancer import URGENT, Balancer, share_out
+
+OVERHEAD_S = 0.05
+
+
+def times(
+    sizes: Mapping[int, int], speeds: Mapping[int, float], noise: random.Random | None = None
+) -> dict[int, float]:
+    """Compute seconds of a step: an overhead, and a time a sample."""
+    return {
+        rank: (OVERHEAD_S + size / speeds[rank]) * (noise.uniform(0.95, 1.05) if noise else 1.0)
+        for rank, size in sizes.items()
+    }
+
+
+def balanced(
+    sizes: dict[int, int], speeds: Mapping[int, float], num_steps: int, seed: int = 0
+) -> dict[int, int]:
+    """Batch sizes after `num_steps` steps at these speeds."""
+    balancer, noise = Balancer({}), random.Random(seed)
+    for _ in range(num_steps):
+        balancer.observe(times(sizes, speeds, noise))
+        proposal = balancer.propose(sizes)
+        if proposal:
+            sizes = proposal
+            balancer.forget()
+    return sizes
+
+
+def rate(sizes: Mapping[int, int], speeds: Mapping[int, float]) -> float:
+    return sum(sizes.values()) / max(times(sizes, speeds).values())
+
+
+@pytest.mark.fault(51)
+def test_node_halved_in_speed_is_relieved_within_twenty_steps() -> None:
+    speeds = {0: 200.0, 1: 50.0, 2: 50.0, 3: 50.0}
+    sizes = {0: 400, 1: 100, 2: 100, 3: 100}
+    slow = {**speeds, 2: 25.0}
+    found = balanced(sizes, slow, 20)
+    assert sum(found.values()) == 700
+    best = balanced(found, slow, 200)
+    assert rate(found, slow) >= 0.95 * rate(best, slow)
+    assert rate(found, slow) > 1.5 * rate(sizes, slow)
+
+
+def test_balanced_ranks_are_left_alone_whatever_the_noise() -> None:
+    speeds = {0: 200.0, 1: 50.0, 2: 50.0}
+    sizes = {0: 406, 1: 100, 2: 100}
+    for seed in range(20):
+        assert balanced(dict(sizes), speeds, 60, seed) == sizes
+
+
+def test_one_slow_step_is_no_slow_node() -> None:
+    balancer, sizes = Balancer({}), {0: 100, 1: 100}
+    for step in range(URGENT.min_steps + 1):
+        balancer.observe({0: 1.0, 1: 9.0 if step == 3 else 1.0})
+    assert balancer.propose(sizes) is None
+
+
+def test_short_steps_that_differ_by_a_portion_of_the_scheduler_are_left_alone() -> None:
+    balancer, sizes = Balancer({}), {0: 299, 1: 64, 2: 68}
+    for _ in range(500):
+        balancer.observe({0: 0.070, 1: 0.058, 2: 0.057})
+        assert balancer.propose(sizes) is None
+
+
+def test_slowdown_that_goes_away_is_taken_back() -> None:
+    speeds = {0: 100.0, 1: 100.0}
+    slow = balanced({0: 200, 1: 200}, {**speeds, 1: 40.0}, 30)
+    assert slow[1] < 130
+    assert abs(balanced(slow, speeds, 60)[1] - 200) < 20
+
+
+def test_rank_at_its_limit_leaves_the_rest_to_the_others() -> None:
+    assert share_out(300, {0: 10.0, 1: 1.0, 2: 1.0}, {0: 100}) == {0: 100, 1: 100, 2: 100}
+
+
+@given(
+    st.dictionaries(st.integers(0, 9), st.floats(0.01, 1000), min_size=1),
+    st.integers(10, 5000),
+    st.dictionaries(st.integers(0, 9), st.integers(1, 400)),
+)
+def test_global_batch_stays_and_everybody_has_a_sample(
+    speeds: dict[int, float], total: int, limits: dict[int, int]
+) -> None:
+    sizes = share_out(total, speeds, limits)
+    assert sum(sizes.values()) == total
+    assert set(sizes) == set(speeds)
+    assert min(sizes.values()) >= 1
+
+
+def test_rank_that_sits_out_is_given_nothing_when_another_becomes_slow() -> None:
+    sizes = balanced({0: 0, 1: 100, 2: 100}, {0: 1e9, 1: 100.0, 2: 50.0}, 30)
+    assert sizes[0] == 0
+    assert sizes[1] > 120 > sizes[2]
+    assert sum(sizes.values()) == 200

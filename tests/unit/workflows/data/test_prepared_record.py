@@ -1,0 +1,67 @@
+"""The note of what a job's data came to: it is there for the same data section, and for no other."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from csdctl.job.model import Job, load_job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.workflows.data.prepared_record import load_prepared, save_prepared
+
+PUBLIC = DatasetInfo("p", 60_000, (28, 28, 1), "uint8", (), 9, "f", {"undecodable": 2}, {"cat": 5})
+PRIVATE = {"csd0": DatasetInfo("q", 500, (28, 28, 1), "uint8", (), 9, "e")}
+JOB = """\
+model: keras.applications:MobileNetV2
+data: {public: {path: data}, private: {path: /data/private, function: read.py:read}}
+recipe: {epochs: 3, learning_rate: 0.1}
+"""
+
+
+def written(directory: Path, text: str = JOB) -> Job:
+    (directory / "job.yaml").write_text(text)
+    return load_job(directory / "job.yaml")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> ProjectDirectory:
+    (tmp_path / "read.py").write_text("def read(path): ...\n")
+    project = ProjectDirectory(tmp_path)
+    save_prepared(project, written(tmp_path), PUBLIC, PRIVATE)
+    return project
+
+
+def test_note_comes_out_as_it_went_in_but_for_the_classes(project: ProjectDirectory) -> None:
+    data = load_prepared(project, written(project.root))
+    assert data
+    assert data.num_samples == 60_500
+    assert data.num_private == {"csd0": 500}
+    assert data.public.sample_shape == (28, 28, 1)
+    assert data.public.class_counts == {}
+
+
+def test_note_has_nothing_of_private_data_but_their_number(project: ProjectDirectory) -> None:
+    text = project.prepared("job").read_text()
+    assert json.loads(text)["num_private"] == {"csd0": 500}
+    assert '"q"' not in text
+
+
+def test_recipe_does_not_matter(project: ProjectDirectory) -> None:
+    assert load_prepared(project, written(project.root, JOB.replace("epochs: 3", "epochs: 9")))
+
+
+@pytest.mark.parametrize(("old", "new"), [("path: data}", "path: other}"), ("/data/private", "/data/mine")])
+def test_other_data_have_no_note(project: ProjectDirectory, old: str, new: str) -> None:
+    assert load_prepared(project, written(project.root, JOB.replace(old, new))) is None
+
+
+def test_function_that_changed_may_read_other_data(project: ProjectDirectory) -> None:
+    (project.root / "read.py").write_text("def read(path): return 1\n")
+    assert load_prepared(project, written(project.root)) is None
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"key": 1, "other": 2}', '{"key": "x"}'])
+def test_damaged_note_is_none(project: ProjectDirectory, text: str) -> None:
+    project.prepared("job").write_text(text)
+    assert load_prepared(project, written(project.root)) is None

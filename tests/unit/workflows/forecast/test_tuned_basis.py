@@ -1,0 +1,382 @@
+"""What `csdctl plan` is computed from: plan, history, both, or a similar model; and what it says then."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from csdctl.cli.app import app
+from csdctl.errors import InputError
+from csdctl.fleet.facts import save_facts
+from csdctl.fleet.model import HOST_NAME, Node
+from csdctl.tuning.plan import Plan, Predicted, RankPlan, save_plan
+from csdctl.workflows.forecast.basis import Basis
+from csdctl.workflows.forecast.forecast import MOST_SEARCHED, Forecast, Question, forecast
+from csdctl.workflows.forecast.plan_basis import plan_basis
+from csdctl.workflows.forecast.tuned_basis import tuned_basis
+from csdctl.workflows.train.plan_validation import describe_made_for
+from tests.unit.workflows.measured_project import (
+    STEPS,
+    STRETCH,
+    SUMS,
+    Builder,
+    MeasuredProject,
+    facts_of,
+    make_project,
+    remember_all,
+    remember_probes,
+    remember_sums,
+    trial_step_s,
+    write_job,
+)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> MeasuredProject:
+    return make_project(tmp_path)
+
+
+@pytest.fixture
+def measured(at: MeasuredProject) -> MeasuredProject:
+    remember_all(at)
+    return at
+
+
+def basis_of(at: MeasuredProject, **options: Any) -> Basis:
+    def say(line: str) -> None:
+        pytest.fail(f"nothing is to be built, but: {line}")
+
+    return tuned_basis(at.job, at.project, at.fleet, say, **options)
+
+
+def ask(at: MeasuredProject, **question: Any) -> Forecast:
+    return forecast(basis_of(at), Question(**question))
+
+
+def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **changes: Any) -> Plan:
+    """A plan as `tune` writes it: with other batch sizes than the best ones, to tell them apart."""
+    names = [HOST_NAME, *(node.name for node in at.fleet.nodes)]
+    steps = [STEPS[HOST_NAME], *[STEPS["csd"]] * len(at.fleet.nodes)]
+    step_s = trial_step_s(sizes, at.features.vector_bytes)
+    plan = Plan(
+        job=at.job.name,
+        job_fingerprint=at.job.fingerprint(),
+        method="fit",
+        method_arguments={"max_global_batch": 500},
+        num_probes=9,
+        predicted=Predicted(
+            global_batch=sum(sizes),
+            step_s=step_s,
+            images_per_s=sum(sizes) / step_s,
+            compute_share=0.8,
+            imbalance_share=0.1,
+            communication_share=0.1,
+            is_confirmed=True,
+        ),
+        ranks=[
+            RankPlan(
+                node=name,
+                batch_size=size,
+                threads=4,
+                step_time_s=step.at(size),
+                images_per_s=size / step.at(size),
+            )
+            for name, size, step in zip(names, sizes, steps, strict=False)
+        ],
+    )
+    facts = {name: facts_of(name) for name in names}
+    plan = plan.model_copy(update={"made_for": describe_made_for(plan, at.job, facts), **changes})
+    save_plan(at.project.plan(at.job.name), plan)
+    return plan
+
+
+class TestFromTheHistoryAlone:
+    def test_more_nodes_than_were_tuned_get_the_best_batch_sizes_for_their_number(
+        self, measured: MeasuredProject
+    ) -> None:
+        answer = ask(measured, node_counts=[1, 2, 24])
+        rates = [point.images_per_s for point in answer.points]
+        assert rates == sorted(rates)
+        assert all(point.global_batch <= 4 * measured.job.recipe.reference_batch for point in answer.points)
+        # Every step must be what the fits, the sums and the trial say, for some batch sizes.
+        assert answer.points[2].sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 25))
+        assert answer.points[2].efficiency < answer.points[1].efficiency
+        assert answer.basis.stretch == pytest.approx(STRETCH)
+        assert answer.basis.source == "measured"
+
+    def test_speed_up_is_over_the_host_alone_at_its_own_best_batch_size(
+        self, measured: MeasuredProject
+    ) -> None:
+        alone, pair = ask(measured, node_counts=[0, 1]).points
+        assert alone.speedup == pytest.approx(1.0)
+        assert alone.images_per_s == pytest.approx(1024 / STEPS[HOST_NAME].at(1024), rel=0.01)
+        assert pair.speedup == pytest.approx(pair.images_per_s / alone.images_per_s)
+
+    def test_every_figure_says_where_it_comes_from(self, measured: MeasuredProject) -> None:
+        origins = basis_of(measured).origins
+        assert origins["speeds"] == "measured: 10 probes and trials of MobileNetV2 on machines like these"
+        assert origins["sum"].startswith("measured: a line through 6 sums over 2 to 3 ranks")
+        assert "1.10 times the slowest rank's alone, by the newest trial" in origins["in_step"]
+        assert "global batch of at most 1,024" in origins["batch_sizes"]
+        assert origins["samples"] == "60,000 public, as they were last prepared"
+        assert "plan" not in origins
+
+    def test_samples_are_those_that_were_prepared_unless_somebody_knows_better(
+        self, measured: MeasuredProject
+    ) -> None:
+        assert ask(measured).num_samples == 3 * 60_000
+        assert ask(measured, num_samples=10, epochs=1).num_samples == 10
+
+    def test_few_samples_leave_smaller_batches(self, measured: MeasuredProject) -> None:
+        basis = basis_of(measured, num_samples=1_000)
+        assert all(point.global_batch <= 100 for point in forecast(basis, Question()).points)
+
+    def test_no_node_with_private_data_is_left_out(self, tmp_path: Path) -> None:
+        private = make_project(tmp_path, is_private=True)
+        remember_probes(private)
+        remember_sums(private)
+        answer = ask(private, node_counts=[2, 12])
+        assert [point.num_left_out for point in answer.points] == [0, 0]
+        assert answer.num_samples == 3 * 180_000
+        assert answer.basis.origins["samples"].startswith("60,000 public and 120,000 private on 2 nodes")
+
+    def test_nodes_that_cost_more_than_they_bring_are_left_out(self, at: MeasuredProject) -> None:
+        remember_probes(at)
+        answer = forecast(basis_of(at), Question(node_sum_s=1.0))
+        assert [point.num_left_out for point in answer.points] == [0, 1, 2]
+        assert answer.points[2].images_per_s == pytest.approx(answer.points[0].images_per_s)
+        assert answer.verdict
+        assert not answer.verdict.is_worth_it
+
+    def test_sums_and_trials_that_are_missing_are_said_to_be(self, at: MeasuredProject) -> None:
+        remember_probes(at)
+        basis = basis_of(at)
+        assert "counted as nothing" in basis.origins["sum"]
+        assert "nothing was tried together" in basis.origins["in_step"]
+
+    def test_emulated_fleet_is_called_so(self, at: MeasuredProject) -> None:
+        emulated = replace(at, fleet=replace(at.fleet, emulated=True))
+        plan_of(emulated, emulated=True)
+        basis = basis_of(emulated)
+        assert basis.source == "emulated"
+        assert "never how fast a device is" in basis.origins["speeds"]
+
+    def test_many_nodes_are_judged_by_some_of_the_numbers_in_between(self, measured: MeasuredProject) -> None:
+        verdict = ask(measured, node_counts=[100]).verdict
+        assert verdict
+        assert verdict.worth_from
+        assert 0 < verdict.useful_nodes <= 100
+
+    def test_least_number_that_is_worth_it_is_found_whatever_the_largest(
+        self, measured: MeasuredProject
+    ) -> None:
+        few, many = (ask(measured, node_counts=[number]).verdict for number in (40, 1000))
+        assert few
+        assert many
+        assert few.worth_from == many.worth_from == 2
+
+    def test_of_many_numbers_of_nodes_some_are_searched_evenly_and_it_is_said(
+        self, measured: MeasuredProject
+    ) -> None:
+        answer = ask(measured, node_counts=range(1, 301))
+        numbers = [point.num_nodes for point in answer.points]
+        assert len(numbers) == MOST_SEARCHED
+        assert (numbers[0], numbers[-1]) == (1, 300)
+        assert max(after - before for before, after in itertools.pairwise(numbers)) <= 6
+        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MOST_SEARCHED} of the 300 asked for")
+        few = ask(measured, node_counts=range(1, 11))
+        assert len(few.points) == 10
+        assert "numbers_of_nodes" not in few.basis.origins
+
+
+class TestFromPlanAndHistory:
+    def test_fleet_as_planned_has_the_plans_batch_sizes_and_the_rate_of_its_trial(
+        self, measured: MeasuredProject
+    ) -> None:
+        plan = plan_of(measured)
+        alone, pair, planned, more = ask(measured, node_counts=[0, 1, 2, 3]).points
+        assert planned.global_batch == 122
+        assert plan.predicted
+        assert planned.images_per_s == pytest.approx(plan.predicted.images_per_s)
+        assert planned.step_s == pytest.approx(plan.predicted.step_s)
+        assert max(alone.global_batch, pair.global_batch, more.global_batch) <= 500
+        assert more.global_batch > 122
+        assert more.images_per_s > planned.images_per_s
+
+    def test_origins_tell_the_plans_part_from_the_historys(self, measured: MeasuredProject) -> None:
+        plan_of(measured)
+        origins = basis_of(measured).origins
+        assert origins["batch_sizes"] == (
+            "for 2 nodes those of the plan, for others the best with a global batch of at most 500"
+        )
+        assert "by the plan's trial" in origins["in_step"]
+
+    def test_batch_sizes_edited_by_hand_count(self, measured: MeasuredProject) -> None:
+        plan = plan_of(measured)
+        edited = [rank.model_copy(update={"batch_size": 8}) for rank in plan.ranks]
+        save_plan(measured.project.plan("job"), plan.model_copy(update={"ranks": edited}))
+        point = ask(measured).points[2]
+        assert point.global_batch == 24
+        step_s = STEPS["csd"].at(8) * STRETCH + SUMS.at(measured.features.vector_bytes, 3)
+        assert point.step_s == pytest.approx(step_s)
+
+    def test_node_that_the_plan_leaves_out_stays_idle(self, measured: MeasuredProject) -> None:
+        plan = plan_of(measured)
+        save_plan(
+            measured.project.plan("job"),
+            plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"], "predicted": None}),
+        )
+        point = ask(measured).points[2]
+        assert (point.global_batch, point.num_left_out) == (110, 1)
+        assert point.sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 2))
+
+    def test_plan_that_no_longer_fits_is_not_used_and_says_why(self, measured: MeasuredProject) -> None:
+        plan_of(measured, job_fingerprint="other")
+        answer = ask(measured)
+        assert answer.points[2].global_batch > 122
+        assert answer.basis.origins["plan"].startswith("not used: the plan does not fit")
+
+    def test_plan_for_other_nodes_is_not_used_and_says_so(self, measured: MeasuredProject) -> None:
+        plan_of(measured)
+        nodes = (*measured.fleet.nodes, Node("csd2", "10.1.1.9"))
+        larger = replace(measured, fleet=replace(measured.fleet, nodes=nodes))
+        save_facts(larger.fleet, {name: facts_of(name) for name in ("host", "csd0", "csd1", "csd2")})
+        basis = basis_of(larger)
+        assert basis.num_nodes == 3
+        assert basis.origins["plan"] == "not used: the plan is for other nodes: csd[0-1]"
+
+
+class TestFromThePlanAlone:
+    def test_plan_has_to_do_where_nothing_is_remembered(self, at: MeasuredProject) -> None:
+        plan = plan_of(at)
+        answer = ask(at, node_counts=[0, 2, 4])
+        assert plan.predicted
+        assert answer.points[1].images_per_s == pytest.approx(plan.predicted.images_per_s)
+        assert [point.global_batch for point in answer.points] == [100, 122, 144]
+        assert answer.basis.origins["history"] == "not used: nothing was measured here yet"
+        assert "assumption: it grows" in answer.basis.origins["sum"]
+        assert answer.num_samples == 180_000
+
+    def test_plan_that_was_measured_is_better_than_a_guess(self, at: MeasuredProject) -> None:
+        other = replace(at.features, hash="b" * 64, name="other")
+        remember_probes(at, features=other)
+        plan_of(at)
+        basis = basis_of(at)
+        assert basis.source == "measured"
+        assert basis.origins["history"] == "not used: it knows similar models only"
+
+    def test_plan_in_which_the_host_sits_out_leaves_nothing_to_compare_with(
+        self, at: MeasuredProject
+    ) -> None:
+        plan = plan_of(at)
+        idle = RankPlan.model_construct(node=HOST_NAME, batch_size=0, threads=1)
+        with pytest.raises(InputError, match="the host sits out"):
+            plan_basis(at.job, plan.model_copy(update={"ranks": [idle, *plan.ranks[1:]]}))
+
+
+class TestFromSimilarModels:
+    def test_model_that_was_never_measured_is_guessed_from_one_that_was(self, at: MeasuredProject) -> None:
+        twice = replace(at.features, hash="b" * 64, name="Twice", num_operations=100_000_000)
+        remember_probes(at, features=twice)
+        basis = basis_of(at)
+        assert basis.source == "guessed"
+        assert basis.origins["speeds"] == (
+            "guessed from Twice for host, csd[0-1]: this MobileNetV2, with this recipe and form of data, "
+            "was never measured there"
+        )
+        # Half of the operations: half of the time of a sample.
+        step_time = basis.nodes[0].model.step_time
+        assert (step_time.fixed_s, step_time.per_sample_s) == pytest.approx((0.1, 0.01), rel=0.02)
+
+    def test_machines_that_were_measured_count_beside_those_that_are_guessed(
+        self, at: MeasuredProject
+    ) -> None:
+        remember_probes(at, machines=[HOST_NAME])
+        remember_probes(at, machines=["csd0"], features=replace(at.features, hash="b" * 64, name="other"))
+        basis = basis_of(at)
+        assert basis.origins["speeds"].startswith("measured: 5 probes")
+        assert "guessed from other for csd[0-1]" in basis.origins["speeds"]
+
+    def test_model_that_is_nothing_like_it_tells_nothing(self, at: MeasuredProject) -> None:
+        remember_probes(at, features=replace(at.features, hash="b" * 64, num_operations=10**13))
+        with pytest.raises(InputError, match="neither MobileNetV2 nor a similar model was measured on host"):
+            basis_of(at)
+
+    def test_same_model_with_another_recipe_is_a_guess(self, measured: MeasuredProject) -> None:
+        job = write_job(measured.project.root, optimizer="adam")
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("csdctl.workflows.data.prepare.LocalSession", lambda name, _: Builder(name))
+            basis = tuned_basis(job, measured.project, measured.fleet, lambda line: None)
+        assert basis.source == "guessed"
+        assert "guessed from MobileNetV2 for host" in basis.origins["speeds"]
+
+
+class TestNothingIsKnown:
+    def test_without_plan_and_history_it_says_what_to_do(self, at: MeasuredProject) -> None:
+        with pytest.raises(InputError, match="there is no plan, and nothing was measured here yet") as raised:
+            basis_of(at)
+        assert "csdctl tune" in raised.value.remedy
+        assert "--published mobilenetv2" in raised.value.remedy
+        assert not at.project.history.exists()
+
+    def test_machines_that_nobody_has_looked_at_are_named(self, measured: MeasuredProject) -> None:
+        save_facts(measured.fleet, {"host": facts_of("host"), "csd0": facts_of("csd0")})
+        with pytest.raises(InputError, match="what csd1 can do") as raised:
+            basis_of(measured)
+        assert "csdctl discover" in raised.value.remedy
+
+    def test_damaged_history_is_told(self, at: MeasuredProject) -> None:
+        at.project.history.write_text("no database at all, but long enough to be taken for one")
+        with pytest.raises(InputError, match="is not a history that can be read"):
+            basis_of(at)
+
+    def test_without_a_fleet_file_there_is_no_knowing_for_what_machines(
+        self, measured: MeasuredProject
+    ) -> None:
+        with pytest.raises(InputError, match="there is no fleet file"):
+            tuned_basis(measured.job, measured.project, None, lambda line: None)
+
+
+class TestTheCommand:
+    def test_24_nodes_are_asked_for_after_two_were_tuned(
+        self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(measured.project.root)
+        done = CliRunner().invoke(app, ["plan", "--nodes", "24", "--json"])
+        assert done.exit_code == 0
+        document = json.loads(done.stdout)
+        [point] = document["curve"]
+        assert document["source"] == "measured"
+        assert point["num_nodes"] == 24
+        assert point["num_left_out"] == 0
+        assert point["is_host_training"]
+        assert "more nodes than 2" in document["origins"]["reach"]
+
+    def test_larger_global_batch_may_be_asked_for(
+        self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(measured.project.root)
+        asked = ["plan", "--nodes", "24", "--json", "--max-global-batch"]
+        small, large = (
+            json.loads(CliRunner().invoke(app, [*asked, most]).stdout) for most in ("512", "4096")
+        )
+        assert small["curve"][0]["global_batch"] <= 512 < large["curve"][0]["global_batch"] <= 4096
+        assert large["curve"][0]["images_per_s"] > small["curve"][0]["images_per_s"]
+        assert CliRunner().invoke(app, ["plan", "--published", "squeezenet", *asked[4:], "8"]).exit_code != 0
+
+    def test_nodes_may_be_chosen(self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(measured.project.root)
+        done = CliRunner().invoke(app, ["plan", "--exclude", "csd1"])
+        assert done.exit_code == 0
+        assert "1 node: " in done.stdout
+        assert "batch sizes: for each number of nodes the best" in done.stdout
+
+    def test_idle_ranks_are_named(self, at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
+        remember_probes(at)
+        monkeypatch.chdir(at.project.root)
+        done = CliRunner().invoke(app, ["plan", "--sum-seconds", "1"])
+        assert "2 nodes of them left out: more time than they would bring" in done.stdout

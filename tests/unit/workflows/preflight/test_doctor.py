@@ -1,0 +1,120 @@
+"""What an examination comes to: exit codes, and why a hello was not heard."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import ExitCode, InputError
+from csdctl.fleet.checks import FLEET_NAME, Check, Verdict
+from csdctl.fleet.model import Fleet, Node
+from csdctl.launch.mpi_job import JobOutcome
+from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Greeted, Ready, Started
+from csdctl.workflows.preflight.doctor import DoctorOptions, Examination
+from csdctl.workflows.preflight.mpi_check import judge_hello
+
+FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
+MACHINES = ["host", "csd0", "csd1"]
+
+
+def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
+    """What `csdctl doctor` ends with when these checks of machines are red."""
+    examination = Examination(FLEET, lambda check: None, overdue=overdue)
+    examination.add(Check("csd0", "clock", Verdict.WARN, "+3 s off"))
+    for machine, name in red:
+        examination.add(Check(machine, name, Verdict.FAIL, "bad"))
+    try:
+        examination.check()
+    except Exception as error:
+        return int(error.exit_code)  # type: ignore[attr-defined]
+    return 0
+
+
+def test_amber_is_no_failure() -> None:
+    assert exit_code() == ExitCode.DONE
+
+
+@pytest.mark.parametrize(
+    ("red", "code"),
+    [
+        ([("csd1", "MPI")], ExitCode.PARTIAL),
+        ([("csd1", "reach")], ExitCode.PARTIAL),
+        ([("csd0", "MPI"), ("csd1", "disk")], ExitCode.FAILED),
+        ([("host", "mpirun")], ExitCode.FAILED),
+        ([(FLEET_NAME, "hello")], ExitCode.FAILED),
+        ([(FLEET_NAME, "hello"), ("csd1", "hello")], ExitCode.FAILED),
+        ([("csd0", "reach"), ("csd1", "reach")], ExitCode.UNREACHABLE),
+    ],
+)
+def test_exit_code_says_how_much_is_red(red: list[tuple[str, str]], code: ExitCode) -> None:
+    assert exit_code(*red) == code
+
+
+def test_deadline_that_passed_has_an_exit_code_of_its_own() -> None:
+    assert exit_code(("csd1", "MPI"), overdue="connecting") == ExitCode.DEADLINE
+
+
+@pytest.mark.parametrize("seconds", [0, -1, float("nan")])
+def test_deadline_must_be_a_second_at_least(seconds: float) -> None:
+    with pytest.raises(InputError, match="hello deadline"):
+        DoctorOptions(hello_deadline_s=seconds)
+
+
+def judge(events: list[Event], outcome: JobOutcome) -> Check:
+    for event in events:
+        if isinstance(event, Ready):
+            outcome.ready.add(event.rank)
+        if isinstance(event, Finished):
+            outcome.finished[event.rank] = event
+    return judge_hello(MACHINES, events, outcome, 60, Path("logs"))
+
+
+def of_all(*kinds: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
+    """Events of all machines."""
+    make = {
+        Started: lambda rank, name: Started(rank, name, name),
+        Ready: lambda rank, name: Ready(rank, name, 0, 1.0),
+        Greeted: lambda rank, name: Greeted(rank, name, library, 1 << 20, 0.003),
+        Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
+    }
+    return [make[kind](rank, name) for kind in kinds for rank, name in enumerate(MACHINES)]
+
+
+def test_hello_of_all_tells_mpi_and_the_time_of_a_sum() -> None:
+    check = judge(of_all(Started, Ready, Greeted, Finished), JobOutcome())
+    assert check.verdict == Verdict.OK
+    assert check.found == "3 ranks, Open MPI v5.0.11, a sum of 1 MiB in 3.0 ms"
+
+
+@pytest.mark.fault(49)
+def test_two_kinds_of_mpi_are_red_even_when_they_talk() -> None:
+    events = of_all(Started, Ready, Greeted, Finished)
+    events[6] = Greeted(0, "host", "Open MPI v5.0.10", 1 << 20, 0.003)
+    check = judge(events, JobOutcome())
+    assert check.verdict == Verdict.FAIL
+    assert "host uses Open MPI v5.0.10; csd0 uses Open MPI v5.0.11" in check.found
+
+
+@pytest.mark.fault(50)
+def test_ranks_that_hang_in_mpi_init_are_named() -> None:
+    events = of_all(Started)
+    check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
+    assert check.found == "csd0, csd1 started, and did not come through MPI_Init within 60 s"
+    assert "network:" in check.remedy
+
+
+def test_machines_that_never_said_hello_are_named() -> None:
+    check = judge([Started(0, "host", "server")], JobOutcome(overdue="start"))
+    assert check.found == "csd0, csd1 never started a rank within 60 s"
+    assert "prted" in check.remedy
+
+
+def test_rank_that_gives_up_is_told_in_its_own_words() -> None:
+    failed = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "reinstall mpi4py")
+    check = judge(of_all(Started), JobOutcome(failed={1: failed}))
+    assert check.found == "csd0: MPI cannot be entered: ImportError: no libmpi"
+    assert check.remedy.startswith("reinstall mpi4py")
+
+
+def test_rank_that_was_killed_is_named() -> None:
+    check = judge(of_all(Started), JobOutcome(exit_code=137, exited={2: Exited(2, "csd1", 139)}))
+    assert check.found == "csd1: rank 2 was killed by signal 11"

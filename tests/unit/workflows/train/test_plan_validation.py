@@ -1,0 +1,119 @@
+"""A plan that no longer fits is refused, and says what has changed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.job.model import Job, load_job
+from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
+from csdctl.workflows.train.plan_validation import MOST_SHOWN, check_plan, describe_made_for, find_left_out
+
+JOB = """\
+model: mine.py:build
+data: {public: {path: data}}
+recipe: {epochs: 3, learning_rate: 0.1}
+"""
+FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
+FACTS = {
+    name: Facts(name, architecture="aarch64", cpu_model="Cortex-A53", num_cores=4, memory_bytes=6 << 30)
+    for name in (HOST_NAME, "csd0", "csd1")
+}
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    (tmp_path / "mine.py").write_text("def build(): ...\n")
+    return written(tmp_path, JOB)
+
+
+@pytest.fixture
+def plan(job: Job, tmp_path: Path) -> Plan:
+    """As it comes from its file."""
+    ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in FACTS]
+    made = Plan(job="job", job_fingerprint=job.fingerprint(), method="fit", ranks=ranks)
+    made_for = describe_made_for(made, job, FACTS)
+    save_plan(tmp_path / "plan.yaml", made.model_copy(update={"made_for": made_for}))
+    return load_plan(tmp_path / "plan.yaml")
+
+
+def written(directory: Path, text: str) -> Job:
+    (directory / "job.yaml").write_text(text)
+    return load_job(directory / "job.yaml")
+
+
+def refusal(plan: Plan, job: Job, facts: dict[str, Facts] = FACTS) -> str:
+    with pytest.raises(InputError) as raised:
+        check_plan(plan, job, FLEET, facts)
+    assert "csdctl tune" in raised.value.remedy
+    return raised.value.message
+
+
+def test_plan_that_fits_is_accepted(plan: Plan, job: Job) -> None:
+    check_plan(plan, job, FLEET, FACTS)
+
+
+def test_values_of_the_job_that_changed_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
+    changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5, optimizer: adam"))
+    assert refusal(plan, changed) == (
+        f"the plan does not fit {changed.path}: changed since tuning:"
+        "\n  recipe.epochs: 5, was 3 when tuned\n  recipe.optimizer: adam, was sgd when tuned"
+    )
+
+
+def test_file_of_the_model_that_changed_is_named(plan: Plan, job: Job, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def build(): return 1\n")
+    assert refusal(plan, job).endswith("\n  mine.py has changed")
+
+
+def test_machine_that_changed_is_named_with_what_is_different(plan: Plan, job: Job) -> None:
+    slower = {**FACTS, "csd1": replace(FACTS["csd1"], num_cores=2)}
+    assert refusal(plan, job, slower).endswith("changed since tuning:\n  csd1: 2 cores, was 4 cores")
+
+
+def test_machine_that_nobody_has_looked_at_is_no_change(plan: Plan, job: Job) -> None:
+    check_plan(plan, job, FLEET, {"host": FACTS["host"]})
+
+
+def test_long_list_is_cut(plan: Plan, job: Job, tmp_path: Path) -> None:
+    recipe = (
+        "epochs: 4, learning_rate: 0.2, reference_batch: 8, warmup_epochs: 1, optimizer: adam, seed: 3, "
+        "loss: mse, from_logits: true, decay: cosine, max_learning_rate: 1.0"
+    )
+    changed = written(tmp_path, JOB.replace("epochs: 3, learning_rate: 0.1", recipe))
+    lines = refusal(plan, changed).splitlines()
+    assert len(lines) == 1 + MOST_SHOWN + 1
+    assert lines[-1] == "  and 2 more"
+
+
+def test_plan_by_hand_is_judged_by_its_fingerprint_as_ever(plan: Plan, job: Job, tmp_path: Path) -> None:
+    by_hand = plan.model_copy(update={"made_for": None})
+    slower = {name: replace(facts, num_cores=1) for name, facts in FACTS.items()}
+    check_plan(by_hand, job, FLEET, slower)
+    changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5"))
+    assert refusal(by_hand, changed).endswith("job, model or recipe changed since tuning")
+
+
+def test_fingerprint_that_changed_without_a_reason_is_refused_as_well(plan: Plan, job: Job) -> None:
+    older = plan.model_copy(update={"job_fingerprint": "of an older csdctl"})
+    assert refusal(older, job).endswith("job, model or recipe changed since tuning")
+
+
+def test_node_that_the_plan_does_not_know_is_named(plan: Plan, job: Job) -> None:
+    smaller = plan.model_copy(update={"ranks": plan.ranks[:2]})
+    with pytest.raises(InputError, match="nothing for csd1") as raised:
+        check_plan(smaller, job, FLEET, FACTS)
+    assert "--exclude csd1" in raised.value.remedy
+
+
+def test_node_that_the_plan_leaves_out_is_not_missing(plan: Plan, job: Job) -> None:
+    smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
+    check_plan(smaller, job, FLEET, FACTS)
+    assert find_left_out(smaller, FLEET) == ["csd1"]
+
+
+def test_node_that_was_written_in_by_hand_is_not_left_out(plan: Plan) -> None:
+    assert find_left_out(plan.model_copy(update={"left_out": ["csd1"]}), FLEET) == []

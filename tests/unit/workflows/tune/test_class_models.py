@@ -1,0 +1,101 @@
+"""What a tuning recalls of what was measured before."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.measurements import open_history
+from csdctl.tuning.measurements import Probe, Settings
+from csdctl.workflows.tune.class_models import Kind, Knowledge, hash_recipe
+from tests.unit.workflows.measured_project import (
+    PUBLIC,
+    MeasuredProject,
+    class_of,
+    facts_of,
+    make_project,
+    remember_trial,
+    settings_of,
+)
+
+LINE = StepTime(0.1, 0.01)
+EIGHT = settings_of(HOST_NAME)
+
+
+@pytest.fixture
+def at(tmp_path: Path) -> MeasuredProject:
+    return make_project(tmp_path)
+
+
+def remember(at: MeasuredProject, *probes: Probe) -> None:
+    with open_history(at.project.history) as history:
+        history.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
+
+
+def recalled(at: MeasuredProject, threads: int = 0) -> Kind:
+    """The host, as it is known now."""
+    fleet = replace(at.fleet, host=replace(at.fleet.host, threads=threads))
+    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in fleet.machines}
+    with open_history(at.project.history) as history:
+        return Knowledge(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, history).kinds[HOST_NAME]
+
+
+def probed(size: int, settings: Settings = EIGHT, peak: int = 1 << 30) -> Probe:
+    return Probe(settings, size, 1.0, LINE.at(size), 3, peak)
+
+
+def tried(size: int, ratio: float, settings: Settings = EIGHT) -> Probe:
+    return Probe(settings, size, 2.0, LINE.at(size) * ratio, 3)
+
+
+def test_trial_scales_what_was_probed(at: MeasuredProject) -> None:
+    remember(at, *map(probed, (8, 16, 32)), tried(64, 1.3))
+    kind = recalled(at)
+    assert kind.state.is_remembered
+    assert kind.state.sizes == {8, 16, 32}
+    assert kind.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
+
+
+def test_tuning_that_was_interrupted_is_gone_on_with(at: MeasuredProject) -> None:
+    remember(at, *map(probed, (8, 16, 32)))
+    assert not recalled(at).state.is_remembered
+
+
+def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(at: MeasuredProject) -> None:
+    four = Settings(4, is_onednn=False)
+    remember(at, *map(probed, (8, 16, 32)), probed(32, four), tried(64, 1.0, four))
+    assert recalled(at).settings == four
+    assert recalled(at, threads=6).settings == Settings(6)
+
+
+def test_size_that_did_not_fit_once_may_fit_another_day(at: MeasuredProject) -> None:
+    remember(at, probed(8), Probe(EIGHT, 32, 1.0, None))
+    assert recalled(at).state.too_large == 32
+    remember(at, probed(40))
+    assert recalled(at).state.too_large is None
+
+
+def test_size_below_the_largest_has_no_peak_of_its_own(at: MeasuredProject) -> None:
+    remember(at, probed(32), probed(20, peak=0), probed(64, peak=2 << 30))
+    assert recalled(at).peaks == {32: 1 << 30, 64: 2 << 30}
+
+
+def test_trial_in_pieces_says_nothing_of_what_fits_at_once(at: MeasuredProject) -> None:
+    remember(at, *(probed(size, peak=size << 27) for size in (32, 64)), tried(4000, 1.0))
+    most = recalled(at).max_at_once
+    assert most is not None
+    assert 64 < most < 4000
+
+
+def test_host_that_sat_out_has_its_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+    remember_trial(at, (0, 16, 16))
+    facts = {name: facts_of(name) for name in at.fleet.machines}
+    with open_history(at.project.history) as history:
+        known = Knowledge(
+            at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, history, is_host_training=False
+        )
+        newest = known.newest_trial(dict.fromkeys(known.kinds, LINE))
+    assert newest is not None
+    assert [size for _, size in newest[0]] == [0, 16, 16]

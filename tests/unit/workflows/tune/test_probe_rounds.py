@@ -1,0 +1,93 @@
+"""The sessions of all machines: which ones stay for other settings and for a trial, and which must start."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.transport.fake import FakeConversation, FakeSession
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.tune.probing import ProbeRounds
+from tests.unit.workflows.measured_project import make_project, prepared, workspace
+
+USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
+PEAK = 1 << 30
+
+
+def answer(line: str) -> list[str]:
+    asked = json.loads(line)
+    return [to_json(ProbeResult(asked["batch_size"], 0.1, 3, PEAK))] if "batch_size" in asked else []
+
+
+class Fleet:
+    """A host and a node whose workers answer at once; memory has room for `num_sessions`."""
+
+    def __init__(self, directory: Path, num_sessions: int) -> None:
+        at = make_project(directory, num_nodes=1)
+        self.num_sessions = num_sessions
+        self.sessions = {
+            name: FakeSession(name).on(stdout="a model prints\nready\n", replies=answer)
+            for name in at.fleet.machines
+        }
+        memory_bytes = round(PEAK * num_sessions / 0.8)
+        self.rounds = ProbeRounds(
+            at.job,
+            prepared(at),
+            workspace(at, self.sessions, memory_bytes),
+            dict.fromkeys(self.sessions, USUAL),
+            lambda _: None,
+            lambda _: None,
+        )
+
+    def of_node(self) -> list[FakeConversation]:
+        return self.sessions["csd0"].conversations
+
+    def probe(self) -> None:
+        self.rounds.measure({name: ProbeRequest(8) for name in self.sessions})
+
+
+@pytest.fixture(params=[1, 2])
+def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path, request.param)
+    with fleet.rounds:
+        yield fleet
+    assert all(one.is_closed for session in fleet.sessions.values() for one in session.conversations)
+
+
+def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
+    fleet.probe()
+    enlist = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
+    assert enlist["csd0"]("spec.json", 1) is fleet.of_node()[0]
+    assert json.loads(fleet.of_node()[0].sent[-1]) == {"spec": "spec.json", "rank": 1}
+    assert len(fleet.of_node()) == 1
+
+
+@pytest.mark.parametrize("taken", [USUAL, OTHER])
+def test_usual_session_stays_beside_another_where_memory_has_room(fleet: Fleet, taken: Runtime) -> None:
+    fleet.probe()
+    fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
+    fleet.probe()
+    has_room = fleet.num_sessions == 2
+    assert fleet.of_node()[0].is_closed == (not has_room)
+    enlist = fleet.rounds.prepare_trial({"csd0": taken})
+    used = enlist["csd0"]("spec.json", 0)
+    open_ones = [one for one in fleet.of_node() if not one.is_closed]
+    assert open_ones == [used]
+    assert len(fleet.of_node()) == (2 if taken == OTHER or has_room else 3)
+
+
+def test_machine_that_takes_no_part_in_the_trial_holds_no_session(fleet: Fleet) -> None:
+    fleet.probe()
+    fleet.rounds.prepare_trial({"csd0": USUAL})
+    assert all(one.is_closed for one in fleet.sessions["host"].conversations)
+
+
+def test_session_whose_memory_nobody_measured_does_not_stay(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, 100)
+    with fleet.rounds:
+        fleet.rounds.measure({"host": ProbeRequest(8)})
+        fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
+        assert fleet.of_node()[0].is_closed

@@ -1,0 +1,106 @@
+"""One machine's probe session: memory, machines that hang, workers that die."""
+
+import json
+from contextlib import closing
+
+import pytest
+
+from csdctl.errors import RemoteCommandError
+from csdctl.transport.fake import FakeSession
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.tune.probing import Prober
+
+COMMAND = ["python", "worker.pyz", "probe"]
+
+
+def result(batch_size: int, peak_memory_bytes: int = 1000) -> str:
+    return to_json(ProbeResult(batch_size, 0.1, 10, peak_memory_bytes))
+
+
+def session(*replies: str, exit_code: int = 0, stderr: str = "") -> FakeSession:
+    left = iter(replies)
+    return FakeSession("csd0").on(
+        "python", stdout="ready\n", replies=lambda line: [next(left)], exit_code=exit_code, stderr=stderr
+    )
+
+
+def test_result_is_read_and_its_peak_kept() -> None:
+    with closing(Prober(session(result(8, 700)), COMMAND, Runtime(), None)) as prober:
+        prober.start()
+        measured = prober.measure(ProbeRequest(8))
+        assert measured is not None
+        assert measured.batch_size == 8
+        assert prober.peaks[8] == 700
+
+
+def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
+    fake = session(result(8, 700), result(16, 900))
+    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
+        prober.start()
+        assert prober.measure(ProbeRequest(8))
+        assert prober.measure(ProbeRequest(16))
+        assert prober.measure(ProbeRequest(32)) is None  # 900 + 16 · 25 = 1300 bytes
+
+
+def test_high_mark_of_a_process_is_not_taken_for_the_peak_of_a_smaller_size() -> None:
+    with closing(
+        Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, Runtime(), None)
+    ) as prober:
+        prober.start()
+        for size in (8, 16, 8):
+            prober.measure(ProbeRequest(size))
+        assert prober.peaks[8] == 700
+
+
+def test_worker_that_dies_of_memory_is_a_result() -> None:
+    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
+        prober.start()
+        assert prober.measure(ProbeRequest(64)) is None
+
+
+def test_worker_that_dies_otherwise_is_an_error_with_its_cause() -> None:
+    noise = "I0000 00:00:1 port.cc] oneDNN custom operations are on\n"
+    with closing(
+        Prober(
+            session(exit_code=1, stderr=f"{noise}ImportError: no numpy\n{noise}"), COMMAND, Runtime(), None
+        )
+    ) as prober:
+        prober.start()
+        with pytest.raises(RemoteCommandError, match="ImportError: no numpy") as raised:
+            prober.measure(ProbeRequest(64))
+    assert raised.value.node == "csd0"
+
+
+def test_request_carries_batch_size_and_time() -> None:
+    fake = session(result(8))
+    with closing(Prober(fake, COMMAND, Runtime(), None)) as prober:
+        prober.start()
+        prober.measure(ProbeRequest(8, min_duration_s=2.5))
+    asked = json.loads(fake.conversations[0].sent[-1])
+    assert (asked["batch_size"], asked["min_duration_s"]) == (8, 2.5)
+
+
+def test_pieces_count_for_memory_not_the_whole_batch() -> None:
+    fake = session(result(8, 700), result(16, 900), result(256, 900))
+    with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
+        for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
+            assert prober.measure(request)
+        assert prober.peaks == {8: 700, 16: 900}
+
+
+def test_size_below_one_that_fitted_is_always_measured() -> None:
+    with closing(
+        Prober(session(result(32, 1190), result(16, 1190)), COMMAND, Runtime(), usable_bytes=1200)
+    ) as prober:
+        prober.start()
+        assert prober.measure(ProbeRequest(32))  # above 90% of the memory, and yet it fitted
+        assert prober.measure(ProbeRequest(16))
+
+
+def test_size_that_killed_the_worker_is_told_from_one_foreseen_not_to_fit() -> None:
+    with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
+        prober.start()
+        prober.measure(ProbeRequest(64))
+        assert prober.killing == {64}

@@ -1,0 +1,58 @@
+"""What a trial's steps came to, from what its ranks said."""
+
+import pytest
+
+from csdctl.errors import RunError
+from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
+from csdctl.workflows.tune.trial import read_trial
+
+NODES = ("host", "csd0")
+
+
+def joined(rank: int, generation: int = 1) -> Joined:
+    return Joined(rank, NODES[rank], generation, 1, 0, 20, 0, {"0": 30, "1": 10}, "star", 0.02)
+
+
+def first_progress(rank: int) -> Progress:
+    """Two slow steps."""
+    return Progress(rank, NODES[rank], 1, 2, 2, 60, 1.0, 0.5, 1.5, 80 if rank == 0 else 0)
+
+
+def epoch_end(rank: int, steps: int = 20) -> EpochEnd:
+    """After the first two, steps of 0.1 s: the host computes for 0.09 s of it, the node for 0.08 s."""
+    later = steps - 2
+    compute_s = 1.0 + later * (0.09 if rank == 0 else 0.08)
+    wait_s = 0.5 + later * (0.01 if rank == 0 else 0.02)
+    samples = 40 * steps if rank == 0 else 0
+    return EpochEnd(
+        rank, NODES[rank], 1, steps, 0, compute_s, wait_s, 9.0, "", samples, stepped_samples=samples
+    )
+
+
+def test_first_steps_of_many_do_not_count() -> None:
+    events: list[Event] = [
+        *(joined(rank) for rank in (0, 1)),
+        *(first_progress(rank) for rank in (0, 1)),
+        *(epoch_end(rank) for rank in (0, 1)),
+    ]
+    result = read_trial(events, NODES)
+    assert (result.num_steps, result.step_s) == (18, pytest.approx(0.1))
+    assert result.images_per_s == pytest.approx(400)
+    assert result.compute_s == pytest.approx((0.09, 0.08))
+    assert (result.wall_s, result.collective, result.sum_s) == (9.0, "star", 0.02)
+
+
+def test_few_steps_all_count() -> None:
+    events: list[Event] = [joined(0), joined(1), first_progress(0), epoch_end(0, 9), epoch_end(1, 9)]
+    assert read_trial(events, NODES).num_steps == 9
+
+
+def test_trial_that_lost_its_links_is_none() -> None:
+    events: list[Event] = [joined(0), joined(1), joined(0, 2), joined(1, 2), epoch_end(0), epoch_end(1)]
+    with pytest.raises(RunError, match="lost its links"):
+        read_trial(events, NODES)
+
+
+def test_node_that_has_not_done_all_steps_is_named() -> None:
+    with pytest.raises(RunError, match="before csd0 had done all steps"):
+        read_trial([joined(0), joined(1), epoch_end(0)], NODES)
