@@ -25,9 +25,9 @@ COMMANDS: CommandTable = {
         "deploy": "Bring a job's files, or whole trees, to every node; what is there is not sent again.",
     },
     "Training": {
-        "tune": "Measure the machines and write the plan that trains most images a second.",
-        "plan": "Forecast rate, time and energy for any number of nodes; the plan is what `tune` writes.",
-        "history": "Show what was measured before, and how near the model came to each trial; or forget it.",
+        "tune": "Measure the machines and write the plan that trains most samples/s.",
+        "forecast": "Forecast rate, time and energy for any number of nodes; the plan is what `tune` writes.",
+        "measurements": "Show earlier measurements and how well they predicted each trial, or forget them.",
         "verify": "Prove on your model and fleet that the ranks compute what one process would.",
         "train": "Train on the host and all nodes in step, each with its own batch size.",
         "report": "Show what a run came to.",

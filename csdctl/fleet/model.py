@@ -1,5 +1,6 @@
 """The fleet as frozen values; `reading` is the way from fleet.yaml to them."""
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,6 +46,10 @@ class Fleet:
     def machines(self) -> tuple[str, ...]:
         """The names of the host and all nodes, the host first."""
         return (HOST_NAME, *(node.name for node in self.nodes))
+
+    def python_of(self, machine: str) -> str:
+        """The Python that runs the worker on `machine`."""
+        return sys.executable if machine == HOST_NAME else self.node(machine).python
 
     def node(self, name: str) -> Node:
         """The node called `name`; raises InputError when there is none."""

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from csdctl.fleet.checks import Check, Verdict
+from csdctl.fleet.checks import Check, Status
 
 MAX_OTHER_PAIRS = 64
 """Up to so many machines, pairs that need not talk are tried too."""
@@ -17,7 +17,7 @@ LOOK = "look at routes and addresses; name the shared network as `network:` in t
 
 
 @dataclass(frozen=True)
-class Knock:
+class ConnectAttempt:
     """One machine knocked at a door of another; `why_not` is '' when it was let in."""
 
     visitor: str
@@ -27,7 +27,7 @@ class Knock:
     why_not: str = ""
 
 
-def must_talk(one: int, other: int, num_ranks: int) -> bool:
+def must_connect(one: int, other: int, num_ranks: int) -> bool:
     """Whether two ranks connect in training: rank 0 with all, others at a distance of a power of two.
 
     The sum is a star around rank 0. What is gathered goes by Open MPI's dissemination, recursive doubling,
@@ -45,19 +45,19 @@ def pairs_to_try(machines: Sequence[str]) -> dict[str, list[str]]:
         visitor: [
             owner
             for number, owner in enumerate(machines)
-            if number != me and (count <= MAX_OTHER_PAIRS or must_talk(me, number, count))
+            if number != me and (count <= MAX_OTHER_PAIRS or must_connect(me, number, count))
         ]
         for me, visitor in enumerate(machines)
     }
 
 
-def judge_knocks(machines: Sequence[str], knocks: Iterable[Knock]) -> list[Check]:
+def judge_attempts(machines: Sequence[str], knocks: Iterable[ConnectAttempt]) -> list[Check]:
     """A check for every machine; who nobody reaches is red itself, rather than all who tried."""
-    by_owner: dict[str, list[Knock]] = defaultdict(list)
+    by_owner: dict[str, list[ConnectAttempt]] = defaultdict(list)
     for knock in knocks:
         by_owner[knock.owner].append(knock)
     ranks = {name: number for number, name in enumerate(machines)}
-    blamed: dict[str, list[Knock]] = defaultdict(list)
+    blamed: dict[str, list[ConnectAttempt]] = defaultdict(list)
     for owner, tried in by_owner.items():
         refused = [knock for knock in tried if knock.why_not]
         nobody = len({knock.visitor for knock in refused}) > 1 and len(refused) == len(tried)
@@ -66,11 +66,11 @@ def judge_knocks(machines: Sequence[str], knocks: Iterable[Knock]) -> list[Check
     return [_judge(name, blamed[name], ranks) for name in machines]
 
 
-def _judge(name: str, refused: Sequence[Knock], ranks: Mapping[str, int]) -> Check:
+def _judge(name: str, refused: Sequence[ConnectAttempt], ranks: Mapping[str, int]) -> Check:
     if not refused:
-        return Check(name, "ports", Verdict.OK, "open")
+        return Check(name, "ports", Status.OK, "open")
     pairs = {(knock.visitor, knock.owner) for knock in refused}
-    needed = any(must_talk(ranks[one], ranks[other], len(ranks)) for one, other in pairs)
+    needed = any(must_connect(ranks[one], ranks[other], len(ranks)) for one, other in pairs)
     first = refused[0]
     where = f"at {first.address} port {first.port}: {first.why_not}"
     if all(knock.owner == name for knock in refused):
@@ -79,8 +79,8 @@ def _judge(name: str, refused: Sequence[Knock], ranks: Mapping[str, int]) -> Che
     else:
         owners = list(dict.fromkeys(knock.owner for knock in refused))
         found = f"cannot reach {_some(owners)} {where}"
-    verdict = Verdict.FAIL if needed else Verdict.WARN
-    return Check(name, "ports", verdict, found, "every machine lets in", REMEDIES.get(first.why_not, LOOK))
+    status = Status.FAIL if needed else Status.WARN
+    return Check(name, "ports", status, found, "every machine lets in", REMEDIES.get(first.why_not, LOOK))
 
 
 def _some(names: Sequence[str]) -> str:

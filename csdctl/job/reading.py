@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from csdctl.documents import Document
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import PictureRule, RecordSchema
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema
 
 MOST_PIXELS = 1 << 27
 """TensorFlow decodes no larger PNG with four channels."""
@@ -24,7 +24,7 @@ class ImageEntry(Document):
 
     shape: tuple[Size, Size, Literal[1, 3]] | None = None
     fit: Literal["stretch", "crop", "pad"] = "stretch"
-    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = PictureRule.max_pixels
+    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = ImageRule.max_pixels
 
 
 class RecordEntry(Document):
@@ -46,7 +46,7 @@ class RecordEntry(Document):
 class Reading:
     """How the data of a job is read. Functions are `FILE.py:NAME`, the file absolute; '' for none."""
 
-    picture: PictureRule = field(default_factory=PictureRule)
+    picture: ImageRule = field(default_factory=ImageRule)
     classes: tuple[str, ...] | None = None
     records: RecordSchema | None = None
     public_function: str = ""
@@ -65,9 +65,9 @@ def files_of(references: Iterable[str]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 
 
-def build_picture_rule(entry: ImageEntry) -> PictureRule:
+def build_picture_rule(entry: ImageEntry) -> ImageRule:
     """The rule of the job's `data.image`."""
-    return PictureRule(entry.shape, entry.fit, entry.max_pixels)
+    return ImageRule(entry.shape, entry.fit, entry.max_pixels)
 
 
 def build_schema(entry: RecordEntry | None) -> RecordSchema | None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from csdctl.errors import RemoteCommandError
-from csdctl.launch.machine_lock import MachineHeldError, is_gone
+from csdctl.launch.machine_lock import MachineLockedError, is_gone
 from csdctl.transport.many import run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.standalone import build_program_command
@@ -16,7 +16,7 @@ END_DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True)
-class Sweeping:
+class CleanupOptions:
     """What to do with leftovers: end processes, remove unfinished files, remove all that csdctl wrote."""
 
     is_ending: bool = True
@@ -32,7 +32,7 @@ class Sweeping:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was found on one machine; with `Sweeping.is_ending` and `is_removing`, what is gone now."""
+    """What was found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what is gone now."""
 
     num_processes: int
     runs: tuple[str, ...]
@@ -43,8 +43,8 @@ class Leftovers:
     """Stored files that nothing used, if they were to be removed."""
 
 
-def sweep_machine(
-    session: Session, python: str, sweeping: Sweeping, *, deadline_s: float = LOOK_DEADLINE_S
+def clean_machine(
+    session: Session, python: str, sweeping: CleanupOptions, *, deadline_s: float = LOOK_DEADLINE_S
 ) -> Leftovers:
     """Find what is left on the machine of `session`, and do with it as `sweeping` says.
 
@@ -54,7 +54,7 @@ def sweep_machine(
     holder = answer["holder"]
     if holder is not None and not sweeping.is_forced:
         if not is_gone(holder):
-            raise MachineHeldError(session.name, holder)
+            raise MachineLockedError(session.name, holder)
         answer = _ask(session, python, replace(sweeping, is_forced=True), deadline_s)
     runs = dict.fromkeys(process["run"] for process in answer["processes"] if process["run"])
     return Leftovers(len(answer["processes"]), tuple(runs), tuple(answer["paths"]), answer["num_bytes"])
@@ -65,21 +65,21 @@ def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, 
 
     What runs on a machine that is lost ends by MPI's own keepalive.
     """
-    sweeping = Sweeping(run_id=run_id)
+    sweeping = CleanupOptions(run_id=run_id)
 
     def visit(session: Session) -> Leftovers:
-        return sweep_machine(session, pythons[session.name], sweeping, deadline_s=END_DEADLINE_S)
+        return clean_machine(session, pythons[session.name], sweeping, deadline_s=END_DEADLINE_S)
 
     return [name for name, outcome in run_on_all(sessions, visit).items() if outcome.error]
 
 
 def end_rank(run_id: str, session: Session, python: str) -> None:
     """End what is left of the run's rank on the node of `session`; raises CsdctlError."""
-    sweeping = Sweeping(run_id=run_id, node=session.name)
-    sweep_machine(session, python, sweeping, deadline_s=END_DEADLINE_S)
+    sweeping = CleanupOptions(run_id=run_id, node=session.name)
+    clean_machine(session, python, sweeping, deadline_s=END_DEADLINE_S)
 
 
-def _ask(session: Session, python: str, sweeping: Sweeping, deadline_s: float) -> dict[str, Any]:
+def _ask(session: Session, python: str, sweeping: CleanupOptions, deadline_s: float) -> dict[str, Any]:
     request = json.dumps(asdict(sweeping)).encode() + b"\n"
     done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=deadline_s)
     done.check(session.name, doing="looking for what is left")

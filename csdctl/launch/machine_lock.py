@@ -26,7 +26,7 @@ _STARTTIME = 19
 Holder = Mapping[str, object]
 
 
-class MachineHeldError(RunError):
+class MachineLockedError(RunError):
     """Another csdctl has the machine."""
 
     def __init__(self, node: str, holder: Holder) -> None:
@@ -39,7 +39,7 @@ class MachineHeldError(RunError):
 
 
 @contextlib.contextmanager
-def hold_machines(
+def lock_machines(
     sessions: Mapping[str, Session], pythons: Mapping[str, str], *, doing: str, directory: Path
 ) -> Iterator[None]:
     """Hold every machine of `sessions`; raises MachineHeldError at once where another csdctl does.
@@ -53,13 +53,13 @@ def hold_machines(
             stack.callback(_hold(session, pythons[session.name], me).close)
 
         outcomes = run_on_all(sessions, hold)
-        raise_if_held(outcomes.values())
+        raise_if_locked(outcomes.values())
         values_or_raise(outcomes, "locking")
         yield
 
 
 @contextlib.contextmanager
-def hold_again(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
+def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
     """Hold a machine that may have lost its holder since this csdctl began; raises MachineHeldError.
 
     Another csdctl may have taken it in between.
@@ -68,18 +68,18 @@ def hold_again(session: Session, python: str, *, doing: str, directory: Path) ->
     with contextlib.ExitStack() as stack:
         try:
             stack.callback(_hold(session, python, me).close)
-        except MachineHeldError as error:
+        except MachineLockedError as error:
             if any(error.holder.get(key) != me[key] for key in ("machine", "boot", "pid", "started")):
                 raise
         yield
 
 
-def raise_if_held(outcomes: Iterable[Outcome[Any]]) -> None:
+def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
     """Raise one MachineHeldError for all machines of `outcomes` that another csdctl has."""
     errors = [outcome.error for outcome in outcomes]
-    if held := [error for error in errors if isinstance(error, MachineHeldError)]:
+    if held := [error for error in errors if isinstance(error, MachineLockedError)]:
         names = ", ".join(error.node for error in held)
-        raise MachineHeldError(names, held[0].holder)
+        raise MachineLockedError(names, held[0].holder)
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:
@@ -118,7 +118,7 @@ def is_gone(holder: Holder) -> bool:
 def _hold(session: Session, python: str, me: Holder) -> Conversation:
     try:
         return _ask(session, python, me)
-    except MachineHeldError as error:
+    except MachineLockedError as error:
         if not is_gone(error.holder):
             raise
         session.run(["kill", "-KILL", str(error.holder["holding_pid"])], deadline_s=ANSWER_DEADLINE_S)
@@ -126,13 +126,13 @@ def _hold(session: Session, python: str, me: Holder) -> Conversation:
 
 
 def _ask(session: Session, python: str, me: Holder) -> Conversation:
-    conversation = session.converse(build_program_command(python, "hold"))
+    conversation = session.converse(build_program_command(python, "lock"))
     try:
         conversation.send_line(json.dumps(me))
         word, _, rest = conversation.read_line(deadline_s=ANSWER_DEADLINE_S).partition(" ")
         if word == "mine":
             return conversation
-        raise MachineHeldError(session.name, _parse_holder(rest))
+        raise MachineLockedError(session.name, _parse_holder(rest))
     except EOFError:
         conversation.wait(deadline_s=ANSWER_DEADLINE_S).check(session.name, doing="locking the machine")
         raise RemoteCommandError("locking the machine gave no answer", node=session.name) from None

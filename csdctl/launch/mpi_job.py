@@ -24,7 +24,7 @@ from csdctl.errors import InputError
 from csdctl.launch.diagnosis import is_noise
 from csdctl.launch.mpi_command import ALLOW_ROOT
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Ready, event_from_line
-from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 _TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
@@ -201,7 +201,7 @@ class MpiJob:
             if tagged and tagged[2] == b"stdout":
                 try:
                     event = event_from_line(text.decode(errors="replace").rstrip("\r\n"))
-                except ContractError:
+                except ProtocolError:
                     event = None
                 if event is not None:
                     self._events.put(event)

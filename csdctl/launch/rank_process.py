@@ -13,10 +13,10 @@ from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import Event, Finished, event_from_line
-from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.orders import Order, Release, order_to_line
 from csdctl.worker.protocol.probe import READY
 
@@ -37,8 +37,8 @@ class ProcessEnded:
     is_clean: bool = False
 
 
-Notice = Event | ProcessEnded
-Enlist = Callable[[str, int], Conversation]
+RankMessage = Event | ProcessEnded
+AttachRank = Callable[[str, int], Conversation]
 """Makes a probe session the rank of this number of the run in this file (of its machine), until `Release`."""
 
 
@@ -51,7 +51,7 @@ class RankProcess:
         session: Session,
         conversation: Conversation,
         log_path: Path,
-        hear: Callable[[Notice], None],
+        hear: Callable[[RankMessage], None],
         *,
         is_enlisted: bool = False,
     ) -> None:
@@ -114,7 +114,7 @@ class RankProcess:
                 return
             try:
                 event = event_from_line(line)
-            except ContractError:
+            except ProtocolError:
                 event = None
             if event is not None:
                 self._hear(event)
@@ -125,7 +125,7 @@ class RankProcess:
                 error = NodeError(f"rank {self.rank} has been released", node=self.node)
                 self._hear(ProcessEnded(self.rank, self.node, error, is_clean=True))
                 return
-            self._meter.note(Kind.LOG, received=len(line) + 1)
+            self._meter.note(TrafficClass.LOG, received=len(line) + 1)
             if log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):
                     log.write(line.replace("\0", "") + "\n")

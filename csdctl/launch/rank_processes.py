@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
+from csdctl.launch.rank_process import ProcessEnded, RankMessage, RankProcess
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.orders import Order
 
 RETURN_INTERVAL_S = 10.0
-StartRank = Callable[[int, Callable[[Notice], None]], RankProcess]
+StartRank = Callable[[int, Callable[[RankMessage], None]], RankProcess]
 """Starts a rank; everything it says goes to the callable. May raise CsdctlError."""
 
 
@@ -28,12 +28,12 @@ class Restarted:
 class _Voice:
     """What one process says: held back until `release`, so that nobody hears a process he does not know."""
 
-    def __init__(self, hear: "Callable[[_Voice, Notice], None]") -> None:
+    def __init__(self, hear: "Callable[[_Voice, RankMessage], None]") -> None:
         self._hear = hear
         self._lock = threading.Lock()
-        self._held: list[Notice] | None = []
+        self._held: list[RankMessage] | None = []
 
-    def say(self, notice: Notice) -> None:
+    def say(self, notice: RankMessage) -> None:
         with self._lock:
             if self._held is None:
                 self._hear(self, notice)
@@ -53,7 +53,7 @@ class RankProcesses:
     def __init__(self, start: StartRank, restart: StartRank) -> None:
         self._start = start
         self._restart = restart
-        self._heard: queue.Queue[tuple[_Voice, Notice | RankProcess]] = queue.Queue()
+        self._heard: queue.Queue[tuple[_Voice, RankMessage | RankProcess]] = queue.Queue()
         self._processes: dict[int, RankProcess] = {}
         self._voices: dict[int, _Voice] = {}
         self._is_over = threading.Event()
@@ -71,7 +71,7 @@ class RankProcesses:
         self._voices[rank] = voice
         voice.release()
 
-    def _hear(self, voice: _Voice, notice: Notice | RankProcess) -> None:
+    def _hear(self, voice: _Voice, notice: RankMessage | RankProcess) -> None:
         self._heard.put((voice, notice))
 
     def next(self, timeout_s: float) -> Event | ProcessEnded | Restarted | None:

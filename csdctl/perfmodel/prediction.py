@@ -1,6 +1,6 @@
 """What a fleet will reach with given batch sizes, and where its time goes; pure.
 
-    T = max_k (α_k + β_k b_k) · stretch + T_collective          images/s = Σ b_k / T
+    T = max_k (α_k + β_k b_k) · stretch + T_collective          samples/s = Σ b_k / T
 
 `stretch` is what being in step costs beyond the sum itself: the slowest of many noisy steps is slower than
 their mean. It is measured (a trial's steps against this model), not assumed.
@@ -25,12 +25,12 @@ class Prediction:
     """A step of the whole fleet. Shares are of the fleet's time, all ranks together, and add up to 1."""
 
     step_s: float
-    images_per_s: float
+    samples_per_s: float
     compute_share: float
     imbalance_share: float
     """Ranks that are done wait for the slowest."""
     communication_share: float
-    ceiling_images_per_s: float
+    ceiling_samples_per_s: float
     """The sum of what all ranks would reach with these batch sizes if none waited for another."""
 
 
@@ -48,9 +48,9 @@ def predict(
     communication_share = (step_s - slowest) / step_s
     return Prediction(
         step_s=step_s,
-        images_per_s=sum(batch_sizes) / step_s,
+        samples_per_s=sum(batch_sizes) / step_s,
         compute_share=compute_share,
         imbalance_share=max(0.0, 1 - compute_share - communication_share),
         communication_share=communication_share,
-        ceiling_images_per_s=sum(size / time for size, time in training),
+        ceiling_samples_per_s=sum(size / time for size, time in training),
     )

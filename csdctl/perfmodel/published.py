@@ -34,8 +34,8 @@ class PublishedNetwork:
     num_macs: int
     host_batch_size: int
     node_batch_size: int
-    host_images_per_s: float
-    node_images_per_s: float
+    host_samples_per_s: float
+    node_samples_per_s: float
 
     @property
     def gradient_bytes(self) -> int:
@@ -45,12 +45,12 @@ class PublishedNetwork:
     @property
     def host(self) -> PlannedRank:
         """The Xeon Silver 4108 at its batch size; at any other, this is the same speed."""
-        return _rank("host", self.host_batch_size, self.host_images_per_s)
+        return _rank("host", self.host_batch_size, self.host_samples_per_s)
 
     @property
     def node(self) -> PlannedRank:
         """A Newport at its batch size; at any other, this is the same speed."""
-        return _rank("newport", self.node_batch_size, self.node_images_per_s)
+        return _rank("newport", self.node_batch_size, self.node_samples_per_s)
 
 
 TABLE_1 = {
@@ -97,5 +97,5 @@ MARGIN_SCALE = 5.0
 """Algorithm 1's E for the "fixed 20% margin" of section IV."""
 
 
-def _rank(name: str, batch_size: int, images_per_s: float) -> PlannedRank:
-    return PlannedRank(RankModel(name, StepTime(0.0, 1 / images_per_s)), batch_size)
+def _rank(name: str, batch_size: int, samples_per_s: float) -> PlannedRank:
+    return PlannedRank(RankModel(name, StepTime(0.0, 1 / samples_per_s)), batch_size)

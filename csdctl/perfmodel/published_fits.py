@@ -32,7 +32,7 @@ def fit_ring(
     """
     host, node = network.host, network.node
     global_batch = host.batch_size + num_nodes * node.batch_size
-    sum_s = global_batch / (speedup * host.images_per_s) - max(host.step_s, node.step_s)
+    sum_s = global_batch / (speedup * host.samples_per_s) - max(host.step_s, node.step_s)
     if sum_s < 0:
         raise ValueError(f"{num_nodes} nodes cannot bring {speedup} times the host alone")
     return RingCost(sum_s / (ring_share(num_nodes + 1) * network.gradient_bytes))
@@ -49,12 +49,12 @@ def fit_newport_power(energies: Sequence[PublishedEnergy] = TABLE_2, ring: RingC
     pair = fit_power(
         [energy.num_nodes for energy in with_nodes],
         [energy.joules_per_image for energy in with_nodes],
-        [curve[energy.num_nodes].images_per_s for energy in with_nodes],
+        [curve[energy.num_nodes].samples_per_s for energy in with_nodes],
     )
     ordinary = next((energy for energy in energies if not energy.num_nodes), None)
     if ordinary is None:
         return pair
-    return Power(pair.host_w, pair.node_w, ordinary.joules_per_image * network.host_images_per_s)
+    return Power(pair.host_w, pair.node_w, ordinary.joules_per_image * network.host_samples_per_s)
 
 
 def predict_published(

@@ -25,7 +25,7 @@ class PlannedRank:
         return self.model.step_time.at(self.batch_size)
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Samples a second, alone."""
         return self.batch_size / self.step_s
 
@@ -39,7 +39,7 @@ class CurvePoint:
     step_s: float
     sum_s: float
     """Of the step: the sum over the ranks."""
-    images_per_s: float
+    samples_per_s: float
     speedup: float
     """Over the host alone."""
     efficiency: float
@@ -53,7 +53,7 @@ class CurvePoint:
 
     def time_s(self, num_samples: int) -> float:
         """Seconds to read `num_samples`, all epochs together."""
-        return num_samples / self.images_per_s
+        return num_samples / self.samples_per_s
 
     def energy_joules(self, num_samples: int) -> float | None:
         """Joules to read `num_samples`; None where power is not known."""
@@ -78,17 +78,17 @@ def predict_curve(
     """
     if max_nodes and not nodes:
         raise ValueError("without one node there is no knowing what more of them would do")
-    slowest_s, global_batch, ceiling = host.step_s, host.batch_size, host.images_per_s
+    slowest_s, global_batch, ceiling = host.step_s, host.batch_size, host.samples_per_s
     points = []
     for num_nodes in range(max_nodes + 1):
         if num_nodes:
             node = nodes[(num_nodes - 1) % len(nodes)]
             slowest_s = max(slowest_s, node.step_s)
             global_batch += node.batch_size
-            ceiling += node.images_per_s
+            ceiling += node.samples_per_s
         sum_s = sum_cost.at(gradient_bytes, num_nodes + 1)
         step_s = slowest_s * (stretch if num_nodes else 1.0) + sum_s
-        rates = Rates(global_batch / step_s, alone=host.images_per_s, ceiling=ceiling)
+        rates = Rates(global_batch / step_s, alone=host.samples_per_s, ceiling=ceiling)
         points.append(build_point(num_nodes, global_batch, sum_s, rates, power))
     return points
 
@@ -97,7 +97,7 @@ def predict_curve(
 class Rates:
     """Samples a second of a fleet, and what they are held against."""
 
-    images_per_s: float
+    samples_per_s: float
     alone: float
     """Of the host alone."""
     ceiling: float
@@ -117,12 +117,12 @@ def build_point(
     return CurvePoint(
         num_nodes=num_nodes,
         global_batch=global_batch,
-        step_s=global_batch / rates.images_per_s,
+        step_s=global_batch / rates.samples_per_s,
         sum_s=sum_s,
-        images_per_s=rates.images_per_s,
-        speedup=rates.images_per_s / rates.alone,
-        efficiency=rates.images_per_s / rates.ceiling,
+        samples_per_s=rates.samples_per_s,
+        speedup=rates.samples_per_s / rates.alone,
+        efficiency=rates.samples_per_s / rates.ceiling,
         power_w=power_w,
-        joules_per_image=None if power_w is None else power_w / rates.images_per_s,
+        joules_per_image=None if power_w is None else power_w / rates.samples_per_s,
         num_left_out=num_left_out,
     )

@@ -83,7 +83,7 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
 def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> int:
     """The last node that adds enough: a first one may cost more than it adds, and the next ones not."""
     for before, point in reversed(list(pairwise(curve))):
-        added = (point.images_per_s - before.images_per_s) / (point.num_nodes - before.num_nodes)
-        if added >= LEAST_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].images_per_s:
+        added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
+        if added >= LEAST_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
             return point.num_nodes
     return 0

@@ -5,24 +5,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from csdctl.runs.ledger import Entry
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 
 PROMISE = (
     "No private sample and no name of a private file was sent: a node's private data is read by the worker "
     "on that node alone, and no command of csdctl has a way to ask for it."
 )
 REMARKS: dict[str, str] = {
-    Kind.GRADIENT: "computed from private samples too, with loss and metric sums beside it; from a gradient "
-    "of few samples, parts of a sample can be reconstructed (larger batches and sums over more ranks make "
-    "that harder, and do not exclude it)",
-    Kind.MODEL: "weights and optimizer state; a trained model can remember single samples",
-    Kind.LOG: "what the worker printed; it names no private file",
-    Kind.CONTROL: "commands, answers and SSH's and MPI's own; among them the number of private samples of "
-    "each node and of each class there, why others were left out, their shape and type, the largest label, a "
-    "fingerprint of the prepared data, and how long each rank computes",
-    Kind.PUBLIC: "public by the job file's word",
-    Kind.CODE: "csdctl's worker",
-    Kind.FILES: "trees that the user deployed",
+    TrafficClass.GRADIENT: "computed from private samples too, with loss and metric sums beside it; "
+    "from a gradient of few samples, parts of a sample can be reconstructed (larger batches and "
+    "sums over more ranks make that harder, and do not exclude it)",
+    TrafficClass.MODEL: "weights and optimizer state; a trained model can remember single samples",
+    TrafficClass.LOG: "what the worker printed; it names no private file",
+    TrafficClass.CONTROL: "commands, answers and SSH's and MPI's own; among them the number of private "
+    "samples of each node and of each class there, why others were left out, their shape and type, the largest "
+    "label, a fingerprint of the prepared data, and how long each rank computes",
+    TrafficClass.PUBLIC: "public by the job file's word",
+    TrafficClass.CODE: "csdctl's worker",
+    TrafficClass.FILES: "trees that the user deployed",
 }
 """What may be learnt from each kind of bytes."""
 NOISY_GRADIENT = (
@@ -39,7 +39,11 @@ BATCH_NORM = (
 
 def remarks_on(*, has_noise: bool) -> dict[str, str]:
     """What may be learnt from each kind of bytes of a run."""
-    return {**REMARKS, Kind.GRADIENT: NOISY_GRADIENT, Kind.MODEL: NOISY_MODEL} if has_noise else REMARKS
+    return (
+        {**REMARKS, TrafficClass.GRADIENT: NOISY_GRADIENT, TrafficClass.MODEL: NOISY_MODEL}
+        if has_noise
+        else REMARKS
+    )
 
 
 @dataclass(frozen=True)

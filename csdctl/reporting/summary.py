@@ -26,8 +26,8 @@ class RankSummary:
     batch_size: int
     num_private: int
     num_public: int
-    images_per_s: float
-    alone_images_per_s: float | None
+    samples_per_s: float
+    alone_samples_per_s: float | None
     """What tuning measured for this rank without synchronization."""
     compute_s: float
     wait_s: float
@@ -55,14 +55,14 @@ class RunSummary:
     steps: int
     samples: int
     training_s: float
-    images_per_s: float
+    samples_per_s: float
     """Over the whole of all epochs, their ends included: comparing weights, evaluation, checkpoints."""
-    step_images_per_s: float
-    """Over the steps alone: what `predicted_images_per_s` is about."""
-    predicted_images_per_s: float | None
-    alone_images_per_s: float | None
+    step_samples_per_s: float
+    """Over the steps alone: what `predicted_samples_per_s` is about."""
+    predicted_samples_per_s: float | None
+    alone_samples_per_s: float | None
     efficiency: float | None
-    """images_per_s over the sum of what the ranks reach alone, 0…1."""
+    """samples_per_s over the sum of what the ranks reach alone, 0…1."""
     loss: float | None
     accuracy: float | None
     validation_loss: float | None
@@ -98,7 +98,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     timed = sum(event.stepped_samples or event.global_samples for event in of_host)
     speed = timed / training_s if training_s else 0.0
     steps_s = sum(event.compute_s + event.wait_s for event in of_host)
-    alone = [rank.alone_images_per_s for rank in ranks if rank.batch_size]
+    alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
     all_alone = sum(one for one in alone if one) if all(alone) else None
     last = of_host[-1] if of_host else None
     return RunSummary(
@@ -112,10 +112,10 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         steps=sum(event.steps for event in of_host),
         samples=samples,
         training_s=training_s,
-        images_per_s=speed,
-        step_images_per_s=timed / steps_s if steps_s else 0.0,
-        predicted_images_per_s=manifest.get("predicted_images_per_s"),
-        alone_images_per_s=all_alone,
+        samples_per_s=speed,
+        step_samples_per_s=timed / steps_s if steps_s else 0.0,
+        predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
+        alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
         loss=last.loss if last else None,
         accuracy=last.accuracy if last else None,
@@ -155,8 +155,8 @@ def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: lis
         batch_size=rank["batch_size"],
         num_private=placed["num_private"],
         num_public=placed["num_public"],
-        images_per_s=samples / wall_s if wall_s else 0.0,
-        alone_images_per_s=rank.get("images_per_s"),
+        samples_per_s=samples / wall_s if wall_s else 0.0,
+        alone_samples_per_s=rank.get("samples_per_s"),
         compute_s=sum(event.compute_s for event in epochs),
         wait_s=sum(event.wait_s for event in epochs),
     )

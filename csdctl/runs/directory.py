@@ -11,7 +11,7 @@ from pathlib import Path
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
-from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.json_codec import ProtocolError
 
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -43,9 +43,9 @@ class ProjectDirectory:
         return self.state / "ledger.jsonl"
 
     @property
-    def history(self) -> Path:
+    def measurements(self) -> Path:
         """What was measured, for the next tune."""
-        return self.state / "history.sqlite"
+        return self.state / "measurements.sqlite"
 
     @property
     def failed(self) -> Path:
@@ -73,9 +73,9 @@ class ProjectDirectory:
         return self.state / "models"
 
     @property
-    def hellos(self) -> Path:
+    def scratch(self) -> Path:
         """What `doctor` tried: a directory for each hello that failed."""
-        return self.state / "hellos"
+        return self.state / "scratch"
 
     def plan(self, job_name: str) -> Path:
         """The plan that `tune` wrote for a job."""
@@ -89,7 +89,7 @@ class ProjectDirectory:
         """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
         if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             return run.path.absolute() / "step.state"
-        # The same name as in worker/leftovers.py, which runs alone and removes what nobody needs any more.
+        # standalone/leftovers.py, which removes stale step files, spells the same name.
         place = hashlib.sha256(os.path.realpath(self.root).encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
 
@@ -97,9 +97,9 @@ class ProjectDirectory:
         """A new run directory with an id of its own: UTC time to the microsecond; ids sort by time."""
         return _new_directory(self.runs)
 
-    def new_hello(self) -> "RunDirectory":
+    def new_scratch(self) -> "RunDirectory":
         """A directory for one hello, with an id like a run's."""
-        return _new_directory(self.hellos)
+        return _new_directory(self.scratch)
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
         """The run `run_id`, or the latest; raises InputError when there is none."""
@@ -182,7 +182,7 @@ class RunDirectory:
             try:
                 content = json.loads(line)
                 event = event_from_line(content["line"])
-            except (ValueError, KeyError, ContractError):
+            except (ValueError, KeyError, ProtocolError):
                 continue
             if event:
                 yield content["time"], event

@@ -7,11 +7,12 @@ payload of TCP connections, encryption included; TCP's and IP's own headers are 
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from csdctl.errors import InputError
+from csdctl.runs.directory import ProjectDirectory
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,17 @@ class Ledger:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(lines))
+
+
+def note_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
+    """For commands that end with their connections: returns what records the bytes these carried."""
+
+    def note(sent: Mapping[tuple[str, str, str], int]) -> None:
+        ledger = Ledger(ProjectDirectory(directory).ledger, command)
+        ledger.add(sent)
+        ledger.save()
+
+    return note
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:

@@ -1,6 +1,6 @@
 """The history: what was measured, by model, recipe, machine class and settings; for the next tune.
 
-Values in and out are those of tuning/measured.py; whoever measures says when. Of equal measurements only
+Values in and out are those of tuning/measurements.py; whoever measures says when. Of equal measurements only
 the newest are kept (history_rows.py). The file itself and its troubles are in history_file.py.
 """
 
@@ -13,16 +13,20 @@ from typing import TypeVar
 
 from csdctl.errors import CsdctlError, DamagedHistoryError, InputError
 from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.notify import Say
 from csdctl.runs import measurements_rows as rows
-from csdctl.runs.measurements_file import HistoryFile, set_history_aside
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Trial
+from csdctl.runs.measurements_file import MeasurementsFile, set_measurements_aside
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    TrialMeasurement,
+)
 from csdctl.tuning.transfer import feature_distance
 
 LEAST_HASH_LENGTH = 6
 
 ValueT = TypeVar("ValueT")
-
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -32,8 +36,8 @@ class Neighbour:
     model: ModelFeatures
     recipe: str
     distance: float
-    """See tuning/similar.py; 0 for the same model with another recipe."""
-    probes: tuple[Probe, ...]
+    """See tuning/transfer.py; 0 for the same model with another recipe."""
+    probes: tuple[ProbeMeasurement, ...]
     """Oldest first."""
 
 
@@ -46,18 +50,22 @@ class Forgotten:
     num_collectives: int = 0
 
 
-class History:
+class MeasurementStore:
     """An open history. Every method is one transaction, and raises CsdctlError when the file refuses.
 
     With `on_refused` it is told so instead, nothing is kept, and nothing is known: whoever measures goes on.
     """
 
-    def __init__(self, file: HistoryFile, on_refused: Say | None = None) -> None:
+    def __init__(self, file: MeasurementsFile, on_refused: Say | None = None) -> None:
         self.file = file
         self._on_refused = on_refused
 
     def add_probes(
-        self, model: ModelFeatures, recipe: str, machine_class: MachineClass, probes: Sequence[Probe]
+        self,
+        model: ModelFeatures,
+        recipe: str,
+        machine_class: MachineClass,
+        probes: Sequence[ProbeMeasurement],
     ) -> None:
         """Keep what was measured on one machine; `recipe` is a hash of what else a step's time depends on."""
 
@@ -68,7 +76,7 @@ class History:
 
         self._write(write)
 
-    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[Probe]:
+    def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[ProbeMeasurement]:
         """What is known of a model on a machine class (its key), with any settings, oldest first."""
         key = (model_hash, recipe, machine_class)
         return self._read(lambda connection: rows.select_probes(connection, key))
@@ -96,7 +104,7 @@ class History:
 
         return self._read(read)
 
-    def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[Collective]) -> None:
+    def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[CollectiveMeasurement]) -> None:
         """Keep how long sums over the ranks of a fleet took."""
 
         def write(connection: Connection) -> None:
@@ -105,11 +113,13 @@ class History:
 
         self._write(write)
 
-    def collectives(self, fleet_class: str) -> list[Collective]:
+    def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
         """What is known of sums on a fleet class (its key), done in any way, oldest first."""
         return self._read(lambda connection: rows.select_collectives(connection, fleet_class))
 
-    def add_trial(self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: Trial) -> None:
+    def add_trial(
+        self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
+    ) -> None:
         """Keep what a whole plan reached."""
 
         def write(connection: Connection) -> None:
@@ -119,7 +129,7 @@ class History:
 
         self._write(write)
 
-    def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[Trial]:
+    def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[TrialMeasurement]:
         """The plans that were tried on a fleet class (its key), with any number of ranks, oldest first."""
         key = (model_hash, recipe, fleet_class)
         return self._read(lambda connection: rows.select_trials(connection, key))
@@ -186,33 +196,33 @@ class History:
 
 
 @contextlib.contextmanager
-def open_history(path: Path) -> Iterator[History]:
+def open_measurements(path: Path) -> Iterator[MeasurementStore]:
     """The history at `path`, made when there is none; raises CsdctlError as HistoryFile does."""
-    with contextlib.closing(HistoryFile(path)) as file:
-        yield History(file)
+    with contextlib.closing(MeasurementsFile(path)) as file:
+        yield MeasurementStore(file)
 
 
 @contextlib.contextmanager
-def open_history_to_measure(path: Path, say: Say) -> Iterator[History]:
+def open_measurements_to_write(path: Path, say: Say) -> Iterator[MeasurementStore]:
     """The history at `path`, whatever is wrong with it: measuring needs none.
 
     A damaged file is set aside and a new one begun; where there can be none, an empty one in memory serves.
     `say` is told so, and what could not be kept later.
     """
     with contextlib.closing(_open_anyway(path, say)) as file:
-        yield History(file, say)
+        yield MeasurementStore(file, say)
 
 
-def _open_anyway(path: Path, say: Say) -> HistoryFile:
+def _open_anyway(path: Path, say: Say) -> MeasurementsFile:
     try:
         try:
-            return HistoryFile(path)
+            return MeasurementsFile(path)
         except DamagedHistoryError as error:
-            say(f"{error.message}; kept as {set_history_aside(path).name}, and begun anew")
-            return HistoryFile(path)
+            say(f"{error.message}; kept as {set_measurements_aside(path).name}, and begun anew")
+            return MeasurementsFile(path)
     except (CsdctlError, OSError) as error:
         say(f"going on without the history: {error}")
-        return HistoryFile(None)
+        return MeasurementsFile(None)
 
 
 def _distance(model: ModelFeatures, other: ModelFeatures) -> float:

@@ -19,9 +19,7 @@ APPLICATION_ID = 0x63736463
 BUSY_DEADLINE_S = 10.0
 
 MEND = "make room or mend permissions"
-FORGET = (
-    "forget it with `csdctl history --forget all --yes`, or remove that file; the next tune measures anew"
-)
+FORGET = "run `csdctl measurements --forget all --yes`, or remove that file; the next tune measures again"
 
 _TABLES = """
 CREATE TABLE models (
@@ -68,15 +66,15 @@ CREATE TABLE trials (
     fleet_class TEXT NOT NULL REFERENCES fleet_classes,
     ranks TEXT NOT NULL,
     step_s REAL NOT NULL,
-    images_per_s REAL NOT NULL,
-    predicted_images_per_s REAL,
+    samples_per_s REAL NOT NULL,
+    predicted_samples_per_s REAL,
     measured_at REAL NOT NULL
 );
 CREATE INDEX trials_of_a_model ON trials (model, recipe, fleet_class);
 """
 
 
-class HistoryFile:
+class MeasurementsFile:
     """An open history; every error of SQLite becomes one of csdctl's, with the file's name."""
 
     def __init__(self, path: Path | None, deadline_s: float = BUSY_DEADLINE_S) -> None:
@@ -183,7 +181,7 @@ class HistoryFile:
             raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=MEND) from error
 
 
-def set_history_aside(path: Path) -> Path:
+def set_measurements_aside(path: Path) -> Path:
     """Rename a history that cannot be read to *.bak, its journal with it; an older one there is replaced."""
     aside = path.with_name(path.name + ".bak")
     path.replace(aside)
@@ -192,7 +190,7 @@ def set_history_aside(path: Path) -> Path:
     return aside
 
 
-def remove_history(path: Path) -> None:
+def remove_measurements(path: Path) -> None:
     """Remove the file and what may lie beside it."""
     for one in (path, _journal(path)):
         one.unlink(missing_ok=True)

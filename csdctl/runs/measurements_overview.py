@@ -8,18 +8,24 @@ from typing import Any
 
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.runs import measurements_rows as rows
-from csdctl.runs.measurements_file import HistoryFile
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial
+from csdctl.runs.measurements_file import MeasurementsFile
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+)
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeSummary:
     """All probes of one model with one recipe, machine class and settings."""
 
     model: ModelFeatures
     recipe: str
     machine_class: MachineClass
-    settings: Settings
+    settings: RuntimeSettings
     num_probes: int
     smallest: int | None
     """Batch sizes that fitted in memory; None: none did."""
@@ -27,13 +33,13 @@ class Probed:
     too_large: int | None
     """The smallest batch size that did not fit; None: all did."""
     best_batch_size: int | None
-    best_images_per_s: float | None
+    best_samples_per_s: float | None
     measured_at: float
     """Unix time of the newest."""
 
 
 @dataclass(frozen=True)
-class Summed:
+class CollectiveSummary:
     """All sums of one kind, size and number of ranks on one fleet class."""
 
     fleet_class: FleetClass
@@ -47,25 +53,25 @@ class Summed:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TrialSummary:
     """One trial of a plan."""
 
     model: ModelFeatures
     recipe: str
     fleet_class: FleetClass
-    trial: Trial
+    trial: TrialMeasurement
 
 
 @dataclass(frozen=True)
 class Overview:
     """Everything: probes by model, sums by fleet, trials in the order of time."""
 
-    probed: tuple[Probed, ...] = ()
-    summed: tuple[Summed, ...] = ()
-    tried: tuple[Tried, ...] = ()
+    probed: tuple[ProbeSummary, ...] = ()
+    summed: tuple[CollectiveSummary, ...] = ()
+    tried: tuple[TrialSummary, ...] = ()
 
 
-def load_overview(file: HistoryFile) -> Overview:
+def load_overview(file: MeasurementsFile) -> Overview:
     """What `file` knows; raises CsdctlError when it cannot be read."""
     with file.reading() as connection:
         machines = rows.select_machine_classes(connection)
@@ -88,25 +94,29 @@ def load_overview(file: HistoryFile) -> Overview:
         ),
         summed=_summarize_sums(collectives, fleets),
         tried=tuple(
-            Tried(models[model], recipe, fleets[fleet], rows.trial_of(tuple(row)))
+            TrialSummary(models[model], recipe, fleets[fleet], rows.trial_of(tuple(row)))
             for model, recipe, fleet, *row in trials
         ),
     )
 
 
-def _by_settings(probes: list[Probe]) -> dict[Settings, list[Probe]]:
-    found: dict[Settings, list[Probe]] = defaultdict(list)
+def _by_settings(probes: list[ProbeMeasurement]) -> dict[RuntimeSettings, list[ProbeMeasurement]]:
+    found: dict[RuntimeSettings, list[ProbeMeasurement]] = defaultdict(list)
     for probe in probes:
         found[probe.settings].append(probe)
     return found
 
 
 def _summarize_probes(
-    model: ModelFeatures, recipe: str, machine_class: MachineClass, settings: Settings, probes: list[Probe]
-) -> Probed:
+    model: ModelFeatures,
+    recipe: str,
+    machine_class: MachineClass,
+    settings: RuntimeSettings,
+    probes: list[ProbeMeasurement],
+) -> ProbeSummary:
     fitting = [probe.batch_size for probe in probes if probe.fits]
-    best = max((one for one in probes if one.fits), key=lambda one: one.images_per_s or 0.0, default=None)
-    return Probed(
+    best = max((one for one in probes if one.fits), key=lambda one: one.samples_per_s or 0.0, default=None)
+    return ProbeSummary(
         model,
         recipe,
         machine_class,
@@ -116,18 +126,20 @@ def _summarize_probes(
         largest=max(fitting, default=None),
         too_large=min((probe.batch_size for probe in probes if not probe.fits), default=None),
         best_batch_size=best.batch_size if best else None,
-        best_images_per_s=best.images_per_s if best else None,
+        best_samples_per_s=best.samples_per_s if best else None,
         measured_at=max(probe.measured_at for probe in probes),
     )
 
 
-def _summarize_sums(found: Iterable[tuple[Any, ...]], fleets: Mapping[str, FleetClass]) -> tuple[Summed, ...]:
-    groups: dict[tuple[str, str, int, int], list[Collective]] = defaultdict(list)
+def _summarize_sums(
+    found: Iterable[tuple[Any, ...]], fleets: Mapping[str, FleetClass]
+) -> tuple[CollectiveSummary, ...]:
+    groups: dict[tuple[str, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
     for fleet_class, *row in found:
-        one = Collective(*row)
+        one = CollectiveMeasurement(*row)
         groups[fleet_class, one.name, one.num_ranks, one.num_bytes].append(one)
     return tuple(
-        Summed(
+        CollectiveSummary(
             fleets[fleet_class],
             name,
             num_ranks,

@@ -7,13 +7,20 @@ from sqlite3 import Connection
 from typing import Any
 
 from csdctl.fleet.machine_class import FleetClass, MachineClass
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
 
 MODEL_COLUMNS = "hash, name, num_parameters, num_trainable, num_operations, input_elements"
 SETTINGS_COLUMNS = "threads, inter_op_threads, is_onednn, micro_batch_size"
 PROBE_COLUMNS = f"{SETTINGS_COLUMNS}, batch_size, measured_at, step_time_s, num_steps, peak_memory_bytes"
 COLLECTIVE_COLUMNS = "name, num_ranks, num_bytes, seconds, measured_at"
-TRIAL_COLUMNS = "ranks, step_s, images_per_s, measured_at, predicted_images_per_s"
+TRIAL_COLUMNS = "ranks, step_s, samples_per_s, measured_at, predicted_samples_per_s"
 
 NUM_KEPT = 50
 """Measurements of one and the same thing that are kept, the newest: the file stays small."""
@@ -64,7 +71,9 @@ def select_fleet_classes(connection: Connection) -> dict[str, FleetClass]:
     return {key: _fleet_class(json.loads(content)) for key, content in found}
 
 
-def insert_probes(connection: Connection, key: tuple[str, str, str], probes: Iterable[Probe]) -> None:
+def insert_probes(
+    connection: Connection, key: tuple[str, str, str], probes: Iterable[ProbeMeasurement]
+) -> None:
     """Add probes of (model hash, recipe, machine class key)."""
     rows = [
         (
@@ -82,14 +91,14 @@ def insert_probes(connection: Connection, key: tuple[str, str, str], probes: Ite
     _forget_old(connection, "probes")
 
 
-def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[Probe]:
+def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[ProbeMeasurement]:
     """The probes of (model hash, recipe, machine class key), oldest first."""
     rows = connection.execute(
         f"SELECT {PROBE_COLUMNS} FROM probes WHERE (model, recipe, machine_class) = (?, ?, ?)"
         " ORDER BY measured_at, id",
         key,
     )
-    return [Probe(settings_of(row[:4]), *row[4:]) for row in rows]
+    return [ProbeMeasurement(settings_of(row[:4]), *row[4:]) for row in rows]
 
 
 def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelFeatures, str]]:
@@ -102,7 +111,9 @@ def select_measured(connection: Connection, machine_class: str) -> list[tuple[Mo
     return [(ModelFeatures(*row[:-1]), row[-1]) for row in found]
 
 
-def insert_collectives(connection: Connection, fleet_class: str, collectives: Iterable[Collective]) -> None:
+def insert_collectives(
+    connection: Connection, fleet_class: str, collectives: Iterable[CollectiveMeasurement]
+) -> None:
     """Add sums measured on a fleet class."""
     rows = [
         (fleet_class, one.name, one.num_ranks, one.num_bytes, one.seconds, one.measured_at)
@@ -112,24 +123,24 @@ def insert_collectives(connection: Connection, fleet_class: str, collectives: It
     _forget_old(connection, "collectives")
 
 
-def select_collectives(connection: Connection, fleet_class: str) -> list[Collective]:
+def select_collectives(connection: Connection, fleet_class: str) -> list[CollectiveMeasurement]:
     """Sums on a fleet class (its key), oldest first."""
     found = connection.execute(
         f"SELECT {COLLECTIVE_COLUMNS} FROM collectives WHERE fleet_class = ? ORDER BY measured_at, id",
         (fleet_class,),
     )
-    return [Collective(*row) for row in found]
+    return [CollectiveMeasurement(*row) for row in found]
 
 
-def insert_trial(connection: Connection, key: tuple[str, str, str], trial: Trial) -> None:
+def insert_trial(connection: Connection, key: tuple[str, str, str], trial: TrialMeasurement) -> None:
     """Add a trial of (model hash, recipe, fleet class key)."""
     ranks = json.dumps([asdict(rank) for rank in trial.ranks])
-    row = (*key, ranks, trial.step_s, trial.images_per_s, trial.measured_at, trial.predicted_images_per_s)
+    row = (*key, ranks, trial.step_s, trial.samples_per_s, trial.measured_at, trial.predicted_samples_per_s)
     _insert(connection, "trials", f"model, recipe, fleet_class, {TRIAL_COLUMNS}", [row])
     _forget_old(connection, "trials")
 
 
-def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Trial]:
+def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[TrialMeasurement]:
     """The trials of (model hash, recipe, fleet class key), oldest first."""
     found = connection.execute(
         f"SELECT {TRIAL_COLUMNS} FROM trials WHERE (model, recipe, fleet_class) = (?, ?, ?)"
@@ -139,19 +150,19 @@ def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Tri
     return [trial_of(row) for row in found]
 
 
-def trial_of(row: tuple[Any, ...]) -> Trial:
+def trial_of(row: tuple[Any, ...]) -> TrialMeasurement:
     """A row of TRIAL_COLUMNS."""
     ranks = [
-        TrialRank(one["machine_class"], one["batch_size"], Settings(**one["settings"]))
+        TrialRank(one["machine_class"], one["batch_size"], RuntimeSettings(**one["settings"]))
         for one in json.loads(row[0])
     ]
-    return Trial(tuple(ranks), *row[1:])
+    return TrialMeasurement(tuple(ranks), *row[1:])
 
 
-def settings_of(row: tuple[Any, ...]) -> Settings:
+def settings_of(row: tuple[Any, ...]) -> RuntimeSettings:
     """A row of SETTINGS_COLUMNS."""
     threads, inter_op_threads, is_onednn, micro_batch_size = row
-    return Settings(threads, inter_op_threads, bool(is_onednn), micro_batch_size)
+    return RuntimeSettings(threads, inter_op_threads, bool(is_onednn), micro_batch_size)
 
 
 def delete_unused(connection: Connection) -> None:
@@ -182,7 +193,7 @@ def _model_row(model: ModelFeatures) -> tuple[str | int, ...]:
     )
 
 
-def _settings_row(settings: Settings) -> tuple[int, ...]:
+def _settings_row(settings: RuntimeSettings) -> tuple[int, ...]:
     return (
         settings.threads,
         settings.inter_op_threads,

@@ -20,7 +20,7 @@ _Key = tuple[str, int]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFile:
     """A file as it was when it was hashed."""
 
     path: str
@@ -42,7 +42,7 @@ class SharedChunks:
         self._chunks: OrderedDict[_Key, bytes] = OrderedDict()
         self._loading: dict[_Key, Future[bytes]] = {}
 
-    def hash_source(self, path: str) -> Source:
+    def hash_source(self, path: str) -> SourceFile:
         """Read and hash a file, keeping what fits; raises InputError when it cannot be read or changes."""
         digest = hashlib.sha256()
         try:
@@ -58,9 +58,9 @@ class SharedChunks:
         if (after.st_size, after.st_mtime_ns) != (before.st_size, before.st_mtime_ns):
             raise changed(path)
         mode = after.st_mode & 0o777 | 0o400
-        return Source(path, after.st_size, after.st_mtime_ns, mode, digest.hexdigest())
+        return SourceFile(path, after.st_size, after.st_mtime_ns, mode, digest.hexdigest())
 
-    def read(self, source: Source, start: int) -> bytes:
+    def read(self, source: SourceFile, start: int) -> bytes:
         """The chunk at `start`, a multiple of CHUNK_BYTES; raises InputError when the file has changed."""
         key = (source.path, start)
         with self._lock:
@@ -123,7 +123,7 @@ def _open_regular(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
-def _load(source: Source, start: int) -> bytes:
+def _load(source: SourceFile, start: int) -> bytes:
     try:
         with open(source.path, "rb", buffering=0, opener=_open_regular) as file:
             now = os.fstat(file.fileno())

@@ -1,6 +1,6 @@
 """Bringing a parcel to one machine: one command on it says what it misses, and gets exactly that.
 
-When nothing is missing, one round trip does. The other end is `worker/receive.py`.
+When nothing is missing, one round trip does. The other end is `standalone/receive.py`.
 """
 
 import errno
@@ -41,7 +41,7 @@ class Delivery:
 
 
 @dataclass(frozen=True)
-class Progress:
+class DeliveryProgress:
     """How far one machine is; `bytes_total` is what it misses."""
 
     node: str
@@ -49,7 +49,7 @@ class Progress:
     bytes_total: int
 
 
-OnProgress = Callable[[Progress], None]
+OnProgress = Callable[[DeliveryProgress], None]
 
 
 def deliver(
@@ -167,14 +167,14 @@ class _Exchange:
     def _send(self, content: Iterator[bytes], num_bytes: int = 0) -> None:
         """Send `content`; a receiver that ended meanwhile says why in its next answer."""
         sent = 0
-        self._on_progress(Progress(self._node, 0, num_bytes))
+        self._on_progress(DeliveryProgress(self._node, 0, num_bytes))
         for chunk in content:
             try:
                 for start in range(0, len(chunk), SEND_BYTES):
                     piece = chunk[start : start + SEND_BYTES]
                     self._conversation.send_bytes(piece)
                     sent += len(piece)
-                    self._on_progress(Progress(self._node, sent, num_bytes))
+                    self._on_progress(DeliveryProgress(self._node, sent, num_bytes))
             except EOFError:
                 break
         if num_bytes:

@@ -14,8 +14,8 @@ from itertools import pairwise
 from typing import Any
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import Source, printable
-from csdctl.transport.meter import Kind
+from csdctl.shipping.chunks import SourceFile, printable
+from csdctl.transport.meter import TrafficClass
 
 MAX_INLINE_BYTES = 1000
 """A shorter manifest travels in the command line; dropbear takes one of 9000 bytes in all."""
@@ -28,9 +28,9 @@ class StoreObject:
     """A file of the store; its name begins with its SHA-256."""
 
     name: str
-    source: Source
+    source: SourceFile
     mode: int = PLAIN_MODE
-    kind: Kind = Kind.FILES
+    kind: TrafficClass = TrafficClass.FILES
 
 
 @dataclass(frozen=True)

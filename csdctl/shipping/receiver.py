@@ -39,7 +39,7 @@ def prune_store(session: Session, python: str) -> int:
 
 @cache
 def receiver_source() -> str:
-    """`worker/receive.py` as one line of Python, without its docstrings and comments; 6 kB."""
+    """`standalone/receive.py` as one line of Python, without its docstrings and comments; 6 kB."""
     source = read_program("receive")
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.documents import save_bytes, write_aside
-from csdctl.shipping.chunks import CHUNK_BYTES, Source, unreadable
+from csdctl.shipping.chunks import CHUNK_BYTES, SourceFile, unreadable
 from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 
 OBJECTS = ".csdctl/objects"
 
@@ -24,7 +24,7 @@ class StoredFile:
     sha256: str
     suffix: str
     source: Path
-    kind: Kind = Kind.CONTROL
+    kind: TrafficClass = TrafficClass.CONTROL
     """What it is, for the ledger."""
 
     @property
@@ -38,7 +38,7 @@ class StoredFile:
             found = self.source.stat()
         except OSError as error:
             raise unreadable(str(self.source), error) from error
-        source = Source(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
+        source = SourceFile(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
         return StoreObject(f"{self.sha256}{self.suffix}", source, kind=self.kind)
 
 
@@ -48,7 +48,7 @@ def hash_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_file(path: Path, project: Path, kind: Kind = Kind.CONTROL) -> StoredFile:
+def store_file(path: Path, project: Path, kind: TrafficClass = TrafficClass.CONTROL) -> StoredFile:
     """Copy `path` into the host's own store below `project`."""
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
@@ -58,7 +58,9 @@ def store_file(path: Path, project: Path, kind: Kind = Kind.CONTROL) -> StoredFi
     return StoredFile(digest, path.suffix, target, kind)
 
 
-def store_bytes(content: bytes, suffix: str, project: Path, kind: Kind = Kind.CONTROL) -> StoredFile:
+def store_bytes(
+    content: bytes, suffix: str, project: Path, kind: TrafficClass = TrafficClass.CONTROL
+) -> StoredFile:
     """Put `content` into the host's own store below `project`."""
     digest = hashlib.sha256(content).hexdigest()
     target = project / OBJECTS / f"{digest}{suffix}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import InputError
-from csdctl.shipping.chunks import SharedChunks, Source, printable, unreadable
+from csdctl.shipping.chunks import SharedChunks, SourceFile, printable, unreadable
 from csdctl.shipping.parcel import PLAIN_MODE, StoreObject, Tree
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
@@ -74,7 +74,7 @@ def read_tree(request: TreeRequest, chunks: SharedChunks, ignored: Sequence[str]
     return Tree(request.destination, tuple(directories), tuple(files), tuple(links))
 
 
-def as_object(source: Source, suffix: str = "") -> StoreObject:
+def as_object(source: SourceFile, suffix: str = "") -> StoreObject:
     """How the store names a file of a tree: files of other permissions are other files."""
     mode = "" if source.mode == PLAIN_MODE else f"-{source.mode:03o}"
     return StoreObject(f"{source.sha256}{mode}", source, source.mode)

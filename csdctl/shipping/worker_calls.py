@@ -9,12 +9,12 @@ from typing import TypeVar
 
 from csdctl.errors import CsdctlError, ExitCode, InputError, RemoteCommandError
 from csdctl.transport.session import Completed, Session
-from csdctl.worker.protocol.datasets import Preparing
+from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
+    PROGRESS_PREFIX,
     WORKER_ERROR_PREFIX,
-    WORKING_PREFIX,
-    ContractError,
+    ProtocolError,
     from_json,
     to_json,
 )
@@ -58,7 +58,7 @@ def watch_worker(
     command: str,
     told: object,
     answer: type[AnswerT],
-    on_working: Callable[[Preparing], None],
+    on_working: Callable[[PrepareProgress], None],
     *,
     doing: str,
     silence_deadline_s: float,
@@ -75,8 +75,10 @@ def watch_worker(
         with suppress(EOFError):
             while True:
                 line = conversation.read_line(deadline_s=silence_deadline_s)
-                if line.startswith(WORKING_PREFIX):
-                    on_working(_parse(Preparing, line.removeprefix(WORKING_PREFIX), session.name, doing))
+                if line.startswith(PROGRESS_PREFIX):
+                    on_working(
+                        _parse(PrepareProgress, line.removeprefix(PROGRESS_PREFIX), session.name, doing)
+                    )
                 elif line.startswith(ANSWER_PREFIX):
                     answered = line.removeprefix(ANSWER_PREFIX)
         done = conversation.wait(deadline_s=END_DEADLINE_S)
@@ -88,7 +90,7 @@ def watch_worker(
 def _parse(kind: type[AnswerT], text: str, node: str, doing: str) -> AnswerT:
     try:
         return from_json(kind, text)
-    except ContractError as error:
+    except ProtocolError as error:
         raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=node) from None
 
 

@@ -16,10 +16,9 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.links import Links
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
-from csdctl.launch.rank_process import Notice, ProcessEnded
+from csdctl.launch.rank_process import ProcessEnded, RankMessage
 from csdctl.launch.rank_processes import RankProcesses, Restarted, StartRank
 from csdctl.worker.protocol.events import (
-    Alive,
     EpochEnd,
     Evaluating,
     Event,
@@ -30,11 +29,12 @@ from csdctl.worker.protocol.events import (
     NodeBack,
     NodeLost,
     Paused,
+    Pong,
     Progress,
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import AreYouThere, FormGroup, PauseAtEpochEnd, Stop
+from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
 
 ANSWER_S = 8.0
 """A rank that lives answers within this, however busy its machine is."""
@@ -57,7 +57,7 @@ PROGRESSING = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
 
 
 @dataclass(frozen=True)
-class Supervised:
+class SupervisedRun:
     """What supervision needs to start and join ranks; the first three callables may raise CsdctlError."""
 
     nodes: Sequence[str]
@@ -79,18 +79,18 @@ class Supervised:
     """Ranks that do not take part from the beginning."""
 
 
-class Supervision:
+class Supervisor:
     """One run; call `run` once."""
 
-    def __init__(self, supervised: Supervised, record: Callable[[Event], None]) -> None:
+    def __init__(self, supervised: SupervisedRun, record: Callable[[Event], None]) -> None:
         """`record` is called with every event, in order, by the thread that calls `run`."""
         self._run = supervised
         self._record = record
         self._processes = RankProcesses(supervised.start_rank, supervised.restart_rank)
         self._ready: set[int] = set()
         self._returning: set[int] = set()
-        self._postponed: deque[Notice] = deque()
-        self._in_hand: Notice | None = None
+        self._postponed: deque[RankMessage] = deque()
+        self._in_hand: RankMessage | None = None
         self._num_losses: dict[int, int] = {}
         self._group: tuple[int, ...] = ()
         self._generation = 0
@@ -160,14 +160,14 @@ class Supervision:
                     f"{silent} did not start in time", remedy="raise --start-deadline, or see its log"
                 )
 
-    def _next(self, timeout_s: float) -> Notice | None:
+    def _next(self, timeout_s: float) -> RankMessage | None:
         """The next notice that nothing was done about, recorded."""
         if not self._postponed:
             return self._hear(timeout_s)
         self._in_hand = self._postponed.popleft()
         return self._in_hand
 
-    def _hear(self, timeout_s: float) -> Notice | None:
+    def _hear(self, timeout_s: float) -> RankMessage | None:
         """The next notice that arrives, recorded."""
         notice = self._processes.next(timeout_s)
         if isinstance(notice, Restarted):
@@ -183,7 +183,7 @@ class Supervision:
             self._answered[notice.rank] = time.monotonic()
         elif isinstance(notice, LinkLost) and notice.generation == self._generation:
             self._unlinked.add(notice.rank)
-        elif isinstance(notice, Alive):
+        elif isinstance(notice, Pong):
             self._answered[notice.rank] = time.monotonic()
             return notice  # nobody wants to read these
         self._record(notice)
@@ -221,7 +221,7 @@ class Supervision:
         self._look_at_stalled()
         self._look_at_silence()
 
-    def _take(self, notice: Notice | None) -> None:
+    def _take(self, notice: RankMessage | None) -> None:
         """Do what a notice asks for; twice does no harm."""
         if isinstance(notice, ProcessEnded):
             self._take_end(notice)
@@ -383,7 +383,7 @@ class Supervision:
         begun = time.monotonic()
         number = self._generation
         for rank in self._present(group):
-            self._processes.order(rank, AreYouThere(number))
+            self._processes.order(rank, Ping(number))
         patience_s = ANSWER_S
         while time.monotonic() - begun < patience_s:
             waiting = {
@@ -410,7 +410,7 @@ class Supervision:
                 ),
             )
 
-    def _take_between_groups(self, notice: Notice | None) -> None:
+    def _take_between_groups(self, notice: RankMessage | None) -> None:
         """Take in what matters while there is no group."""
         if isinstance(notice, ProcessEnded):
             self._take_end(notice)
@@ -438,7 +438,7 @@ class Supervision:
         for rank in (self._run.nodes.index(node) for node in nodes):
             if rank in self._group and rank not in self._asked:
                 self._asked[rank] = now
-                self._processes.order(rank, AreYouThere(self._generation))
+                self._processes.order(rank, Ping(self._generation))
 
     def _ask_late(self) -> None:
         """Who is behind others that have finished or paused, which wait for nobody, is asked now and then."""

@@ -13,7 +13,7 @@ from enum import StrEnum
 from csdctl.fleet.model import HOST_NAME, Node
 
 
-class Kind(StrEnum):
+class TrafficClass(StrEnum):
     """What bytes were for; there is none for private samples, because none are ever sent."""
 
     CODE = "code"
@@ -27,7 +27,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Traffic:
+class ByteCount:
     """Bytes in both directions, as this side sees them: payload of TCP."""
 
     sent: int = 0
@@ -41,31 +41,35 @@ class Meter:
         self.num_sent = self.num_received = 0
         """All bytes; the connection's own reader and writer add to them."""
         self._lock = threading.Lock()
-        self._sent: Counter[Kind] = Counter()
-        self._received: Counter[Kind] = Counter()
+        self._sent: Counter[TrafficClass] = Counter()
+        self._received: Counter[TrafficClass] = Counter()
 
-    def note(self, kind: Kind, *, sent: int = 0, received: int = 0) -> None:
+    def note(self, kind: TrafficClass, *, sent: int = 0, received: int = 0) -> None:
         """So many of the bytes are of this kind."""
         with self._lock:
             self._sent[kind] += sent
             self._received[kind] += received
 
-    def by_kind(self) -> dict[Kind, Traffic]:
+    def by_kind(self) -> dict[TrafficClass, ByteCount]:
         """All bytes so far, by kind; what was not noted is control."""
         with self._lock:
             sent, received = Counter(self._sent), Counter(self._received)
-        sent[Kind.CONTROL] += max(0, self.num_sent - sent.total())
-        received[Kind.CONTROL] += max(0, self.num_received - received.total())
-        return {kind: Traffic(sent[kind], received[kind]) for kind in Kind if sent[kind] or received[kind]}
+        sent[TrafficClass.CONTROL] += max(0, self.num_sent - sent.total())
+        received[TrafficClass.CONTROL] += max(0, self.num_received - received.total())
+        return {
+            kind: ByteCount(sent[kind], received[kind])
+            for kind in TrafficClass
+            if sent[kind] or received[kind]
+        }
 
     @property
-    def total(self) -> Traffic:
+    def total(self) -> ByteCount:
         """All bytes so far."""
-        return Traffic(self.num_sent, self.num_received)
+        return ByteCount(self.num_sent, self.num_received)
 
 
 LinkBytes = Mapping[tuple[str, str, str], int]
-"""Bytes by sender, receiver and `Kind`; machines by name."""
+"""Bytes by sender, receiver and `TrafficClass`; machines by name."""
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
@@ -87,8 +91,8 @@ def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
                 added[far, near, kind] += traffic.received
         if forwarded[node.name, "sent"]:
             for near, far in _links(node):
-                added[near, far, Kind.CONTROL] -= forwarded[node.name, "sent"]
-                added[far, near, Kind.CONTROL] -= forwarded[node.name, "received"]
+                added[near, far, TrafficClass.CONTROL] -= forwarded[node.name, "sent"]
+                added[far, near, TrafficClass.CONTROL] -= forwarded[node.name, "received"]
             forwarded[node.name, "sent"] = forwarded[node.name, "received"] = 0
     return {key: count for key, count in added.items() if count > 0}
 

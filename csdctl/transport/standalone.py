@@ -8,10 +8,10 @@ from importlib import resources
 
 
 def build_program_command(python: str, module: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The argument list that runs csdctl/worker/MODULE.py by itself."""
+    """The argument list that runs csdctl/standalone/MODULE.py by itself."""
     return [python, "-I", "-S", "-c", read_program(module), *arguments]
 
 
 def read_program(module: str) -> str:
-    """The text of csdctl/worker/MODULE.py."""
-    return (resources.files("csdctl") / "worker" / f"{module}.py").read_text(encoding="utf-8")
+    """The text of csdctl/standalone/MODULE.py."""
+    return (resources.files("csdctl") / "standalone" / f"{module}.py").read_text(encoding="utf-8")

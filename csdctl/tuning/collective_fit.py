@@ -7,13 +7,13 @@ import numpy as np
 
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.fit import non_negative
-from csdctl.tuning.measurements import Collective
+from csdctl.tuning.measurements import CollectiveMeasurement
 
 NUM_NEWEST = 5
 """Of one way to sum, so many of the newest times count: a fleet changes, and one sum may be lucky."""
 
 
-def fit_collective(measured: Sequence[Collective]) -> CollectiveCost:
+def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
     """The cost that `measured` sums show; no cost at all without any. Errors are shares of a sum's time.
 
     Of several ways to sum the same, the quickest counts: it is the one that a training takes.
@@ -33,7 +33,7 @@ def fit_collective(measured: Sequence[Collective]) -> CollectiveCost:
     return CollectiveCost(*(float(one) for one in found))
 
 
-def _quickest(measured: Sequence[Collective]) -> dict[tuple[int, int], float]:
+def _quickest(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
     """Seconds of the quickest way, by ranks and bytes; of each way the median of its newest sums."""
     repeated: dict[tuple[str, int, int], list[float]] = {}
     for one in sorted(measured, key=lambda one: one.measured_at):

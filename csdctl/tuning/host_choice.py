@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from csdctl.tuning.search import Best, Candidate, Limits, find_best
+from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 
 LEAST_GAIN_WITHOUT_HOST = 0.05
@@ -11,12 +11,12 @@ LEAST_GAIN_WITHOUT_HOST = 0.05
 
 
 def find_best_ranks(
-    host: Candidate,
-    nodes: Sequence[Candidate],
+    host: RankCandidate,
+    nodes: Sequence[RankCandidate],
     limits: Limits,
     sum_s: Callable[[int], float],
     stretch: float = 1.0,
-) -> Best:
+) -> BestPlan:
     """The fastest plan of the host and `nodes`; a host that sits out has no batch size in it.
 
     `sum_s(n)` is the time of a sum over n ranks, of which the host is always one. Raises TuningError when no
@@ -29,6 +29,6 @@ def find_best_ranks(
     best = find_best([host, *nodes], limits, sum_s, stretch, lone_stretch=1.0)
     with suppress(TuningError):
         without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), stretch)
-        if without.prediction.images_per_s > best.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
+        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
             return without
     return best

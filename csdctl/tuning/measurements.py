@@ -38,7 +38,7 @@ class ModelFeatures:
 
 
 @dataclass(frozen=True, order=True)
-class Settings:
+class RuntimeSettings:
     """How TensorFlow ran while it was measured."""
 
     threads: int
@@ -62,10 +62,10 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Probe:
+class ProbeMeasurement:
     """One batch size, measured on one machine."""
 
-    settings: Settings
+    settings: RuntimeSettings
     batch_size: int
     measured_at: float
     """Unix time."""
@@ -86,13 +86,13 @@ class Probe:
         return self.fits and self.batch_size > 0 and self.peak_memory_bytes is None
 
     @property
-    def images_per_s(self) -> float | None:
+    def samples_per_s(self) -> float | None:
         """Samples a second; None when it did not fit."""
         return None if self.step_time_s is None else self.batch_size / self.step_time_s
 
 
 @dataclass(frozen=True)
-class Collective:
+class CollectiveMeasurement:
     """One sum over the ranks of a fleet, measured."""
 
     name: str
@@ -112,20 +112,20 @@ class TrialRank:
     machine_class: str
     """Its key."""
     batch_size: int
-    settings: Settings
+    settings: RuntimeSettings
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialMeasurement:
     """A whole plan, tried on the fleet for a few steps."""
 
     ranks: tuple[TrialRank, ...]
     """The host first."""
     step_s: float
-    images_per_s: float
+    samples_per_s: float
     measured_at: float
     """Unix time."""
-    predicted_images_per_s: float | None = None
+    predicted_samples_per_s: float | None = None
     """What the model had said before; None: nothing."""
 
 

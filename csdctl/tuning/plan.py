@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.tuning.plan_fingerprint import MadeFor
+from csdctl.tuning.plan_fingerprint import PlanFingerprint
 from csdctl.worker.protocol.run_spec import Runtime
 
 HEADER = """\
@@ -33,7 +33,7 @@ class RankPlan(Document):
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
     """What fits into the machine's memory: batch sizes that move stay below it."""
     step_time_s: Annotated[float, Field(gt=0)] | None = None
-    images_per_s: Annotated[float, Field(gt=0)] | None = None
+    samples_per_s: Annotated[float, Field(gt=0)] | None = None
     peak_memory_bytes: int | None = None
 
     @property
@@ -61,12 +61,12 @@ class Predicted(Document):
     batch_sizes: list[int] | None = None
     """Of the ranks, in the plan's order; None: an older plan, where `global_batch` has to tell."""
     step_s: Annotated[float, Field(gt=0)]
-    images_per_s: Annotated[float, Field(gt=0)]
+    samples_per_s: Annotated[float, Field(gt=0)]
     compute_share: float
     imbalance_share: float
     communication_share: float
     gain: float | None = None
-    """images/s over that of the best equal batch size, predicted from the same measurements."""
+    """samples/s over that of the best equal batch size, predicted from the same measurements."""
     is_confirmed: bool = False
     """A trial of all ranks together has shown it."""
 
@@ -85,7 +85,7 @@ class Plan(Document):
     predicted: Predicted | None = None
     left_out: list[str] = []
     """Nodes that would cost more time than they bring."""
-    made_for: MadeFor | None = None
+    made_for: PlanFingerprint | None = None
     """None: a plan by hand, or an older one; whether it fits is then told by the fingerprint alone."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
@@ -109,13 +109,13 @@ class Plan(Document):
         return self.predicted if holds else None
 
     @property
-    def predicted_images_per_s(self) -> float | None:
+    def predicted_samples_per_s(self) -> float | None:
         """Samples a second as tuning predicts them for these batch sizes.
 
         Without a prediction: when every step takes as long as the slowest rank's, and no time to communicate.
         """
         if self.prediction:
-            return self.prediction.images_per_s
+            return self.prediction.samples_per_s
         times = [rank.step_time_s for rank in self.ranks if rank.batch_size]
         known = [time for time in times if time]
         return self.global_batch / max(known) if len(known) == len(times) else None

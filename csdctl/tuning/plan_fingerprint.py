@@ -8,7 +8,7 @@ from typing import Any
 from csdctl.documents import Document
 
 
-class MadeFor(Document):
+class PlanFingerprint(Document):
     """The job and the machines that were tuned for."""
 
     job: dict[str, Any] = {}
@@ -19,7 +19,7 @@ class MadeFor(Document):
     """What each rank runs on, in words (`MachineClass.name`)."""
 
 
-def list_changes(then: MadeFor, now: MadeFor) -> list[str]:
+def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
     """What is different now, a line each; a machine that is not in both is no change."""
     return [
         *_changed_values(then.job, now.job),

@@ -5,10 +5,10 @@ from statistics import median
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fit import Point, fit_step_time
-from csdctl.tuning.measurements import Probe, Settings
+from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
 
 
-def points_with(probes: Sequence[Probe], settings: Settings) -> list[Point]:
+def points_with(probes: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
     """What fitted of what was probed with `settings`; what a trial has shown is not among it."""
     return [
         Point(one.batch_size, one.step_time_s)
@@ -17,7 +17,7 @@ def points_with(probes: Sequence[Probe], settings: Settings) -> list[Point]:
     ]
 
 
-def recall_points(known: Sequence[Probe], settings: Settings) -> list[Point]:
+def recall_points(known: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
     """What was probed with `settings`; when that is little, what was with others too, scaled to it.
 
     Settings that were taken after the batch sizes had been probed have few probes of their own.
@@ -32,7 +32,9 @@ def recall_points(known: Sequence[Probe], settings: Settings) -> list[Point]:
     return [*(Point(one.batch_size, one.step_time_s * ratio) for one in most), *own]
 
 
-def recall_in_step(known: Sequence[Probe], settings: Settings, fit: StepTime) -> tuple[int, float] | None:
+def recall_in_step(
+    known: Sequence[ProbeMeasurement], settings: RuntimeSettings, fit: StepTime
+) -> tuple[int, float] | None:
     """The newest trial with `settings`: a batch size, and how much longer than `fit` its steps took.
 
     None when there was no trial with them.

@@ -13,7 +13,7 @@ from csdctl.perfmodel.ring import SumCost
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank, Rates, build_point
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.host_choice import find_best_ranks
-from csdctl.tuning.search import Best, Candidate, Limits
+from csdctl.tuning.search import BestPlan, Limits, RankCandidate
 
 LEAST_STRETCH = 0.5
 
@@ -57,7 +57,7 @@ def calibrate_stretch(tried: Sequence[tuple[StepTime, int]], step_s: float, sum_
 
 def choose_best(
     host: RankModel, nodes: Sequence[RankModel], num_nodes: int, choice: Choice, costs: Costs
-) -> Best:
+) -> BestPlan:
     """The best batch sizes for the host and the first `num_nodes`, which begin again beyond their end.
 
     Names that are there again get a number. Raises TuningError when the limits allow no plan.
@@ -66,9 +66,9 @@ def choose_best(
     for number in range(num_nodes):
         node, again = nodes[number % len(nodes)], number // len(nodes)
         name = f"{node.node}#{again}" if again else node.node
-        candidates.append(Candidate(name, node.step_time, is_required=choice.is_required))
+        candidates.append(RankCandidate(name, node.step_time, is_required=choice.is_required))
     return find_best_ranks(
-        Candidate(host.node, host.step_time, is_required=True),
+        RankCandidate(host.node, host.step_time, is_required=True),
         candidates,
         choice.limits(num_nodes),
         costs.sum_s,
@@ -98,16 +98,16 @@ def predict_best_curve(
     Raises TuningError when the limits allow no plan for one of them.
     """
 
-    def best_of(num_nodes: int) -> Best:
+    def best_of(num_nodes: int) -> BestPlan:
         if choice.is_planned and num_nodes == len(nodes):
             return _as_planned([host, *nodes], choice.idle, costs)
         return choose_best(host.model, [node.model for node in nodes], num_nodes, choice, costs)
 
-    alone = best_of(0).prediction.images_per_s
+    alone = best_of(0).prediction.samples_per_s
     points = []
     for num_nodes in counts:
         best = best_of(num_nodes)
-        rates = Rates(best.prediction.images_per_s, alone, best.prediction.ceiling_images_per_s)
+        rates = Rates(best.prediction.samples_per_s, alone, best.prediction.ceiling_samples_per_s)
         is_host_training = host.model.node in best.batch_sizes
         point = build_point(
             num_nodes,
@@ -121,7 +121,7 @@ def predict_best_curve(
     return points
 
 
-def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs) -> Best:
+def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs) -> BestPlan:
     """The plan of these ranks, the host first; idle it is still a rank: it adds up the sum."""
     host, *nodes = (rank.model.node for rank in ranks)
     training = [rank for rank in ranks if rank.model.node not in idle]
@@ -134,4 +134,4 @@ def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs
         stretch,
     )
     sizes = {rank.model.node: rank.batch_size for rank in training}
-    return Best(sizes, prediction, tuple(node for node in nodes if node in idle))
+    return BestPlan(sizes, prediction, tuple(node for node in nodes if node in idle))

@@ -1,4 +1,4 @@
-"""The batch sizes that give most images a second under the limits given; pure.
+"""The batch sizes that give most samples/s under the limits given; pure.
 
 For a time T that a step may compute, every rank takes the most samples it can do in T, so that none waits for
 another. The longer T, the smaller the part of it that fixed costs and the sum over the ranks take, and the
@@ -36,7 +36,7 @@ OPTIONS = {
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RankCandidate:
     """A rank that may train."""
 
     node: str
@@ -74,7 +74,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Best:
+class BestPlan:
     """The batch sizes found, by node, in the order of the candidates; who is left out has none."""
 
     batch_sizes: dict[str, int]
@@ -83,12 +83,12 @@ class Best:
 
 
 def find_best(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
     stretch: float = 1.0,
     lone_stretch: float | None = None,
-) -> Best:
+) -> BestPlan:
     """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
 
     `stretch` as in `predict`; `lone_stretch` is that of a plan with one rank, None: the same. Raises
@@ -97,7 +97,7 @@ def find_best(
     if not candidates:
         raise TuningError("there is no machine to tune")
 
-    def best_of(members: Sequence[Candidate], num_times: int) -> Best | None:
+    def best_of(members: Sequence[RankCandidate], num_times: int) -> BestPlan | None:
         is_lone = len(members) == 1
         its_stretch = lone_stretch if is_lone and lone_stretch is not None else stretch
         return _best_of(members, limits, collective_s(len(members)), its_stretch, num_times)
@@ -108,18 +108,18 @@ def find_best(
     }
     if not looked:
         raise TuningError(_why_none(candidates, limits), remedy=_how_to_have_one(limits))
-    fastest = max(looked, key=lambda size: looked[size].prediction.images_per_s)
+    fastest = max(looked, key=lambda size: looked[size].prediction.samples_per_s)
     best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
     if fastest < len(candidates) and len(candidates) in looked:
         whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
-        if best.prediction.images_per_s < whole.prediction.images_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
+        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
-    return Best(best.batch_sizes, best.prediction, left_out)
+    return BestPlan(best.batch_sizes, best.prediction, left_out)
 
 
 def best_equal(
-    candidates: Sequence[Candidate],
+    candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
     stretch: float = 1.0,
@@ -139,7 +139,7 @@ def best_equal(
     return max(speeds, default=None)
 
 
-def _fleets(candidates: Sequence[Candidate]) -> Iterable[Sequence[Candidate]]:
+def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandidate]]:
     """The whole fleet, then fleets without more and more of the slowest nodes that may be left out."""
     yield candidates
     free = sorted(
@@ -161,8 +161,8 @@ def _slowness(step_time: StepTime) -> float:
 
 
 def _best_of(
-    members: Sequence[Candidate], limits: Limits, collective_s: float, stretch: float, num_times: int
-) -> Best | None:
+    members: Sequence[RankCandidate], limits: Limits, collective_s: float, stretch: float, num_times: int
+) -> BestPlan | None:
     """The best plan in which all `members` train; None when the limits allow none."""
     most = limits.most
     if most is not None and most < len(members):
@@ -199,10 +199,10 @@ def _best_of(
     prediction = predict(
         [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, stretch
     )
-    return Best({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
+    return BestPlan({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _count_kinds(members: Sequence[Candidate]) -> dict[StepTime, int]:
+def _count_kinds(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
     """How many members have each step time; most share the same object, which is quicker to count."""
     counts: dict[StepTime, int] = {}
     objects = {id(one.step_time): one.step_time for one in members}
@@ -211,7 +211,7 @@ def _count_kinds(members: Sequence[Candidate]) -> dict[StepTime, int]:
     return counts
 
 
-def _sizes_at(time_s: float, members: Sequence[Candidate], most: int | None) -> list[int]:
+def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None) -> list[int]:
     """What each of `members` can do in `time_s`, and no more than `most` together."""
     within: dict[int, int] = {}
     for one in members:
@@ -259,7 +259,7 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
     return [*(least_s * ratio**number for number in range(count - 1)), most_s]
 
 
-def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> list[int]:
+def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int) -> list[int]:
     """Take what is too much from those that have most, and the rest from those that need longest."""
     total = sum(sizes)
     # Rounded up: what is still too much is at most a sample for each rank.
@@ -277,7 +277,7 @@ def _cut_to(sizes: Sequence[int], members: Sequence[Candidate], wanted: int) -> 
     return cut
 
 
-def _why_none(candidates: Sequence[Candidate], limits: Limits) -> str:
+def _why_none(candidates: Sequence[RankCandidate], limits: Limits) -> str:
     given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
     slowest = max(candidates, key=lambda one: one.step_time.at(1))
     return (

@@ -33,7 +33,7 @@ class TunedBatch:
     step_time_s: float
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Samples a second at this batch size."""
         return self.batch_size / self.step_time_s
 
@@ -56,8 +56,8 @@ def tune_stannis(
     if not engines:
         raise TuningError("there is no engine to tune")
     lists, too_large = _measure_list(engines, measure, sorted(set(batch_sizes)))
-    best = {engine: max(done, key=lambda one: one.images_per_s) for engine, done in lists.items()}
-    slowest = min(engines, key=lambda engine: best[engine].images_per_s)
+    best = {engine: max(done, key=lambda one: one.samples_per_s) for engine, done in lists.items()}
+    slowest = min(engines, key=lambda engine: best[engine].samples_per_s)
     anchor = best[slowest]
     tuned = {engine: one for engine in engines if (one := _similar(lists[engine], anchor, margin_scale))}
     tuned[slowest] = anchor

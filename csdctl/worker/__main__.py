@@ -12,13 +12,14 @@ import os
 import sys
 from pathlib import Path
 
-from csdctl.worker.process.events import WorkerError, emit_by, give_up
-from csdctl.worker.protocol.datasets import PrepareSpec, Preparing
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.events import exit_with_failure, set_event_sink
+from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
+    PROGRESS_PREFIX,
     WORKER_ERROR_PREFIX,
-    WORKING_PREFIX,
-    ContractError,
+    ProtocolError,
     from_json,
     to_json,
 )
@@ -37,8 +38,8 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--recipe", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
-    look = commands.add_parser("look")
-    look.add_argument("--directory", required=True)
+    digest = commands.add_parser("digest")
+    digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
     probe.add_argument("--spec", required=True)
     rank = commands.add_parser("rank")
@@ -50,21 +51,21 @@ def main(arguments: list[str]) -> int:
     link.add_argument("--rank", type=int, required=True)
     link.add_argument("--generation", type=int, required=True)
     link.add_argument("--marker", default="")
-    hello = commands.add_parser("hello")
-    hello.add_argument("--rank", type=int, required=True)
-    hello.add_argument("--size", type=int, required=True)
-    hello.add_argument("--node", required=True)
-    hello.add_argument("--sums", default="", help="RANKS:BYTES,…: time these sums")
-    hello.add_argument("--marker", default="")
+    mpi_check = commands.add_parser("mpi-check")
+    mpi_check.add_argument("--rank", type=int, required=True)
+    mpi_check.add_argument("--size", type=int, required=True)
+    mpi_check.add_argument("--node", required=True)
+    mpi_check.add_argument("--sums", default="", help="RANKS:BYTES,…: time these sums")
+    mpi_check.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
     chosen = {
         "build": _build,
         "prepare": _prepare,
-        "look": _look,
+        "digest": _digest,
         "probe": _probe,
         "rank": _rank,
         "link": _link,
-        "hello": _hello,
+        "mpi-check": _check_mpi,
     }
     return chosen[options.command](options)
 
@@ -92,17 +93,17 @@ def answer(value: object) -> None:
 
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
-    from csdctl.worker.process.output import Voice
+    from csdctl.worker.process.output import GuardedOutput
 
-    voice = Voice()
-    latest = Preparing()
+    voice = GuardedOutput()
+    latest = PrepareProgress()
 
-    def note(progress: Preparing) -> None:
+    def note(progress: PrepareProgress) -> None:
         nonlocal latest
         latest = progress
 
     def working() -> str:
-        return WORKING_PREFIX + to_json(latest)
+        return PROGRESS_PREFIX + to_json(latest)
 
     try:
         spec = from_json(PrepareSpec, sys.stdin.readline())
@@ -111,7 +112,7 @@ def _prepare(_: argparse.Namespace) -> int:
         voice.say(working())
         voice.say(ANSWER_PREFIX + to_json(info))
         return 0
-    except (WorkerError, ContractError) as error:
+    except (WorkerError, ProtocolError) as error:
         failed = _told(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this goes to the host.
@@ -120,10 +121,10 @@ def _prepare(_: argparse.Namespace) -> int:
     return failed.exit_code
 
 
-def _look(options: argparse.Namespace) -> int:
-    from csdctl.worker.data.digest import look
+def _digest(options: argparse.Namespace) -> int:
+    from csdctl.worker.data.digest import compute_digest
 
-    answer(look(options.directory))
+    answer(compute_digest(options.directory))
     return 0
 
 
@@ -149,7 +150,7 @@ def _rank(options: argparse.Namespace) -> int:
 
         RankTraining(spec, me.rank, *load_backend(me.runtime)).run()
     except BaseException as error:
-        give_up(options.rank, node, error, private_log)
+        exit_with_failure(options.rank, node, error, private_log)
     return 0
 
 
@@ -158,11 +159,11 @@ def _keep_output_here(run_id: str, rank: int) -> str:
 
     What libraries print may show samples; TensorFlow lists the labels of a batch that it cannot use.
     """
-    from csdctl.worker.process.output import Voice
+    from csdctl.worker.process.output import GuardedOutput
 
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    emit_by(Voice(path).say)
+    set_event_sink(GuardedOutput(path).say)
     return path
 
 
@@ -172,10 +173,10 @@ def _link(options: argparse.Namespace) -> int:
     return serve_link(options.run, options.rank, options.generation)
 
 
-def _hello(options: argparse.Namespace) -> int:
-    from csdctl.worker.tasks.mpi_check import say_hello
+def _check_mpi(options: argparse.Namespace) -> int:
+    from csdctl.worker.tasks.mpi_check import check_mpi
 
-    code = say_hello(options.rank, options.size, options.node, options.sums)
+    code = check_mpi(options.rank, options.size, options.node, options.sums)
     if code:  # who fails must not wait for the others in MPI's own end
         os._exit(code)
     return code
@@ -186,7 +187,7 @@ def _error_line(error: WorkerError) -> str:
     return WORKER_ERROR_PREFIX + json.dumps(content)
 
 
-def _told(error: WorkerError | ContractError) -> WorkerError:
+def _told(error: WorkerError | ProtocolError) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
     return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
@@ -207,7 +208,7 @@ def run() -> None:
     atexit.register(leave)  # the first one is called last
     try:
         code = main(sys.argv[1:])
-    except (WorkerError, ContractError) as error:
+    except (WorkerError, ProtocolError) as error:
         failed = _told(error)
         print(_error_line(failed), file=sys.stderr)
         code = failed.exit_code

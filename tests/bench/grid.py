@@ -39,7 +39,7 @@ def grid_points(limit: int, num_nodes: int) -> list[Sizes]:
 
 @dataclass(frozen=True)
 class Visits:
-    """What was measured at each point: images/s of each visit."""
+    """What was measured at each point: samples/s of each visit."""
 
     speeds: dict[Sizes, list[float]]
 
@@ -54,7 +54,7 @@ class Visits:
         for point in sorted(self.speeds, key=self.middle, reverse=True):
             runs = ", ".join(f"{one:.1f}" for one in self.speeds[point])
             shown = f"{point[0]} + {' '.join(map(str, point[1:]))}"
-            print(f"  {shown:28} = {sum(point):4}: {self.middle(point):7.1f} images/s  ({runs})")
+            print(f"  {shown:28} = {sum(point):4}: {self.middle(point):7.1f} samples/s  ({runs})")
 
 
 def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], seconds: float) -> Visits:
@@ -62,7 +62,7 @@ def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], s
 
     Threads and other settings are those of the plan.
     """
-    apart = [1 / rank.images_per_s for rank in load_plan(plan_path).ranks if rank.images_per_s]
+    apart = [1 / rank.samples_per_s for rank in load_plan(plan_path).ranks if rank.samples_per_s]
 
     def num_steps(point: Sizes) -> int:
         step_s = max(size * a_sample_s for size, a_sample_s in zip(point, apart, strict=True))

@@ -176,7 +176,8 @@ def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
         running.wait_for_steps(20)
         together, apart = rates(running, begun, time.time())
         say(
-            f"\nin step {together:.0f} images/s, the same ranks computing {apart:.0f}: {together / apart:.3f}"
+            f"\nin step {together:.0f} samples/s, the same ranks computing {apart:.0f}: "
+            f"{together / apart:.3f}"
         )
         joined = running.events("Joined")[0][1]
         say(f"collective {joined['collective']}, {joined['sum_s'] * 1000:.0f} ms a sum when idle")
@@ -191,7 +192,7 @@ def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
         running.wait_for_steps(15)
         slow_together, slow_apart = rates(running, after, time.time())
         say(
-            f"a node halved: {slow_together:.0f} images/s from step {WATCH_STEPS} on, "
+            f"a node halved: {slow_together:.0f} samples/s from step {WATCH_STEPS} on, "
             f"ceiling {slow_apart:.0f}: {slow_together / slow_apart:.3f} (before: {together / apart:.3f})"
         )
         first = [at for at, _ in running.events("Rebalanced") if at > slowed]
@@ -247,20 +248,20 @@ def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod:
             begun = time.time()
             running.wait_for_steps(12)
             ours.append(rates(running, begun, time.time())[0])
-            print(f"\ncsdctl {ours[-1]:.0f} images/s")
+            print(f"\ncsdctl {ours[-1]:.0f} samples/s")
             last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
         finally:
             stop(running)
         equal = [HOROVOD_EQUAL] * (NUM_NODES + 1)
         theirs["equal"].append(run_horovod(project, nodes, horovod, equal))
-        print(f"Horovod, equal: {theirs['equal'][-1]:.0f} images/s")
+        print(f"Horovod, equal: {theirs['equal'][-1]:.0f} samples/s")
         theirs["our batch sizes"].append(run_horovod(project, nodes, horovod, list(last.values())))
     mine = statistics.median(ours)
-    print(f"\ncsdctl {mine:.0f} images/s (runs: {', '.join(f'{one:.0f}' for one in ours)})")
+    print(f"\ncsdctl {mine:.0f} samples/s (runs: {', '.join(f'{one:.0f}' for one in ours)})")
     for name, measured in theirs.items():
         middle = statistics.median(measured)
         runs = ", ".join(f"{one:.0f}" for one in measured)
-        print(f"Horovod, {name}: {middle:.0f} images/s (runs: {runs}); csdctl is {mine / middle:.1f} ×")
+        print(f"Horovod, {name}: {middle:.0f} samples/s (runs: {runs}); csdctl is {mine / middle:.1f} ×")
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +299,7 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
         deadline_s=900,
         environment={"PATH": f"/usr/bin:/bin:{os.environ['PATH']}", "TMPDIR": "/tmp"},
     )
-    found = [line for line in done.stdout.splitlines() if "images_per_s" in line]
+    found = [line for line in done.stdout.splitlines() if "samples_per_s" in line]
     assert found, done.stdout[-2000:] + done.stderr[-3000:]
     return float(found[0].split()[1])
 

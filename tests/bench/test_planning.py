@@ -9,7 +9,7 @@ import time
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.search import Candidate, Limits, find_best
+from csdctl.tuning.search import Limits, RankCandidate, find_best
 from tests.unit.tuning.test_probe_policy import EQUAL_NODES, THREE_KINDS, tuned_with_noise
 
 ROUNDS = 5
@@ -19,8 +19,8 @@ SEEDS = range(200)
 @pytest.mark.parametrize("num_kinds", [3, 1000])
 def test_planning_a_thousand_nodes(num_kinds: int) -> None:
     kinds = [StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5) for k in range(num_kinds)]
-    fleet = [Candidate("host", StepTime(0.01, 0.003), is_required=True)]
-    fleet += [Candidate(f"csd{k}", kinds[k % num_kinds]) for k in range(1000)]
+    fleet = [RankCandidate("host", StepTime(0.01, 0.003), is_required=True)]
+    fleet += [RankCandidate(f"csd{k}", kinds[k % num_kinds]) for k in range(1000)]
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.ingest.sources.source import num_threads
-from csdctl.worker.protocol.datasets import PictureRule, PrepareSpec, RecordSchema
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.worker.ingest.sources.made_pictures import jpeg, png, tensorflow
 
@@ -29,7 +29,8 @@ PROGRAM = """
 import re, sys, time
 from pathlib import Path
 from csdctl.worker.backend import load_tensorflow
-from csdctl.worker.contract import PrepareSpec, from_json
+from csdctl.worker.protocol.datasets import PrepareSpec\n"
+            "from csdctl.worker.protocol.json_codec import from_json
 from csdctl.worker.prepare import prepare
 load_tensorflow()
 started = time.perf_counter()
@@ -68,7 +69,7 @@ def test_class_folders(tmp_path: Path, kind: str, height: int, width: int, num_p
         (tmp_path / "data" / "one" / f"{number}.{kind}").write_bytes(made[number % len(made)])
     for threads in sorted({1, num_threads()}):
         store = str(tmp_path / f"store{threads}")
-        spec = PrepareSpec(str(tmp_path / "data"), store, PictureRule((64, 64, 3)), names_classes=True)
+        spec = PrepareSpec(str(tmp_path / "data"), store, ImageRule((64, 64, 3)), names_classes=True)
         measure(f"{kind} {width}×{height} to 64×64", spec, num_pictures, threads)
 
 
@@ -84,7 +85,7 @@ def test_tfrecord_of_raw_pictures(tmp_path: Path) -> None:
     spec = PrepareSpec(
         str(tmp_path / "a.tfrecord"),
         str(tmp_path / "store"),
-        PictureRule((64, 64, 3)),
+        ImageRule((64, 64, 3)),
         records=RecordSchema("image", "label", (64, 64, 3)),
     )
     measure("TFRecord of raw 64×64", spec, num_pictures, 1)

@@ -72,7 +72,7 @@ def test_reading_against_training(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", generator.integers(0, 200, NUM_ROWS).astype(np.int32))
     small, large = (measure(tmp_path, count) for count in (NUM_ROWS // 10, NUM_ROWS))
     print(
-        f"\ntraining {large['training']:.0f} images/s, reading {large['reading']:,.0f}: "
+        f"\ntraining {large['training']:.0f} samples/s, reading {large['reading']:,.0f}: "
         f"{large['reading'] / large['training']:.0f} ×\n"
         f"memory of the rank: {small['own_mib']:.0f} MiB with {NUM_ROWS // 10:,} samples, "
         f"{large['own_mib']:.0f} MiB with {NUM_ROWS:,}: {large['own_mib'] / small['own_mib']:.3f} ×"

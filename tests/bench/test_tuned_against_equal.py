@@ -45,12 +45,12 @@ def test_tuned_against_equal(fleet_directory: Path) -> None:
             steps = samples // ((size or 0) * len(plan["ranks"])) if size else TUNED_STEPS
             choice = ["--batch-size", str(size)] if size else []
             report = csdctl(fleet_directory, "train", "--max-steps", str(steps), *choice)[-1]
-            speeds.setdefault(name, []).append(report["images_per_s"])
+            speeds.setdefault(name, []).append(report["samples_per_s"])
     sizes = ", ".join(f"{rank['node']} {rank['batch_size']}" for rank in plan["ranks"])
     print(f"\nbatch sizes: {sizes}")
     for name, measured in speeds.items():
         runs = ", ".join(f"{one:,.0f}" for one in measured)
-        print(f"{name:12} {statistics.median(measured):8,.0f} images/s  (runs: {runs})")
+        print(f"{name:12} {statistics.median(measured):8,.0f} samples/s  (runs: {runs})")
     tuned = statistics.median(speeds.pop("tuned"))
     best = max(statistics.median(measured) for measured in speeds.values())
     print(f"tuned / best equal: {tuned / best:.2f}")

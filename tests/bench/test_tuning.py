@@ -92,7 +92,7 @@ def test_tuning_against_a_grid(project: Project) -> None:
 def tell_against(planned: tuple[int, ...], visits: Visits) -> None:
     visits.tell()
     ours, best = visits.middle(planned), visits.middle(visits.best(1, but=planned)[0])
-    print(f"fit {ours:.1f} images/s, best of the grid {best:.1f}: fit / best {ours / best:.3f}")
+    print(f"fit {ours:.1f} samples/s, best of the grid {best:.1f}: fit / best {ours / best:.3f}")
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +114,9 @@ def test_tuning_predicted(project: Project, table: list[str], job: str, fleet: s
     steps = math.ceil(TRAIN_S / tuned.plan["predicted"]["step_s"])
     run_csdctl(project, "train", *chosen, "--skip-doctor", "--max-steps", str(steps))
     report = run_csdctl(project, "report")[0][-1]
-    predicted, achieved = report["predicted_images_per_s"], report["step_images_per_s"]
+    predicted, achieved = report["predicted_samples_per_s"], report["step_samples_per_s"]
     table.append(
-        f"{job:10} {fleet:8} predicted {predicted:8.1f}, achieved {achieved:8.1f} images/s, "
+        f"{job:10} {fleet:8} predicted {predicted:8.1f}, achieved {achieved:8.1f} samples/s, "
         f"predicted / achieved − 1: {predicted / achieved - 1:+.1%} "
         f"({report['steps']} steps in {report['training_s']:.0f} s, "
         f"batch sizes moved {report['num_rebalanced']} times)"

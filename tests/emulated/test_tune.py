@@ -65,7 +65,7 @@ def test_plan_keeps_to_its_limit_and_says_what_it_will_reach(first: tuple[dict[s
     assert 3 <= plan["global_batch"] <= LIMIT
     predicted = plan["predicted"]
     assert predicted["is_confirmed"]
-    assert plan["predicted_images_per_s"] == predicted["images_per_s"] > 0
+    assert plan["predicted_samples_per_s"] == predicted["samples_per_s"] > 0
     shares = [predicted[f"{what}_share"] for what in ("compute", "imbalance", "communication")]
     assert sum(shares) == pytest.approx(1, abs=0.01)
     assert "a sum of the model's" in said
@@ -81,8 +81,8 @@ def test_no_class_of_machines_is_probed_more_than_eight_times(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
     assert 0 < first[0]["num_probes"] <= 16
-    shown = json.loads(csdctl(project, "history", "--json").stdout)
-    assert shown["schema"] == "csdctl.history/1"
+    shown = json.loads(csdctl(project, "measurements", "--json").stdout)
+    assert shown["schema"] == "csdctl.measurements/1"
     assert "csd0" not in json.dumps(shown["probes"])  # of classes, not of machines
 
 
@@ -113,7 +113,7 @@ def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert summary["samples"] == 500
-    assert summary["predicted_images_per_s"] == plan["predicted_images_per_s"]
+    assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
 
 
 def test_similar_model_is_probed_where_its_neighbour_suggests(

@@ -43,17 +43,17 @@ def clean(
     """End and remove what an earlier csdctl left on the machines."""
     from csdctl.cli.render.clean import clean_document, render_cleaned
     from csdctl.cli.render.problems import render_failed
-    from csdctl.launch.leftovers import Sweeping
+    from csdctl.launch.leftovers import CleanupOptions
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.transport.many import errors_of
     from csdctl.workflows.maintenance.clean import clean
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
     streams = Streams(is_json=json)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
     if everything and not dry_run:
         streams.confirm(f"Remove all that csdctl wrote on {len(chosen.nodes)} nodes?", yes=yes)
-    sweeping = Sweeping(
+    sweeping = CleanupOptions(
         is_ending=not dry_run, is_removing=not dry_run, is_removing_all=everything, is_forced=force
     )
     outcomes = clean(
@@ -66,4 +66,4 @@ def clean(
     failed = errors_of(outcomes)
     render_failed(streams.people, failed, chosen)
     streams.result(clean_document(outcomes, failed, is_dry=dry_run))
-    settle(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)
+    conclude(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)

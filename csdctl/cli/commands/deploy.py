@@ -56,7 +56,7 @@ def deploy(
     from csdctl.shipping.tree import DEFAULT_IGNORED
     from csdctl.transport.many import errors_of
     from csdctl.workflows.data.deploy import deploy_parcel
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
     streams = Streams(is_json=json)
     chosen = choose_fleet(fleet, limit, exclude, failed_from)
@@ -78,7 +78,7 @@ def deploy(
     failed = errors_of(outcomes)
     render_failed(streams.people, failed, chosen)
     streams.result(deploy_document(outcomes, failed, dry_run=dry_run))
-    settle(ProjectDirectory(streams.directory), "deploy", list(outcomes), failed)
+    conclude(ProjectDirectory(streams.directory), "deploy", list(outcomes), failed)
 
 
 def _pack_trees(streams: Streams, written: list[str], ignored: list[str], chunks: "SharedChunks") -> "Parcel":

@@ -18,7 +18,7 @@ from csdctl.cli.streams import Streams
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
-    from csdctl.workflows.discovery.inventory_sources import Source
+    from csdctl.workflows.discovery.inventory_sources import NodeSource
 
 
 def discover(
@@ -76,7 +76,7 @@ def discover(
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory_sources import check_may_write, find_nodes, write_fleet
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
     streams = Streams(is_json=json)
     source = _source(cidr or (), interface, user, key, port, inventory, ssh_config)
@@ -105,7 +105,7 @@ def discover(
         result = discover(chosen, directory=streams.directory, on_done=view.show)
     render_fleet(streams.people, result, verbose=streams.is_verbose)
     streams.result(discover_document(result))
-    settle(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
+    conclude(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
 
 
 def _source(
@@ -116,11 +116,11 @@ def _source(
     port: int | None,
     inventory: Path | None,
     ssh_config: Path | None,
-) -> "Source | None":
+) -> "NodeSource | None":
     """The one source that the options name, if any; raises InputError for two."""
     from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
 
-    sources: list[Source] = []
+    sources: list[NodeSource] = []
     if cidrs:
         path = Path(os.path.abspath(key.expanduser())) if key else None
         sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))

@@ -1,4 +1,4 @@
-"""`csdctl plan`."""
+"""`csdctl forecast`."""
 
 from typing import Annotated
 
@@ -17,7 +17,7 @@ from csdctl.cli.streams import Streams
 from csdctl.perfmodel.published import Network
 
 
-def plan(
+def forecast(
     job: JobArgument = DEFAULT_JOB,
     fleet: FleetOption = DEFAULT_FLEET,
     published: Annotated[
@@ -95,12 +95,12 @@ def plan(
     from csdctl.job.model import load_job
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.forecast.basis import published_basis
-    from csdctl.workflows.forecast.forecast import Question, forecast, given_power, parse_node_counts
+    from csdctl.workflows.forecast.forecast import ForecastRequest, forecast, given_power, parse_node_counts
     from csdctl.workflows.forecast.tuned_basis import tuned_basis
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    question = Question(
+    question = ForecastRequest(
         parse_node_counts(nodes) if nodes is not None else None,
         epochs,
         samples,

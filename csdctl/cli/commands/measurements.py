@@ -1,4 +1,4 @@
-"""`csdctl history`."""
+"""`csdctl measurements`."""
 
 from typing import Annotated
 
@@ -8,7 +8,7 @@ from csdctl.cli.options import JsonOption, YesOption
 from csdctl.cli.streams import Streams
 
 
-def history(
+def measurements(
     forget: Annotated[
         str | None,
         typer.Option(
@@ -21,7 +21,7 @@ def history(
     yes: YesOption = False,
     json: JsonOption = False,
 ) -> None:
-    """Show what was measured before, and how near the model came to each trial; or forget it."""
+    """Show earlier measurements and how well they predicted each trial, or forget them."""
     from csdctl.cli.render.measurements import (
         forgotten_document,
         history_document,
@@ -41,7 +41,7 @@ def history(
         streams.result(forgotten_document(forgotten))
         return
     overview = load_history(project)
-    path = str(project.history.relative_to(streams.directory))
+    path = str(project.measurements.relative_to(streams.directory))
     if json:
         streams.result(history_document(overview, path))
         return

@@ -37,7 +37,7 @@ def trust(
         list_layers,
         look_at_keys,
     )
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, settle
+    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
     streams = Streams(is_json=json)
     project = ProjectDirectory(streams.directory)
@@ -54,4 +54,4 @@ def trust(
             accept_keys(new, project)
             streams.say(f"{len(new)} keys accepted: {project.known_hosts}")
     streams.result(screen.document())
-    settle(project, "trust", screen.machines, screen.failed)
+    conclude(project, "trust", screen.machines, screen.failed)

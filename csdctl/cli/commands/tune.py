@@ -88,7 +88,7 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the machines and write the plan that trains most images a second."""
+    """Measure the machines and write the plan that trains most samples/s."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
@@ -138,7 +138,7 @@ def tune(
             "schema": "csdctl.tune/1",
             "path": str(path),
             "global_batch": plan.global_batch,
-            "predicted_images_per_s": plan.predicted_images_per_s,
+            "predicted_samples_per_s": plan.predicted_samples_per_s,
             **plan.model_dump(),
         }
     )

@@ -11,8 +11,7 @@ from rich.table import Table
 from csdctl.cli.render.numbers import show_bytes
 from csdctl.cli.render.view import View
 from csdctl.errors import CsdctlError
-from csdctl.shipping.deliver import Delivery
-from csdctl.shipping.deliver import Progress as NodeProgress
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 from csdctl.workflows.workspace.partial_failure import failed_document
 
@@ -30,13 +29,13 @@ class DeployView(View):
         self._num_done = 0
         self._dry_run = dry_run
         self._bars: dict[str, TaskID] = {}
-        self._bytes: dict[str, NodeProgress] = {}
+        self._bytes: dict[str, DeliveryProgress] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
         self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         super().__init__(self._progress)
         self._fleet = self._progress.add_task(self._title(), total=None)
 
-    def advance(self, news: NodeProgress) -> None:
+    def advance(self, news: DeliveryProgress) -> None:
         """Take in how far a node is; from any thread."""
         if not self._console.is_terminal:
             return

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
-from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, fold
+from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
 from csdctl.workflows.preflight.doctor import Examination, describe
 
@@ -23,12 +23,12 @@ COLUMNS = {
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports"),
-    "hello": ("hello",),
+    "mpi": ("mpi",),
 }
 """The table's columns, and the checks that each stands for."""
 
-_WORDS = {Verdict.OK: "ok", Verdict.WARN: "[yellow]amber[/yellow]", Verdict.FAIL: "[bold red]red[/bold red]"}
-_SEVERITY = list(Verdict)
+_WORDS = {Status.OK: "ok", Status.WARN: "[yellow]amber[/yellow]", Status.FAIL: "[bold red]red[/bold red]"}
+_SEVERITY = list(Status)
 
 
 class ExaminationView(View):
@@ -49,23 +49,23 @@ class ExaminationView(View):
     def show(self, check: Check) -> None:
         """Take one check in."""
         self._checks.append(check)
-        if self._live is None and check.verdict != Verdict.OK:
-            self._say(f"{_plain(check.verdict)}: {check.machine}: {describe(check)}")
+        if self._live is None and check.status != Status.OK:
+            self._say(f"{_plain(check.status)}: {check.machine}: {describe(check)}")
 
     def finish(self, examination: Examination) -> None:
         """The table, what is not green with its remedies, and the settings in force."""
         self._show_settings()
         self._console.print(self._table())
-        shown = [one for one in self._checks if self._is_verbose or one.verdict != Verdict.OK]
-        shown += [one for one in self._checks if one.check == "hello" and one not in shown]
-        for check, machines in fold(sorted(shown, key=lambda one: _SEVERITY.index(one.verdict))):
-            style = {Verdict.FAIL: "bold red", Verdict.WARN: "yellow"}.get(check.verdict)
-            self._console.print(f"{_plain(check.verdict)}:", style=style, end=" ")
+        shown = [one for one in self._checks if self._is_verbose or one.status != Status.OK]
+        shown += [one for one in self._checks if one.check == "mpi" and one not in shown]
+        for check, machines in fold(sorted(shown, key=lambda one: _SEVERITY.index(one.status))):
+            style = {Status.FAIL: "bold red", Status.WARN: "yellow"}.get(check.status)
+            self._console.print(f"{_plain(check.status)}:", style=style, end=" ")
             self._say(f"{_names(machines)}: {describe(check)}")
             if check.remedy:
                 self._say(f"  → {check.remedy}")
         if not examination.red and not examination.overdue:
-            num_amber = sum(one.verdict == Verdict.WARN for one in self._checks)
+            num_amber = sum(one.status == Status.WARN for one in self._checks)
             self._say("fit to train" + (f", with {num_amber} things to look at" if num_amber else ""))
 
     def _show_settings(self) -> None:
@@ -85,11 +85,11 @@ class ExaminationView(View):
         table.add_column("machine", no_wrap=True)
         for column in COLUMNS:
             table.add_column(column, no_wrap=True)
-        worst: dict[str, dict[str, Verdict]] = {name: {} for name in self._machines}
+        worst: dict[str, dict[str, Status]] = {name: {} for name in self._machines}
         column_of = {name: column for column, names in COLUMNS.items() for name in names}
         for check in self._checks:
             row, column = worst.setdefault(check.machine, {}), column_of.get(check.check, "system")
-            row[column] = max(row.get(column, Verdict.OK), check.verdict, key=_SEVERITY.index)
+            row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
         rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
         for name, row in rows.items():
             table.add_row(name, *(_WORDS[row[column]] if column in row else "–" for column in COLUMNS))
@@ -114,12 +114,12 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
     }
 
 
-def _plain(verdict: Verdict) -> str:
-    return {Verdict.OK: "ok", Verdict.WARN: "amber", Verdict.FAIL: "red"}[verdict]
+def _plain(status: Status) -> str:
+    return {Status.OK: "ok", Status.WARN: "amber", Status.FAIL: "red"}[status]
 
 
-def _is_green(row: dict[str, Verdict]) -> bool:
-    return bool(row) and all(verdict == Verdict.OK for verdict in row.values())
+def _is_green(row: dict[str, Status]) -> bool:
+    return bool(row) and all(status == Status.OK for status in row.values())
 
 
 def _names(machines: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     """The curve, what the largest number of nodes comes to, and where the figures come from."""
     basis = forecast.basis
     table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
-    columns = ["nodes", "images/s", "speed-up", "efficiency", "time"]
+    columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
     if basis.power:
         columns += ["an image", "the job"]
     for column in columns:
@@ -47,7 +47,7 @@ def forecast_document(forecast: Forecast) -> dict[str, Any]:
     """The forecast as one JSON document."""
     basis, verdict = forecast.basis, forecast.verdict
     return {
-        "schema": "csdctl.plan/1",
+        "schema": "csdctl.forecast/1",
         "title": basis.title,
         "source": basis.source,
         "origins": dict(basis.origins),
@@ -68,7 +68,7 @@ def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
     of_the_job = _of_the_job(point, forecast)
     cells = [
         str(point.num_nodes),
-        show_rate(point.images_per_s),
+        show_rate(point.samples_per_s),
         f"{point.speedup:.2f} ×",
         show_share(point.efficiency),
         show_seconds(of_the_job["time_s"]),

@@ -12,7 +12,7 @@ from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_
 from csdctl.cli.render.view import View, live_on
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
-    Checkpointed,
+    CheckpointSaved,
     EpochEnd,
     Event,
     Failed,
@@ -86,7 +86,7 @@ class TrainingView(View):
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
             line.state = "failed"
-        elif isinstance(event, Checkpointed) and self._live is None:
+        elif isinstance(event, CheckpointSaved) and self._live is None:
             self._print(f"checkpoint {event.path}")
 
     def _take_joined(self, event: Joined) -> None:
@@ -153,14 +153,14 @@ class TrainingView(View):
             f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
             f"step {self._last.step}/{self._steps_per_epoch}  "
             f"loss {show_loss(self._last.loss)}  accuracy {show_accuracy(self._last.accuracy)}  "
-            f"{show_rate(self._rate)} images/s  {show_seconds(left)} left"
+            f"{show_rate(self._rate)} samples/s  {show_seconds(left)} left"
         )
 
     def _view(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         table.add_column("rank", justify="right")
         table.add_column("node")
-        for column in ("batch size", "compute", "waiting", "share", "images/s"):
+        for column in ("batch size", "compute", "waiting", "share", "samples/s"):
             table.add_column(column, justify="right")
         table.add_column("")
         for rank in self._spec.ranks:
@@ -187,7 +187,7 @@ def _epoch_line(event: EpochEnd, epochs: int) -> str:
     line = (
         f"epoch {event.epoch}/{epochs}: "
         f"loss {show_loss(event.loss)}, accuracy {show_accuracy(event.accuracy)}, "
-        f"{show_rate(rate)} images/s in {show_seconds(event.wall_s)}"
+        f"{show_rate(rate)} samples/s in {show_seconds(event.wall_s)}"
     )
     if event.validation_accuracy is None:
         return line

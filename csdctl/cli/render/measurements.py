@@ -13,10 +13,10 @@ from rich.table import Table
 from csdctl.cli.render.numbers import show_bytes, show_date, show_rate, show_seconds, show_share
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.runs.measurements import Forgotten
-from csdctl.runs.measurements_overview import Overview, Probed, Summed, Tried
-from csdctl.tuning.measurements import ModelFeatures, Trial
+from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
+from csdctl.tuning.measurements import ModelFeatures, TrialMeasurement
 
-SCHEMA = "csdctl.history/1"
+SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
 """That are shown, the newest; the document has all."""
 SHOWN_LENGTH = 6
@@ -52,7 +52,7 @@ def render_forgotten(console: Console, forgotten: Forgotten) -> None:
 
 
 def history_document(overview: Overview | None, path: str) -> dict[str, Any]:
-    """The `csdctl.history/1` document; times are Unix times."""
+    """The `csdctl.measurements/1` document; times are Unix times."""
     overview = overview or Overview()
     return {
         "schema": SCHEMA,
@@ -81,17 +81,17 @@ def history_document(overview: Overview | None, path: str) -> dict[str, Any]:
 
 
 def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
-    """The `csdctl.history/1` document after --forget."""
+    """The `csdctl.measurements/1` document after --forget."""
     return {"schema": SCHEMA, "forgotten": asdict(forgotten)}
 
 
-def _build_probed(probed: Sequence[Probed]) -> Table:
+def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
     table = _new_table("probes")
     for column in ("model", "recipe"):
         table.add_column(column, overflow="fold")
     table.add_column("machine", no_wrap=True)
     table.add_column("settings")
-    for column in ("probes", "batch sizes", "images/s", "when"):
+    for column in ("probes", "batch sizes", "samples/s", "when"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in probed:
         table.add_row(
@@ -101,13 +101,13 @@ def _build_probed(probed: Sequence[Probed]) -> Table:
             one.settings.name,
             str(one.num_probes),
             _show_sizes(one),
-            show_rate(one.best_images_per_s),
+            show_rate(one.best_samples_per_s),
             show_date(one.measured_at),
         )
     return table
 
 
-def _build_summed(summed: Sequence[Summed]) -> Table:
+def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
     table = _new_table("sums over the ranks")
     table.add_column("sum")
     table.add_column("fleet", overflow="fold")
@@ -126,20 +126,20 @@ def _build_summed(summed: Sequence[Summed]) -> Table:
     return table
 
 
-def _build_tried(tried: Sequence[Tried]) -> Table:
+def _build_tried(tried: Sequence[TrialSummary]) -> Table:
     table = _new_table("plans that were tried")
     table.add_column("model", overflow="fold")
     table.add_column("fleet", overflow="fold")
     table.add_column("batch sizes")
-    for column in ("predicted\nimages/s", "achieved\nimages/s", "of it", "when"):
+    for column in ("predicted\nsamples/s", "achieved\nsamples/s", "of it", "when"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in tried:
         table.add_row(
             escape(one.model.short_name),
             _show_fleet(one.fleet_class),
             _show_batch_sizes(one.trial),
-            show_rate(one.trial.predicted_images_per_s),
-            show_rate(one.trial.images_per_s),
+            show_rate(one.trial.predicted_samples_per_s),
+            show_rate(one.trial.samples_per_s),
             show_share(_kept_share(one.trial)),
             show_date(one.trial.measured_at),
         )
@@ -159,7 +159,7 @@ def _show_fleet(fleet: FleetClass) -> str:
     return machines + (f", {fleet.network}" if fleet.network else "")
 
 
-def _show_sizes(probed: Probed) -> str:
+def _show_sizes(probed: ProbeSummary) -> str:
     """4–64, or 4–64 <128 when 128 did not fit."""
     if probed.smallest is None:
         return f"<{probed.too_large}"
@@ -169,16 +169,16 @@ def _show_sizes(probed: Probed) -> str:
     return sizes if probed.too_large is None else f"{sizes} <{probed.too_large}"
 
 
-def _show_batch_sizes(trial: Trial) -> str:
+def _show_batch_sizes(trial: TrialMeasurement) -> str:
     """The host's, then the nodes', equal ones together: 128 + 4 × 32."""
     runs = [(size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])]
     shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in runs]
     return " + ".join([str(trial.ranks[0].batch_size), *shown])
 
 
-def _kept_share(trial: Trial) -> float | None:
+def _kept_share(trial: TrialMeasurement) -> float | None:
     """Achieved of predicted."""
-    return trial.images_per_s / trial.predicted_images_per_s if trial.predicted_images_per_s else None
+    return trial.samples_per_s / trial.predicted_samples_per_s if trial.predicted_samples_per_s else None
 
 
 def _model_document(model: ModelFeatures) -> dict[str, Any]:

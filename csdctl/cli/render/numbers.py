@@ -4,11 +4,11 @@ from collections.abc import Sized
 from datetime import datetime
 
 
-def show_rate(images_per_s: float | None) -> str:
+def show_rate(samples_per_s: float | None) -> str:
     """Images a second."""
-    if images_per_s is None:
+    if samples_per_s is None:
         return "–"
-    return f"{images_per_s:,.0f}" if images_per_s >= 100 else f"{images_per_s:.1f}"
+    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
 
 
 def show_share(share: float | None) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from csdctl.cli.render.view import View
-from csdctl.worker.protocol.datasets import DatasetInfo, Preparing
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import Prepared
 
 LINE_INTERVAL_S = 10.0
@@ -38,7 +38,7 @@ class PreparingView(View):
         )
         super().__init__(self._progress)
 
-    def show(self, data: str, progress: Preparing) -> None:
+    def show(self, data: str, progress: PrepareProgress) -> None:
         """Take in how far the data set `data` is; from any thread."""
         skipped = f"{progress.num_skipped:,} left out" if progress.num_skipped else ""
         if self._console.is_terminal:

@@ -17,7 +17,7 @@ def render_report(console: Console, summary: RunSummary) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
     table.add_column("node")
-    for column in ("batch size", "private", "public", "images/s", "alone", "waiting"):
+    for column in ("batch size", "private", "public", "samples/s", "alone", "waiting"):
         table.add_column(column, justify="right")
     for rank in summary.ranks:
         table.add_row(
@@ -26,8 +26,8 @@ def render_report(console: Console, summary: RunSummary) -> None:
             str(rank.batch_size),
             f"{rank.num_private:,}",
             f"{rank.num_public:,}",
-            show_rate(rank.images_per_s),
-            show_rate(rank.alone_images_per_s),
+            show_rate(rank.samples_per_s),
+            show_rate(rank.alone_samples_per_s),
             show_share(rank.waiting),
         )
     console.print(table)
@@ -42,7 +42,7 @@ def render_report(console: Console, summary: RunSummary) -> None:
 def _whole(summary: RunSummary) -> list[tuple[str, str]]:
     accuracies = show_accuracy(summary.validation_accuracy), show_accuracy(summary.accuracy)
     rows = [
-        ("images/s", _speed(summary)),
+        ("samples/s", _speed(summary)),
         ("efficiency", _efficiency(summary)),
         ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
         ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
@@ -71,17 +71,17 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _speed(summary: RunSummary) -> str:
-    speed = f"{show_rate(summary.images_per_s)}, {show_rate(summary.step_images_per_s)} while stepping"
-    if summary.predicted_images_per_s is None:
+    speed = f"{show_rate(summary.samples_per_s)}, {show_rate(summary.step_samples_per_s)} while stepping"
+    if summary.predicted_samples_per_s is None:
         return speed
-    return f"{speed}, where {show_rate(summary.predicted_images_per_s)} were predicted"
+    return f"{speed}, where {show_rate(summary.predicted_samples_per_s)} were predicted"
 
 
 def _efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None:
         return f"not known: no rank was measured alone (method {summary.method})"
-    alone = show_rate(summary.alone_images_per_s)
-    return f"{show_share(summary.efficiency)} of the {alone} images/s that the ranks reach alone"
+    alone = show_rate(summary.alone_samples_per_s)
+    return f"{show_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from csdctl.cli.render.privacy import show_epsilon
 from csdctl.cli.render.report import report_document
 from csdctl.cli.render.shards import show_shards
 from csdctl.cli.streams import Streams
-from csdctl.fleet.checks import Verdict, fold
+from csdctl.fleet.checks import Status, fold
 from csdctl.reporting.differential_privacy import Privacy, plan_privacy
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
@@ -18,19 +18,19 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.doctor import Examination, describe
-from csdctl.workflows.train.train import RunStopped, Watcher
+from csdctl.workflows.train.train import RunObserver, RunStopped
 
 
 def show_preflight(streams: Streams, examination: Examination) -> None:
     """A line for each amber check and one for the hello; raises when something is red."""
     for check, machines in fold(examination.checks):
-        if check.verdict == Verdict.WARN:
+        if check.status == Status.WARN:
             streams.say(f"amber: {', '.join(machines)}: {describe(check)}")
             if check.remedy:
                 streams.say(f"  → {check.remedy}")
     examination.check_before_training()
     for check in examination.checks:
-        if check.check == "hello":
+        if check.check == "mpi":
             streams.say(f"preflight: {check.found}")
 
 
@@ -52,9 +52,9 @@ class TrainingScreen:
     ) -> None:
         self._stack.close()
 
-    def watcher(self) -> Watcher:
+    def watcher(self) -> RunObserver:
         """The callbacks that `train` calls."""
-        return Watcher(self._started, self._delivered, self._event)
+        return RunObserver(self._started, self._delivered, self._event)
 
     def finish(self, summary: RunSummary) -> None:
         """What came out in two lines; the whole is what `csdctl report` shows."""
@@ -64,7 +64,7 @@ class TrainingScreen:
             "" if summary.efficiency is None else f" ({show_share(summary.efficiency)} of the ranks alone)"
         )
         self._streams.say(
-            f"done: {show_rate(summary.images_per_s)} images/s{efficiency}, "
+            f"done: {show_rate(summary.samples_per_s)} samples/s{efficiency}, "
             f"validation accuracy {show_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
         )
         if summary.privacy:

@@ -13,7 +13,7 @@ from csdctl.worker.protocol.probe import ProbeResult
 def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:
     """One line for one round of probes on all machines."""
     shown = [
-        f"{name} {result.batch_size}: {show_seconds(result.step_time_s)}, {show_rate(result.images_per_s)}/s"
+        f"{name} {result.batch_size}: {show_seconds(result.step_time_s)}, {show_rate(result.samples_per_s)}/s"
         if result
         else f"{name}: does not fit in memory"
         for name, result in results.items()
@@ -27,7 +27,7 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
     table.add_column("node")
-    for column in ("batch size", "threads", "step", "images/s computing", "peak memory"):
+    for column in ("batch size", "threads", "step", "samples/s computing", "peak memory"):
         table.add_column(column, justify="right")
     for number, rank in enumerate(plan.ranks):
         is_in_pieces = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
@@ -38,7 +38,7 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
             f"{rank.batch_size}{pieces}",
             _show_runtime(rank),
             show_seconds(rank.step_time_s),
-            show_rate(rank.images_per_s),
+            show_rate(rank.samples_per_s),
             show_bytes(rank.peak_memory_bytes),
         )
     console.print(table)
@@ -54,20 +54,20 @@ def _show_runtime(rank: RankPlan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
-    rate = show_rate(plan.predicted_images_per_s)
+    rate = show_rate(plan.predicted_samples_per_s)
     measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all of it remembered"
     measured += f", {show_seconds(plan.measuring_s)} of measuring"
     if predicted is None:
-        yield f"global batch size {plan.global_batch}, at most {rate} images/s ({measured})"
+        yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
         return
     shown = "as a trial of all ranks showed" if predicted.is_confirmed else "not tried"
-    yield f"global batch size {plan.global_batch}: {rate} images/s, {shown} ({measured})"
+    yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     yield (
         f"of the ranks' time: {show_share(predicted.compute_share)} computing, "
         f"{show_share(predicted.imbalance_share)} waiting for the slowest, "
         f"{show_share(predicted.communication_share)} communicating"
     )
     if predicted.gain is not None:
-        yield f"against the best equal batch size: {predicted.gain:+.0%} images/s"
+        yield f"against the best equal batch size: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
         yield f"left out, because they cost more time than they bring: {', '.join(plan.left_out)}"

@@ -1,7 +1,6 @@
 """TensorFlow, loaded once, quietly, with the threads a rank may use."""
 
 import os
-import resource
 from typing import Any
 
 from csdctl.worker.protocol.run_spec import Runtime
@@ -33,8 +32,3 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     tf.config.threading.set_intra_op_parallelism_threads(runtime.threads)
     tf.config.threading.set_inter_op_parallelism_threads(runtime.inter_threads)
     return tf
-
-
-def peak_memory_bytes() -> int:
-    """The largest resident size this process has had."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

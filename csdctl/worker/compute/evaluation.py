@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from csdctl.worker.compute.step import Step, Sums, mean_of
-from csdctl.worker.data.prepared import Samples
+from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import Evaluating
 from csdctl.worker.protocol.run_spec import RankSpec
@@ -12,7 +12,9 @@ from csdctl.worker.protocol.run_spec import RankSpec
 EVALUATION_BATCH = 256
 
 
-def evaluate(step: Step, validation: Samples, me: RankSpec, progress_interval_s: float) -> dict[str, Any]:
+def evaluate(
+    step: Step, validation: PreparedSamples, me: RankSpec, progress_interval_s: float
+) -> dict[str, Any]:
     """Mean loss and metrics of all of `validation`, as the fields of an EpochEnd."""
     results: list[Sums] = []
     spoken = time.monotonic()

@@ -14,8 +14,8 @@ import numpy as np
 
 from csdctl.worker.compute.flops import count_operations
 from csdctl.worker.compute.recipe import load_own_metrics, make_loss, make_metrics, make_optimizer
-from csdctl.worker.compute.user_code import load_function, run_users_code
-from csdctl.worker.process.events import WorkerError, describe
+from csdctl.worker.compute.user_code import load_function, run_user_code
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -149,7 +149,7 @@ def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
 
 
 def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
-    return run_users_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
+    return run_user_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
 
 
 def _output_activation(model: Any) -> str:

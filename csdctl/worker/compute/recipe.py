@@ -3,7 +3,7 @@
 from typing import Any
 
 from csdctl.worker.compute.user_code import load_function
-from csdctl.worker.process.events import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.recipe import Recipe
 
 

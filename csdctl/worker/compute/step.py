@@ -8,8 +8,8 @@ and leaves the model as it was. The sum of these vectors over the ranks, divided
 mean over all samples, whatever the n_k: partial batches and ranks without samples come out right. A rank
 whose samples have a weight multiplies its vector, the count included, by it.
 
-With noise (worker/noise.py) private samples have a part in gradients and n_k alone, and loss and metrics are
-of the public ones; their number then stands before n_k.
+With noise (noise.py) private samples have a part in gradients and n_k alone, and loss and metrics are of
+ the public ones; their number then stands before n_k.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from csdctl.worker.process.events import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError, describe
 
 
 def load_function(reference: str) -> Any:
@@ -18,7 +18,7 @@ def load_function(reference: str) -> Any:
     return function
 
 
-def run_users_code(what: str, code: Callable[[], Any]) -> Any:
+def run_user_code(what: str, code: Callable[[], Any]) -> Any:
     """Whatever a user's code does, even leaving the process, becomes a WorkerError that names it."""
     try:
         return code()
@@ -34,5 +34,5 @@ def _import(path: Path) -> Any:
         raise WorkerError(f"{path} cannot be imported", exit_code=2)
     module = importlib.util.module_from_spec(specification)
     sys.path.insert(0, str(path.parent.resolve()))
-    run_users_code(f"{path}", lambda: specification.loader.exec_module(module))  # type: ignore[union-attr]
+    run_user_code(f"{path}", lambda: specification.loader.exec_module(module))  # type: ignore[union-attr]
     return module

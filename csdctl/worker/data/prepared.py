@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.schedule import Piece, Share
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.run_spec import RunSpec, ShardPart
+from csdctl.worker.data.schedule import Share, Span
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
 
 Array = np.ndarray[Any, Any]
 
 
-def rows_of(part: ShardPart, num_rows: int) -> Array:
+def rows_of(part: DatasetSlice, num_rows: int) -> Array:
     """The row numbers, shape (n,), that `part` means in a data set of `num_rows` rows; sorted."""
     if part.stop is None:
         return np.arange(num_rows)
@@ -25,10 +25,10 @@ def rows_of(part: ShardPart, num_rows: int) -> Array:
     return np.sort(permutation[part.start : part.stop])
 
 
-class Samples:
+class PreparedSamples:
     """A prepared data set, or a part of one: rows of mapped images and labels."""
 
-    def __init__(self, part: ShardPart) -> None:
+    def __init__(self, part: DatasetSlice) -> None:
         """Raises WorkerError when the files cannot be read."""
         self._images, self._labels = open_arrays(part.images, part.labels)
         self._rows = rows_of(part, len(self._images))
@@ -58,9 +58,9 @@ class EpochReader:
         me = spec.ranks[rank]
         self._spec = spec
         self._rank = rank
-        self._private = Samples(me.private) if me.private else None
-        self._public = Samples(me.public) if me.public else None
-        self._all_public = Samples(spec.public) if spec.public and rank == 0 else None
+        self._private = PreparedSamples(me.private) if me.private else None
+        self._public = PreparedSamples(me.public) if me.public else None
+        self._all_public = PreparedSamples(spec.public) if spec.public and rank == 0 else None
         found = [len(part) if part else 0 for part in (self._private, self._public)]
         expected = [me.num_private - me.num_repeated, me.num_public]
         if found != expected:
@@ -120,7 +120,7 @@ class EpochReader:
         copies: Array = counts[place]
         return copies
 
-    def read_borrowed(self, pieces: Sequence[Piece]) -> tuple[Array, Array]:
+    def read_borrowed(self, pieces: Sequence[Span]) -> tuple[Array, Array]:
         """Rank 0: the samples of `pieces`, from the host's public data."""
         if self._all_public is None:
             raise WorkerError("samples were lent to a rank that cannot read them")
@@ -130,7 +130,7 @@ class EpochReader:
         ]
         return self._all_public.read(np.concatenate(places))
 
-    def pack_borrowed(self, pieces: Sequence[Piece]) -> bytes:
+    def pack_borrowed(self, pieces: Sequence[Span]) -> bytes:
         """Rank 0: the samples of `pieces` as bytes, for the rank that borrowed them."""
         images, labels = self.read_borrowed(pieces)
         return images.tobytes() + labels.tobytes()
@@ -165,7 +165,7 @@ class EpochReader:
             of_rank = self._spec.ranks[rank]
             assert self._all_public is not None
             start = of_rank.public_start
-            whole = ShardPart("", "", start, start + of_rank.num_public, self._spec.recipe.seed)
+            whole = DatasetSlice("", "", start, start + of_rank.num_public, self._spec.recipe.seed)
             self._parts[rank] = rows_of(whole, len(self._all_public))
         return self._parts[rank]
 

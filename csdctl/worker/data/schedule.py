@@ -16,7 +16,7 @@ from csdctl.worker.protocol.equation1 import public_shares
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """Places start…stop of rank `rank`'s public samples, in its order of this epoch."""
 
     rank: int
@@ -37,7 +37,7 @@ class Share:
     private_stop: int
     public_start: int
     public_stop: int
-    borrowed: tuple[Piece, ...] = ()
+    borrowed: tuple[Span, ...] = ()
 
     @property
     def num_private(self) -> int:
@@ -74,7 +74,7 @@ class Share:
             self.private_stop,
             self.public_start + public,
             self.public_stop,
-            cut_pieces(self.borrowed, borrowed, self.num_borrowed),
+            cut_spans(self.borrowed, borrowed, self.num_borrowed),
         )
 
     def batch(self, number: int) -> "Share":
@@ -90,7 +90,7 @@ class Share:
             self.private_start + private_stop,
             self.public_start + public,
             self.public_start + public_stop,
-            cut_pieces(self.borrowed, borrowed, borrowed_stop),
+            cut_spans(self.borrowed, borrowed, borrowed_stop),
         )
 
     def _taken(self, count: int) -> tuple[int, int, int]:
@@ -104,7 +104,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Leg:
+class Segment:
     """Steps of one epoch in which batch sizes and members stay the same."""
 
     start_step: int
@@ -135,14 +135,14 @@ class Leg:
 
 
 @dataclass(frozen=True)
-class Own:
+class OwnSamples:
     """How many samples a rank has of its own."""
 
     num_private: int
     num_public: int
 
 
-def begin_epoch(own: Sequence[Own], batch_sizes: Mapping[int, int]) -> Leg:
+def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Segment:
     """The first leg; `own` by rank, also of those that are away, `batch_sizes` of the members.
 
     The public samples of a rank that is away are lent to the members.
@@ -151,11 +151,11 @@ def begin_epoch(own: Sequence[Own], batch_sizes: Mapping[int, int]) -> Leg:
         Share(rank, size, 0, own[rank].num_private, 0, own[rank].num_public)
         for rank, size in sorted(batch_sizes.items())
     ]
-    away = [Piece(rank, 0, one.num_public) for rank, one in enumerate(own) if rank not in batch_sizes]
-    return Leg(0, _divide(shares, away))
+    away = [Span(rank, 0, one.num_public) for rank, one in enumerate(own) if rank not in batch_sizes]
+    return Segment(0, _divide(shares, away))
 
 
-def change_leg(leg: Leg, step: int, batch_sizes: Mapping[int, int]) -> Leg:
+def change_segment(leg: Segment, step: int, batch_sizes: Mapping[int, int]) -> Segment:
     """The leg from the epoch's step `step` on, with other batch sizes; who has none is a member no longer.
 
     Its private samples are read by nobody any more, its public ones by the others.
@@ -174,25 +174,25 @@ def change_leg(leg: Leg, step: int, batch_sizes: Mapping[int, int]) -> Leg:
         for share in left
         if share.rank in batch_sizes
     ]
-    away: list[Piece] = []
+    away: list[Span] = []
     for share in left:
         if share.rank not in batch_sizes:
-            away += [Piece(share.rank, share.public_start, share.public_stop), *share.borrowed]
-    return Leg(step, _divide(staying, away))
+            away += [Span(share.rank, share.public_start, share.public_stop), *share.borrowed]
+    return Segment(step, _divide(staying, away))
 
 
-def cut_pieces(pieces: Sequence[Piece], start: int, stop: int) -> tuple[Piece, ...]:
+def cut_spans(pieces: Sequence[Span], start: int, stop: int) -> tuple[Span, ...]:
     """Samples start…stop of a row of pieces."""
     found, place = [], 0
     for piece in pieces:
         first, last = max(0, start - place), min(len(piece), stop - place)
         if first < last:
-            found.append(Piece(piece.rank, piece.start + first, piece.start + last))
+            found.append(Span(piece.rank, piece.start + first, piece.start + last))
         place += len(piece)
     return tuple(found)
 
 
-def _divide(shares: Sequence[Share], away: Sequence[Piece]) -> tuple[Share, ...]:
+def _divide(shares: Sequence[Share], away: Sequence[Span]) -> tuple[Share, ...]:
     """Divide the public samples of all `shares`, and those in `away`, by equation 1."""
     num_public = sum(share.num_public + share.num_borrowed for share in shares) + sum(map(len, away))
     wanted = public_shares(
@@ -203,10 +203,10 @@ def _divide(shares: Sequence[Share], away: Sequence[Piece]) -> tuple[Share, ...]
         # Own samples lie on the rank's own disk: what it borrowed goes first.
         own = min(share.num_public, want)
         borrowed = min(share.num_borrowed, want - own)
-        free += cut_pieces(share.borrowed, borrowed, share.num_borrowed)
+        free += cut_spans(share.borrowed, borrowed, share.num_borrowed)
         if own < share.num_public:
-            free.append(Piece(share.rank, share.public_start + own, share.public_stop))
-        kept.append((own, cut_pieces(share.borrowed, 0, borrowed)))
+            free.append(Span(share.rank, share.public_start + own, share.public_stop))
+        kept.append((own, cut_spans(share.borrowed, 0, borrowed)))
     divided, given = [], 0
     for share, want, (own, borrowed_pieces) in zip(shares, wanted, kept, strict=True):
         missing = want - own - sum(map(len, borrowed_pieces))
@@ -218,7 +218,7 @@ def _divide(shares: Sequence[Share], away: Sequence[Piece]) -> tuple[Share, ...]
                 share.private_stop,
                 share.public_start,
                 share.public_start + own,
-                (*borrowed_pieces, *cut_pieces(free, given, given + missing)),
+                (*borrowed_pieces, *cut_spans(free, given, given + missing)),
             )
         )
         given += missing

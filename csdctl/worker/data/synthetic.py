@@ -6,11 +6,11 @@ import numpy as np
 
 from csdctl.worker.data.element_spec import random_batch
 from csdctl.worker.data.prepared import Array
-from csdctl.worker.data.schedule import Piece, Share
+from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.protocol.datasets import DatasetInfo
 
 
-class MadeReader:
+class SyntheticReader:
     """Reads as `data.EpochReader` does, and finds random samples; of one size always the same."""
 
     def __init__(self, form: DatasetInfo, rank: int) -> None:
@@ -40,6 +40,6 @@ class MadeReader:
         """That many of them stand for private samples, each of them once."""
         return np.ones(share.num_private, np.int64)
 
-    def pack_borrowed(self, pieces: Sequence[Piece]) -> bytes:
+    def pack_borrowed(self, pieces: Sequence[Span]) -> bytes:
         """Nothing is lent: batch sizes do not move in a trial."""
         raise NotImplementedError

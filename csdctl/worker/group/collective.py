@@ -26,7 +26,7 @@ _UP, _DOWN = 1, 2
 STAR, ALLREDUCE = "star", "allreduce"
 
 
-def wait_asleep(request: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
+def wait_sleeping(request: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
     """Return when an MPI request is done; `meanwhile` is called with the seconds waited, after each sleep."""
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
     while not request.Test():
@@ -38,7 +38,7 @@ def wait_asleep(request: Any, meanwhile: Callable[[float], None] = lambda waited
             meanwhile(waited_s)
 
 
-def load_world() -> tuple[Any, Any]:
+def init_mpi() -> tuple[Any, Any]:
     """mpi4py's MPI, and its world; enters MPI."""
     import mpi4py
 
@@ -104,7 +104,7 @@ class Star:
     def settle(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
         """Wait until the latest sum has left."""
         for request in self._sending:
-            wait_asleep(request, meanwhile)
+            wait_sleeping(request, meanwhile)
         self._sending = []
 
     def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
@@ -115,7 +115,7 @@ class Star:
         requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in self._pieces]
         sending = [self._world.Isend(self._local[piece], 0, _UP) for piece in self._pieces]
         for request in [*requests, *sending]:
-            wait_asleep(request, meanwhile)
+            wait_sleeping(request, meanwhile)
 
     def _add_next(self) -> None:
         piece, rank, _ = self._arriving.pop(0)
@@ -130,7 +130,7 @@ class Star:
         self.settle(meanwhile)
         for piece in self._pieces:
             while self._arriving and self._arriving[0][0] == piece:
-                wait_asleep(self._arriving[0][2], meanwhile)
+                wait_sleeping(self._arriving[0][2], meanwhile)
                 self._add_next()
             if self._world.size == 1:
                 self._total[piece] = self._local[piece]
@@ -164,16 +164,16 @@ class Allreduce:
 
     def sum(self, meanwhile: Callable[[float], None] = lambda waited_s: None) -> None:
         """Sum `local` over all ranks into `total` on all ranks."""
-        wait_asleep(self._world.Iallreduce(self._local, self._total), meanwhile)
+        wait_sleeping(self._world.Iallreduce(self._local, self._total), meanwhile)
 
 
 def gather(world: Any, value: Any, meanwhile: Callable[[float], None] = lambda waited_s: None) -> list[Any]:
     """Every rank's small Python value, in order of rank, on all ranks; all first wait asleep for the last."""
-    wait_asleep(world.Ibarrier(), meanwhile)
+    wait_sleeping(world.Ibarrier(), meanwhile)
     return list(world.allgather(value))
 
 
-def choose_sum(
+def choose_collective(
     world: Any, local: Any, total: Any, wanted: str = "", *, rounds: int = 2
 ) -> tuple[Star | Allreduce, str, float]:
     """The faster way to sum, its name, and the seconds of its quickest sum on the slowest rank.

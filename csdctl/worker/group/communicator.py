@@ -3,10 +3,10 @@
 from typing import Any, Protocol
 
 from csdctl.worker.data.prepared import Array
-from csdctl.worker.protocol.events import Sent
+from csdctl.worker.protocol.events import SentBytes
 
 
-class Ranks(Protocol):
+class Communicator(Protocol):
     """The ranks of one group; `rank` counts within it."""
 
     rank: int
@@ -30,7 +30,7 @@ class Ranks(Protocol):
     def receive(self, rank: int) -> bytes | bytearray:
         """The bytes that `rank` sends."""
 
-    def traffic(self) -> list[Sent]:
+    def traffic(self) -> list[SentBytes]:
         """What the ranks have sent to each other since they met, asked by all of them together."""
 
     def close(self) -> None:
@@ -43,7 +43,7 @@ class Ranks(Protocol):
         """From another thread: whoever waits here for the others gets a LinkLostError."""
 
 
-class Alone:
+class SoloCommunicator:
     """The only rank: there is nobody to wait for."""
 
     rank, size = 0, 1
@@ -68,7 +68,7 @@ class Alone:
         """There is nobody: raises ValueError."""
         raise ValueError("there is no other rank")
 
-    def traffic(self) -> list[Sent]:
+    def traffic(self) -> list[SentBytes]:
         """Nothing was sent."""
         return []
 

@@ -22,8 +22,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.events import Sent
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import SentBytes
 
 SUM, GATHER, SEND, RECEIVE, CLOSE, TRAFFIC = b"S", b"G", b"P", b"R", b"C", b"T"
 DONE, WAITING = b"D", b"W"
@@ -40,7 +40,7 @@ class LinkLostError(Exception):
     """The link is gone: MPI ended the job, or the other side closed it."""
 
 
-class Line:
+class Channel:
     """A connected socket that carries messages."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -87,7 +87,7 @@ class Line:
         self._connection.close()
 
 
-def door_name(run_id: str, rank: int) -> str:
+def socket_name(run_id: str, rank: int) -> str:
     """Where rank `rank` of a run can be met on its machine; nothing of it is on any disk."""
     return f"\0csdctl/{run_id}/{rank}"
 
@@ -99,12 +99,12 @@ def is_of_same_user(connection: socket.socket) -> bool:
     return bool(uid == os.getuid())
 
 
-class Door:
+class Listener:
     """The rank's side before a link is there."""
 
     def __init__(self, run_id: str, rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(door_name(run_id, rank))
+        self._socket.bind(socket_name(run_id, rank))
         self._socket.listen(4)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class Door:
 
     def wait_for_link(
         self, generation: int, is_over: Callable[[], bool]
-    ) -> "tuple[Line, dict[str, Any]] | None":
+    ) -> "tuple[Channel, dict[str, Any]] | None":
         """The link of group `generation` and what it says of itself; None as soon as `is_over`.
 
         Others' processes, and links of an earlier group, are turned away.
@@ -125,7 +125,7 @@ class Door:
             if not is_of_same_user(connection):
                 connection.close()
                 continue
-            line = Line(connection)
+            line = Channel(connection)
             with contextlib.suppress(LinkLostError, ValueError):
                 hello = json.loads(line.receive()[1])
                 if hello["generation"] == generation:
@@ -133,7 +133,7 @@ class Door:
             line.close()
         return None
 
-    def give_memory(self, line: Line, descriptor: int) -> None:
+    def give_memory(self, line: Channel, descriptor: int) -> None:
         """Let the link share the memory behind `descriptor`."""
         try:
             socket.send_fds(line._connection, [b"M"], [descriptor])
@@ -141,14 +141,14 @@ class Door:
             raise LinkLostError from None
 
 
-class LinkedRanks:
+class LinkCommunicator:
     """The other ranks, through a link; implements `ranks.Ranks`."""
 
     def __init__(
         self,
-        line: Line,
+        line: Channel,
         hello: dict[str, Any],
-        memory: "VectorMemory",
+        memory: "SharedVectors",
         on_waiting: Callable[[list[int]], None],
     ) -> None:
         """`on_waiting` gets the ranks that a sum has been waiting for, every few seconds."""
@@ -192,10 +192,10 @@ class LinkedRanks:
         """The bytes that `rank` sends."""
         return self._ask(RECEIVE, struct.pack("<q", rank))
 
-    def traffic(self) -> list[Sent]:
+    def traffic(self) -> list[SentBytes]:
         """What the ranks have sent to each other since they met, asked by all of them together."""
         mine = [[what, rank, count] for (what, rank), count in self._sent.items()]
-        return [Sent(*row) for row in json.loads(self._ask(TRAFFIC, json.dumps(mine).encode()))]
+        return [SentBytes(*row) for row in json.loads(self._ask(TRAFFIC, json.dumps(mine).encode()))]
 
     def close(self) -> None:
         """Leave MPI, together with all other ranks; the link ends."""
@@ -221,7 +221,7 @@ class LinkedRanks:
                 self._on_waiting(json.loads(answer))
 
 
-class VectorMemory:
+class SharedVectors:
     """Memory that rank and link share: this rank's vector, and the sum over all ranks."""
 
     def __init__(self, num_elements: int) -> None:
@@ -245,13 +245,13 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
     Leaves hard when the rank is gone: mpirun then ends all links, and every rank learns of it at once.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(door_name(run_id, node_rank))
+    connection.connect(socket_name(run_id, node_rank))
     if not is_of_same_user(connection):
         raise WorkerError(f"rank {node_rank} of run {run_id} is another user's process")
-    from csdctl.worker.group.collective import load_world
+    from csdctl.worker.group.collective import init_mpi
 
-    mpi, world = load_world()
-    line = Line(connection)
+    mpi, world = init_mpi()
+    line = Channel(connection)
     hello = {"generation": generation, "rank": world.rank, "size": world.size}
     try:
         line.send(b"H", json.dumps(hello).encode())
@@ -280,9 +280,9 @@ def _map_vectors(descriptor: int, rank: int) -> tuple[Any, Any]:
     return view[: len(view) // 2], view[len(view) // 2 :]
 
 
-def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
+def _serve(world: Any, line: Channel, local: Any, total: Any) -> None:
     """Do what the rank asks, until it asks to close; raises LinkLostError."""
-    from csdctl.worker.group.collective import choose_sum, gather
+    from csdctl.worker.group.collective import choose_collective, gather
     from csdctl.worker.group.traffic import gather_traffic
 
     way: Any = None
@@ -305,7 +305,7 @@ def _serve(world: Any, line: Line, local: Any, total: Any) -> None:
         if way and letter != SUM:
             way.settle(meanwhile)
         if letter == SUM and content:
-            way, name, seconds = choose_sum(world, local, total, json.loads(content)["choose"])
+            way, name, seconds = choose_collective(world, local, total, json.loads(content)["choose"])
             line.send(DONE, json.dumps({"collective": name, "sum_s": seconds}).encode())
         elif letter == SUM:
             way.sum(meanwhile)
@@ -333,17 +333,17 @@ def _progress_interval_s(way: Any) -> float:
 
 
 def _send_to(world: Any, rank: int, content: memoryview, meanwhile: Callable[[float], None]) -> None:
-    from csdctl.worker.group.collective import wait_asleep
+    from csdctl.worker.group.collective import wait_sleeping
 
     for part, tag in ((memoryview(struct.pack("<q", len(content))), _SIZE_TAG), (content, _CONTENT_TAG)):
-        wait_asleep(world.Isend([part, "B"], rank, tag), meanwhile)
+        wait_sleeping(world.Isend([part, "B"], rank, tag), meanwhile)
 
 
 def _receive_from(world: Any, rank: int, meanwhile: Callable[[float], None]) -> bytearray:
-    from csdctl.worker.group.collective import wait_asleep
+    from csdctl.worker.group.collective import wait_sleeping
 
     size = bytearray(8)
-    wait_asleep(world.Irecv([size, "B"], rank, _SIZE_TAG), meanwhile)
+    wait_sleeping(world.Irecv([size, "B"], rank, _SIZE_TAG), meanwhile)
     content = bytearray(struct.unpack("<q", size)[0])
-    wait_asleep(world.Irecv([content, "B"], rank, _CONTENT_TAG), meanwhile)
+    wait_sleeping(world.Irecv([content, "B"], rank, _CONTENT_TAG), meanwhile)
     return content

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from csdctl.worker.group.collective import gather
-from csdctl.worker.protocol.events import SUMS, Sent
+from csdctl.worker.protocol.events import SUMS, SentBytes
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 
@@ -13,7 +13,7 @@ def gather_traffic(
     world: Any,
     messages: Sequence[tuple[str, int, int]] = (),
     meanwhile: Callable[[float], None] = lambda waited_s: None,
-) -> list[Sent]:
+) -> list[SentBytes]:
     """Bytes by pair of ranks, on all ranks; call on all.
 
     `messages` are what this rank has sent to single ranks: what, to whom, bytes. Who is at the other end of a
@@ -31,4 +31,4 @@ def gather_traffic(
         for what, receiver, num_bytes in sent:
             added[what, sender, receiver] += num_bytes
             added[SUMS, sender, receiver] -= num_bytes
-    return [Sent(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]
+    return [SentBytes(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]

@@ -22,9 +22,9 @@ import numpy as np
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
 from csdctl.worker.data.prepared import Array, as_labels
 from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
-from csdctl.worker.tasks.state import sync_directory
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import save_aside, sync_directory, sync_file
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 LOCK_DEADLINE_S = 10.0
 """A worker whose csdctl was ended may take a moment to end too."""
@@ -92,7 +92,7 @@ class Part:
     def sync(self) -> None:
         """Put what there is on the disk, then the record that counts it."""
         for file in self._files:
-            _sync(file)
+            sync_file(file)
         save_aside(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
@@ -102,7 +102,7 @@ class Part:
             for file, shape, dtype in self._forms():
                 file.seek(0)
                 _write_header(file, shape, dtype)
-                _sync(file)
+                sync_file(file)
             save_aside(self._directory / "dataset.json", description)
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # it has no dataset.json: not ours, or damaged
@@ -185,15 +185,6 @@ def writing() -> Iterator[None]:
         raise WorkerError(f"prepared data cannot be written: {words}", remedy=remedy) from None
 
 
-def save_aside(path: Path, text: str) -> None:
-    """Write `text` to `path` aside, sync it, and rename it into place."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(text.encode())
-        _sync(file)
-    os.replace(aside, path)
-
-
 def _take_lock(directory: Path) -> int:
     """Make `directory` and lock it. The lock ends with this process, however it ends.
 
@@ -217,7 +208,7 @@ def _load_record(directory: Path, fingerprint: str) -> PartRecord:
     """What an earlier call left; nothing of it counts when the data or the job has changed since."""
     try:
         record = from_json(PartRecord, (directory / _RECORD).read_text())
-    except (OSError, ContractError, UnicodeDecodeError):
+    except (OSError, ProtocolError, UnicodeDecodeError):
         return PartRecord(fingerprint)
     return record if record.fingerprint == fingerprint else PartRecord(fingerprint)
 
@@ -226,8 +217,3 @@ def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
     """numpy leaves room for the number of rows to grow: the header of any count is as long."""
     described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())

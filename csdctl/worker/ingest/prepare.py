@@ -12,13 +12,14 @@ from pathlib import Path
 
 from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.data.prepared import Array, as_labels
-from csdctl.worker.ingest.partial_dataset import Part, PartRecord, count_labels, save_aside, writing
+from csdctl.worker.ingest.partial_dataset import Part, PartRecord, count_labels, writing
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.finding import find_kind, open_source, settings_of
-from csdctl.worker.ingest.sources.source import Source, num_threads
+from csdctl.worker.ingest.sources.source import SampleSource, num_threads
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec, Preparing
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import save_aside
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 SYNC_INTERVAL_S = 5.0
@@ -32,7 +33,7 @@ def prepare(
     *,
     threads: int = 0,
     sync_interval_s: float = SYNC_INTERVAL_S,
-    on_progress: Callable[[Preparing], None] = lambda progress: None,
+    on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> DatasetInfo:
     """Prepare `spec.source` below `spec.store`; done before with the same content: nothing happens.
 
@@ -101,12 +102,12 @@ def _part_directory(tree: Tree, spec: PrepareSpec) -> Path:
 
 
 def _fill(
-    part: Part, source: Source, sync_interval_s: float, on_progress: Callable[[Preparing], None]
+    part: Part, source: SampleSource, sync_interval_s: float, on_progress: Callable[[PrepareProgress], None]
 ) -> None:
     def tell() -> None:
         record = part.record
         num_skipped = sum(record.num_skipped.values())
-        on_progress(Preparing(record.num_read, source.num_samples, num_skipped))
+        on_progress(PrepareProgress(record.num_read, source.num_samples, num_skipped))
 
     tell()
     for block in source.blocks(part.record.num_read):
@@ -114,7 +115,7 @@ def _fill(
         tell()
 
 
-def _check_room(source: Source, record: PartRecord, store: str) -> None:
+def _check_room(source: SampleSource, record: PartRecord, store: str) -> None:
     """Raise WorkerError before hours of work that could not be kept."""
     needed_bytes = source.sample_bytes * (source.num_samples - record.num_read)
     free_bytes = shutil.disk_usage(store).free

@@ -6,26 +6,8 @@ import traceback
 from collections.abc import Callable
 from typing import NoReturn
 
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.events import Event, Failed, event_to_line
-
-
-class WorkerError(Exception):
-    """The worker cannot go on; the message and the remedy are for people."""
-
-    def __init__(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
-        super().__init__(message)
-        self.message = message
-        self.remedy = remedy
-        self.exit_code = exit_code
-
-
-def describe(error: BaseException) -> str:
-    """Type and first line of an error; Keras and TensorFlow add pages of their own stack to theirs."""
-    try:
-        lines = str(error).strip().splitlines()
-    except Exception:
-        lines = []
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def emit(event: Event) -> None:
@@ -33,7 +15,7 @@ def emit(event: Event) -> None:
     _speaker.say(event_to_line(event))
 
 
-def give_up(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
+def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
     """Say why this rank ends, and leave at once; what is private is told in `private_log` alone."""
     failed = _as_worker_error(error, private_log)
     emit(Failed(rank, node, failed.message, failed.remedy, failed.exit_code))
@@ -54,7 +36,7 @@ def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
     )
 
 
-def emit_by(say: Callable[[str], None]) -> None:
+def set_event_sink(say: Callable[[str], None]) -> None:
     """From now on events are lines that `say` says."""
     _speaker.say = say
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 HEARTBEAT_S = 1.0
 
 
-class Voice:
+class GuardedOutput:
     """Standard output and error as they were; from now on nobody else in this process has them."""
 
     def __init__(self, rest: str = os.devnull) -> None:

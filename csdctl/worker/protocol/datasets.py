@@ -33,7 +33,7 @@ class DatasetInfo:
 
 
 @dataclass(frozen=True)
-class PictureRule:
+class ImageRule:
     """What pictures become: uint8 of `shape`, (height, width, channels)."""
 
     shape: tuple[int, ...] | None = None
@@ -61,7 +61,7 @@ class PrepareSpec:
 
     source: str
     store: str
-    picture: PictureRule = field(default_factory=PictureRule)
+    picture: ImageRule = field(default_factory=ImageRule)
     classes: tuple[str, ...] | None = None
     """The job's classes in the order of their labels; None when it lists none."""
     names_classes: bool = False
@@ -74,7 +74,7 @@ class PrepareSpec:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DatasetDigest:
     """What a machine sees of a prepared data set: equal answers mean the same data."""
 
     num_samples: int
@@ -82,7 +82,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Preparing:
+class PrepareProgress:
     """How far `prepare` is: samples looked at, of `num_total` (0: not known), and those left out."""
 
     num_done: int = 0

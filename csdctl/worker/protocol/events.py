@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass, field
 
-from csdctl.worker.protocol.json_codec import ContractError, from_dict
+from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
@@ -34,7 +34,7 @@ class Started(Event):
 
 
 @dataclass(frozen=True)
-class Greeted(Event):
+class MpiChecked(Event):
     """A rank that only says hello has summed a vector with all others: seconds of the quickest sum."""
 
     mpi_library: str
@@ -43,7 +43,7 @@ class Greeted(Event):
 
 
 @dataclass(frozen=True)
-class Summed(Event):
+class CollectiveTimed(Event):
     """The first `num_ranks` ranks have summed vectors in the quickest way: seconds of one sum."""
 
     num_ranks: int
@@ -112,7 +112,7 @@ class Paused(Event):
 
 
 @dataclass(frozen=True)
-class Alive(Event):
+class Pong(Event):
     """The answer to `AreYouThere`."""
 
     number: int
@@ -138,7 +138,7 @@ class Rebalanced(Event):
 
 
 @dataclass(frozen=True)
-class Sent:
+class SentBytes:
     """Bytes that one rank of a group sent to another; `what` is SUMS, SAMPLES or STATE."""
 
     what: str
@@ -155,7 +155,7 @@ class Traffic(Event):
     """
 
     generation: int
-    sent: tuple[Sent, ...]
+    sent: tuple[SentBytes, ...]
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ class EpochEnd(Event):
 
 
 @dataclass(frozen=True)
-class Checkpointed(Event):
+class CheckpointSaved(Event):
     """A checkpoint is on disk, whole."""
 
     epoch: int
@@ -260,13 +260,13 @@ EVENTS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         Started,
-        Greeted,
-        Summed,
+        MpiChecked,
+        CollectiveTimed,
         Ready,
         Joined,
         LinkLost,
         Paused,
-        Alive,
+        Pong,
         WaitingFor,
         Progress,
         Rebalanced,
@@ -274,7 +274,7 @@ EVENTS: dict[str, type[Event]] = {
         Verified,
         Evaluating,
         EpochEnd,
-        Checkpointed,
+        CheckpointSaved,
         Finished,
         Failed,
         NodeLost,
@@ -291,13 +291,13 @@ def event_to_line(event: Event) -> str:
 
 
 def event_from_line(line: str) -> Event | None:
-    """The event in `line`, or None when the line is not one; raises ContractError when it is damaged."""
+    """The event in `line`, or None when the line is not one; raises ProtocolError when it is damaged."""
     if not line.startswith(EVENT_PREFIX):
         return None
     try:
         content = json.loads(line[len(EVENT_PREFIX) :])
         kind = EVENTS[content.pop("event")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ContractError(f"not an event: {line[:120]!r} ({error})") from None
+        raise ProtocolError(f"not an event: {line[:120]!r} ({error})") from None
     event: Event = from_dict(kind, content)
     return event

@@ -17,7 +17,7 @@ ANSWER_PREFIX = "@csdctl-answer "
 """`build` and `prepare` answer with one line on standard output that starts with this."""
 
 
-WORKING_PREFIX = "@csdctl-working "
+PROGRESS_PREFIX = "@csdctl-working "
 """`prepare` says how far it is with lines on standard output that start with this and hold a `Preparing`."""
 
 
@@ -25,11 +25,11 @@ WORKER_ERROR_PREFIX = "@csdctl-error "
 """The other commands fail with one line on standard error that starts with this."""
 
 
-class ContractError(ValueError):
+class ProtocolError(ValueError):
     """What the other side sent does not fit this version of the contract."""
 
 
-ContractT = TypeVar("ContractT")
+MessageT = TypeVar("MessageT")
 
 
 def to_json(value: Any) -> str:
@@ -37,30 +37,30 @@ def to_json(value: Any) -> str:
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
 
 
-def from_json(kind: type[ContractT], text: str) -> ContractT:
-    """Read what `to_json` wrote; raises ContractError when it does not fit `kind`."""
+def from_json(kind: type[MessageT], text: str) -> MessageT:
+    """Read what `to_json` wrote; raises ProtocolError when it does not fit `kind`."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ContractError(f"expected a {kind.__name__} as JSON, received {text[:80]!r}: {error}") from None
+        raise ProtocolError(f"expected a {kind.__name__} as JSON, received {text[:80]!r}: {error}") from None
     if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
-        raise ContractError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
-    result: ContractT = from_dict(kind, content)
+        raise ProtocolError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
+    result: MessageT = from_dict(kind, content)
     return result
 
 
 def from_dict(kind: Any, content: Any) -> Any:
-    """Build a dataclass from parsed JSON, following its annotations; raises ContractError."""
+    """Build a dataclass from parsed JSON, following its annotations; raises ProtocolError."""
     if not isinstance(content, dict):
-        raise ContractError(f"expected a {kind.__name__}, received {content!r}")
+        raise ProtocolError(f"expected a {kind.__name__}, received {content!r}")
     hints = typing.get_type_hints(kind)
     unknown = set(content) - set(hints)
     if unknown:
-        raise ContractError(f"{kind.__name__}: unknown {', '.join(sorted(unknown))}")
+        raise ProtocolError(f"{kind.__name__}: unknown {', '.join(sorted(unknown))}")
     try:
         return kind(**{name: _value(hints[name], value) for name, value in content.items()})
     except TypeError as error:
-        raise ContractError(f"{kind.__name__}: {error}") from None
+        raise ProtocolError(f"{kind.__name__}: {error}") from None
 
 
 def _value(hint: Any, value: Any) -> Any:

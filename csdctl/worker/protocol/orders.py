@@ -4,7 +4,7 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-from csdctl.worker.protocol.json_codec import ContractError, from_dict
+from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Release(Order):
 
 
 @dataclass(frozen=True)
-class AreYouThere(Order):
+class Ping(Order):
     """Answer with `Alive`."""
 
     number: int
 
 
 ORDERS: dict[str, type[Order]] = {
-    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, Release, AreYouThere)
+    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, Release, Ping)
 }
 
 
@@ -56,11 +56,11 @@ def order_to_line(order: Order) -> str:
 
 
 def order_from_line(line: str) -> Order:
-    """The order in `line`; raises ContractError."""
+    """The order in `line`; raises ProtocolError."""
     try:
         content = json.loads(line)
         kind = ORDERS[content.pop("order")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ContractError(f"not an order: {line[:120]!r} ({error})") from None
+        raise ProtocolError(f"not an order: {line[:120]!r} ({error})") from None
     order: Order = from_dict(kind, content)
     return order

@@ -39,7 +39,7 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True)
-class TrialRequest:
+class AttachRequest:
     """Take part in a trial as rank `rank` of the run in file `spec`; then come back to probes.
 
     The process speaks in events and hears orders, as a rank does, until it has finished and hears `Release`.
@@ -59,7 +59,7 @@ class ProbeResult:
     peak_memory_bytes: int
 
     @property
-    def images_per_s(self) -> float:
+    def samples_per_s(self) -> float:
         """Samples a second at this batch size."""
         return self.batch_size / self.step_time_s
 
@@ -68,8 +68,8 @@ READY = "ready"
 """The line of a probe session that waits for requests."""
 
 
-def request_from_json(text: str) -> ProbeRequest | TrialRequest:
-    """What a probe session is asked for; raises ContractError."""
+def request_from_json(text: str) -> ProbeRequest | AttachRequest:
+    """What a probe session is asked for; raises ProtocolError."""
     if '"spec":' in text:
-        return from_json(TrialRequest, text)
+        return from_json(AttachRequest, text)
     return from_json(ProbeRequest, text)

@@ -8,7 +8,7 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
 @dataclass(frozen=True)
-class ShardPart:
+class DatasetSlice:
     """Rows of one prepared data set that a rank reads; `images` and `labels` are .npy files.
 
     All rows when `stop` is None; else rows[start:stop] of the permutation of `permutation_seed`, the
@@ -42,8 +42,8 @@ class RankSpec:
     node: str
     batch_size: int
     runtime: Runtime
-    private: ShardPart | None
-    public: ShardPart | None
+    private: DatasetSlice | None
+    public: DatasetSlice | None
     """Its part of the public samples, as it can read it itself; None when it has none."""
     num_private: int
     num_public: int
@@ -71,9 +71,9 @@ class RunSpec:
     recipe: Recipe
     ranks: tuple[RankSpec, ...]
     """The first one is on the host."""
-    public: ShardPart | None
+    public: DatasetSlice | None
     """All public samples, as the host reads them."""
-    validation: ShardPart | None
+    validation: DatasetSlice | None
     output_directory: str
     """Where rank 0 writes checkpoints and model.keras."""
     step_file: str = ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Look:
+class Window:
     """A way to look at the steps that went by: over how many, for how long, and what is worth a change."""
 
     min_steps: int
@@ -21,11 +21,11 @@ class Look:
     """How often in a row the same rank must be the slowest."""
 
 
-URGENT = Look(5, 4.0, 0.3, 1)
-SOON = Look(5, 4.0, 0.1, 2)
-FINE = Look(15, 15.0, 0.025, 1)
+URGENT = Window(5, 4.0, 0.3, 1)
+SOON = Window(5, 4.0, 0.1, 2)
+FINE = Window(15, 15.0, 0.025, 1)
 """Small imbalance is certain only after many steps, and then it is gain for the rest of the run."""
-LOOKS = (URGENT, SOON, FINE)
+WINDOWS = (URGENT, SOON, FINE)
 GRAIN_S = 0.02
 """A step's time is no better known than this: a machine that is held to a share of a core, or is busy, gives
 time in portions, and one that has waited has a portion ready. Short steps are moved only for much."""
@@ -42,8 +42,8 @@ class Balancer:
     def forget(self) -> None:
         """Begin anew: batch sizes or members have changed."""
         self._has_skipped = False
-        self._times: dict[Look, list[dict[int, float]]] = {look: [] for look in LOOKS}
-        self._suspects: dict[Look, list[int]] = {look: [] for look in LOOKS}
+        self._times: dict[Window, list[dict[int, float]]] = {look: [] for look in WINDOWS}
+        self._suspects: dict[Window, list[int]] = {look: [] for look in WINDOWS}
         self._slowest = (0, 1.0)
 
     def observe(self, times_s: Mapping[int, float]) -> None:
@@ -78,7 +78,7 @@ class Balancer:
         return None
 
     def _better(
-        self, look: Look, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
+        self, look: Window, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
     ) -> dict[int, int] | None:
         speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
         total = sum(batch_sizes.values())
@@ -92,7 +92,7 @@ class Balancer:
         suspects.append(slowest)
         if suspects[-look.times :] != [slowest] * look.times:
             return None
-        sizes = share_out(total, speeds, self._limits)
+        sizes = apportion(total, speeds, self._limits)
         # Where a limit holds somebody back, balance is out of reach, and nothing more is gained.
         gain = step_s[slowest] / max(size / speeds[rank] for rank, size in sizes.items())
         return sizes if gain > 1 + look.dead_band / 2 and sizes != dict(batch_sizes) else None
@@ -103,7 +103,7 @@ class Balancer:
         return self._slowest
 
 
-def share_out(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
+def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
     """`total` samples over the ranks in proportion to their speeds, at least 1 each, none above its limit.
 
     When the limits together are below `total` they are exceeded: the global batch is what counts.

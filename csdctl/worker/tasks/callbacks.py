@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.tasks.state import Progressed
+from csdctl.worker.tasks.state import CallbackState
 
 HIGHER_IS_BETTER = ("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2")
 
@@ -19,8 +19,8 @@ def is_higher_better(monitor: str) -> bool:
 
 
 def after_epoch(
-    recipe: Recipe, before: Progressed, epoch: int, results: Mapping[str, float | None]
-) -> tuple[Progressed, bool]:
+    recipe: Recipe, before: CallbackState, epoch: int, results: Mapping[str, float | None]
+) -> tuple[CallbackState, bool]:
     """What is remembered after `epoch`, and whether its model is the best so far.
 
     `results` are the epoch's loss and metrics, those of the validation data with `validation_` before

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from csdctl.worker.compute.step import Step
 from csdctl.worker.process.events import emit
-from csdctl.worker.protocol.events import Checkpointed
+from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.state import Checkpoints, Position, StepFile, pack, position_of, unpack
 
@@ -19,7 +19,7 @@ STATE_COST_SHARE = 0.01
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 
 
-class Keeping:
+class Checkpointer:
     """Keeps the state of one run."""
 
     def __init__(self, spec: RunSpec, me: RankSpec, step: Step) -> None:
@@ -57,7 +57,7 @@ class Keeping:
         path = self._checkpoints.save(pack(self._step.state, position), position, is_best=is_best)
         self._checkpointed_at = time.monotonic()
         emit(
-            Checkpointed(
+            CheckpointSaved(
                 self._me.rank, self._me.node, position.epoch, position.total_steps, str(path), is_best
             )
         )

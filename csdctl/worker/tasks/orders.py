@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-from csdctl.worker.protocol.json_codec import ContractError
+from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.orders import (
-    AreYouThere,
     FormGroup,
     PauseAtEpochEnd,
+    Ping,
     Release,
     Stop,
     order_from_line,
@@ -25,7 +25,7 @@ class Orders:
     """The orders received so far; what they mean is up to who asks."""
 
     def __init__(self, answer: Callable[[int], None], stream: TextIO | None = None) -> None:
-        """`answer` is called, by the thread, with the number of each `AreYouThere`."""
+        """`answer` is called, by the thread, with the number of each `Ping`."""
         self.is_stopping = False
         self.is_pausing = False
         self.on_group: Callable[[], None] = lambda: None
@@ -57,7 +57,7 @@ class Orders:
         for line in self._stream:
             try:
                 order = order_from_line(line)
-            except ContractError:
+            except ProtocolError:
                 continue
             if isinstance(order, FormGroup):
                 self._groups.put(order)
@@ -68,6 +68,6 @@ class Orders:
                 self.is_stopping = True
             elif isinstance(order, Release):
                 return
-            elif isinstance(order, AreYouThere):
+            elif isinstance(order, Ping):
                 self._answer(order.number)
         os._exit(1)

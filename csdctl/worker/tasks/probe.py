@@ -12,19 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.backend import peak_memory_bytes
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.element_spec import random_batch
 from csdctl.worker.data.prepared import Array
-from csdctl.worker.process.events import give_up
+from csdctl.worker.process.events import exit_with_failure
+from csdctl.worker.process.memory import peak_memory_bytes
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.probe import (
     READY,
+    AttachRequest,
     ProbeRequest,
     ProbeResult,
     ProbeSpec,
-    TrialRequest,
     request_from_json,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
@@ -43,7 +43,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     _say_ready()
     for line in sys.stdin:
         request = request_from_json(line)
-        if isinstance(request, TrialRequest):
+        if isinstance(request, AttachRequest):
             _take_part(request, step, tf, keras)
             _say_ready()
             continue
@@ -61,7 +61,7 @@ def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
     return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
 
 
-def _take_part(request: TrialRequest, step: Step, tf: Any, keras: Any) -> None:
+def _take_part(request: AttachRequest, step: Step, tf: Any, keras: Any) -> None:
     """Be a rank, with the graphs that are there already."""
     node = "?"
     try:
@@ -71,7 +71,7 @@ def _take_part(request: TrialRequest, step: Step, tf: Any, keras: Any) -> None:
         training.run()
         training.await_release()
     except BaseException as error:
-        give_up(request.rank, node, error)
+        exit_with_failure(request.rank, node, error)
 
 
 def measure(

@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from csdctl.worker.compute.backend import peak_memory_bytes
-from csdctl.worker.data.schedule import Leg
-from csdctl.worker.group.communicator import Ranks
+from csdctl.worker.data.schedule import Segment
+from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.events import emit
+from csdctl.worker.process.memory import peak_memory_bytes
 from csdctl.worker.protocol.events import (
-    Alive,
     EpochEnd,
     Finished,
     Joined,
     LinkLost,
     Paused,
+    Pong,
     Progress,
     Ready,
     Rebalanced,
@@ -24,10 +24,10 @@ from csdctl.worker.protocol.events import (
 from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.state import Position
-from csdctl.worker.tasks.totals import Tally, overall
+from csdctl.worker.tasks.totals import StepTotals, overall
 
 
-class Teller:
+class Reporter:
     """Speaks for rank `me` of `spec`; what holds for all ranks is rank 0's to say."""
 
     def __init__(self, spec: RunSpec, me: RankSpec) -> None:
@@ -42,9 +42,11 @@ class Teller:
 
     def alive(self, number: int) -> None:
         """The answer to a question; from any thread."""
-        emit(Alive(self._rank, self._node, number))
+        emit(Pong(self._rank, self._node, number))
 
-    def joined(self, group: FormGroup, position: Position, leg: Leg, ranks: Ranks, num_lost: int) -> None:
+    def joined(
+        self, group: FormGroup, position: Position, leg: Segment, ranks: Communicator, num_lost: int
+    ) -> None:
         """The group's ranks hold the same state."""
         emit(
             Joined(
@@ -74,7 +76,7 @@ class Teller:
         """Others have not sent their part for some seconds."""
         emit(WaitingFor(self._rank, self._node, tuple(nodes)))
 
-    def progress(self, position: Position, tally: Tally) -> None:
+    def progress(self, position: Position, tally: StepTotals) -> None:
         """What was done since the last time."""
         more = overall(tally.sums, tally.global_samples, self.metric_names) if self._rank == 0 else {}
         emit(
@@ -105,7 +107,7 @@ class Teller:
             )
         )
 
-    def traffic(self, ranks: Ranks, group: FormGroup) -> None:
+    def traffic(self, ranks: Communicator, group: FormGroup) -> None:
         """What all have sent since they met; asked by all together."""
         sent = tuple(
             dataclasses.replace(one, sender=group.ranks[one.sender], receiver=group.ranks[one.receiver])
@@ -114,7 +116,7 @@ class Teller:
         if self._rank == 0 and sent:
             emit(Traffic(self._rank, self._node, group.generation, sent))
 
-    def epoch_end(self, epoch: int, weights_hash: str, tally: Tally, more: Mapping[str, Any]) -> None:
+    def epoch_end(self, epoch: int, weights_hash: str, tally: StepTotals, more: Mapping[str, Any]) -> None:
         """An epoch is done; `more` are the fields that rank 0 adds."""
         emit(
             EpochEnd(

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.prepared import Array
-from csdctl.worker.data.schedule import Leg
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
+from csdctl.worker.data.schedule import Segment
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import sync_directory
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 STATE_SCHEMA = 1
 _HEAD = struct.Struct("<QQ")
@@ -31,7 +32,7 @@ POSITION_ROOM_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Tallied:
+class EpochTotals:
     """Sums over the steps of the epoch so far, of all ranks."""
 
     steps: int = 0
@@ -43,7 +44,7 @@ class Tallied:
 
 
 @dataclass(frozen=True)
-class Progressed:
+class CallbackState:
     """What the callbacks remember: early stopping and reduce on plateau."""
 
     best: float | None = None
@@ -65,12 +66,12 @@ class Position:
     """Steps done in it."""
     total_steps: int
     """Steps done in the run."""
-    leg: Leg | None
+    leg: Segment | None
     """None between epochs."""
     batch_sizes: dict[str, int]
     """Of every rank that ever took part, by its number."""
-    tallied: Tallied = Tallied()
-    progressed: Progressed = Progressed()
+    tallied: EpochTotals = EpochTotals()
+    progressed: CallbackState = CallbackState()
     schema: int = STATE_SCHEMA
 
 
@@ -114,7 +115,7 @@ def position_of(packed: Array) -> Position:
     length, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
     try:
         return from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
-    except ContractError as error:
+    except ProtocolError as error:
         raise WorkerError(f"the kept state cannot be read: {error}", remedy="start a new run") from None
 
 
@@ -221,12 +222,3 @@ class Checkpoints:
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
                 path.unlink(missing_ok=True)
-
-
-def sync_directory(directory: Path) -> None:
-    """Put on the disk which names `directory` has."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

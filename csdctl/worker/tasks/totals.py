@@ -10,7 +10,7 @@ from csdctl.worker.compute.step import Sums
 
 
 @dataclass
-class Tally:
+class StepTotals:
     """What this rank did since the tally was made; times in seconds."""
 
     started: float = field(default_factory=time.monotonic)

@@ -21,23 +21,23 @@ from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights, load
 from csdctl.worker.compute.recipe import load_own_metrics
 from csdctl.worker.compute.step import Step, Sums
-from csdctl.worker.data.prepared import Array, EpochReader, Samples
-from csdctl.worker.data.schedule import Leg, Own, Share, begin_epoch, change_leg
-from csdctl.worker.data.synthetic import MadeReader
-from csdctl.worker.group.communicator import Alone, Ranks
-from csdctl.worker.group.link import Door, LinkedRanks, LinkLostError, VectorMemory
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.data.prepared import Array, EpochReader, PreparedSamples
+from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
+from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.group.communicator import Communicator, SoloCommunicator
+from csdctl.worker.group.link import LinkCommunicator, LinkLostError, Listener, SharedVectors
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STATE, STOPPED
 from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import after_epoch
-from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Keeping
+from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
 from csdctl.worker.tasks.orders import Orders
-from csdctl.worker.tasks.reporter import Teller
-from csdctl.worker.tasks.state import Position, Progressed, Tallied, pack, unpack
-from csdctl.worker.tasks.totals import Tally, add_sums, overall
+from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.state import CallbackState, EpochTotals, Position, pack, unpack
+from csdctl.worker.tasks.totals import StepTotals, add_sums, overall
 from csdctl.worker.tasks.verify import verify
 
 ORPHAN_S = 600.0
@@ -62,8 +62,8 @@ class RankTraining:
         self._is_root = rank == 0
         self._tf = tf
         self._keras = keras
-        self._own = [Own(one.num_private, one.num_public) for one in spec.ranks]
-        self._teller = Teller(spec, self._me)
+        self._own = [OwnSamples(one.num_private, one.num_public) for one in spec.ranks]
+        self._teller = Reporter(spec, self._me)
         self._orders = Orders(self._teller.alive)
         sizes = {str(one.rank): one.batch_size for one in spec.ranks}
         self._position = Position(1, 0, 0, None, sizes)
@@ -77,16 +77,16 @@ class RankTraining:
         started = time.monotonic()
         self._load()
         self._warm_up()
-        with contextlib.closing(Door(self._spec.run_id, self._me.rank)) as door:
+        with contextlib.closing(Listener(self._spec.run_id, self._me.rank)) as door:
             num_samples = self._me.num_private + self._me.num_public
             self._teller.ready(num_samples, time.monotonic() - started)
             self._follow(door)
 
-    def _follow(self, door: Door) -> None:
+    def _follow(self, door: Listener) -> None:
         """Train with one group after another, until the run is over."""
         while True:
             group = self._next_group()
-            ranks: Ranks | None = None
+            ranks: Communicator | None = None
             try:
                 ranks = self._join(group, door)
                 if ranks is None:
@@ -129,14 +129,14 @@ class RankTraining:
 
     def _load(self) -> None:
         spec, me = self._spec, self._me
-        self._reader = MadeReader(spec.made, me.rank) if spec.made else EpochReader(spec, me.rank)
-        self._validation = Samples(spec.validation) if spec.validation and self._is_root else None
+        self._reader = SyntheticReader(spec.made, me.rank) if spec.made else EpochReader(spec, me.rank)
+        self._validation = PreparedSamples(spec.validation) if spec.validation and self._is_root else None
         self._step = self._step_of_probes or self._make_step()
         self._step.micro_batch_size = me.micro_batch_size
         self._teller.metric_names = self._step.metric_names
         # After the vector: whether somebody wants to stop, and every rank's compute time.
-        self._memory = VectorMemory(self._step.size + 1 + len(spec.ranks))
-        self._keeping = Keeping(spec, me, self._step) if self._is_root else None
+        self._memory = SharedVectors(self._step.size + 1 + len(spec.ranks))
+        self._keeping = Checkpointer(spec, me, self._step) if self._is_root else None
         if self._keeping and self._keeping.position:
             self._position = self._keeping.position
 
@@ -168,10 +168,10 @@ class RankTraining:
             self._step.rehearse_alone(images, labels)
         self._step.rehearse_apply()
 
-    def _join(self, group: FormGroup, door: Door) -> Ranks | None:
+    def _join(self, group: FormGroup, door: Listener) -> Communicator | None:
         """The other ranks of `group`; None when there was another order before they were there."""
         if len(group.ranks) == 1:
-            return Alone(self._memory.local)
+            return SoloCommunicator(self._memory.local)
         found = door.wait_for_link(group.generation, lambda: self._orders.has_group)
         if found is None:
             return None
@@ -184,11 +184,11 @@ class RankTraining:
                 self._teller.waiting_for([nodes[rank] for rank in missing])
 
         door.give_memory(line, self._memory.descriptor)
-        ranks = LinkedRanks(line, hello, self._memory, on_waiting)
+        ranks = LinkCommunicator(line, hello, self._memory, on_waiting)
         ranks.agree(group.collective)
         return ranks
 
-    def _synchronize(self, ranks: Ranks, group: FormGroup) -> None:
+    def _synchronize(self, ranks: Communicator, group: FormGroup) -> None:
         """All take over the state of the rank that has come farthest."""
         keys = ranks.gather([self._position.total_steps, self._position.epoch])
         farthest = max(keys)
@@ -207,7 +207,7 @@ class RankTraining:
         self._teller.joined(group, self._position, self._leg, ranks, self._num_lost(group))
 
     @property
-    def _leg(self) -> Leg:
+    def _leg(self) -> Segment:
         leg = self._position.leg
         assert leg is not None
         return leg
@@ -220,7 +220,7 @@ class RankTraining:
         if leg is None:
             leg = begin_epoch(self._own, sizes)
         elif {share.rank for share in leg.shares} != set(group.ranks):
-            leg = change_leg(leg, position.step, sizes)
+            leg = change_segment(leg, position.step, sizes)
         self._position = dataclasses.replace(position, leg=leg)
         self._reader.begin(position.epoch)
 
@@ -228,7 +228,7 @@ class RankTraining:
         """Private samples of ranks that are away."""
         return sum(one.num_private for rank, one in enumerate(self._own) if rank not in group.ranks)
 
-    def _train(self, ranks: Ranks, group: FormGroup) -> tuple[str, str]:
+    def _train(self, ranks: Communicator, group: FormGroup) -> tuple[str, str]:
         """Train until the end, or a pause between epochs; says which, and why."""
         recipe = self._spec.recipe
         while self._position.epoch <= recipe.epochs:
@@ -248,9 +248,9 @@ class RankTraining:
             self._regroup(group)
         return FINISHED, ""
 
-    def _epoch(self, ranks: Ranks) -> str:
+    def _epoch(self, ranks: Communicator) -> str:
         """The rest of the epoch; returns why the run ends within it, ''."""
-        self._whole, since_report = Tally(), Tally()
+        self._whole, since_report = StepTotals(), StepTotals()
         while self._position.step < self._leg.stop_step:
             global_samples = self._leg.num_samples(self._position.step)
             samples, compute_s, wait_s, sums, is_stopping = self._one_step(ranks, global_samples)
@@ -258,14 +258,14 @@ class RankTraining:
                 tally.add(samples, global_samples, compute_s, wait_s, sums)
             if time.monotonic() - since_report.started >= self._spec.progress_interval_s:
                 self._teller.progress(self._position, since_report)
-                since_report = Tally()
+                since_report = StepTotals()
             if is_stopping:
                 return STOPPED
             if self._spec.max_steps is not None and self._position.total_steps >= self._spec.max_steps:
                 return MAX_STEPS
         return ""
 
-    def _one_step(self, ranks: Ranks, global_samples: int) -> tuple[int, float, float, Sums, bool]:
+    def _one_step(self, ranks: Communicator, global_samples: int) -> tuple[int, float, float, Sums, bool]:
         """One step: samples, compute and waiting seconds of this rank; sums of all; whether to stop."""
         position, leg, me = self._position, self._leg, self._me.rank
         begun = time.perf_counter()
@@ -300,7 +300,7 @@ class RankTraining:
         return len(images), compute_s, summed - computed + received - begun, sums, is_stopping
 
     def _exchange_borrowed(
-        self, ranks: Ranks, leg: Leg, number: int, mine: Share
+        self, ranks: Communicator, leg: Segment, number: int, mine: Share
     ) -> bytes | bytearray | None:
         """Rank 0 sends what the others have borrowed for this step; they receive it."""
         if not self._is_root:
@@ -325,12 +325,12 @@ class RankTraining:
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            tallied=Tallied(tallied.steps + 1, num_samples, so_far.loss, so_far.metrics, so_far.samples),
+            tallied=EpochTotals(tallied.steps + 1, num_samples, so_far.loss, so_far.metrics, so_far.samples),
         )
         if self._keeping:
             self._keeping.after_step(self._position, has_others=len(self._leg.shares) > 1)
 
-    def _balance(self, leg: Leg, times_s: Array) -> None:
+    def _balance(self, leg: Segment, times_s: Array) -> None:
         """Move batch sizes when a rank has become slower or faster; the same on every rank."""
         position = self._position
         if not self._spec.is_balanced or position.step >= leg.stop_step - 1:
@@ -345,7 +345,7 @@ class RankTraining:
         self._balancer.forget()
         self._position = dataclasses.replace(
             position,
-            leg=change_leg(leg, position.step, proposal),
+            leg=change_segment(leg, position.step, proposal),
             batch_sizes={**position.batch_sizes, **{str(rank): size for rank, size in proposal.items()}},
         )
 
@@ -359,7 +359,7 @@ class RankTraining:
         what = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
         raise WorkerError(f"{what} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
 
-    def _end_epoch(self, ranks: Ranks, group: FormGroup) -> bool:
+    def _end_epoch(self, ranks: Communicator, group: FormGroup) -> bool:
         """Compare, evaluate, decide, keep; returns whether to pause for a new group."""
         self._digest = self._compare(ranks)
         results: dict[str, Any] = {}
@@ -377,8 +377,8 @@ class RankTraining:
             epoch=position.epoch + 1,
             step=0,
             leg=None,
-            tallied=Tallied(),
-            progressed=from_dict(Progressed, progressed_dict),
+            tallied=EpochTotals(),
+            progressed=from_dict(CallbackState, progressed_dict),
         )
         if self._keeping:
             self._keeping.checkpoint(self._position, is_best=is_best)
@@ -390,7 +390,7 @@ class RankTraining:
         ranks.gather(None)
         return bool(is_pausing)
 
-    def _decide(self, results: dict[str, Any]) -> tuple[Progressed, bool]:
+    def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
         of_epoch = self._of_epoch()
         found: dict[str, float | None] = {"loss": of_epoch["loss"], **of_epoch["metrics"]}
         found["validation_loss"] = results.get("validation_loss")
@@ -411,7 +411,7 @@ class RankTraining:
             more["stepped_samples"] = self._whole.global_samples
         self._teller.epoch_end(self._position.epoch, self._digest, self._whole, more)
 
-    def _compare(self, ranks: Ranks) -> str:
+    def _compare(self, ranks: Communicator) -> str:
         """All ranks must hold the same weights, to the bit."""
         if self._spec.made:  # in a trial they may come from probes, each with its own moving statistics
             return ""

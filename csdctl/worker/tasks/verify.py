@@ -12,8 +12,9 @@ from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.element_spec import random_samples
 from csdctl.worker.data.prepared import Array
-from csdctl.worker.group.communicator import Ranks
-from csdctl.worker.process.events import WorkerError, emit
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import Verified
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 
@@ -21,7 +22,7 @@ MAX_SAMPLES = 32
 """Of a rank: enough for unequal batches, and few enough for rank 0 to compute for all."""
 
 
-def verify(spec: RunSpec, me: RankSpec, ranks: Ranks, step: Step, example: tuple[Array, Array]) -> str:
+def verify(spec: RunSpec, me: RankSpec, ranks: Communicator, step: Step, example: tuple[Array, Array]) -> str:
     """Take one step together and compare; returns the hash of the weights after it. Raises WorkerError."""
     sizes = [verified_samples(rank.batch_size) for rank in spec.ranks]
     step.set_step(0, spec.recipe.learning_rate)

@@ -13,19 +13,19 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import note_traffic
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.run_spec import RankSpec, ShardPart
-from csdctl.workflows.data.prepare import Prepared, python_of
-from csdctl.workflows.workspace.traffic import note_traffic
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec
+from csdctl.workflows.data.prepare import Prepared
 
 OnDelivery = Callable[[str, Delivery], None]
 
@@ -56,7 +56,7 @@ def deploy_files(
 
     def send(session: Session) -> Delivery:
         parcel = pack_parcel([file.as_object() for file in files[session.name]])
-        return deliver(session, parcel, chunks, python=python_of(fleet, session.name))
+        return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
 
     needing = {name: sessions[name] for name in files if name != HOST_NAME}
     return values_or_raise(run_on_all(needing, send, on_done=on_done), "deploying")
@@ -125,10 +125,10 @@ def rank_specs(
         public = None
         if rank.node == HOST_NAME or job.is_everywhere:
             images, labels = _arrays(prepared.public)
-            public = ShardPart(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
+            public = DatasetSlice(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
         elif rank.node in cut:
             images, labels = (file.path for file in cut[rank.node])
-            public = ShardPart(images, labels)
+            public = DatasetSlice(images, labels)
         specs.append(
             RankSpec(
                 number,
@@ -149,9 +149,9 @@ def rank_specs(
     return tuple(specs)
 
 
-def whole(data: DatasetInfo) -> ShardPart:
+def whole(data: DatasetInfo) -> DatasetSlice:
     """All rows of a prepared data set."""
-    return ShardPart(*_arrays(data))
+    return DatasetSlice(*_arrays(data))
 
 
 def _arrays(data: DatasetInfo) -> tuple[str, str]:
@@ -173,7 +173,9 @@ def _cut(
             array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
             with write_aside(target) as file:
                 np.save(file, array[rows])
-    images, labels = (StoredFile(hash_file(target), ".npy", target, Kind.PUBLIC) for target in targets)
+    images, labels = (
+        StoredFile(hash_file(target), ".npy", target, TrafficClass.PUBLIC) for target in targets
+    )
     return images, labels
 
 

@@ -18,6 +18,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.fit import check_fit, check_noise
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
@@ -27,10 +28,10 @@ from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelFeatures, describe_model
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec, Preparing, Seen
+from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.prepared_record import save_prepared
@@ -45,8 +46,7 @@ SILENCE_DEADLINE_S = 120.0
 
 BUILD_DEADLINE_S = 300.0
 
-Say = Callable[[str], None]
-OnProgress = Callable[[str, Preparing], None]
+OnProgress = Callable[[str, PrepareProgress], None]
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,6 @@ class Prepared:
     """By node; empty when the job has no private data."""
 
 
-def python_of(fleet: Fleet, machine: str) -> str:
-    """The Python that runs the worker on `machine`."""
-    return sys.executable if machine == HOST_NAME else fleet.node(machine).python
-
-
 def prepare_job(
     job: Job,
     fleet: Fleet,
@@ -88,7 +83,7 @@ def prepare_job(
     Class names come from the job, or from the folders of the public data: all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
+    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     say("model: " + job.model)
     model = carry_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
@@ -129,7 +124,7 @@ def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
 def _code(
     job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
 ) -> tuple[StoredFile, CarriedModel]:
-    worker = store_bytes(pack_worker(), ".pyz", directory, Kind.CODE)
+    worker = store_bytes(pack_worker(), ".pyz", directory, TrafficClass.CODE)
     with closing(LocalSession(HOST_NAME, directory)) as host:
         return worker, carry_model(job, worker, host, ProjectDirectory(directory), on_build)
 
@@ -161,8 +156,8 @@ def carry_model(
             save_json(aside / "info.json", json.loads(to_json(info)))
     return CarriedModel(
         from_json(ModelInfo, record.read_text()),
-        store_file(directory / "architecture.json", project.root, Kind.MODEL),
-        store_file(directory / "weights.npz", project.root, Kind.MODEL),
+        store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
+        store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
     )
 
 
@@ -216,16 +211,16 @@ class _Preparing:
         """Raise when a node does not see the public data as the host does."""
         parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
 
-        def on_node(session: Session) -> Seen:
-            python = python_of(self._fleet, session.name)
+        def on_node(session: Session) -> DatasetDigest:
+            python = self._fleet.python_of(session.name)
             if session.name != HOST_NAME:
                 deliver(session, parcel, chunks, python=python)
             return run_worker(
                 session,
                 python,
                 self._worker.path,
-                ["look", f"--directory={public.path}"],
-                Seen,
+                ["digest", f"--directory={public.path}"],
+                DatasetDigest,
                 doing="looking at the public data",
                 deadline_s=LOOK_DEADLINE_S,
             )
@@ -269,7 +264,7 @@ class _Preparing:
         chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
-            deliver(session, parcel, chunks, python=python_of(self._fleet, session.name))
+            deliver(session, parcel, chunks, python=self._fleet.python_of(session.name))
             return self._prepare(session.name, session, spec)
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
@@ -278,12 +273,12 @@ class _Preparing:
     def _store_function(self, function: str) -> StoredFile | None:
         if not function:
             return None
-        return store_file(Path(function.rpartition(":")[0]), self._project.root, Kind.CODE)
+        return store_file(Path(function.rpartition(":")[0]), self._project.root, TrafficClass.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         return watch_worker(
             session,
-            python_of(self._fleet, session.name),
+            self._fleet.python_of(session.name),
             self._worker.path,
             "prepare",
             spec,

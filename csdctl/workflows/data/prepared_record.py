@@ -13,7 +13,7 @@ from csdctl.documents import save_text
 from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """The note of `job`; None when its data, as the job has it now, was never prepared."""
     try:
         note = from_json(PreparedData, project.prepared(job.name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, ContractError):  # preparing writes it anew
+    except (OSError, ValueError, ProtocolError):  # preparing writes it anew
         return None
     return note if note.key == _key(job) else None
 

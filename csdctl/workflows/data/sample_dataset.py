@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from csdctl.documents import save_bytes
 from csdctl.errors import CsdctlError, InputError
-
-Say = Callable[[str], None]
+from csdctl.notify import Say
 
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
@@ -49,7 +48,7 @@ class FashionMnist:
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleArrays:
     """Images (n, …) and their labels (n,)."""
 
     images: NDArray[np.uint8]
@@ -63,13 +62,13 @@ class Samples:
 class SampleSplit:
     """Who has what: `private` has one entry for each node."""
 
-    public: Samples
-    private: tuple[Samples, ...]
-    validation: Samples
+    public: SampleArrays
+    private: tuple[SampleArrays, ...]
+    validation: SampleArrays
 
 
 @dataclass(frozen=True)
-class Source:
+class DatasetOrigin:
     """One place that may have the four files; `find` returns their directory or raises CsdctlError.
 
     `find` is given a scratch directory, which is removed once the files have been read.
@@ -79,12 +78,14 @@ class Source:
     find: Callable[[Path, Say], Path]
 
 
-def fetch_fashion_mnist(cache: Path, *, say: Say, sources: Sequence[Source] | None = None) -> FashionMnist:
+def fetch_fashion_mnist(
+    cache: Path, *, say: Say, sources: Sequence[DatasetOrigin] | None = None
+) -> FashionMnist:
     """Fashion-MNIST from `cache` or the first source that has it whole; kept in `cache` then.
 
     `say` is told what takes time or goes wrong. Raises CsdctlError, naming all that was tried.
     """
-    cached = Source("the cache", lambda _scratch, _say: _existing(cache))
+    cached = DatasetOrigin("the cache", lambda _scratch, _say: _existing(cache))
     tried = []
     for source in (cached, *(default_sources() if sources is None else sources)):
         with tempfile.TemporaryDirectory(prefix="csdctl-sample-") as scratch:
@@ -105,13 +106,13 @@ def fetch_fashion_mnist(cache: Path, *, say: Say, sources: Sequence[Source] | No
     )
 
 
-def default_sources() -> list[Source]:
+def default_sources() -> list[DatasetOrigin]:
     """Where Fashion-MNIST may be, apart from the cache; those that need no network first."""
     return [
-        Source(f"Debian's {DEBIAN_PACKAGE}", lambda _scratch, _say: _existing(DEBIAN_DIRECTORY)),
-        Source("Keras' cache", lambda _scratch, _say: _existing(_keras_directory())),
-        Source("apt-get download", download_with_apt),
-        Source("Keras' download", _download_with_keras),
+        DatasetOrigin(f"Debian's {DEBIAN_PACKAGE}", lambda _scratch, _say: _existing(DEBIAN_DIRECTORY)),
+        DatasetOrigin("Keras' cache", lambda _scratch, _say: _existing(_keras_directory())),
+        DatasetOrigin("apt-get download", download_with_apt),
+        DatasetOrigin("Keras' download", _download_with_keras),
     ]
 
 
@@ -187,13 +188,13 @@ def split_sample(
     order = np.random.default_rng(seed).permutation(len(dataset.train_labels))
     num_private = round(private_fraction * len(order))
 
-    def samples(rows: NDArray[np.int64]) -> Samples:
-        return Samples(dataset.train_images[rows], dataset.train_labels[rows])
+    def samples(rows: NDArray[np.int64]) -> SampleArrays:
+        return SampleArrays(dataset.train_images[rows], dataset.train_labels[rows])
 
     return SampleSplit(
         public=samples(order[num_private:]),
         private=tuple(samples(rows) for rows in np.array_split(order[:num_private], num_nodes)),
-        validation=Samples(dataset.test_images, dataset.test_labels),
+        validation=SampleArrays(dataset.test_images, dataset.test_labels),
     )
 
 

@@ -6,7 +6,7 @@ path, as if it had always been there. Real private data is never moved by csdctl
 
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from csdctl.documents import save_json, write_aside
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
@@ -23,14 +24,11 @@ from csdctl.shipping.parcel import pack_parcel
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
-from csdctl.workflows.data.prepare import python_of
-from csdctl.workflows.data.sample_dataset import Samples, SampleSplit, fetch_fashion_mnist, split_sample
+from csdctl.workflows.data.sample_dataset import SampleArrays, SampleSplit, fetch_fashion_mnist, split_sample
 
 RECORD = "sample.json"
 ARRAYS = ("images.npy", "labels.npy")
 SAMPLES = ("fashion-mnist",)
-
-Say = Callable[[str], None]
 
 
 def place_sample(
@@ -59,7 +57,7 @@ def place_sample(
     )
 
 
-def _place_on_host(directory: Path, samples: Samples, record: dict[str, object]) -> None:
+def _place_on_host(directory: Path, samples: SampleArrays, record: dict[str, object]) -> None:
     is_ours = _is_same(directory / RECORD, record)
     if is_ours and all((directory / name).exists() for name in ARRAYS):
         return
@@ -78,7 +76,7 @@ def _is_same(path: Path, record: dict[str, object]) -> bool:
         return False
 
 
-def _save(directory: Path, samples: Samples, record: dict[str, object]) -> None:
+def _save(directory: Path, samples: SampleArrays, record: dict[str, object]) -> None:
     """The record comes first: what an interrupted call leaves is known as the sample's, and completed."""
     save_json(directory / RECORD, record)
     _save_array(directory / ARRAYS[0], samples.images)
@@ -103,7 +101,7 @@ def _place_on_nodes(
         with tempfile.TemporaryDirectory() as scratch:
             _save(Path(scratch), parts[session.name], record)
             tree = read_tree(TreeRequest(Path(scratch), target), chunks, ignored=())
-            deliver(session, pack_parcel(trees=[tree]), chunks, python=python_of(fleet, session.name))
+            deliver(session, pack_parcel(trees=[tree]), chunks, python=fleet.python_of(session.name))
 
     values_or_raise(
         run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "placing the sample"

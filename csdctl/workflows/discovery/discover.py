@@ -14,10 +14,10 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.problems import Problem, fold_problems
 from csdctl.fleet.ranges import show_names
 from csdctl.probes.machine import collect_machine_facts
+from csdctl.runs.ledger import note_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
-from csdctl.workflows.workspace.traffic import note_traffic
 
 OnDone = Callable[[Facts], None]
 """Called with each machine as it answers, or fails: `problem` says which."""

@@ -40,7 +40,7 @@ class FoundNodes:
     network: str = ""
 
 
-class Source(Protocol):
+class NodeSource(Protocol):
     """Where nodes come from."""
 
     @property
@@ -145,7 +145,7 @@ def _user_config() -> Path:
 
 
 def find_nodes(
-    source: Source, path: Path, *, directory: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+    source: NodeSource, path: Path, *, directory: Path, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> FoundFleet:
     """The fleet that `path` will hold; nothing is written yet. Raises InputError or NoNodeReachableError."""
     found = source.find(directory, limit, exclude)

@@ -15,10 +15,10 @@ from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import note_traffic
 from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
-from csdctl.workflows.workspace.traffic import note_traffic
 
 CONNECT_DEADLINE_S = 10.0
 

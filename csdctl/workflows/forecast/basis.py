@@ -25,7 +25,7 @@ NO_POWER = "not known (--host-watts, --node-watts)"
 
 
 @dataclass(frozen=True)
-class Basis:
+class ForecastBasis:
     """What a forecast is computed from."""
 
     title: str
@@ -48,7 +48,7 @@ class Basis:
     """How batch sizes are chosen for other numbers of nodes; None: they stay what they are."""
 
 
-def published_basis(network: Network) -> Basis:
+def published_basis(network: Network) -> ForecastBasis:
     """The paper's host and Newports; its data set is 84,000 images."""
     row = TABLE_1[network]
     measured_with = TABLE_1[Network.MOBILENETV2]
@@ -62,7 +62,7 @@ def published_basis(network: Network) -> Basis:
     if row is not measured_with:
         sum_origin += f" of {measured_with.title}; assumption: {row.title} takes as long for a byte"
         power_origin += f"; measured with {measured_with.title}; almost the same with others (section V.B)"
-    return Basis(
+    return ForecastBasis(
         title=f"{row.title} on a server with Newport CSDs",
         source="published",
         host=row.host,

@@ -1,7 +1,7 @@
-"""`plan`: what a training will come to, before anything runs.
+"""`forecast`: what a training will come to, before anything runs.
 
-A `Basis` is what is known and where from: the paper's figures, or what `tune` measured. A `Forecast` is the
-curve over the number of nodes that follows from it. Nothing here connects to a machine.
+A `ForecastBasis` is what is known and where from: the paper's figures, or what `tune` measured. A `Forecast`
+is the curve over the number of nodes that follows from it. Nothing here connects to a machine.
 """
 
 import math
@@ -16,7 +16,7 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.scaling import CurvePoint, predict_curve
 from csdctl.perfmodel.verdict import Verdict, judge
 from csdctl.tuning.scaling_curve import Costs, predict_best_curve
-from csdctl.workflows.forecast.basis import Basis
+from csdctl.workflows.forecast.basis import ForecastBasis
 
 MAX_NODES = 10_000
 MOST_SEARCHED = 60
@@ -30,7 +30,7 @@ ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
-class Question:
+class ForecastRequest:
     """What is asked, and what the person who asks knows better than the basis."""
 
     node_counts: Sequence[int] | None = None
@@ -46,7 +46,7 @@ class Question:
 class Forecast:
     """The answer."""
 
-    basis: Basis
+    basis: ForecastBasis
     points: list[CurvePoint]
     """For each number of nodes that was asked for, or MOST_SEARCHED of them."""
     verdict: Verdict | None
@@ -58,7 +58,7 @@ class Forecast:
         return None if self.basis.num_samples is None else self.basis.num_samples * self.basis.epochs
 
 
-def forecast(basis: Basis, question: Question) -> Forecast:
+def forecast(basis: ForecastBasis, question: ForecastRequest) -> Forecast:
     """Answer `question`; raises InputError for what cannot be asked of this basis."""
     counts = range(basis.num_nodes + 1) if question.node_counts is None else question.node_counts
     basis = _informed(basis, question, max(counts))
@@ -83,7 +83,7 @@ def pick_evenly(values: Sequence[ValueT], most: int) -> Sequence[ValueT]:
     return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
 
 
-def _predict_curve(basis: Basis, counts: Sequence[int]) -> dict[int, CurvePoint]:
+def _predict_curve(basis: ForecastBasis, counts: Sequence[int]) -> dict[int, CurvePoint]:
     """Points by the number of nodes, in its order: those asked for, and what a verdict on them needs."""
     most = max(counts)
     if basis.choice is None:
@@ -144,7 +144,7 @@ def parse_node_counts(written: str) -> list[int]:
     return sorted(set(counts))
 
 
-def _informed(basis: Basis, question: Question, max_nodes: int) -> Basis:
+def _informed(basis: ForecastBasis, question: ForecastRequest, max_nodes: int) -> ForecastBasis:
     """The basis with what the question says instead, and what it leaves to be assumed."""
     if question.epochs is not None:
         basis = replace(basis, epochs=question.epochs)

@@ -7,11 +7,11 @@ from csdctl.job.model import Job
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.limits import default_limits, read_limits
-from csdctl.tuning.measurements import Collective
+from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.scaling_curve import Choice, Costs, calibrate_stretch, choose_best, size_ranks
 from csdctl.tuning.search import Limits
-from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, Basis
+from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, ForecastBasis
 from csdctl.workflows.forecast.recall import Recalled
 from csdctl.workflows.train.plan_validation import find_left_out
 
@@ -23,7 +23,7 @@ def history_basis(
     known: Recalled,
     num_samples: int | None,
     max_global_batch: int | None = None,
-) -> Basis:
+) -> ForecastBasis:
     """Batch sizes of `plan` for the fleet as it is, the best for other numbers of nodes.
 
     `num_samples` of an epoch, None: not known. `max_global_batch` without a plan; None: as `tune` by itself.
@@ -39,7 +39,7 @@ def history_basis(
         costs = Costs(sum_cost, known.vector_bytes, stretch)
         sizes = choose_best(known.host, known.nodes, len(known.nodes), choice, costs).batch_sizes
     host, *nodes = size_ranks((known.host, *known.nodes), sizes)
-    return Basis(
+    return ForecastBasis(
         title=job.name,
         source="emulated" if fleet.emulated else "guessed" if known.is_guessed else "measured",
         host=host,
@@ -106,7 +106,7 @@ def _say_choice(choice: Choice, num_nodes: int) -> str:
     return f"for each number of nodes {best}"
 
 
-def _say_sums(sums: Sequence[Collective]) -> str:
+def _say_sums(sums: Sequence[CollectiveMeasurement]) -> str:
     if not sums:
         return NO_SUM
     ranks = [one.num_ranks for one in sums]

@@ -7,11 +7,11 @@ from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.scaling import PlannedRank
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, Basis
+from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, ForecastBasis
 from csdctl.workflows.train.plan_validation import RETUNE
 
 
-def plan_basis(job: Job, plan: Plan) -> Basis:
+def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
     """Batch sizes and speeds of the plan's ranks; raises InputError when they were not measured."""
     if not plan.ranks[0].batch_size:
         raise InputError(
@@ -28,7 +28,7 @@ def plan_basis(job: Job, plan: Plan) -> Basis:
             f"{waited_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
             "assumption: it grows with their number"
         )
-    return Basis(
+    return ForecastBasis(
         title=plan.job,
         source="emulated" if plan.emulated else "measured",
         host=host,
@@ -50,6 +50,6 @@ def _planned_rank(plan: Plan, rank: RankPlan) -> PlannedRank:
         raise InputError(f"the plan of {plan.job} has no step time for {rank.node}", remedy=RETUNE)
     # The plan may be edited: its time is that of the batch size which was measured, and at another one the
     # machine is taken to be as fast.
-    measured_size = round((rank.images_per_s or 0) * rank.step_time_s) or rank.batch_size
+    measured_size = round((rank.samples_per_s or 0) * rank.step_time_s) or rank.batch_size
     step_time = StepTime(0.0, rank.step_time_s / measured_size)
     return PlannedRank(RankModel(rank.node, step_time), rank.batch_size)

@@ -13,14 +13,15 @@ from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import is_ready
 from csdctl.fleet.ranges import show_names
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_history
-from csdctl.tuning.measurements import Collective
-from csdctl.workflows.data.prepare import Say, describe_job_model
+from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.workflows.data.prepare import describe_job_model
 from csdctl.workflows.data.prepared_record import PreparedData
-from csdctl.workflows.tune.class_models import Kind, Knowledge, hash_recipe
+from csdctl.workflows.tune.class_models import ClassModel, FleetMeasurements, hash_recipe
 
 TUNE = "run `csdctl tune`"
 NOT_PREPARED = ""
@@ -48,7 +49,7 @@ class Recalled:
     """Of some machines only similar models are known."""
     vector_bytes: int
     """What each rank gives to a sum."""
-    sums: Sequence[Collective]
+    sums: Sequence[CollectiveMeasurement]
     trial: tuple[Sequence[tuple[StepTime, int]], float] | None
     """The newest: step time and batch size of each rank, and the seconds of a step together."""
 
@@ -67,19 +68,19 @@ def recall(
         return Unknown(
             f"nobody has found out yet what {show_names(strangers)} can do", "run `csdctl discover`"
         )
-    if not project.history.exists():
+    if not project.measurements.exists():
         return Unknown("nothing was measured here yet", TUNE)
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
-        with open_history(project.history) as history:
-            knowledge = Knowledge(features, recipe, fleet, facts, history)
+        with open_measurements(project.measurements) as history:
+            knowledge = FleetMeasurements(features, recipe, fleet, facts, history)
             return _read(knowledge, machines)
     except CsdctlError as error:
         return Unknown(error.message, error.remedy)
 
 
-def _read(knowledge: Knowledge, machines: Sequence[str]) -> Recalled | Unknown:
+def _read(knowledge: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
     steps: dict[str, StepTime] = {}
     unknown: list[str] = []
     for key, kind in knowledge.kinds.items():
@@ -105,11 +106,11 @@ def _read(knowledge: Knowledge, machines: Sequence[str]) -> Recalled | Unknown:
     )
 
 
-def _step_time(kind: Kind) -> StepTime | None:
+def _step_time(kind: ClassModel) -> StepTime | None:
     return kind.step_time() if kind.state.probes else kind.state.guess
 
 
-def _say_origin(kinds: Sequence[Kind], model: str) -> str:
+def _say_origin(kinds: Sequence[ClassModel], model: str) -> str:
     measured = [kind for kind in kinds if kind.state.probes]
     guessed = [kind for kind in kinds if not kind.state.probes]
     parts = []

@@ -13,12 +13,12 @@ from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.ranges import show_names
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
-from csdctl.workflows.data.prepare import Say
 from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
-from csdctl.workflows.forecast.basis import Basis
+from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.measured_basis import history_basis
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.recall import TUNE, Unknown, recall
@@ -34,7 +34,7 @@ def tuned_basis(
     say: Say,
     num_samples: int | None = None,
     max_global_batch: int | None = None,
-) -> Basis:
+) -> ForecastBasis:
     """What is known of how `job` trains on `fleet`; None: there is no fleet file.
 
     `num_samples` of an epoch, when somebody knows better than what was prepared; `max_global_batch` instead

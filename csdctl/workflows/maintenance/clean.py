@@ -10,19 +10,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
+from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
+from csdctl.runs.ledger import note_traffic
 from csdctl.shipping.receiver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
-from csdctl.workflows.workspace.traffic import note_traffic
 
 OnCleaned = Callable[[Outcome[Leftovers]], None]
 
 
 def clean(
     fleet: Fleet,
-    sweeping: Sweeping,
+    sweeping: CleanupOptions,
     *,
     directory: Path,
     is_pruning: bool = False,
@@ -35,14 +35,14 @@ def clean(
 
     def visit(session: Session) -> Leftovers:
         python = fleet.node(session.name).python
-        found = sweep_machine(session, python, sweeping)
+        found = clean_machine(session, python, sweeping)
         return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         on_host = replace(sweeping, is_removing_all=False)
         outcomes = run_on_all(
             {HOST_NAME: host},
-            lambda session: sweep_machine(session, sys.executable, on_host),
+            lambda session: clean_machine(session, sys.executable, on_host),
             on_done=on_done,
         )
     on_traffic = note_traffic(directory, "clean")

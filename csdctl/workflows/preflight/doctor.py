@@ -19,7 +19,7 @@ from csdctl.errors import (
 from csdctl.fleet.checks import (
     FLEET_NAME,
     Check,
-    Verdict,
+    Status,
     judge_error,
     judge_hostnames,
     judge_machine,
@@ -36,13 +36,12 @@ from csdctl.fleet.select import keep_nodes
 from csdctl.launch.tools import find_mpirun, find_ssh, mpi_version, ssh_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.ledger import note_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Session
-from csdctl.workflows.data.prepare import python_of
-from csdctl.workflows.preflight.mpi_check import say_hello
-from csdctl.workflows.preflight.reachability import knock
-from csdctl.workflows.workspace.traffic import note_traffic
+from csdctl.workflows.preflight.mpi_check import check_mpi
+from csdctl.workflows.preflight.reachability import check_reachability
 
 PROBE_DEADLINE_S = 60.0
 DOORS_DEADLINE_S = 20.0
@@ -93,7 +92,7 @@ class Examination:
         """Raise the error that the exit code comes from; nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]
         unreachable = [
-            one.machine for one in self.checks if one.check == "reach" and one.verdict == Verdict.FAIL
+            one.machine for one in self.checks if one.check == "reach" and one.status == Status.FAIL
         ]
         if set(nodes) <= set(unreachable):
             raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=MEND)
@@ -116,7 +115,7 @@ class Examination:
 
     def check_before_training(self) -> None:
         """Raise one error that says all that is red; for a command that shows no table."""
-        red = [one for one in self.checks if one.verdict == Verdict.FAIL]
+        red = [one for one in self.checks if one.status == Status.FAIL]
         if len(red) == 1 and red[0].machine != FLEET_NAME:
             raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
         if red:
@@ -203,15 +202,17 @@ def examine_machines(
     if len(fit) > 1 and is_checked(fleet.network):
         _check_clock(clock, "knocking at doors")
         deadline_s = min(DOORS_DEADLINE_S, clock.left_s)
-        for check in knock(fleet, {name: sessions[name] for name in fit}, conditions, deadline_s):
+        for check in check_reachability(
+            fleet, {name: sessions[name] for name in fit}, conditions, deadline_s
+        ):
             examination.add(check)
     fit = _fit(examination, conditions)
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
-        examination.add(Check(FLEET_NAME, "hello", Verdict.WARN, why, remedy=MEND))
+        examination.add(Check(FLEET_NAME, "mpi", Status.WARN, why, remedy=MEND))
         return
     _check_clock(clock, "saying hello")
-    say_hello(
+    check_mpi(
         keep_nodes(fleet, fit),
         facts,
         sessions,
@@ -226,13 +227,13 @@ def _examine_host(examination: Examination) -> None:
     try:
         name = ssh_version(find_ssh())
         is_usable = name.startswith("OpenSSH")
-        verdict = Verdict.OK if is_usable else Verdict.FAIL
+        status = Status.OK if is_usable else Status.FAIL
         remedy = "" if is_usable else "install it: `apt-get install openssh-client`"
-        examination.add(Check(HOST_NAME, "ssh", verdict, name, "" if is_usable else "OpenSSH", remedy))
+        examination.add(Check(HOST_NAME, "ssh", status, name, "" if is_usable else "OpenSSH", remedy))
     except CsdctlError as error:
         examination.add(judge_error(HOST_NAME, "ssh", error))
     try:
-        examination.add(Check(HOST_NAME, "mpirun", Verdict.OK, f"{find_mpirun()} ({mpi_version()})"))
+        examination.add(Check(HOST_NAME, "mpirun", Status.OK, f"{find_mpirun()} ({mpi_version()})"))
     except CsdctlError as error:
         examination.add(judge_error(HOST_NAME, "mpirun", error))
 
@@ -241,7 +242,7 @@ def _judge_reached(outcome: Outcome[Session]) -> Check:
     if outcome.error:
         return judge_error(outcome.name, "reach", outcome.error)
     assert outcome.value is not None
-    return Check(outcome.name, "reach", Verdict.OK, outcome.value.host_key_fingerprint)
+    return Check(outcome.name, "reach", Status.OK, outcome.value.host_key_fingerprint)
 
 
 def _measure(
@@ -253,7 +254,7 @@ def _measure(
     judged: set[str] = set()
 
     def measure(session: Session) -> tuple[Facts, Condition]:
-        python = python_of(fleet, session.name)
+        python = fleet.python_of(session.name)
         return collect_condition(session, python, deadline_s=min(PROBE_DEADLINE_S, clock.left_s))
 
     def measured(outcome: Outcome[tuple[Facts, Condition]]) -> None:
@@ -272,7 +273,7 @@ def _measure(
 
 
 def _judge(examination: Examination, facts: Facts, condition: Condition, *, host: Facts) -> None:
-    python = python_of(examination.fleet, facts.name)
+    python = examination.fleet.python_of(facts.name)
     for check in judge_machine(facts, condition, host, python=python):
         examination.add(check)
     if facts.name == HOST_NAME:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from csdctl.documents import save_text
 from csdctl.errors import CsdctlError, RunError
-from csdctl.fleet.checks import FLEET_NAME, Check, Verdict, judge_error
+from csdctl.fleet.checks import FLEET_NAME, Check, Status, judge_error
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.diagnosis import find_cause
@@ -16,6 +16,7 @@ from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
+from csdctl.launch.traffic import between_ranks, of_mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.shipping.chunks import SharedChunks
@@ -25,12 +26,10 @@ from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.many import fleet_known_hosts_paths, run_on_all
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
-from csdctl.worker.protocol.events import SUMS, Event, Greeted, Started, Summed, Traffic
-from csdctl.workflows.data.prepare import python_of
-from csdctl.workflows.workspace.traffic import between_ranks, of_mpirun
+from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, MpiChecked, Started, Traffic
 
 Tell = Callable[[Check], None]
 ALONE_DEADLINE_S = 15.0
@@ -40,7 +39,7 @@ TRY_PRTED = "try `prted --version` on the node by hand, and look at firewalls be
 LOOK_MPI = "look at firewalls and `network:` in the fleet file"
 
 
-def say_hello(
+def check_mpi(
     fleet: Fleet,
     facts: Mapping[str, Facts],
     sessions: Mapping[str, Session],
@@ -52,7 +51,7 @@ def say_hello(
 
     `deadline_s` is for entering MPI, and once more for the sums. Nothing runs anywhere afterwards.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
+    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     nodes = [node.name for node in fleet.nodes]
     refused = _deliver(worker, fleet, {name: sessions[name] for name in nodes})
     for check in refused:
@@ -74,24 +73,24 @@ def measure_sums(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     wanted: Sequence[tuple[int, int]],
-) -> list[Summed]:
+) -> list[CollectiveTimed]:
     """Time sums over (the first so many ranks, so many bytes each); the host is the first rank.
 
     Raises what ends them; the worker has been delivered before.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, Kind.CODE)
+    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     machines = fleet.machines
-    hello = project.new_hello()
+    hello = project.new_scratch()
     events: list[Event] = []
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in wanted)
     command = _command(hello, machines, worker, fleet, facts, project, [f"--sums={sums}"])
     opened = {name: sessions[name] for name in machines}
     outcome = _run(command, hello, fleet, project, opened, SUMS_DEADLINE_S, events, "tune")
-    check = judge_hello(machines, events, outcome, SUMS_DEADLINE_S, hello.logs)
-    if check.verdict != Verdict.OK:
+    check = judge_mpi_check(machines, events, outcome, SUMS_DEADLINE_S, hello.logs)
+    if check.status != Status.OK:
         raise RunError(f"sums over the ranks could not be measured: {check.found}", remedy=check.remedy)
     shutil.rmtree(hello.path, ignore_errors=True)
-    return [event for event in events if isinstance(event, Summed)]
+    return [event for event in events if isinstance(event, CollectiveTimed)]
 
 
 def _greet_alone(
@@ -110,7 +109,7 @@ def _greet_alone(
 
     names = {node.name: node.name for node in fleet.nodes}
     outcomes = run_on_all(names, alone, max_workers=ALONE_AT_ONCE)
-    return [one.value for one in outcomes.values() if one.value and one.value.verdict != Verdict.OK]
+    return [one.value for one in outcomes.values() if one.value and one.value.status != Status.OK]
 
 
 def _greet(
@@ -123,7 +122,7 @@ def _greet(
     deadline_s: float,
 ) -> tuple[Check, bool]:
     """One mpirun over `machines`: what it came to, and whether no rank at all was started."""
-    hello = project.new_hello()
+    hello = project.new_scratch()
     events: list[Event] = []
     try:
         command = _command(hello, machines, worker, fleet, facts, project)
@@ -138,9 +137,9 @@ def _greet(
             "doctor",
         )
     except CsdctlError as error:
-        return judge_error(FLEET_NAME, "hello", error), False
-    check = judge_hello(machines, events, outcome, deadline_s, hello.logs)
-    if check.verdict == Verdict.OK:
+        return judge_error(FLEET_NAME, "mpi", error), False
+    check = judge_mpi_check(machines, events, outcome, deadline_s, hello.logs)
+    if check.status == Status.OK:
         shutil.rmtree(hello.path, ignore_errors=True)
     return check, not events
 
@@ -149,7 +148,7 @@ def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) 
     parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
 
     def send(session: Session) -> Delivery:
-        return deliver(session, parcel, chunks, python=python_of(fleet, session.name))
+        return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
 
     outcomes = run_on_all(sessions, send)
     return [judge_error(name, "deploy", one.error) for name, one in outcomes.items() if one.error]
@@ -169,9 +168,9 @@ def _command(
     save_text(config, build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, project.root)))
     commands = []
     for rank, name in enumerate(machines):
-        arguments = ["hello", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+        arguments = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
         arguments += [*more, "--marker", rank_marker(hello.run_id, name)]
-        python = python_of(fleet, name)
+        python = fleet.python_of(name)
         commands.append(RankCommand(name, tuple(build_worker_command(python, worker.path, arguments))))
     return build_mpirun_command(
         find_mpirun(),
@@ -204,7 +203,7 @@ def _run(
         _note(events, outcome, list(sessions), fleet, project, doing)
         return outcome
     finally:
-        end_run(hello.run_id, sessions, {name: python_of(fleet, name) for name in sessions})
+        end_run(hello.run_id, sessions, {name: fleet.python_of(name) for name in sessions})
 
 
 def _note(
@@ -217,34 +216,34 @@ def _note(
 ) -> None:
     ledger = Ledger(project.ledger, doing)
     traffic = [event for event in events if isinstance(event, Traffic)]
-    ledger.add(between_ranks(traffic, machines, {SUMS: Kind.CONTROL}))
+    ledger.add(between_ranks(traffic, machines, {SUMS: TrafficClass.CONTROL}))
     ledger.add(of_mpirun([outcome], fleet))
     ledger.save()
 
 
-def judge_hello(
+def judge_mpi_check(
     machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float, logs: Path
 ) -> Check:
     """What the hello came to; `machines` in order of rank."""
-    greeted = [event for event in events if isinstance(event, Greeted)]
+    greeted = [event for event in events if isinstance(event, MpiChecked)]
     if len(outcome.finished) == len(machines):
         return _judge_greetings(greeted)
     expected = f"a hello from {len(machines)} machines within {deadline_s:g} s"
     found, remedy = _why_not(machines, events, outcome, deadline_s)
     remedy = f"{remedy}; logs: {logs}"
-    return Check(FLEET_NAME, "hello", Verdict.FAIL, found, expected, remedy)
+    return Check(FLEET_NAME, "mpi", Status.FAIL, found, expected, remedy)
 
 
-def _judge_greetings(greeted: Sequence[Greeted]) -> Check:
+def _judge_greetings(greeted: Sequence[MpiChecked]) -> Check:
     libraries = {event.mpi_library for event in greeted}
     if len(libraries) > 1:
         found = "; ".join(f"{event.node} uses {event.mpi_library}" for event in greeted)
         remedy = "install one version of openmpi everywhere"
-        return Check(FLEET_NAME, "hello", Verdict.FAIL, found, "one MPI on all machines", remedy)
+        return Check(FLEET_NAME, "mpi", Status.FAIL, found, "one MPI on all machines", remedy)
     slowest_s = max(event.sum_s for event in greeted)
     size = greeted[0].vector_bytes >> 20
     found = f"{len(greeted)} ranks, {libraries.pop()}, a sum of {size} MiB in {slowest_s * 1000:.1f} ms"
-    return Check(FLEET_NAME, "hello", Verdict.OK, found)
+    return Check(FLEET_NAME, "mpi", Status.OK, found)
 
 
 def _why_not(

@@ -12,21 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from csdctl.errors import DeadlineError, RemoteCommandError
-from csdctl.fleet.checks import Check, Verdict, judge_error
+from csdctl.fleet.checks import Check, Status, judge_error
 from csdctl.fleet.condition import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
-from csdctl.fleet.reachability import Knock, judge_knocks, pairs_to_try
+from csdctl.fleet.reachability import ConnectAttempt, judge_attempts, pairs_to_try
 from csdctl.transport.many import Outcome, run_on_all
 from csdctl.transport.session import Conversation, Session
 from csdctl.transport.standalone import build_program_command
-from csdctl.workflows.data.prepare import python_of
 
 KNOCK_DEADLINE_S = 3.0
 
 
 @dataclass(frozen=True)
-class Doorkeeper:
+class PortListener:
     """The program on one machine: its conversation, and the address and ports where it listens."""
 
     conversation: Conversation
@@ -34,35 +33,35 @@ class Doorkeeper:
     ports: tuple[int, ...]
 
 
-def knock(
+def check_reachability(
     fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
 ) -> list[Check]:
     """A check for every machine of `sessions` whether those that talk in training can connect."""
     token = secrets.token_hex(8)
 
-    def open_doors(session: Session) -> Doorkeeper:
+    def open_doors(session: Session) -> PortListener:
         address = _address(session.name, fleet, conditions)
-        return _open(session, python_of(fleet, session.name), address, token, deadline_s)
+        return _open(session, fleet.python_of(session.name), address, token, deadline_s)
 
     with _closing(run_on_all(sessions, open_doors)) as outcomes:
         checks = [judge_error(name, "ports", one.error) for name, one in outcomes.items() if one.error]
         keepers = {name: one.value for name, one in outcomes.items() if one.value}
         wanted = pairs_to_try(list(keepers))
 
-        def knock_at_others(name: str) -> list[Knock]:
+        def knock_at_others(name: str) -> list[ConnectAttempt]:
             others = {owner: keepers[owner] for owner in wanted[name]}
             return _knock(name, keepers[name], others, deadline_s)
 
         tried = run_on_all({name: name for name in keepers}, knock_at_others)
         checks += [judge_error(name, "ports", one.error) for name, one in tried.items() if one.error]
         knocks = [one for outcome in tried.values() for one in outcome.value or ()]
-    judged = judge_knocks(list(keepers), knocks)
+    judged = judge_attempts(list(keepers), knocks)
     failed = {check.machine for check in checks}
-    return checks + [check for check in judged if check.machine not in failed or check.verdict != Verdict.OK]
+    return checks + [check for check in judged if check.machine not in failed or check.status != Status.OK]
 
 
-def _open(session: Session, python: str, address: str, token: str, deadline_s: float) -> Doorkeeper:
-    conversation = session.converse(build_program_command(python, "ports"))
+def _open(session: Session, python: str, address: str, token: str, deadline_s: float) -> PortListener:
+    conversation = session.converse(build_program_command(python, "reachability"))
     try:
         asked = {
             "name": session.name,
@@ -76,15 +75,17 @@ def _open(session: Session, python: str, address: str, token: str, deadline_s: f
     except BaseException:
         conversation.close()
         raise
-    return Doorkeeper(conversation, address, tuple(answer["ports"]))
+    return PortListener(conversation, address, tuple(answer["ports"]))
 
 
-def _knock(name: str, keeper: Doorkeeper, others: Mapping[str, Doorkeeper], deadline_s: float) -> list[Knock]:
+def _knock(
+    name: str, keeper: PortListener, others: Mapping[str, PortListener], deadline_s: float
+) -> list[ConnectAttempt]:
     doors = [(owner, other.address, port) for owner, other in others.items() for port in other.ports]
     asked = {"doors": doors, "deadline_s": min(KNOCK_DEADLINE_S, deadline_s)}
     answer = _ask(keeper.conversation, name, asked, deadline_s)
     return [
-        Knock(name, owner, address, port, why_not)
+        ConnectAttempt(name, owner, address, port, why_not)
         for (owner, address, port), (_, _, why_not) in zip(doors, answer["knocks"], strict=True)
     ]
 
@@ -132,11 +133,11 @@ def _resolve(address: str) -> str:
 
 
 @contextlib.contextmanager
-def _closing(outcomes: dict[str, Outcome[Doorkeeper]]) -> Iterator[dict[str, Outcome[Doorkeeper]]]:
+def _closing(outcomes: dict[str, Outcome[PortListener]]) -> Iterator[dict[str, Outcome[PortListener]]]:
     """Shut all doors at the end; the programs leave by themselves."""
     try:
         yield outcomes
     finally:
         opened = {name: one.value for name, one in outcomes.items() if one.value}
-        closing: Callable[[Doorkeeper], None] = lambda keeper: keeper.conversation.close()  # noqa: E731
+        closing: Callable[[PortListener], None] = lambda keeper: keeper.conversation.close()  # noqa: E731
         run_on_all(opened, closing)

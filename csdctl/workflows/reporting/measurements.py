@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import Forgotten, open_history
-from csdctl.runs.measurements_file import remove_history
+from csdctl.runs.measurements import Forgotten, open_measurements
+from csdctl.runs.measurements_file import remove_measurements
 from csdctl.runs.measurements_overview import Overview, load_overview
 from csdctl.tuning.measurements import ModelFeatures
 
@@ -15,9 +15,9 @@ EVERYTHING = "all"
 
 def load_history(project: ProjectDirectory) -> Overview | None:
     """What the project's history knows; None when there is none. Raises CsdctlError."""
-    if not project.history.exists():
+    if not project.measurements.exists():
         return None
-    with open_history(project.history) as history:
+    with open_measurements(project.measurements) as history:
         return load_overview(history.file)
 
 
@@ -26,11 +26,11 @@ def forget_measured(project: ProjectDirectory, wanted: str, confirm: Callable[[s
 
     With EVERYTHING a history that cannot be read is removed. Raises InputError for a model that is not known.
     """
-    if not project.history.exists():
+    if not project.measurements.exists():
         return Forgotten()
     if wanted == EVERYTHING:
         return _forget_all(project, confirm)
-    with open_history(project.history) as history:
+    with open_measurements(project.measurements) as history:
         models = history.find_models(wanted)
         confirm(f"Forget what was measured of {_name(models)}?")
         return history.forget(models)
@@ -39,10 +39,10 @@ def forget_measured(project: ProjectDirectory, wanted: str, confirm: Callable[[s
 def _forget_all(project: ProjectDirectory, confirm: Callable[[str], None]) -> Forgotten:
     with contextlib.ExitStack() as stack:
         try:
-            history = stack.enter_context(open_history(project.history))
+            history = stack.enter_context(open_measurements(project.measurements))
         except InputError as error:
             confirm(f"{error.message}. Remove it?")
-            remove_history(project.history)
+            remove_measurements(project.measurements)
             return Forgotten()
         confirm("Forget everything that was measured?")
         return history.forget(None)

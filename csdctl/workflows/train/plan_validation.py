@@ -9,7 +9,7 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.job.values import describe_job, hash_own_files
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.plan_fingerprint import MadeFor, list_changes
+from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
 
 RETUNE = "run `csdctl tune` again"
 MOST_SHOWN = 8
@@ -17,13 +17,13 @@ UNTOLD = "job, model or recipe changed since tuning"
 """When the plan does not say what it was made for."""
 
 
-def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> MadeFor:
+def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanFingerprint:
     """What the plan's ranks and `job` are now; machines without facts are not in it."""
     # Without the number of emulated nodes: it is another one as soon as one of them stays out.
     machines = {
         rank.node: classify_machine(facts[rank.node]).name for rank in plan.ranks if rank.node in facts
     }
-    return MadeFor(job=describe_job(job), files=hash_own_files(job), machines=machines)
+    return PlanFingerprint(job=describe_job(job), files=hash_own_files(job), machines=machines)
 
 
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:

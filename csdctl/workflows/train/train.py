@@ -21,25 +21,26 @@ from csdctl.errors import InputError, RunError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.launch.leftovers import end_rank, end_run
-from csdctl.launch.machine_lock import hold_again
+from csdctl.launch.machine_lock import relock_machine
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.launch.network import check_network
-from csdctl.launch.rank_process import Enlist, Notice, RankProcess
+from csdctl.launch.rank_process import AttachRank, RankMessage, RankProcess
 from csdctl.launch.tools import choose_prefix, find_mpirun
+from csdctl.launch.traffic import between_ranks, of_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.supervision.supervisor import Supervised, Supervision
+from csdctl.supervision.supervisor import SupervisedRun, Supervisor
 from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined, Traffic, Verified
-from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import (
@@ -51,8 +52,7 @@ from csdctl.workflows.data.deploy import (
     rank_specs,
     whole,
 )
-from csdctl.workflows.data.prepare import Prepared, python_of
-from csdctl.workflows.workspace.traffic import between_ranks, of_mpirun
+from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
 COLLECTIVES = ("auto", "star", "allreduce")
@@ -91,7 +91,7 @@ OnEvent = Callable[[Event], None]
 
 
 @dataclass(frozen=True)
-class Watcher:
+class RunObserver:
     """Called while the run goes on; each may be slow only as long as the screen is."""
 
     on_start: Callable[[RunDirectory, RunSpec, int], None]
@@ -101,7 +101,7 @@ class Watcher:
 
 
 def train(
-    job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions, watcher: Watcher
+    job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions, watcher: RunObserver
 ) -> RunSummary:
     """Train to the end; raises RunError, DeadlineError or InputError when it did not get there.
 
@@ -126,7 +126,7 @@ def train(
 def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: TrainOptions) -> Verified:
     """One step of all ranks, compared with one process; raises what `train` raises."""
     placed = _place(plan, prepared, job, space)
-    run = space.project.new_hello()
+    run = space.project.new_scratch()
     cut = cut_shards(placed, prepared.public, job, space.project)
     spec = _build_spec(run, job, plan, placed, prepared, cut, space)
     spec = dataclasses.replace(spec, validation=None, is_verified=True, num_checkpoints=0)
@@ -187,7 +187,7 @@ def resume(
     prepared: Prepared,
     space: Workspace,
     options: TrainOptions,
-    watcher: Watcher,
+    watcher: RunObserver,
 ) -> RunSummary:
     """Go on with `run` from its last completed step, or its newest checkpoint; raises what `train` raises.
 
@@ -196,7 +196,7 @@ def resume(
     check_network(space.fleet.network)
     try:
         spec = from_json(RunSpec, run.spec.read_text())
-    except (OSError, ContractError) as error:
+    except (OSError, ProtocolError) as error:
         raise InputError(f"run {run.run_id} cannot be resumed: {error}", remedy="start a new run") from None
     manifest: Any = run.load_manifest()
     before, now = manifest["data"], _fingerprints(prepared)
@@ -269,7 +269,7 @@ def _carry_out(
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
     space: Workspace,
     options: TrainOptions,
-    watcher: Watcher,
+    watcher: RunObserver,
 ) -> RunSummary:
     """Supervise to the end, and add up."""
     watcher.on_start(run, spec, steps_per_epoch(placed))
@@ -302,7 +302,7 @@ def run_ranks(
     options: TrainOptions,
     on_delivery: Callable[[str, Delivery], None],
     record: OnEvent,
-    enlist: Mapping[str, Enlist] | None = None,
+    enlist: Mapping[str, AttachRank] | None = None,
 ) -> bool:
     """Deliver what is missing and see the ranks through; says whether somebody stopped them.
 
@@ -315,7 +315,7 @@ def run_ranks(
     deploy_files(files, space.fleet, space.sessions, on_delivery)
     known_hosts = fleet_known_hosts_paths(space.fleet, space.project.root)
     save_text(space.project.ssh_config, build_ssh_config(space.fleet.nodes, known_hosts))
-    pythons = {name: python_of(space.fleet, name) for name in (HOST_NAME, *nodes)}
+    pythons = {name: space.fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     with ExitStack() as stack:
         supervised = _supervised(run, spec, stored, prepared, space, options, nodes, stack, enlist or {})
         traffic: list[Traffic] = []
@@ -325,7 +325,7 @@ def run_ranks(
                 traffic.append(event)
             record(event)
 
-        supervision = Supervision(supervised, take)
+        supervision = Supervisor(supervised, take)
         try:
             supervision.run()
         finally:
@@ -355,26 +355,26 @@ def _supervised(
     options: TrainOptions,
     nodes: Sequence[str],
     stack: ExitStack,
-    enlist: Mapping[str, Enlist],
-) -> Supervised:
+    enlist: Mapping[str, AttachRank],
+) -> SupervisedRun:
     """The ways to start ranks and links; connections opened later are closed by `stack`."""
     fleet, project = space.fleet, space.project
 
     def worker_command(rank: int, arguments: Sequence[str]) -> list[str]:
         node = spec.ranks[rank].node
         marker = ["--rank", str(rank), "--marker", rank_marker(run.run_id, node)]
-        return build_worker_command(python_of(fleet, node), prepared.worker.path, [*arguments, *marker])
+        return build_worker_command(fleet.python_of(node), prepared.worker.path, [*arguments, *marker])
 
     def log_path(rank: int | None) -> Path:
         return run.mpirun_log if rank is None else run.rank_log(rank)
 
-    def start(rank: int, session: Session, hear: Callable[[Notice], None]) -> RankProcess:
+    def start(rank: int, session: Session, hear: Callable[[RankMessage], None]) -> RankProcess:
         command = worker_command(rank, ["rank", "--spec", stored.path])
         # One stream for both, in the order in which they were written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
         return RankProcess(rank, session, conversation, log_path(rank), hear)
 
-    def start_or_enlist(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
+    def start_or_enlist(rank: int, hear: Callable[[RankMessage], None]) -> RankProcess:
         node = spec.ranks[rank].node
         session = space.sessions[node]
         if node not in enlist:
@@ -383,16 +383,16 @@ def _supervised(
             rank, session, enlist[node](stored.path, rank), log_path(rank), hear, is_enlisted=True
         )
 
-    def restart(rank: int, hear: Callable[[Notice], None]) -> RankProcess:
+    def restart(rank: int, hear: Callable[[RankMessage], None]) -> RankProcess:
         node = spec.ranks[rank].node
-        python = python_of(fleet, node)
+        python = fleet.python_of(node)
         with ExitStack() as opened:  # what was opened for an attempt that fails is closed with it
             session = space.sessions[node]
             if node != HOST_NAME:
                 session = opened.enter_context(
                     open_session(fleet, node, directory=project.root, on_traffic=space.ledger.add)
                 )
-            opened.enter_context(hold_again(session, python, doing="train", directory=project.root))
+            opened.enter_context(relock_machine(session, python, doing="train", directory=project.root))
             end_rank(run.run_id, session, python)
             process = start(rank, session, hear)
             stack.enter_context(opened.pop_all())
@@ -415,7 +415,7 @@ def _supervised(
             run_id=run.run_id,
         )
 
-    return Supervised(
+    return SupervisedRun(
         nodes=[rank.node for rank in spec.ranks],
         start_rank=start_or_enlist,
         restart_rank=restart,
@@ -467,7 +467,7 @@ def _manifest(
             "facts": {k: asdict(v) for k, v in space.facts.items()},
         },
         "plan": plan.model_dump(),
-        "predicted_images_per_s": plan.predicted_images_per_s,
+        "predicted_samples_per_s": plan.predicted_samples_per_s,
         "placed": [asdict(shard) for shard in placed],
         "placement": [
             {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public}

@@ -11,9 +11,16 @@ from csdctl.fleet.machine_class import MachineClass, classify_fleet, classify_ma
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import History
+from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.fit import fit_step_time
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
 from csdctl.tuning.memory import largest_fitting, rank_memory_bytes
 from csdctl.tuning.probe_policy import ClassState
 from csdctl.tuning.recall import points_with, recall_in_step, recall_points
@@ -25,11 +32,11 @@ from csdctl.workflows.tune.probing import default_runtime
 
 
 @dataclass
-class Kind:
+class ClassModel:
     """Machines of one class, the host for itself, and what is known of them with one set of settings."""
 
     machine_class: MachineClass
-    settings: Settings
+    settings: RuntimeSettings
     state: ClassState
     peaks: dict[int, int] = field(default_factory=dict)
     """Batch sizes at once, and the most memory that a process had held by then, in bytes."""
@@ -66,7 +73,7 @@ class Kind:
         return runtime_of(self.settings)
 
 
-class Knowledge:
+class FleetMeasurements:
     """What the history holds of one model, trained by one job on one fleet."""
 
     def __init__(
@@ -75,7 +82,7 @@ class Knowledge:
         recipe: str,
         fleet: Fleet,
         facts: Mapping[str, Facts],
-        history: History,
+        history: MeasurementStore,
         *,
         is_fresh: bool = False,
         is_host_training: bool = True,
@@ -97,7 +104,7 @@ class Knowledge:
         self._fleet_class = classify_fleet(
             classes[HOST_NAME], [classes[name] for name in machines[1:]], fleet.network
         )
-        self.kinds: dict[str, Kind] = {}
+        self.kinds: dict[str, ClassModel] = {}
         """By a name for each: the host's, the class's key for nodes."""
         for name in machines if is_host_training else machines[1:]:
             key = HOST_NAME if name == HOST_NAME else classes[name].key
@@ -109,13 +116,13 @@ class Knowledge:
                 kind.memory_bytes = min(known, default=None)
                 continue
             runtime = default_runtime(name, fleet, facts)
-            settings = Settings(runtime.threads, runtime.inter_threads, runtime.onednn)
-            kind = Kind(classes[name], settings, ClassState([name]), memory_bytes=memory_bytes)
+            settings = RuntimeSettings(runtime.threads, runtime.inter_threads, runtime.onednn)
+            kind = ClassModel(classes[name], settings, ClassState([name]), memory_bytes=memory_bytes)
             self.kinds[key] = kind
             if not is_fresh:
                 self._recall(kind, fleet.host.threads if name == HOST_NAME else 0)
 
-    def _recall(self, kind: Kind, threads: int) -> None:
+    def _recall(self, kind: ClassModel, threads: int) -> None:
         """Take in what is known; `threads` that the user has set, 0 for none, are kept to."""
         state = kind.state
         known = self._history.probes(self.features.hash, self._recipe, kind.machine_class.key)
@@ -148,7 +155,7 @@ class Knowledge:
         state.guess = transfer_step_time(self.features, neighbours)
         kind.guessed_from = tuple(dict.fromkeys(model.short_name for model, _ in neighbours))
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[TrialMeasurement]:
         """What was tried of this model on such a fleet before, oldest first."""
         if self._is_fresh:
             return []
@@ -172,18 +179,21 @@ class Knowledge:
         usual = next(iter(steps.values()))
         return [(steps.get(key, usual), size) for key, size in ranks], trials[-1].step_s
 
-    def collectives(self) -> list[Collective]:
+    def collectives(self) -> list[CollectiveMeasurement]:
         """Sums timed on such a fleet before."""
         return [] if self._is_fresh else self._history.collectives(self._fleet_class.key)
 
-    def keep_collectives(self, timed: Sequence[tuple[str, int, int, float]]) -> list[Collective]:
+    def keep_collectives(self, timed: Sequence[tuple[str, int, int, float]]) -> list[CollectiveMeasurement]:
         """Keep sums: the way, ranks, bytes, seconds of each."""
-        kept = [Collective(*one, measured_at=time.time()) for one in timed]
+        kept = [CollectiveMeasurement(*one, measured_at=time.time()) for one in timed]
         self._history.add_collectives(self._fleet_class, kept)
         return kept
 
     def keep_probes(
-        self, kind: Kind, settings: Settings, measured: Sequence[tuple[int, ProbeResult | None, int]]
+        self,
+        kind: ClassModel,
+        settings: RuntimeSettings,
+        measured: Sequence[tuple[int, ProbeResult | None, int]],
     ) -> None:
         """Keep what was measured on machines of `kind`.
 
@@ -191,22 +201,22 @@ class Knowledge:
         """
         now = time.time()
         probes = [
-            Probe(settings, size, now, result.step_time_s, result.num_steps, peak)
+            ProbeMeasurement(settings, size, now, result.step_time_s, result.num_steps, peak)
             if result
-            else Probe(settings, size, now, None)
+            else ProbeMeasurement(settings, size, now, None)
             for size, result, peak in measured
         ]
         self._history.add_probes(self.features, self._recipe, kind.machine_class, probes)
 
     def keep_trial(
         self,
-        ranks: Sequence[tuple[Kind | None, int]],
+        ranks: Sequence[tuple[ClassModel | None, int]],
         compute_s: Sequence[float],
         num_steps: int,
         reached: tuple[float, float],
-        predicted_images_per_s: float,
+        predicted_samples_per_s: float,
     ) -> None:
-        """Keep a trial: kind and batch size of each rank, its compute time, step time and images/s of all.
+        """Keep a trial: kind and batch size of each rank, its compute time, step time and samples/s of all.
 
         `compute_s` as its class would have taken. A host that may not train is of no kind.
         """
@@ -215,23 +225,23 @@ class Knowledge:
         tried = tuple(
             TrialRank(kind.machine_class.key, size, kind.settings)
             if kind
-            else TrialRank(host, size, Settings(1))
+            else TrialRank(host, size, RuntimeSettings(1))
             for kind, size in ranks
         )
         self._history.add_trial(
             self.features,
             self._recipe,
             self._fleet_class,
-            Trial(tried, *reached, now, predicted_images_per_s),
+            TrialMeasurement(tried, *reached, now, predicted_samples_per_s),
         )
         for (kind, size), step_time_s in zip(ranks, compute_s, strict=True):
             if kind is None or not size:
                 continue
-            probe = Probe(kind.settings, size, now, step_time_s, num_steps)
+            probe = ProbeMeasurement(kind.settings, size, now, step_time_s, num_steps)
             self._history.add_probes(self.features, self._recipe, kind.machine_class, [probe])
 
 
-def runtime_of(settings: Settings) -> Runtime:
+def runtime_of(settings: RuntimeSettings) -> Runtime:
     """How TensorFlow is to run."""
     return Runtime(settings.threads, settings.inter_op_threads, settings.is_onednn)
 

@@ -10,25 +10,26 @@ from statistics import median
 from csdctl.errors import OutOfMemoryError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import open_history_to_measure
+from csdctl.runs.measurements import open_measurements_to_write
 from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.fit import Point
 from csdctl.tuning.host_choice import find_best_ranks
 from csdctl.tuning.limits import default_limits
-from csdctl.tuning.measurements import Settings, describe_model
+from csdctl.tuning.measurements import RuntimeSettings, describe_model
 from csdctl.tuning.memory import predict_peak_bytes
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
 from csdctl.tuning.probe_policy import MAX_PROBES, measure_classes
 from csdctl.tuning.scaling_curve import calibrate_stretch
-from csdctl.tuning.search import Best, Candidate, Limits, best_equal, find_best
+from csdctl.tuning.search import BestPlan, Limits, RankCandidate, best_equal, find_best
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.preflight.mpi_check import measure_sums
-from csdctl.workflows.tune.class_models import Kind, Knowledge, hash_recipe, runtime_of
-from csdctl.workflows.tune.probing import OnProbes, ProbeRounds, Say
+from csdctl.workflows.tune.class_models import ClassModel, FleetMeasurements, hash_recipe, runtime_of
+from csdctl.workflows.tune.probing import OnProbes, ProbeRounds
 from csdctl.workflows.tune.trial import TrialResult, run_trial
 from csdctl.workflows.tune.tune import FIT, TuneOptions
 from csdctl.workflows.workspace.workspace import Workspace
@@ -63,12 +64,12 @@ MANY_THREADS = 4
 def tune_by_fit(
     job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
 ) -> Plan:
-    """The plan with most images a second under `options.limits`.
+    """The plan with most samples/s under `options.limits`.
 
     Raises TuningError when there is none, and what probes and a trial's ranks raise.
     """
-    with open_history_to_measure(space.project.history, say) as history:
-        knowledge = Knowledge(
+    with open_measurements_to_write(space.project.measurements, say) as history:
+        knowledge = FleetMeasurements(
             describe_model(prepared.model.info, prepared.model.architecture.sha256),
             hash_recipe(job, prepared.public),
             space.fleet,
@@ -82,7 +83,7 @@ def tune_by_fit(
 
 @dataclass(frozen=True)
 class _Tried:
-    best: Best
+    best: BestPlan
     ranks: tuple[RankPlan, ...]
     result: TrialResult
 
@@ -96,7 +97,7 @@ class _FitTuning:
         options: TuneOptions,
         say: Say,
         on_probes: OnProbes,
-        knowledge: Knowledge,
+        knowledge: FleetMeasurements,
     ) -> None:
         self._job = job
         self._prepared = prepared
@@ -188,8 +189,8 @@ class _FitTuning:
     def _keep(
         self,
         rounds: ProbeRounds,
-        kind: Kind,
-        settings: Settings,
+        kind: ClassModel,
+        settings: RuntimeSettings,
         measured: Mapping[str, tuple[int, ProbeResult | None]],
     ) -> None:
         """Into the history, but for what was only foreseen not to fit: another day there is more memory.
@@ -219,16 +220,16 @@ class _FitTuning:
             if (taking_part := [name for name in kind.state.machines if name in chosen])
         }
 
-    def _best(self, fits: Mapping[str, StepTime]) -> Best:
+    def _best(self, fits: Mapping[str, StepTime]) -> BestPlan:
         candidates = self._candidates(fits)
         if candidates[0].node != HOST_NAME:
             return find_best(candidates, self._limits, self._collective_s, self._stretch)
         return find_best_ranks(candidates[0], candidates[1:], self._limits, self._collective_s, self._stretch)
 
-    def _candidates(self, fits: Mapping[str, StepTime]) -> list[Candidate]:
+    def _candidates(self, fits: Mapping[str, StepTime]) -> list[RankCandidate]:
         time_of = {name: fits[key] for key, kind in self._kinds.items() for name in kind.state.machines}
         return [
-            Candidate(
+            RankCandidate(
                 name,
                 time_of[name].scaled(self._odd.get(name, 1.0)),
                 is_required=name == HOST_NAME or name in self._prepared.private,
@@ -268,7 +269,7 @@ class _FitTuning:
             self._try_settings(rounds, tried, sizes)
 
     def _try_settings(
-        self, rounds: ProbeRounds, tried: Mapping[str, tuple[str, Settings]], sizes: Mapping[str, int]
+        self, rounds: ProbeRounds, tried: Mapping[str, tuple[str, RuntimeSettings]], sizes: Mapping[str, int]
     ) -> None:
         """Measure machines with other settings, while the rest is at work as before.
 
@@ -337,9 +338,9 @@ class _FitTuning:
             self._measuring_s += result.wall_s
             tried.append(_Tried(best, ranks, result))
             self._learn(tried[-1])
-            gain = self._best(self._fits()).prediction.images_per_s / self._predict(best.batch_sizes) - 1
+            gain = self._best(self._fits()).prediction.samples_per_s / self._predict(best.batch_sizes) - 1
             if not self._num_probes or len(tried) == MAX_TRIALS or gain < WORTH_A_TRIAL:
-                return max(tried, key=lambda one: one.result.images_per_s)
+                return max(tried, key=lambda one: one.result.samples_per_s)
 
     def _learn_death(self, name: str, batch_size: int) -> None:
         """A rank died of memory in a trial: from now on it computes in smaller pieces.
@@ -377,8 +378,8 @@ class _FitTuning:
             [(self._kind_of.get(name), tried.best.batch_sizes.get(name, 0)) for name in names],
             [computed[name] / self._odd.get(name, 1.0) for name in names],
             result.num_steps,
-            (result.step_s, result.images_per_s),
-            tried.best.prediction.images_per_s,
+            (result.step_s, result.samples_per_s),
+            tried.best.prediction.samples_per_s,
         )
         times = {one.node: one.step_time for one in self._candidates(self._fits())}
         shown = [(times[name], size) for name, size in sizes.items()]
@@ -397,7 +398,7 @@ class _FitTuning:
         members = [one for one in self._candidates(self._fits()) if one.node in batch_sizes]
         models = [RankModel(one.node, one.step_time) for one in members]
         sum_s = self._sum_s(len(members) + (HOST_NAME not in batch_sizes))
-        return predict(models, [*batch_sizes.values()], sum_s, self._stretch).images_per_s
+        return predict(models, [*batch_sizes.values()], sum_s, self._stretch).samples_per_s
 
     def _rank_plan(self, name: str, batch_size: int) -> RankPlan:
         kind = self._kind_of[name]
@@ -412,7 +413,7 @@ class _FitTuning:
             # A batch that grows in a run goes on in pieces that fit.
             micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
             step_time_s=round(step_time_s, 6),
-            images_per_s=round(batch_size / step_time_s, 2),
+            samples_per_s=round(batch_size / step_time_s, 2),
             peak_memory_bytes=predict_peak_bytes(kind.peaks, min(batch_size, at_once or batch_size)),
         )
 
@@ -440,7 +441,7 @@ class _FitTuning:
             predicted=Predicted(
                 global_batch=sum(sizes),
                 step_s=round(result.step_s, 6),
-                images_per_s=round(result.images_per_s, 2),
+                samples_per_s=round(result.samples_per_s, 2),
                 compute_share=round(shown.compute_share, 4),
                 imbalance_share=round(shown.imbalance_share, 4),
                 communication_share=round(shown.communication_share, 4),
@@ -454,7 +455,7 @@ class _FitTuning:
                 else rank.model_copy(
                     update={
                         "step_time_s": round(seconds, 6),
-                        "images_per_s": round(rank.batch_size / seconds, 2),
+                        "samples_per_s": round(rank.batch_size / seconds, 2),
                     }
                 )
                 for rank, seconds in zip(tried.ranks, result.compute_s, strict=True)
@@ -462,7 +463,7 @@ class _FitTuning:
         )
 
 
-def _variants(kind: Kind) -> list[Settings]:
+def _variants(kind: ClassModel) -> list[RuntimeSettings]:
     """Settings worth a probe, most promising first."""
     settings = kind.settings
     variants = [replace(settings, is_onednn=not settings.is_onednn)]

@@ -15,14 +15,15 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
-from csdctl.launch.rank_process import Enlist
+from csdctl.launch.rank_process import AttachRank
+from csdctl.notify import Say
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
-from csdctl.worker.protocol.json_codec import ContractError, from_json, to_json
-from csdctl.worker.protocol.probe import READY, ProbeRequest, ProbeResult, ProbeSpec, TrialRequest
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.data.prepare import Prepared, python_of
+from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
 START_DEADLINE_S = 300.0
@@ -33,7 +34,6 @@ BUSY_STEP_S = 0.5
 """Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
 
 OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
-Say = Callable[[str], None]
 
 
 def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
@@ -55,7 +55,7 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         is_private=name in prepared.private,
     )
     return build_worker_command(
-        python_of(fleet, name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
+        fleet.python_of(name), prepared.worker.path, ["probe", "--spec", to_json(spec)]
     )
 
 
@@ -121,7 +121,7 @@ class ProbeRounds:
                 current.close()
             self.probers[name] = self._prober(name, runtime)
 
-    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, Enlist]:
+    def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
         """Have a session with these settings on each machine, and no other: how each is made a rank."""
         for name, runtime in runtimes.items():
             if self.probers[name].runtime == runtime:
@@ -254,7 +254,7 @@ class Prober:
         """Let the worker, which runs, be rank `rank` of the run in file `spec` until it has finished."""
         assert self._conversation is not None
         try:
-            self._conversation.send_line(to_json(TrialRequest(spec, rank)))
+            self._conversation.send_line(to_json(AttachRequest(spec, rank)))
         except EOFError:
             raise self._why_it_ended() from None
         return self._conversation
@@ -283,7 +283,7 @@ class Prober:
                 self.close()
                 return None
             raise self._why_it_ended() from None
-        except ContractError as error:
+        except ProtocolError as error:
             raise RemoteCommandError(
                 f"unreadable probe result: {error}",
                 node=self._session.name,

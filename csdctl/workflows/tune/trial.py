@@ -13,7 +13,7 @@ from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
-from csdctl.launch.rank_process import Enlist
+from csdctl.launch.rank_process import AttachRank
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
@@ -34,7 +34,7 @@ class TrialResult:
     num_steps: int
     step_s: float
     """Of the whole fleet, from one step to the next."""
-    images_per_s: float
+    samples_per_s: float
     compute_s: tuple[float, ...]
     """Of each rank in a step."""
     wall_s: float
@@ -50,13 +50,13 @@ def run_trial(
     prepared: Prepared,
     space: Workspace,
     num_steps: int,
-    enlist: Mapping[str, Enlist] | None = None,
+    enlist: Mapping[str, AttachRank] | None = None,
 ) -> TrialResult:
     """Take `num_steps` steps, on machines in `enlist` with a process that is there already.
 
     Raises what `train` raises, KeyboardInterrupt when it is ended.
     """
-    run = space.project.new_hello()
+    run = space.project.new_scratch()
     spec = RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
@@ -137,7 +137,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     return TrialResult(
         num_steps=host.steps,
         step_s=wall_s / host.steps,
-        images_per_s=host.stepped_samples / wall_s,
+        samples_per_s=host.stepped_samples / wall_s,
         compute_s=tuple(one.compute_s / one.steps for one in counted),
         wall_s=whole[0].wall_s,
         collective=joined[-1].collective,

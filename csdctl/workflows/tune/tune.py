@@ -7,6 +7,7 @@ from csdctl.errors import InputError, NodeError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
+from csdctl.notify import Say
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import (
@@ -21,7 +22,7 @@ from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.plan_validation import describe_made_for
-from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, OnProbes, ProbeRounds, Say, default_runtime
+from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, OnProbes, ProbeRounds, default_runtime
 from csdctl.workflows.workspace.workspace import Workspace
 
 CONFIRM_DURATION_S = 3.0
@@ -150,7 +151,7 @@ def _rank_plan(
         batch_size=tuned.batch_size,
         threads=runtime.threads,
         step_time_s=round(step_time_s, 6),
-        images_per_s=round(tuned.batch_size / step_time_s, 2),
+        samples_per_s=round(tuned.batch_size / step_time_s, 2),
         peak_memory_bytes=peak_bytes,
     )
 

@@ -50,7 +50,7 @@ def failed_document(failed: Mapping[str, CsdctlError]) -> dict[str, dict[str, st
     return {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
 
 
-def settle(
+def conclude(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
     """End a command that visited `machines`: remember those that failed, and raise one error for them.

@@ -12,14 +12,13 @@ from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import check_machines, is_ready
-from csdctl.launch.leftovers import Leftovers, Sweeping, sweep_machine
-from csdctl.launch.machine_lock import hold_machines, raise_if_held
+from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
+from csdctl.launch.machine_lock import lock_machines, raise_if_locked
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
 from csdctl.transport.meter import LinkBytes
 from csdctl.transport.session import Session
-from csdctl.workflows.data.prepare import python_of
 
 
 @dataclass(frozen=True)
@@ -63,9 +62,9 @@ def open_workspace(
         facts = _facts(fleet, sessions)
         with contextlib.ExitStack() as stack:
             if is_holding:
-                pythons = {name: python_of(fleet, name) for name in sessions}
+                pythons = {name: fleet.python_of(name) for name in sessions}
                 _end_leftovers(sessions, pythons, say)
-                stack.enter_context(hold_machines(sessions, pythons, doing=command, directory=directory))
+                stack.enter_context(lock_machines(sessions, pythons, doing=command, directory=directory))
             yield Workspace(project, fleet, facts, sessions, ledger)
 
 
@@ -73,10 +72,10 @@ def _end_leftovers(
     sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
     def visit(session: Session) -> Leftovers:
-        return sweep_machine(session, pythons[session.name], Sweeping())
+        return clean_machine(session, pythons[session.name], CleanupOptions())
 
     outcomes = run_on_all(sessions, visit)
-    raise_if_held(outcomes.values())
+    raise_if_locked(outcomes.values())
     for name, found in values_or_raise(outcomes, "looking for what is left").items():
         if found.num_processes:
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""

@@ -20,7 +20,7 @@ from csdctl.fleet.reading import load_fleet
 from csdctl.job.model import load_job
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.plan import load_plan
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.tune.trial import run_trial
@@ -74,7 +74,7 @@ def main() -> None:
     packed = pack_visiting_worker([*visits, (visits[-1][0], 1)], times)
     with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_holding=True) as space:
         prepared = prepare_job(job, space.fleet, space.sessions, space.project, lambda line: None)
-        worker = store_bytes(packed, ".pyz", space.project.root, Kind.CODE)
+        worker = store_bytes(packed, ".pyz", space.project.root, TrafficClass.CODE)
         run_trial(job, plan.ranks, replace(prepared, worker=worker), space, num_steps)
     seconds = [after - before for before, after in pairwise(map(float, times.read_text().split()))]
     print(json.dumps([[seconds.pop(0) for _ in range(count)] for count in counts]))

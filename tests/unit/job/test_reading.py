@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
-from csdctl.worker.protocol.datasets import PictureRule, RecordSchema
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema
 
 JOB = """\
 model: keras.applications:MobileNetV2
@@ -36,14 +36,14 @@ def job(tmp_path: Path) -> Write:
 class TestReading:
     def test_nothing_said_leaves_everything_to_the_model(self, job: Write) -> None:
         reading = job().reading
-        assert reading.picture == PictureRule(None, "stretch", 100_000_000)
+        assert reading.picture == ImageRule(None, "stretch", 100_000_000)
         assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
 
     def test_pictures_classes_and_features_are_said(self, job: Write) -> None:
         said = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
         said += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
         reading = job(said).reading
-        assert reading.picture == PictureRule((64, 48, 3), "pad", 1000)
+        assert reading.picture == ImageRule((64, 48, 3), "pad", 1000)
         assert reading.classes == ("cat", "dog")
         assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
 

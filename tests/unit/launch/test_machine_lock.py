@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, RemoteCommandError
-from csdctl.launch.machine_lock import MachineHeldError, describe_holder, hold_again, hold_machines, is_gone
+from csdctl.launch.machine_lock import (
+    MachineLockedError,
+    describe_holder,
+    is_gone,
+    lock_machines,
+    relock_machine,
+)
 from csdctl.transport.local import LocalSession
 
 PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
@@ -38,7 +44,7 @@ def session(tmp_path: Path) -> Iterator[LocalSession]:
 
 
 def hold(session: LocalSession, directory: Path, doing: str = "tune"):  # type: ignore[no-untyped-def]
-    return hold_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
+    return lock_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
 
 
 def wait_until_free(lock: Path) -> None:
@@ -52,7 +58,7 @@ def wait_until_free(lock: Path) -> None:
 def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
     with (
         hold(session, tmp_path / "first", "train"),
-        pytest.raises(MachineHeldError) as caught,
+        pytest.raises(MachineLockedError) as caught,
         hold(session, tmp_path / "second"),
     ):
         pass
@@ -67,15 +73,15 @@ def test_machine_that_is_still_ours_is_held_again_without_a_word(
 ) -> None:
     with (
         hold(session, tmp_path, "train"),
-        hold_again(session, sys.executable, doing="train", directory=tmp_path),
+        relock_machine(session, sys.executable, doing="train", directory=tmp_path),
     ):
         pass
 
 
 def test_machine_that_was_lost_is_held_again(session: LocalSession, tmp_path: Path) -> None:
     with (
-        hold_again(session, sys.executable, doing="train", directory=tmp_path),
-        pytest.raises(MachineHeldError),
+        relock_machine(session, sys.executable, doing="train", directory=tmp_path),
+        pytest.raises(MachineLockedError),
         hold(session, tmp_path),
     ):
         pass
@@ -89,8 +95,8 @@ def test_machine_that_another_csdctl_took_in_between_is_left_to_it(
         assert other.stdout
         assert other.stdout.readline() == b"held\n"
         with (
-            pytest.raises(MachineHeldError, match=f"process {other.pid} on"),
-            hold_again(session, sys.executable, doing="train", directory=tmp_path),
+            pytest.raises(MachineLockedError, match=f"process {other.pid} on"),
+            relock_machine(session, sys.executable, doing="train", directory=tmp_path),
         ):
             pass
         other.kill()
@@ -146,6 +152,6 @@ def test_holder_on_another_machine_is_never_called_gone(tmp_path: Path) -> None:
 def test_machine_without_python_is_named(session: LocalSession, tmp_path: Path) -> None:
     with (
         pytest.raises(RemoteCommandError, match="csd0: locking the machine failed with exit code 127"),
-        hold_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path),
+        lock_machines({"csd0": session}, {"csd0": "/no/python"}, doing="tune", directory=tmp_path),
     ):
         pass

@@ -102,7 +102,7 @@ class TestListening:
         assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
 
     def test_other_lines_go_to_the_log_of_their_rank(self, job: Job) -> None:
-        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
+        job.print(tag(0, "mpi") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
         assert (job.text(0), job.text(1), job.text(10)) == ("hello\na warning\n", "there\n", "ten\n")
         assert job.events == []
 

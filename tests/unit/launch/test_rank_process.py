@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch.rank_process import Notice, ProcessEnded, RankProcess
+from csdctl.launch.rank_process import ProcessEnded, RankMessage, RankProcess
 from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.events import Finished, event_to_line
-from csdctl.worker.protocol.orders import AreYouThere, Order, Stop, order_to_line
+from csdctl.worker.protocol.orders import Order, Ping, Stop, order_to_line
 from csdctl.worker.protocol.probe import READY
 
 FINISHED = Finished(1, "csd0", 1, 2, "", 3)
@@ -21,7 +21,7 @@ class Enlisted:
 
     def __init__(self, tmp_path: Path, *, is_damaged: bool = False) -> None:
         self._is_damaged = is_damaged
-        self.heard: queue.Queue[Notice] = queue.Queue()
+        self.heard: queue.Queue[RankMessage] = queue.Queue()
         session = FakeSession("csd0").on("python", replies=self._reply)
         self.conversation: FakeConversation = session.converse(["python"])
         self.process = RankProcess(
@@ -34,7 +34,7 @@ class Enlisted:
             return ["@csdctl {"] if self._is_damaged else [event_to_line(FINISHED)]
         return [READY] if order == "Release" else []
 
-    def next(self) -> Notice:
+    def next(self) -> RankMessage:
         return self.heard.get(timeout=10)
 
 
@@ -45,14 +45,14 @@ def test_enlisted_process_is_released_when_it_has_finished(tmp_path: Path) -> No
     ended = rank.next()
     assert isinstance(ended, ProcessEnded)
     assert ended.is_clean
-    rank.process.order(AreYouThere(1))
+    rank.process.order(Ping(1))
     rank.process.close()
     said = [json.loads(line)["order"] for line in rank.conversation.sent]
     assert said == ["Stop", "Release"]  # the question would have been taken for a request
     assert not rank.conversation.is_closed
 
 
-@pytest.mark.parametrize("order", [Stop(), AreYouThere(1)])
+@pytest.mark.parametrize("order", [Stop(), Ping(1)])
 def test_enlisted_process_that_has_not_finished_is_ended_on_closing(tmp_path: Path, order: Order) -> None:
     rank = Enlisted(tmp_path, is_damaged=True)
     rank.process.order(order)

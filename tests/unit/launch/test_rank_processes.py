@@ -7,17 +7,17 @@ import pytest
 
 from csdctl.errors import NodeError, UnreachableError
 from csdctl.launch import rank_processes
-from csdctl.launch.rank_process import Notice, ProcessEnded
+from csdctl.launch.rank_process import ProcessEnded, RankMessage
 from csdctl.launch.rank_processes import RankProcesses, Restarted
-from csdctl.worker.protocol.events import Alive
-from csdctl.worker.protocol.orders import AreYouThere, Order
+from csdctl.worker.protocol.events import Pong
+from csdctl.worker.protocol.orders import Order, Ping
 
 WAIT_S = 5.0
 """Nothing here takes so long; a test that fails does."""
 
 
 class Process:
-    def __init__(self, rank: int, hear: Callable[[Notice], None]) -> None:
+    def __init__(self, rank: int, hear: Callable[[RankMessage], None]) -> None:
         self.rank, self.hear = rank, hear
         self.orders: list[Order] = []
         self.closed = threading.Event()
@@ -29,7 +29,7 @@ class Process:
         self.closed.set()
 
     def answer(self, number: int) -> None:
-        self.hear(Alive(self.rank, "csd0", number))
+        self.hear(Pong(self.rank, "csd0", number))
 
     def end(self) -> None:
         self.hear(ProcessEnded(self.rank, "csd0", NodeError("gone", node="csd0")))
@@ -43,7 +43,7 @@ class Machine:
         self.begin: Callable[[Process], None] = lambda process: None
         self.failures: list[Exception] = []
 
-    def start(self, rank: int, hear: Callable[[Notice], None]) -> Process:
+    def start(self, rank: int, hear: Callable[[RankMessage], None]) -> Process:
         if self.failures:
             raise self.failures.pop(0)
         self.begun.append(Process(rank, hear))
@@ -69,15 +69,15 @@ def test_what_a_process_says_is_heard_in_order(processes: RankProcesses, machine
     processes.start(1)
     machine.begun[0].answer(1)
     machine.begun[0].answer(2)
-    assert [processes.next(0.0), processes.next(0.0)] == [Alive(1, "csd0", 1), Alive(1, "csd0", 2)]
+    assert [processes.next(0.0), processes.next(0.0)] == [Pong(1, "csd0", 1), Pong(1, "csd0", 2)]
     assert processes.next(0.0) is None
 
 
 def test_order_to_a_rank_without_a_process_goes_nowhere(processes: RankProcesses, machine: Machine) -> None:
     processes.start(1)
-    processes.order(1, AreYouThere(7))
-    processes.order(2, AreYouThere(7))
-    assert machine.begun[0].orders == [AreYouThere(7)]
+    processes.order(1, Ping(7))
+    processes.order(2, Ping(7))
+    assert machine.begun[0].orders == [Ping(7)]
 
 
 def test_nothing_is_heard_of_a_process_that_was_given_up(processes: RankProcesses, machine: Machine) -> None:

@@ -24,7 +24,7 @@ PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").re
 def rates(cost: SumCost) -> dict[int, float]:
     """Images a second with each of Table II's numbers of CSDs."""
     curve = predict_curve(MOBILENET.host, [MOBILENET.node], 24, cost, gradient_bytes=MOBILENET.gradient_bytes)
-    return {energy.num_nodes: curve[energy.num_nodes].images_per_s for energy in TABLE_2}
+    return {energy.num_nodes: curve[energy.num_nodes].samples_per_s for energy in TABLE_2}
 
 
 def errors(rate: dict[int, float]) -> dict[int, float]:
@@ -127,18 +127,18 @@ class TestEnergy:
     def test_no_pair_brings_all_five_cells_within_5_percent_at_any_possible_rate(self) -> None:
         # Nodes draw no less than nothing, so 4 CSDs draw at least what none do; even if none ever waited,
         # they would be too slow for that to be 8.30 J an image.
-        least_power_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_images_per_s
-        most_images_per_s = MOBILENET.host_images_per_s + 4 * MOBILENET.node_images_per_s
-        assert least_power_w / most_images_per_s > 1.05 * WITH_NEWPORTS[0].joules_per_image
+        least_power_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_samples_per_s
+        most_samples_per_s = MOBILENET.host_samples_per_s + 4 * MOBILENET.node_samples_per_s
+        assert least_power_w / most_samples_per_s > 1.05 * WITH_NEWPORTS[0].joules_per_image
 
     def test_newport_in_the_place_of_an_ssd_that_draws_more_does_not_bring_them_either(self) -> None:
         # With nodes below 0 W: cells of 0 and 4 CSDs leave so little for 24 that they would have to be slow.
-        least_alone_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_images_per_s
+        least_alone_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_samples_per_s
         rate = rates(CollectiveCost())  # at most
         most_with_4_w = 1.05 * WITH_NEWPORTS[0].joules_per_image * rate[4]
         most_with_24_w = least_alone_w + 6 * (most_with_4_w - least_alone_w)
-        most_images_per_s = most_with_24_w / (0.95 * WITH_NEWPORTS[-1].joules_per_image)
-        assert most_images_per_s / MOBILENET.host_images_per_s < 2
+        most_samples_per_s = most_with_24_w / (0.95 * WITH_NEWPORTS[-1].joules_per_image)
+        assert most_samples_per_s / MOBILENET.host_samples_per_s < 2
 
 
 class TestTheOtherRows:

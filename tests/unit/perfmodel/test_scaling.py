@@ -54,21 +54,21 @@ def test_every_point_is_what_predict_says(
         stretch,
     )
     assert point.step_s == pytest.approx(said.step_s)
-    assert point.images_per_s == pytest.approx(said.images_per_s)
-    assert point.speedup == pytest.approx(said.images_per_s / host.images_per_s)
-    assert point.efficiency == pytest.approx(said.images_per_s / said.ceiling_images_per_s)
+    assert point.samples_per_s == pytest.approx(said.samples_per_s)
+    assert point.speedup == pytest.approx(said.samples_per_s / host.samples_per_s)
+    assert point.efficiency == pytest.approx(said.samples_per_s / said.ceiling_samples_per_s)
     assert point.global_batch == sum(rank.batch_size for rank in ranks)
 
 
 def test_host_alone_is_in_step_with_nobody_and_sums_nothing() -> None:
     cost = CollectiveCost(fixed_s=1.0, per_rank_s=1.0)
     alone = predict_curve(HOST, [NODE], 1, cost, stretch=1.5)[0]
-    assert (alone.images_per_s, alone.speedup, alone.efficiency) == (100.0, 1.0, 1.0)
+    assert (alone.samples_per_s, alone.speedup, alone.efficiency) == (100.0, 1.0, 1.0)
 
 
 def test_without_a_sum_balanced_nodes_add_their_whole_speed() -> None:
     points = curve(4)
-    assert [point.images_per_s for point in points] == pytest.approx([100, 110, 120, 130, 140])
+    assert [point.samples_per_s for point in points] == pytest.approx([100, 110, 120, 130, 140])
     assert all(point.efficiency == pytest.approx(1) for point in points)
 
 
@@ -86,7 +86,7 @@ def test_nodes_that_nobody_knows_are_refused() -> None:
 
 def test_time_and_energy_of_a_job_follow_from_rate_and_power() -> None:
     point = curve(10, power=Power(300, 10))[10]
-    assert point.images_per_s == pytest.approx(200)
+    assert point.samples_per_s == pytest.approx(200)
     assert point.power_w == 400
     assert point.joules_per_image == pytest.approx(2)
     assert point.time_s(1000) == pytest.approx(5)
@@ -138,10 +138,10 @@ def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay() -> None:
 
 
 def test_number_beyond_which_the_sum_takes_what_a_node_adds_is_said() -> None:
-    # Rates go towards 10 / 0.05 = 200 images/s: each node adds less than the one before.
+    # Rates go towards 10 / 0.05 = 200 samples/s: each node adds less than the one before.
     said = verdict(200, CollectiveCost(per_rank_s=0.05))
     points = curve(200, CollectiveCost(per_rank_s=0.05))
-    added = [after.images_per_s - before.images_per_s for before, after in itertools.pairwise(points)]
+    added = [after.samples_per_s - before.samples_per_s for before, after in itertools.pairwise(points)]
     assert 0 < said.useful_nodes < 200
     assert added[said.useful_nodes - 1] >= 1 > added[said.useful_nodes]
 

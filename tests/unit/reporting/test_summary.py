@@ -11,7 +11,7 @@ import pytest
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.worker.protocol.events import (
     STOPPED,
-    Checkpointed,
+    CheckpointSaved,
     EpochEnd,
     Event,
     Failed,
@@ -28,9 +28,9 @@ MANIFEST: dict[str, Any] = {
         "method": "stannis",
         "emulated": True,
         "ranks": [
-            {"node": "host", "batch_size": 60, "threads": 8, "images_per_s": 70.0},
-            {"node": "csd0", "batch_size": 10, "threads": 4, "images_per_s": 15.0},
-            {"node": "csd1", "batch_size": 10, "threads": 4, "images_per_s": 15.0},
+            {"node": "host", "batch_size": 60, "threads": 8, "samples_per_s": 70.0},
+            {"node": "csd0", "batch_size": 10, "threads": 4, "samples_per_s": 15.0},
+            {"node": "csd1", "batch_size": 10, "threads": 4, "samples_per_s": 15.0},
         ],
     },
     "placement": [
@@ -38,7 +38,7 @@ MANIFEST: dict[str, Any] = {
         {"node": "csd0", "num_private": 40, "num_public": 60},
         {"node": "csd1", "num_private": 100, "num_public": 0},
     ],
-    "predicted_images_per_s": 90.0,
+    "predicted_samples_per_s": 90.0,
 }
 
 
@@ -68,7 +68,7 @@ WHOLE: list[Event] = [
     *(epoch_end(rank, 1) for rank in (2, 0, 1)),
     Progress(0, "host", 2, 5, 5, 300, 3.0, 1.5, 5.0, 400, 9.9, 0.9),
     *(epoch_end(rank, 2) for rank in (0, 1, 2)),
-    Checkpointed(0, "host", 2, 20, "checkpoints/step-00000020.npz"),
+    CheckpointSaved(0, "host", 2, 20, "checkpoints/step-00000020.npz"),
     *(finished(rank) for rank in (1, 2, 0)),
 ]
 
@@ -83,7 +83,7 @@ def without(kind: type[Event], rank: int) -> list[Event]:
 
 def without_speed(rank: int) -> dict[str, Any]:
     ranks = [dict(one) for one in MANIFEST["plan"]["ranks"]]
-    del ranks[rank]["images_per_s"]
+    del ranks[rank]["samples_per_s"]
     return {**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}}
 
 
@@ -92,13 +92,13 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert (found.run_id, found.method, found.emulated) == ("20260101-000000-abcd", "stannis", True)
     assert (found.num_ranks, found.global_batch) == (3, 80)
     assert (found.epochs, found.steps, found.samples, found.training_s) == (2, 20, 1600, 20.0)
-    assert found.images_per_s == pytest.approx(80.0)
-    assert found.predicted_images_per_s == 90.0
-    assert found.step_images_per_s == pytest.approx(1600 / 18)
+    assert found.samples_per_s == pytest.approx(80.0)
+    assert found.predicted_samples_per_s == 90.0
+    assert found.step_samples_per_s == pytest.approx(1600 / 18)
 
 
 def test_efficiency_is_the_speed_over_what_the_ranks_reach_alone() -> None:
-    assert summary().alone_images_per_s == pytest.approx(100.0)
+    assert summary().alone_samples_per_s == pytest.approx(100.0)
     assert summary().efficiency == pytest.approx(0.8)
 
 
@@ -112,8 +112,8 @@ def test_every_rank_has_its_samples_rate_and_waiting() -> None:
     host, csd0, csd1 = summary().ranks
     assert (host.node, host.batch_size, host.num_private, host.num_public) == ("host", 60, 0, 600)
     assert (csd0.num_private, csd0.num_public, csd1.num_private) == (40, 60, 100)
-    assert (host.images_per_s, csd0.images_per_s) == pytest.approx((60.0, 10.0))
-    assert (host.alone_images_per_s, csd0.alone_images_per_s) == (70.0, 15.0)
+    assert (host.samples_per_s, csd0.samples_per_s) == pytest.approx((60.0, 10.0))
+    assert (host.alone_samples_per_s, csd0.alone_samples_per_s) == (70.0, 15.0)
     assert (host.compute_s, host.wait_s) == (12.0, 6.0)
     assert (host.waiting, csd0.waiting) == pytest.approx((1 / 3, 0.1))
 
@@ -153,7 +153,7 @@ def test_weights_that_one_rank_did_not_report_are_not_identical() -> None:
 @pytest.mark.parametrize("events", [[], WHOLE[:3]])
 def test_run_that_ended_before_its_first_epoch_claims_nothing(events: list[Event]) -> None:
     found = summary(events)
-    assert (found.state, found.epochs, found.samples, found.images_per_s) == ("failed", 0, 0, 0.0)
+    assert (found.state, found.epochs, found.samples, found.samples_per_s) == ("failed", 0, 0, 0.0)
     assert (found.efficiency, found.loss, found.validation_accuracy) == (None, None, None)
     assert not found.identical_weights
     assert [rank.waiting for rank in found.ranks] == [0.0] * 3
@@ -162,8 +162,8 @@ def test_run_that_ended_before_its_first_epoch_claims_nothing(events: list[Event
 @pytest.mark.parametrize("rank", [0, 2])
 def test_without_every_ranks_own_speed_there_is_no_efficiency(rank: int) -> None:
     found = summary(manifest=without_speed(rank))
-    assert (found.alone_images_per_s, found.efficiency) == (None, None)
-    assert found.images_per_s == pytest.approx(80.0)
+    assert (found.alone_samples_per_s, found.efficiency) == (None, None)
+    assert found.samples_per_s == pytest.approx(80.0)
 
 
 def joined(rank: int, *members: int) -> Joined:

@@ -7,7 +7,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.reporting.privacy import REMARKS, Flow, add_flows
 from csdctl.runs.ledger import Entry, Ledger, read_ledger
-from csdctl.transport.meter import Kind
+from csdctl.transport.meter import TrafficClass
 
 
 def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
 
 
 def test_every_kind_of_bytes_has_a_remark_for_the_reader() -> None:
-    assert set(REMARKS) == set(Kind)
+    assert set(REMARKS) == set(TrafficClass)

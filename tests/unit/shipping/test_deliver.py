@@ -17,7 +17,7 @@ import pytest
 from csdctl.errors import CsdctlError, InputError, NodeError, RemoteCommandError, UnreachableError
 from csdctl.shipping import chunks as chunks_module
 from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks
-from csdctl.shipping.deliver import Delivery, Progress, deliver
+from csdctl.shipping.deliver import Delivery, DeliveryProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
 from csdctl.shipping.receiver import build_receiver_command
 from csdctl.shipping.store import OBJECTS, StoredFile, hash_file, store_bytes
@@ -520,7 +520,7 @@ class TestFaults:
         size = 64_000_000
         (source / "big").write_bytes(os.urandom(1000) * (size // 1000))
 
-        def cut(progress: Progress) -> None:
+        def cut(progress: DeliveryProgress) -> None:
             if progress.bytes_sent > size // 2:
                 server.drop_connections()
 
@@ -608,7 +608,7 @@ class TestFaults:
         session, home = node
         stored = store_bytes(os.urandom(8_000_000), ".bin", host)
 
-        def kill(progress: Progress) -> None:
+        def kill(progress: DeliveryProgress) -> None:
             if progress.bytes_sent > 4_000_000:
                 session.close()
 

@@ -10,11 +10,11 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandE
 from csdctl.shipping.worker_calls import build_worker_command, run_worker, watch_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec, Preparing
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
+    PROGRESS_PREFIX,
     WORKER_ERROR_PREFIX,
-    WORKING_PREFIX,
     from_json,
     to_json,
 )
@@ -99,9 +99,11 @@ def test_unreadable_answer_is_an_error_of_the_node(stdout: str) -> None:
 
 class TestWatching:
     @staticmethod
-    def watch(directory: Path, program: str, deadline_s: float = 20) -> tuple[DatasetInfo, list[Preparing]]:
+    def watch(
+        directory: Path, program: str, deadline_s: float = 20
+    ) -> tuple[DatasetInfo, list[PrepareProgress]]:
         (directory / "worker.py").write_text(program)
-        news: list[Preparing] = []
+        news: list[PrepareProgress] = []
         with closing(LocalSession("csd2", directory)) as session:
             info = watch_worker(
                 session,
@@ -117,8 +119,8 @@ class TestWatching:
         return info, news
 
     def test_worker_is_told_on_its_input_and_followed(self, tmp_path: Path) -> None:
-        working = [Preparing(number, 7, 1) for number in (0, 7)]
-        lines = ["noise", *(WORKING_PREFIX + to_json(one) for one in working), ANSWER_PREFIX + to_json(INFO)]
+        working = [PrepareProgress(number, 7, 1) for number in (0, 7)]
+        lines = ["noise", *(PROGRESS_PREFIX + to_json(one) for one in working), ANSWER_PREFIX + to_json(INFO)]
         program = "import sys\nassert sys.argv[1:] == ['prepare']\nopen('told', 'w').write(input())\n"
         info, news = self.watch(tmp_path, program + "".join(f"print({line!r})\n" for line in lines))
         assert (info, news) == (INFO, working)
@@ -129,7 +131,7 @@ class TestWatching:
         with pytest.raises(InputError, match="csd2: there is no data"):
             self.watch(tmp_path, program)
 
-    @pytest.mark.parametrize("line", ["", WORKING_PREFIX + "{", ANSWER_PREFIX + "{}"])
+    @pytest.mark.parametrize("line", ["", PROGRESS_PREFIX + "{", ANSWER_PREFIX + "{}"])
     def test_unreadable_line_or_none_is_an_error_of_the_node(self, tmp_path: Path, line: str) -> None:
         with pytest.raises(RemoteCommandError, match="csd2: preparing data: unreadable answer"):
             self.watch(tmp_path, f"print({line!r})\n")

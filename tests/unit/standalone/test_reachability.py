@@ -11,7 +11,7 @@ import pytest
 
 import csdctl
 
-SOURCE = (Path(csdctl.__file__).parent / "worker" / "ports.py").read_text()
+SOURCE = (Path(csdctl.__file__).parent / "standalone" / "reachability.py").read_text()
 
 
 class Keeper:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import NodeError, UnreachableError
-from csdctl.launch.rank_process import Notice, ProcessEnded
-from csdctl.supervision.supervisor import Supervised, Supervision
+from csdctl.launch.rank_process import ProcessEnded, RankMessage
+from csdctl.supervision.supervisor import SupervisedRun, Supervisor
 from csdctl.worker.protocol.events import (
-    Alive,
     EpochEnd,
     Event,
     Failed,
@@ -23,11 +22,12 @@ from csdctl.worker.protocol.events import (
     Joined,
     LinkLost,
     Paused,
+    Pong,
     Progress,
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import AreYouThere, FormGroup, Order, PauseAtEpochEnd, Stop
+from csdctl.worker.protocol.orders import FormGroup, Order, PauseAtEpochEnd, Ping, Stop
 
 SLEEPING = ["/bin/sleep", "60"]
 """An mpirun that runs until it is ended."""
@@ -46,7 +46,7 @@ class Waits:
     silence_s: float = 30.0
 
 
-Hear = Callable[[Notice], None]
+Hear = Callable[[RankMessage], None]
 
 
 class ScriptedRank:
@@ -68,8 +68,8 @@ class ScriptedRank:
             self.group, self.has_joined, self.is_pausing = order, False, False
             if self.rank not in self.fleet.never_join:
                 self.join(order)
-        elif isinstance(order, AreYouThere):
-            self.say(Alive(self.rank, self.node, order.number))
+        elif isinstance(order, Ping):
+            self.say(Pong(self.rank, self.node, order.number))
         elif isinstance(order, Stop):
             self.is_stopping = True
         elif isinstance(order, PauseAtEpochEnd) and self.has_joined:
@@ -80,7 +80,7 @@ class ScriptedRank:
     def close(self) -> None:
         self.is_closed = True
 
-    def say(self, *notices: Notice) -> None:
+    def say(self, *notices: RankMessage) -> None:
         """What the process prints; nothing comes from one that is closed."""
         if not self.is_closed:
             for notice in notices:
@@ -178,8 +178,8 @@ class Fleet:
         """The nodes of all events of this kind, in order."""
         return [event.node for event in self.events if isinstance(event, kind)]
 
-    def supervise(self) -> Supervision:
-        supervised = Supervised(
+    def supervise(self) -> Supervisor:
+        supervised = SupervisedRun(
             nodes=self.nodes,
             start_rank=self._begin,
             restart_rank=self.restart,
@@ -191,7 +191,7 @@ class Fleet:
             deadlines=self.waits,
             absent=self.absent,
         )
-        return Supervision(supervised, self._record)
+        return Supervisor(supervised, self._record)
 
     def run(self) -> None:
         self.supervise().run()

@@ -22,7 +22,7 @@ from csdctl.worker.protocol.events import (
     Progress,
     Ready,
 )
-from csdctl.worker.protocol.orders import AreYouThere, FormGroup, Order, PauseAtEpochEnd, Stop
+from csdctl.worker.protocol.orders import FormGroup, Order, PauseAtEpochEnd, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, Waits, shell
 
 pytestmark = pytest.mark.timeout(10)
@@ -193,7 +193,7 @@ def test_others_go_on_without_a_rank_that_ends(fleet: Fleet) -> None:
     assert isinstance(group, FormGroup)
     assert group.generation == 2
     asked = [type(order) for order in fleet.rank(0).orders]
-    assert asked == [FormGroup, AreYouThere, FormGroup]
+    assert asked == [FormGroup, Ping, FormGroup]
 
 
 def test_group_of_the_same_ranks_keeps_its_collective(fleet: Fleet) -> None:
@@ -220,7 +220,7 @@ def test_host_goes_on_alone_when_all_nodes_are_lost_at_once(fleet: Fleet) -> Non
 
 def test_rank_lost_while_regrouping_is_left_out_as_well(fleet: Fleet) -> None:
     def die_when_asked(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 2 and isinstance(order, AreYouThere):
+        if rank.rank == 2 and isinstance(order, Ping):
             rank.end()
 
     fleet.on_order = die_when_asked
@@ -231,7 +231,7 @@ def test_rank_lost_while_regrouping_is_left_out_as_well(fleet: Fleet) -> None:
 
 def test_rank_that_fails_while_regrouping_is_left_out_with_its_message(fleet: Fleet) -> None:
     def fail_when_asked(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 2 and isinstance(order, AreYouThere):
+        if rank.rank == 2 and isinstance(order, Ping):
             rank.fail("disk full")
 
     fleet.on_order = fail_when_asked
@@ -243,7 +243,7 @@ def test_rank_that_fails_while_regrouping_is_left_out_with_its_message(fleet: Fl
 
 def test_failure_of_rank_0_while_regrouping_ends_the_run(fleet: Fleet) -> None:
     def fail_when_asked(rank: ScriptedRank, order: Order) -> None:
-        if rank.rank == 0 and isinstance(order, AreYouThere):
+        if rank.rank == 0 and isinstance(order, Ping):
             rank.fail("disk full")
 
     fleet.on_order = fail_when_asked
@@ -283,7 +283,7 @@ def test_rank_that_others_wait_for_in_vain_is_lost(fleet: Fleet) -> None:
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 1)]
     assert "is stopped, or its machine hangs" in lost_messages(fleet)[0]
-    assert len(orders_of(fleet.rank(1), AreYouThere)) == 2  # it answered when asked, and while regrouping
+    assert len(orders_of(fleet.rank(1), Ping)) == 2  # it answered when asked, and while regrouping
 
 
 @pytest.mark.parametrize("teller", [0, 2])
@@ -323,7 +323,7 @@ def test_rank_that_is_slow_and_answers_stays(fleet: Fleet) -> None:
     fleet.stories[1] = wait
     fleet.run()
     assert fleet.groups == [(0, 1, 2)]
-    assert len(orders_of(fleet.rank(2), AreYouThere)) == 1
+    assert len(orders_of(fleet.rank(2), Ping)) == 1
 
 
 def test_run_in_which_nobody_does_a_step_ends_at_the_silence_deadline(fleet: Fleet) -> None:
@@ -394,7 +394,7 @@ def finish_when_asked(fleet: Fleet, *ranks: int) -> None:
     """Let mpirun end badly when the ranks need it no longer: they finish while they are asked."""
 
     def finish(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, AreYouThere) and rank.rank in ranks:
+        if isinstance(order, Ping) and rank.rank in ranks:
             rank.finish()
             rank.end(is_clean=True)
 
@@ -592,7 +592,7 @@ def test_pause_is_asked_for_again_when_another_node_is_lost_before_it(fleet: Fle
 
 def test_node_that_is_back_while_others_regroup_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
     def be_back_late(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, AreYouThere) and rank.rank == 0 and len(fleet.groups) == 2:
+        if isinstance(order, Ping) and rank.rank == 0 and len(fleet.groups) == 2:
             fleet.rank(1).be_ready()
 
     def lose_another(event: Event) -> None:
@@ -672,14 +672,14 @@ def test_rank_0_that_cannot_be_started_again_ends_the_run(fleet: Fleet) -> None:
 @pytest.fixture
 def awaiting_host(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Set when the others have been asked, and only rank 0 is waited for."""
-    is_waiting, wait = threading.Event(), supervise.Supervision._await_host
+    is_waiting, wait = threading.Event(), supervise.Supervisor._await_host
 
-    def say_and_wait(supervision: supervise.Supervision) -> None:
+    def say_and_wait(supervision: supervise.Supervisor) -> None:
         is_waiting.set()
         wait(supervision)
         is_waiting.clear()
 
-    monkeypatch.setattr(supervise.Supervision, "_await_host", say_and_wait)
+    monkeypatch.setattr(supervise.Supervisor, "_await_host", say_and_wait)
     return is_waiting
 
 
@@ -887,7 +887,7 @@ def test_interrupt_before_the_first_step_ends_everything(fleet: Fleet) -> None:
 
 def test_interrupt_while_regrouping_ends_everything(fleet: Fleet) -> None:
     def interrupt(rank: ScriptedRank, order: Order) -> None:
-        if isinstance(order, AreYouThere):
+        if isinstance(order, Ping):
             press_ctrl_c()
 
     fleet.on_order = interrupt

@@ -1,7 +1,7 @@
 """Bytes by link and kind, also through jump hosts."""
 
 from csdctl.fleet.model import Node
-from csdctl.transport.meter import Kind, Meter, Traffic, add_up
+from csdctl.transport.meter import ByteCount, Meter, TrafficClass, add_up
 
 GATE = Node("gate", "10.0.0.1")
 INNER = Node("inner", "10.1.0.1", jump=GATE)
@@ -13,35 +13,38 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
     made = Meter()
     made.num_sent, made.num_received = sent, received
     for kind, count in noted.items():
-        made.note(Kind(kind), sent=count)
+        made.note(TrafficClass(kind), sent=count)
     return made
 
 
 def test_what_nobody_noted_is_control() -> None:
-    assert meter(100, 40, code=70).by_kind() == {Kind.CODE: Traffic(70, 0), Kind.CONTROL: Traffic(30, 40)}
+    assert meter(100, 40, code=70).by_kind() == {
+        TrafficClass.CODE: ByteCount(70, 0),
+        TrafficClass.CONTROL: ByteCount(30, 40),
+    }
 
 
 def test_more_noted_than_carried_leaves_no_control() -> None:
-    assert meter(50, 0, code=70).by_kind() == {Kind.CODE: Traffic(70, 0)}
+    assert meter(50, 0, code=70).by_kind() == {TrafficClass.CODE: ByteCount(70, 0)}
 
 
 def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
     assert add_up([(DIRECT, meter(100, 40, code=70)), (DIRECT, meter(5, 6))]) == {
-        ("host", "csd0", Kind.CODE): 70,
-        ("host", "csd0", Kind.CONTROL): 35,
-        ("csd0", "host", Kind.CONTROL): 46,
+        ("host", "csd0", TrafficClass.CODE): 70,
+        ("host", "csd0", TrafficClass.CONTROL): 35,
+        ("csd0", "host", TrafficClass.CONTROL): 46,
     }
 
 
 def test_what_goes_through_a_jump_host_counts_on_both_links_and_not_twice() -> None:
     found = add_up([(GATE, meter(150, 60)), (Node("csd1", "10.1.0.2", jump=GATE), meter(100, 40, code=70))])
     assert found == {
-        ("host", "gate", Kind.CODE): 70,
-        ("host", "gate", Kind.CONTROL): 80,
-        ("gate", "host", Kind.CONTROL): 60,
-        ("gate", "csd1", Kind.CODE): 70,
-        ("gate", "csd1", Kind.CONTROL): 30,
-        ("csd1", "gate", Kind.CONTROL): 40,
+        ("host", "gate", TrafficClass.CODE): 70,
+        ("host", "gate", TrafficClass.CONTROL): 80,
+        ("gate", "host", TrafficClass.CONTROL): 60,
+        ("gate", "csd1", TrafficClass.CODE): 70,
+        ("gate", "csd1", TrafficClass.CONTROL): 30,
+        ("csd1", "gate", TrafficClass.CONTROL): 40,
     }
 
 

@@ -6,13 +6,15 @@ from hypothesis import strategies as st
 
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.tuning.collective_fit import fit_collective
-from csdctl.tuning.measurements import Collective
+from csdctl.tuning.measurements import CollectiveMeasurement
 
 PLACES = [(ranks, size) for ranks in (2, 5) for size in (1 << 16, 1 << 20, 1 << 23)]
 
 
-def timed(cost: CollectiveCost, name: str = "star", factor: float = 1.0) -> list[Collective]:
-    return [Collective(name, ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES]
+def timed(cost: CollectiveCost, name: str = "star", factor: float = 1.0) -> list[CollectiveMeasurement]:
+    return [
+        CollectiveMeasurement(name, ranks, size, factor * cost.at(size, ranks), 0.0) for ranks, size in PLACES
+    ]
 
 
 @given(
@@ -51,14 +53,17 @@ def test_network_that_has_become_slower_is_believed() -> None:
 
 
 def test_noise_gives_no_negative_time() -> None:
-    noisy = [Collective("star", 2, 1 << 16, 0.004, 0.0), Collective("star", 5, 1 << 23, 0.001, 0.0)]
+    noisy = [
+        CollectiveMeasurement("star", 2, 1 << 16, 0.004, 0.0),
+        CollectiveMeasurement("star", 5, 1 << 23, 0.001, 0.0),
+    ]
     found = fit_collective(noisy)
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
 
 
 def test_rank_alone_tells_nothing_of_sums() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
-    alone = Collective("star", 1, 1 << 20, 0.0, 0.0)
+    alone = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
     assert fit_collective([*timed(cost), alone]).at(1 << 20, 5) == pytest.approx(
         cost.at(1 << 20, 5), rel=0.01
     )

@@ -14,7 +14,7 @@ PLAN = Plan(
     num_probes=12,
     measuring_s=3.5,
     ranks=[
-        RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, images_per_s=31.5),
+        RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, samples_per_s=31.5),
         RankPlan(node="csd0", batch_size=25, threads=4, step_time_s=8.0, peak_memory_bytes=1 << 30),
     ],
 )
@@ -83,7 +83,7 @@ def test_missing_plan_says_how_to_get_one(tmp_path: Path) -> None:
 
 
 def test_predicted_speed_is_the_global_batch_over_the_slowest_step() -> None:
-    assert PLAN.predicted_images_per_s == pytest.approx(340 / 10.0)
+    assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
 
 
 def predicted_for(batch_sizes: list[int] | None) -> Plan:
@@ -91,7 +91,7 @@ def predicted_for(batch_sizes: list[int] | None) -> Plan:
         global_batch=340,
         batch_sizes=batch_sizes,
         step_s=11.0,
-        images_per_s=31.0,
+        samples_per_s=31.0,
         compute_share=0.9,
         imbalance_share=0.0,
         communication_share=0.1,
@@ -102,7 +102,7 @@ def predicted_for(batch_sizes: list[int] | None) -> Plan:
 
 def test_prediction_holds_for_the_batch_sizes_that_it_was_made_for(path: Path) -> None:
     save_plan(path, predicted_for([315, 25]))
-    assert load_plan(path).predicted_images_per_s == 31.0
+    assert load_plan(path).predicted_samples_per_s == 31.0
 
 
 def test_moving_samples_between_ranks_ends_the_prediction(path: Path) -> None:
@@ -125,7 +125,7 @@ def test_prediction_of_an_older_plan_holds_while_the_global_batch_does() -> None
 
 def test_nothing_is_predicted_when_a_rank_was_not_measured() -> None:
     ranks = [PLAN.ranks[0], RankPlan(node="csd0", batch_size=25, threads=4)]
-    assert PLAN.model_copy(update={"ranks": ranks}).predicted_images_per_s is None
+    assert PLAN.model_copy(update={"ranks": ranks}).predicted_samples_per_s is None
 
 
 def test_host_alone_can_sit_out(path: Path) -> None:

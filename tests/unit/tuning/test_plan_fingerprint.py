@@ -1,8 +1,8 @@
 """What has changed since a plan was made, in words."""
 
-from csdctl.tuning.plan_fingerprint import MadeFor, list_changes
+from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
 
-THEN = MadeFor(
+THEN = PlanFingerprint(
     job={"recipe.optimizer": "sgd", "recipe.optimizer_args.momentum": 0.9, "model_args.classes": 10},
     files={"models/model.py": "aa", "models/metric.py": "bb"},
     machines={"host": "x86_64 Xeon, 8 cores, 32 GiB", "csd1": "aarch64 Cortex-A53, 4 cores, 6 GiB"},

@@ -11,7 +11,7 @@ from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fit import Point
 from csdctl.tuning.probe_policy import MAX_PROBES, ClassState, measure_classes
-from csdctl.tuning.search import Best, Candidate, Limits, find_best
+from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 
 LIMITS = Limits(max_global_batch=1024)
@@ -53,9 +53,9 @@ class Machines:
             for kind in self.kinds
         }
 
-    def best(self, fits: Mapping[str, StepTime]) -> Best:
+    def best(self, fits: Mapping[str, StepTime]) -> BestPlan:
         candidates = [
-            Candidate(name, fits[kind], is_required=kind == "host") for name, kind in self.kind_of.items()
+            RankCandidate(name, fits[kind], is_required=kind == "host") for name, kind in self.kind_of.items()
         ]
         return find_best(candidates, LIMITS, lambda ranks: 0.01 * ranks)
 
@@ -65,12 +65,12 @@ class Machines:
             kind: max(sizes.get(f"{kind}{n}", 1) for n in range(self.kinds[kind][1])) for kind in self.kinds
         }
 
-    def loss(self, chosen: Best) -> float:
+    def loss(self, chosen: BestPlan) -> float:
         """By how much the true machines are slower with `chosen` than with the true best plan."""
         true = {kind: step_time for kind, (step_time, _) in self.kinds.items()}
         models = [RankModel(name, true[self.kind_of[name]]) for name in chosen.batch_sizes]
         reached = predict(models, list(chosen.batch_sizes.values()), 0.01 * len(models))
-        return 1 - reached.images_per_s / self.best(true).prediction.images_per_s
+        return 1 - reached.samples_per_s / self.best(true).prediction.samples_per_s
 
     def num_probes(self, kind: str) -> int:
         return sum(self.kind_of[machine] == kind for machine, _ in self.asked)

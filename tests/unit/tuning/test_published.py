@@ -59,7 +59,7 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
 
 def least_size(row: PublishedNetwork) -> float:
     """The smallest batch of the host whose time ends Algorithm 1's loop."""
-    return row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_images_per_s
+    return row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
 
 
 def resolution(row: PublishedNetwork, step_divisor: float) -> float:

@@ -4,23 +4,28 @@ import pytest
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.fit import Point
-from csdctl.tuning.measurements import Probe, Settings
+from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
 from csdctl.tuning.recall import points_with, recall_in_step, recall_points
 
-TWO, ONE = Settings(2), Settings(1)
+TWO, ONE = RuntimeSettings(2), RuntimeSettings(1)
 LINE = StepTime(0.1, 0.01)
 
 
-def probed(settings: Settings, *sizes: int, slower: float = 1.0) -> list[Probe]:
-    return [Probe(settings, size, 1.0, LINE.at(size) * slower, 3, 1 << 20) for size in sizes]
+def probed(settings: RuntimeSettings, *sizes: int, slower: float = 1.0) -> list[ProbeMeasurement]:
+    return [ProbeMeasurement(settings, size, 1.0, LINE.at(size) * slower, 3, 1 << 20) for size in sizes]
 
 
-def tried(settings: Settings, size: int, ratio: float, measured_at: float) -> Probe:
-    return Probe(settings, size, measured_at, LINE.at(size) * ratio, 3)
+def tried(settings: RuntimeSettings, size: int, ratio: float, measured_at: float) -> ProbeMeasurement:
+    return ProbeMeasurement(settings, size, measured_at, LINE.at(size) * ratio, 3)
 
 
 def test_points_are_what_was_probed_and_fitted() -> None:
-    known = [*probed(TWO, 8, 16), Probe(TWO, 64, 1.0, None), tried(TWO, 32, 1.3, 2.0), *probed(ONE, 8)]
+    known = [
+        *probed(TWO, 8, 16),
+        ProbeMeasurement(TWO, 64, 1.0, None),
+        tried(TWO, 32, 1.3, 2.0),
+        *probed(ONE, 8),
+    ]
     assert points_with(known, TWO) == [Point(8, LINE.at(8)), Point(16, LINE.at(16))]
 
 
@@ -38,4 +43,4 @@ def test_newest_trial_says_how_much_longer_steps_take_together() -> None:
 
 
 def test_host_that_sat_out_tells_nothing() -> None:
-    assert recall_in_step([Probe(TWO, 0, 9.0, 0.01, 3)], TWO, LINE) is None
+    assert recall_in_step([ProbeMeasurement(TWO, 0, 9.0, 0.01, 3)], TWO, LINE) is None

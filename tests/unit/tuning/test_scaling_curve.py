@@ -19,7 +19,7 @@ from csdctl.tuning.scaling_curve import (
     predict_best_curve,
     size_ranks,
 )
-from csdctl.tuning.search import Candidate, Limits
+from csdctl.tuning.search import Limits, RankCandidate
 from csdctl.tuning.stannis import TuningError
 
 HOST = RankModel("host", StepTime(0.02, 0.002))
@@ -36,7 +36,7 @@ def test_chosen_batch_sizes_are_no_slower_than_any_that_stay() -> None:
     chosen = predict_best_curve(host, nodes, range(6), WITHIN, COSTS)
     kept = predict_curve(host, nodes, 5, SUMS)
     for best, fixed in zip(chosen, kept, strict=True):
-        assert best.images_per_s >= fixed.images_per_s * 0.995
+        assert best.samples_per_s >= fixed.samples_per_s * 0.995
         assert best.global_batch <= 512
 
 
@@ -69,7 +69,7 @@ def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() ->
         PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, Power(host_w=100.0, node_w=10.0)
     )
     assert pair.num_left_out == 2
-    assert pair.images_per_s == pytest.approx(alone.images_per_s)
+    assert pair.samples_per_s == pytest.approx(alone.samples_per_s)
     assert pair.power_w == alone.power_w == 100.0
     assert pair.sum_s == 0
 
@@ -115,8 +115,8 @@ def test_planned_host_may_sit_out() -> None:
 
 
 def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
-    nodes = [Candidate("csd0", StepTime(0.02, 0.002))]
-    host = Candidate("host", StepTime(0.02, 0.002), is_required=True)
+    nodes = [RankCandidate("csd0", StepTime(0.02, 0.002))]
+    host = RankCandidate("host", StepTime(0.02, 0.002), is_required=True)
     best = find_best_ranks(host, nodes, Limits(max_global_batch=64), COSTS.sum_s)
     assert set(best.batch_sizes) == {"host", "csd0"}
 
@@ -128,12 +128,12 @@ def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
     assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
 
 
-HOST_THERE = Candidate("host", HOST.step_time, is_required=True)
+HOST_THERE = RankCandidate("host", HOST.step_time, is_required=True)
 
 
 def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> None:
     """The nodes add a quarter; being in step costs more."""
-    nodes = [Candidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
+    nodes = [RankCandidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
     best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, stretch=1.5)
     assert set(best.batch_sizes) == {"host"}
     assert best.left_out == ("csd0", "csd1", "csd2")
@@ -142,13 +142,13 @@ def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> N
 
 
 def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
-    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
     best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, stretch=1.1)
     assert best.left_out == ()
 
 
 def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
-    nodes = [Candidate("csd0", StepTime(0.0, 0.02))]
+    nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
     limits = Limits(max_step_s=0.03, max_global_batch=512)
     best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, stretch=1.5)
     assert set(best.batch_sizes) == {"host"}

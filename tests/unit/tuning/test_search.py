@@ -3,11 +3,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.search import Candidate, Limits, best_equal, find_best
+from csdctl.tuning.search import Limits, RankCandidate, best_equal, find_best
 from csdctl.tuning.stannis import TuningError
 
-HOST = Candidate("host", StepTime(0.01, 0.003), is_required=True)
-NODES = [Candidate(f"csd{number}", StepTime(0.03, 0.02)) for number in range(4)]
+HOST = RankCandidate("host", StepTime(0.01, 0.003), is_required=True)
+NODES = [RankCandidate(f"csd{number}", StepTime(0.03, 0.02)) for number in range(4)]
 FLEET = [HOST, *NODES]
 
 
@@ -16,15 +16,15 @@ def free(_: int) -> float:
 
 
 @st.composite
-def fleets(draw: st.DrawFn) -> list[Candidate]:
+def fleets(draw: st.DrawFn) -> list[RankCandidate]:
     kinds = [
         StepTime(draw(st.floats(0, 0.2)), draw(st.floats(0.001, 0.1))) for _ in range(draw(st.integers(1, 4)))
     ]
     nodes = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
-    return [Candidate(f"n{number}", one, is_required=number == 0) for number, one in enumerate(nodes)]
+    return [RankCandidate(f"n{number}", one, is_required=number == 0) for number, one in enumerate(nodes)]
 
 
-def exhaustive(fleet: list[Candidate], most: int, sum_s: float) -> float:
+def exhaustive(fleet: list[RankCandidate], most: int, sum_s: float) -> float:
     """The best of all plans in which every rank takes the most it can do in some time."""
     times = {one.step_time.at(size) for one in fleet for size in range(1, most + 1)}
     best = 0.0
@@ -38,18 +38,18 @@ def exhaustive(fleet: list[Candidate], most: int, sum_s: float) -> float:
 
 @given(fleet=fleets(), most=st.integers(16, 200), sum_s=st.floats(0, 0.5))
 @settings(max_examples=60, deadline=None)
-def test_best_plan_is_as_fast_as_the_best_of_all(fleet: list[Candidate], most: int, sum_s: float) -> None:
+def test_best_plan_is_as_fast_as_the_best_of_all(fleet: list[RankCandidate], most: int, sum_s: float) -> None:
     wanted = exhaustive(fleet, most, sum_s)
     if not wanted:
         return
     found = find_best(fleet, Limits(max_global_batch=most), lambda _: sum_s)
-    assert found.prediction.images_per_s >= 0.97 * wanted
+    assert found.prediction.samples_per_s >= 0.97 * wanted
     assert sum(found.batch_sizes.values()) <= most
 
 
 @given(fleet=fleets(), exactly=st.integers(16, 500))
 @settings(max_examples=60, deadline=None)
-def test_exact_global_batch_is_kept_to(fleet: list[Candidate], exactly: int) -> None:
+def test_exact_global_batch_is_kept_to(fleet: list[RankCandidate], exactly: int) -> None:
     found = find_best(fleet, Limits(global_batch=exactly), free)
     assert sum(found.batch_sizes.values()) == exactly
 
@@ -68,20 +68,20 @@ def test_step_time_limit_is_kept_to() -> None:
 
 def test_no_more_is_taken_than_brings_something() -> None:
     """Without fixed costs and sums a larger batch gains nothing, so that the smallest is taken."""
-    fleet = [Candidate("host", StepTime(0.0, 0.001)), Candidate("csd0", StepTime(0.0, 0.01))]
+    fleet = [RankCandidate("host", StepTime(0.0, 0.001)), RankCandidate("csd0", StepTime(0.0, 0.01))]
     found = find_best(fleet, Limits(max_global_batch=10_000), free)
     assert sum(found.batch_sizes.values()) < 1000
 
 
 def test_node_that_costs_more_than_it_brings_is_left_out() -> None:
-    slow = Candidate("slow", StepTime(5.0, 1.0))
+    slow = RankCandidate("slow", StepTime(5.0, 1.0))
     found = find_best([HOST, NODES[0], slow], Limits(max_global_batch=512), lambda _: 0.01)
     assert found.left_out == ("slow",)
     assert set(found.batch_sizes) == {"host", "csd0"}
 
 
 def test_node_with_private_data_is_never_left_out() -> None:
-    slow = Candidate("slow", StepTime(5.0, 1.0), is_required=True)
+    slow = RankCandidate("slow", StepTime(5.0, 1.0), is_required=True)
     found = find_best([HOST, slow], Limits(max_global_batch=512), lambda _: 0.01)
     assert found.batch_sizes["slow"] >= 1
 
@@ -94,7 +94,9 @@ def test_nodes_are_left_out_when_the_sum_costs_more_than_they_bring() -> None:
 def test_limits_that_nothing_keeps_to_are_an_error_that_names_them() -> None:
     with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0") as raised:
         find_best(
-            [HOST, Candidate("csd0", StepTime(1.0, 1.0), is_required=True)], Limits(max_step_s=0.001), free
+            [HOST, RankCandidate("csd0", StepTime(1.0, 1.0), is_required=True)],
+            Limits(max_step_s=0.001),
+            free,
         )
     assert raised.value.remedy == "tune with another --max-step-seconds, or ask for fewer nodes"
 
@@ -119,7 +121,7 @@ def test_tuned_beats_the_best_equal_size() -> None:
     limits = Limits(max_global_batch=1024)
     equal = best_equal(FLEET, limits, free)
     assert equal is not None
-    assert find_best(FLEET, limits, free).prediction.images_per_s > 1.5 * equal
+    assert find_best(FLEET, limits, free).prediction.samples_per_s > 1.5 * equal
 
 
 def test_best_equal_size_is_found_with_a_step_time_alone() -> None:
@@ -129,6 +131,6 @@ def test_best_equal_size_is_found_with_a_step_time_alone() -> None:
 
 
 def test_thousand_different_nodes_are_planned() -> None:
-    fleet = [HOST, *(Candidate(f"n{k}", StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5)) for k in range(1000))]
+    fleet = [HOST, *(RankCandidate(f"n{k}", StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5)) for k in range(1000))]
     found = find_best(fleet, Limits(max_global_batch=50_000), lambda ranks: 1e-4 * ranks)
     assert len(found.batch_sizes) + len(found.left_out) == 1001

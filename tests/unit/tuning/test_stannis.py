@@ -35,13 +35,13 @@ class Engines:
         return [sizes[name] for sizes in self.rounds if name in sizes]
 
 
-def linear(images_per_s: float, overhead_s: float = 0.0) -> Callable[[int], float]:
-    return lambda size: overhead_s + size / images_per_s
+def linear(samples_per_s: float, overhead_s: float = 0.0) -> Callable[[int], float]:
+    return lambda size: overhead_s + size / samples_per_s
 
 
-def best_at(best_size: int, images_per_s: float) -> Callable[[int], float]:
+def best_at(best_size: int, samples_per_s: float) -> Callable[[int], float]:
     """An engine whose speed falls beyond `best_size`: its cache, or its memory, is full."""
-    return lambda size: (size + 0.2 * max(0, size - best_size)) / images_per_s + 0.01
+    return lambda size: (size + 0.2 * max(0, size - best_size)) / samples_per_s + 0.01
 
 
 def test_slowest_engine_gets_its_best_size_of_the_list() -> None:
@@ -50,7 +50,7 @@ def test_slowest_engine_gets_its_best_size_of_the_list() -> None:
     assert tuned["csd0"].step_time_s == pytest.approx(16 / 5 + 0.01)
 
 
-def test_slowest_is_the_one_with_the_least_images_per_s_not_the_longest_step() -> None:
+def test_slowest_is_the_one_with_the_least_samples_per_s_not_the_longest_step() -> None:
     # Every step of csd0 takes longer at size 4 already; it makes up for it at 64.
     times = {"host": linear(2), "csd0": linear(50, 3.0)}
     tuned = Engines(times).tune()

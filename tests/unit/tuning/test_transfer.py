@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.measurements import ModelFeatures, Probe, Settings, describe_model
+from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings, describe_model
 from csdctl.tuning.transfer import MAX_DISTANCE, WEIGHTS, feature_distance, transfer_step_time
 from csdctl.worker.protocol.model_info import ModelInfo
 
@@ -134,5 +134,5 @@ class TestFeatures:
         assert describe_model(info, "hash").input_elements == 10
 
     def test_probe_that_did_not_fit_has_no_rate(self) -> None:
-        assert Probe(Settings(1), 8, 0.0, 0.5).images_per_s == 16
-        assert Probe(Settings(1), 8, 0.0, None).images_per_s is None
+        assert ProbeMeasurement(RuntimeSettings(1), 8, 0.0, 0.5).samples_per_s == 16
+        assert ProbeMeasurement(RuntimeSettings(1), 8, 0.0, None).samples_per_s is None

@@ -16,12 +16,19 @@ from csdctl.job.model import Job, load_job
 from csdctl.perfmodel.collective import CollectiveCost
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.measurements import open_history
+from csdctl.runs.measurements import open_measurements
 from csdctl.shipping.store import store_bytes
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.session import Completed
-from csdctl.tuning.measurements import Collective, ModelFeatures, Probe, Settings, Trial, TrialRank
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
@@ -120,19 +127,21 @@ def build(job: Job, project: ProjectDirectory) -> None:
     carry_model(job, worker, Builder(HOST_NAME), project)
 
 
-def settings_of(name: str) -> Settings:
+def settings_of(name: str) -> RuntimeSettings:
     """All cores, as before anything is tried."""
-    return Settings(facts_of(name).num_threads)
+    return RuntimeSettings(facts_of(name).num_threads)
 
 
 def remember_probes(
     at: MeasuredProject, machines: Sequence[str] = (HOST_NAME, "csd0"), features: ModelFeatures | None = None
 ) -> None:
     """Probes of each size on `machines`, of this model or another one."""
-    with open_history(at.project.history) as history:
+    with open_measurements(at.project.measurements) as history:
         for name in machines:
             step_time = STEPS.get(name, STEPS["csd"])
-            probes = [Probe(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES]
+            probes = [
+                ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
+            ]
             recipe = hash_recipe(at.job, PUBLIC)
             history.add_probes(features or at.features, recipe, class_of(name), probes)
 
@@ -140,11 +149,11 @@ def remember_probes(
 def remember_sums(at: MeasuredProject) -> None:
     """Sums over 2 and 3 ranks."""
     sums = [
-        Collective("star", ranks, size, SUMS.at(size, ranks), 1000.0)
+        CollectiveMeasurement("star", ranks, size, SUMS.at(size, ranks), 1000.0)
         for ranks in (2, 3)
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
-    with open_history(at.project.history) as history:
+    with open_measurements(at.project.measurements) as history:
         history.add_collectives(fleet_class(), sums)
 
 
@@ -157,8 +166,8 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     )
     step_s = trial_step_s(sizes, at.features.vector_bytes)
     recipe = hash_recipe(at.job, PUBLIC)
-    with open_history(at.project.history) as history:
-        trial = Trial(ranks, step_s, sum(sizes) / step_s, 1001.0)
+    with open_measurements(at.project.measurements) as history:
+        trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
         history.add_trial(at.features, recipe, fleet_class(), trial)
 
 

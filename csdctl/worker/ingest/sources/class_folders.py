@@ -7,9 +7,9 @@ from typing import Any
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.prepared import Array
 from csdctl.worker.ingest.sources.pictures import PictureDecoder
-from csdctl.worker.ingest.sources.source import Block, Candidate, UnusableError, decode_blocks
+from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 BYTES_PER_PIXEL = 8
@@ -50,14 +50,14 @@ class ClassFolders:
 
     def blocks(self, start: int) -> Iterator[Block]:
         """All pictures from the one numbered `start` on."""
-        candidates = (Candidate(file, self._label(file)) for file in self._files[start:])
+        candidates = (EncodedSample(file, self._label(file)) for file in self._files[start:])
         return decode_blocks(candidates, self._decode, threads=self._threads, sample_bytes=self.sample_bytes)
 
     def _label(self, file: DataFile) -> int:
         """Its class's number; files beside the class folders come last."""
         return self._label_of[_class_of(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
-    def _decode(self, candidate: Candidate) -> tuple[Array, Any]:
+    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
         file: DataFile = candidate.content
         if len(file.parts) == 1:
             raise UnusableError("no_class")

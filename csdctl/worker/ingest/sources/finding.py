@@ -10,10 +10,10 @@ from pathlib import Path
 from csdctl.worker.ingest.sources.arrays import empty, open_idx_pair, open_npy_files, open_npz
 from csdctl.worker.ingest.sources.class_folders import ClassFolders
 from csdctl.worker.ingest.sources.function import call_function
-from csdctl.worker.ingest.sources.source import Source
+from csdctl.worker.ingest.sources.source import SampleSource
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_shard
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 FORMATS = (
@@ -63,11 +63,11 @@ def settings_of(kind: str, tree: Tree, spec: PrepareSpec) -> str:
     return json.dumps(settings, sort_keys=True)
 
 
-def open_source(kind: str, tree: Tree, spec: PrepareSpec, threads: int) -> Source:
+def open_source(kind: str, tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """The source of `kind`; raises WorkerError, exit code 2, when it cannot be read or used."""
     top = [file for file in tree.files if len(file.parts) < 2]
     npz, idx = _npz_files(top, tree), _idx_files(top)
-    openers: dict[str, Callable[[], Source]] = {
+    openers: dict[str, Callable[[], SampleSource]] = {
         "function": lambda: call_function(tree, spec, threads),
         "npy": lambda: open_npy_files(tree.root, spec),
         "npz": lambda: open_npz(tree.path_of(npz[0]), spec),

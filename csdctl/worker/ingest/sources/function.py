@@ -12,21 +12,21 @@ from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.prepared import Array
 from csdctl.worker.ingest.sources.arrays import ArraySource, InMemory
 from csdctl.worker.ingest.sources.pictures import PictureDecoder, known_shape
-from csdctl.worker.ingest.sources.source import Block, Candidate, Source, decode_blocks
+from csdctl.worker.ingest.sources.source import Block, EncodedSample, SampleSource, decode_blocks
 from csdctl.worker.ingest.sources.tree import Tree
-from csdctl.worker.process.events import WorkerError, describe
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 _END = object()
 EXPECTED = "it must return (images, labels) or an iterator of (image, label)"
 
 
-def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> Source:
+def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """What the function gave, as a source.
 
     Raises WorkerError, exit code 2, when it fails or gives something else.
     """
-    users = UsersCode(spec)
+    users = UserCode(spec)
     given = users.call(lambda: users.load_function()(str(tree.root)))
     if isinstance(given, tuple) and len(given) == 2 and all(hasattr(one, "shape") for one in given):
         images, labels = (np.asarray(one) for one in given)
@@ -38,7 +38,7 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> Source:
     return IteratedSamples(users, iterator, spec, threads)
 
 
-class UsersCode:
+class UserCode:
     """Code of the user, whose every way to end becomes a WorkerError that shows no private data."""
 
     def __init__(self, spec: PrepareSpec) -> None:
@@ -77,7 +77,7 @@ class IteratedSamples:
     num_samples = 0
     files_of_class: tuple[int, ...] = ()
 
-    def __init__(self, users: UsersCode, given: Iterator[Any], spec: PrepareSpec, threads: int) -> None:
+    def __init__(self, users: UserCode, given: Iterator[Any], spec: PrepareSpec, threads: int) -> None:
         self.class_names = spec.classes
         self.sample_bytes = 0
         self._users = users
@@ -88,10 +88,10 @@ class IteratedSamples:
 
     def blocks(self, start: int) -> Iterator[Block]:
         """All samples from the one numbered `start` on."""
-        candidates: Iterable[Candidate] = itertools.islice(self._candidates(), start, None)
+        candidates: Iterable[EncodedSample] = itertools.islice(self._candidates(), start, None)
         return decode_blocks(candidates, self._decode, threads=self._threads, sample_bytes=self.sample_bytes)
 
-    def _candidates(self) -> Iterator[Candidate]:
+    def _candidates(self) -> Iterator[EncodedSample]:
         form = None
         while (sample := self._users.call(lambda: next(self._given, _END))) is not _END:
             candidate = self._as_candidate(sample)
@@ -105,7 +105,7 @@ class IteratedSamples:
             form = now
             yield candidate
 
-    def _as_candidate(self, sample: Any) -> Candidate:
+    def _as_candidate(self, sample: Any) -> EncodedSample:
         try:
             image, label = sample
             content, number = np.asarray(image), np.asarray(label)
@@ -115,9 +115,9 @@ class IteratedSamples:
             raise self._users.error(f"gives samples of {content.dtype} with labels of {number.dtype}")
         if content.dtype == np.uint8 and content.ndim == 2:
             content = content[..., np.newaxis]
-        return Candidate(content, number)
+        return EncodedSample(content, number)
 
-    def _decode(self, candidate: Candidate) -> tuple[Array, Any]:
+    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
         if self._decoder:
             return self._decoder.fit(candidate.content), candidate.label
         return candidate.content, candidate.label

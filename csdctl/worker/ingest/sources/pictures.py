@@ -13,8 +13,8 @@ from csdctl.worker.data.prepared import Array
 from csdctl.worker.ingest.sources.gif import first_frame
 from csdctl.worker.ingest.sources.headers import Header, read_header
 from csdctl.worker.ingest.sources.source import UnusableError
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import PictureRule
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import ImageRule
 
 LARGE_PIXELS = 16_000_000
 """Pictures with more are decoded one at a time, whatever the number of threads: for the memory."""
@@ -28,7 +28,7 @@ _STRIP_PIXELS = 1 << 16
 _WHITE = 255
 
 
-def known_shape(rule: PictureRule) -> tuple[int, int, int] | None:
+def known_shape(rule: ImageRule) -> tuple[int, int, int] | None:
     """The rule's (height, width, channels) when it says all three, else None."""
     if rule.shape is None or len(rule.shape) != 3 or 0 in rule.shape:
         return None
@@ -39,7 +39,7 @@ def known_shape(rule: PictureRule) -> tuple[int, int, int] | None:
 class PictureDecoder:
     """Decodes and fits pictures; may be used by many threads at once."""
 
-    def __init__(self, rule: PictureRule, tf: Any) -> None:
+    def __init__(self, rule: ImageRule, tf: Any) -> None:
         """Raises WorkerError, exit code 2, for a shape that pictures cannot have."""
         shape = known_shape(rule)
         if shape is None or shape[2] not in (1, 3):

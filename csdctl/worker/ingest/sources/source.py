@@ -34,7 +34,7 @@ class Block:
     skipped: Counter[str] = field(default_factory=Counter)
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """Samples in an order that depends on nothing but the source's files and what the job says of them."""
 
     num_samples: int
@@ -50,7 +50,7 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True)
-class Candidate:
+class EncodedSample:
     """A sample before it is decoded: a path, bytes, an array, or None where one could not be read."""
 
     content: Any
@@ -70,8 +70,8 @@ def num_threads() -> int:
 
 
 def decode_blocks(
-    candidates: Iterable[Candidate],
-    decode: Callable[[Candidate], tuple[Array, Any]],
+    candidates: Iterable[EncodedSample],
+    decode: Callable[[EncodedSample], tuple[Array, Any]],
     *,
     threads: int,
     sample_bytes: int,
@@ -81,7 +81,7 @@ def decode_blocks(
     However many threads there are, the samples and their order are the same.
     """
 
-    def try_one(candidate: Candidate) -> tuple[Array, Any] | str:
+    def try_one(candidate: EncodedSample) -> tuple[Array, Any] | str:
         try:
             return decode(candidate)
         except UnusableError as error:
@@ -101,8 +101,8 @@ def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
     return Block(len(outcomes), np.stack(images), np.stack(labels), skipped)
 
 
-def _groups(candidates: Iterable[Candidate], num_most: int) -> Iterator[list[Candidate]]:
-    group: list[Candidate] = []
+def _groups(candidates: Iterable[EncodedSample], num_most: int) -> Iterator[list[EncodedSample]]:
+    group: list[EncodedSample] = []
     held_bytes = 0
     for candidate in candidates:
         group.append(candidate)

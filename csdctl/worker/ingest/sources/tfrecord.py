@@ -10,9 +10,9 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.prepared import Array
 from csdctl.worker.ingest.sources.pictures import PictureDecoder, known_shape
-from csdctl.worker.ingest.sources.source import Block, Candidate, UnusableError, decode_blocks
+from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec, RecordSchema
 
 _SHARD = re.compile(r".+(\.tfrecords?|\.tfrec|-\d{5}-of-\d{5})(\.gz)?$")
@@ -59,12 +59,12 @@ class RecordFiles:
             self._candidates(start), self._decode, threads=self._threads, sample_bytes=self.sample_bytes
         )
 
-    def _candidates(self, start: int) -> Iterator[Candidate]:
+    def _candidates(self, start: int) -> Iterator[EncodedSample]:
         number = 0
         for path in self._paths:
             for record in self._records(path):
                 if number >= start:
-                    yield Candidate(record, None)
+                    yield EncodedSample(record, None)
                 number += 1
 
     def _records(self, path: Path) -> Iterator[bytes | None]:
@@ -86,7 +86,7 @@ class RecordFiles:
             return "GZIP"
         return ""
 
-    def _decode(self, candidate: Candidate) -> tuple[Array, Any]:
+    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
         if candidate.content is None:
             raise UnusableError("damaged_file")
         try:

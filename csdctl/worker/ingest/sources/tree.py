@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 
 IGNORED = ("lost+found",)
 """What a file system puts at its own root; names that begin with a dot are passed over too."""

@@ -10,9 +10,9 @@ import pytest
 
 COUNT = """
 import json
-from csdctl.worker.backend import load_backend
+from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
-from csdctl.worker.operations import count_operations
+from csdctl.worker.compute.flops import count_operations
 from keras import Input, Model, Sequential, layers
 
 

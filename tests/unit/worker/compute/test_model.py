@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from csdctl.worker.compute.model import build
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, WORKER_ERROR_PREFIX, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe

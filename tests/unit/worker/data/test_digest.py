@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.digest import look
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.process.errors import WorkerError
 
 
 def write(directory: Path, images: np.ndarray, labels: np.ndarray) -> str:
@@ -19,16 +19,16 @@ def write(directory: Path, images: np.ndarray, labels: np.ndarray) -> str:
 def test_same_data_is_seen_alike_and_other_data_is_not(tmp_path: Path) -> None:
     images = np.random.default_rng(3).integers(0, 256, (200, 3, 3, 1), np.uint8)
     labels = np.arange(200) % 5
-    first = look(write(tmp_path / "a", images, labels))
+    first = compute_digest(write(tmp_path / "a", images, labels))
     assert first.num_samples == 200
-    assert look(write(tmp_path / "b", images.copy(), labels)) == first
+    assert compute_digest(write(tmp_path / "b", images.copy(), labels)) == first
     other = images.copy()
     other[-1] += 1
-    assert look(write(tmp_path / "c", other, labels)) != first
-    assert look(write(tmp_path / "d", images, labels[::-1])) != first
-    assert look(write(tmp_path / "e", images[:100], labels[:100])) != first
+    assert compute_digest(write(tmp_path / "c", other, labels)) != first
+    assert compute_digest(write(tmp_path / "d", images, labels[::-1])) != first
+    assert compute_digest(write(tmp_path / "e", images[:100], labels[:100])) != first
 
 
 def test_missing_data_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(WorkerError, match="cannot be read"):
-        look(str(tmp_path))
+        compute_digest(str(tmp_path))

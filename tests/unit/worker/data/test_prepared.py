@@ -12,43 +12,43 @@ from hypothesis import strategies as st
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.data.prepared import EpochReader, Samples, open_arrays, rows_of
-from csdctl.worker.data.schedule import Own, Piece, Share, begin_epoch
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.data.prepared import EpochReader, PreparedSamples, open_arrays, rows_of
+from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, ShardPart
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from csdctl.workflows.data.deploy import cut_shards
 
 
-def write(directory: Path, num_rows: int, first_label: int = 0) -> ShardPart:
+def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
     """Images that hold their own label in each pixel."""
     directory.mkdir(parents=True, exist_ok=True)
     labels = np.arange(first_label, first_label + num_rows, dtype=np.int32)
     images = np.broadcast_to(labels.astype(np.uint8).reshape(-1, 1, 1, 1), (num_rows, 2, 2, 1))
     np.save(directory / "images.npy", images)
     np.save(directory / "labels.npy", labels)
-    return ShardPart(str(directory / "images.npy"), str(directory / "labels.npy"))
+    return DatasetSlice(str(directory / "images.npy"), str(directory / "labels.npy"))
 
 
 @pytest.fixture(scope="module")
-def part(tmp_path_factory: pytest.TempPathFactory) -> ShardPart:
+def part(tmp_path_factory: pytest.TempPathFactory) -> DatasetSlice:
     return write(tmp_path_factory.mktemp("data"), 60)
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory: pytest.TempPathFactory) -> ShardPart:
+def other(tmp_path_factory: pytest.TempPathFactory) -> DatasetSlice:
     return write(tmp_path_factory.mktemp("other"), 20, first_label=100)
 
 
-def some(part: ShardPart, start: int, stop: int, seed: int = 5) -> ShardPart:
-    return ShardPart(part.images, part.labels, start, stop, seed)
+def some(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> DatasetSlice:
+    return DatasetSlice(part.images, part.labels, start, stop, seed)
 
 
-def one_rank(private: ShardPart | None, public: ShardPart | None, sizes: tuple[int, int]) -> RunSpec:
+def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int]) -> RunSpec:
     """A run of one rank with so many private and public samples."""
     rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
-    whole = ShardPart(public.images, public.labels) if public else None
+    whole = DatasetSlice(public.images, public.labels) if public else None
     return RunSpec("run", "", "", Recipe(seed=7), (rank,), whole, None, "")
 
 
@@ -57,7 +57,7 @@ def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> l
     me = spec.ranks[rank]
     reader = EpochReader(spec, rank)
     reader.begin(epoch)
-    leg = begin_epoch([Own(me.num_private, me.num_public)], {0: batch_size})
+    leg = begin_epoch([OwnSamples(me.num_private, me.num_public)], {0: batch_size})
     batches = []
     for step in range(leg.stop_step):
         images, labels = reader.read(leg.batch(step)[0])
@@ -70,7 +70,7 @@ def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> l
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
 def test_epoch_reads_every_row_exactly_once(
-    part: ShardPart, other: ShardPart, start: int, stop: int, batch_size: int, epoch: int
+    part: DatasetSlice, other: DatasetSlice, start: int, stop: int, batch_size: int, epoch: int
 ) -> None:
     mine = some(part, start, stop)
     spec = one_rank(other, mine, (20, max(0, stop - start)))
@@ -82,12 +82,12 @@ def test_epoch_reads_every_row_exactly_once(
 @given(st.lists(st.integers(0, 60), max_size=5), st.integers(0, 2**31))
 def test_parts_that_share_a_permutation_share_no_row_and_leave_none(cuts: list[int], seed: int) -> None:
     edges = [0, *sorted(cuts), 60]
-    rows = [rows_of(ShardPart("", "", start, stop, seed), 60) for start, stop in pairwise(edges)]
+    rows = [rows_of(DatasetSlice("", "", start, stop, seed), 60) for start, stop in pairwise(edges)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(60))
     assert all(np.array_equal(one, np.sort(one)) for one in rows)
 
 
-def test_order_follows_epoch_and_comes_again(part: ShardPart) -> None:
+def test_order_follows_epoch_and_comes_again(part: DatasetSlice) -> None:
     spec = one_rank(None, part, (0, 60))
     assert epoch_of(spec, 7, 1) != epoch_of(spec, 7, 2)
     assert epoch_of(spec, 7, 1) == epoch_of(spec, 7, 1)
@@ -95,57 +95,57 @@ def test_order_follows_epoch_and_comes_again(part: ShardPart) -> None:
     assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
 
 
-def test_rank_without_data_on_its_disk_is_refused(part: ShardPart) -> None:
+def test_rank_without_data_on_its_disk_is_refused(part: DatasetSlice) -> None:
     with pytest.raises(WorkerError, match="no data at all"):
         EpochReader(one_rank(None, None, (0, 0)), 0).example()
 
 
-def test_shard_of_another_size_than_planned_is_refused(part: ShardPart) -> None:
+def test_shard_of_another_size_than_planned_is_refused(part: DatasetSlice) -> None:
     with pytest.raises(WorkerError, match="0 private and 60 public samples, the plan says 0 and 59"):
         EpochReader(one_rank(None, part, (0, 59)), 0)
 
 
-def test_private_and_public_samples_are_mixed_within_batches(part: ShardPart, other: ShardPart) -> None:
+def test_private_and_public_samples_are_mixed_within_batches(part: DatasetSlice, other: DatasetSlice) -> None:
     batches = epoch_of(one_rank(other, part, (20, 60)), 16)
     for batch in batches:
         assert sum(label >= 100 for label in batch) == len(batch) // 4
 
 
 def test_what_others_borrowed_is_read_on_the_host_as_they_would_have_read_it(
-    part: ShardPart, tmp_path: Path
+    part: DatasetSlice, tmp_path: Path
 ) -> None:
     """Rank 1 has public[40:60]; the host lends it what rank 1 itself would have taken from its own file."""
     ranks = (
         RankSpec(0, "host", 8, Runtime(1), None, some(part, 0, 40, 7), 0, 40),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
     )
-    whole = ShardPart(part.images, part.labels)
+    whole = DatasetSlice(part.images, part.labels)
     spec = RunSpec("run", "", "", Recipe(seed=7), ranks, whole, None, "")
     host = EpochReader(spec, 0)
     host.begin(3)
-    images, labels = host.read_borrowed([Piece(1, 5, 12)])
+    images, labels = host.read_borrowed([Span(1, 5, 12)])
     its_rows = rows_of(some(part, 40, 60, 7), 60)
     assert set(labels.tolist()) <= set(its_rows.tolist())
     assert len(set(labels.tolist())) == 7
     assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
-    packed = host.pack_borrowed([Piece(1, 5, 12)])
-    share = Share(0, 8, 0, 0, 0, 0, (Piece(1, 5, 12),))
+    packed = host.pack_borrowed([Span(1, 5, 12)])
+    share = Share(0, 8, 0, 0, 0, 0, (Span(1, 5, 12),))
     unpacked = host.read(share, packed)
     assert np.array_equal(unpacked[0], images)
     assert np.array_equal(unpacked[1], labels)
 
 
-def test_evaluation_reads_all_in_order(part: ShardPart) -> None:
-    batches = [labels.tolist() for _, labels in Samples(part).in_order(25)]
+def test_evaluation_reads_all_in_order(part: DatasetSlice) -> None:
+    batches = [labels.tolist() for _, labels in PreparedSamples(part).in_order(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]
     assert list(chain(*batches)) == list(range(60))
 
 
 def test_rows_of_a_part_without_stop_are_all_rows() -> None:
-    assert rows_of(ShardPart("", ""), 5).tolist() == [0, 1, 2, 3, 4]
+    assert rows_of(DatasetSlice("", ""), 5).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_arrays_are_mapped_not_loaded(part: ShardPart) -> None:
+def test_arrays_are_mapped_not_loaded(part: DatasetSlice) -> None:
     for array in open_arrays(part.images, part.labels):
         assert isinstance(array, np.memmap)
         assert array.mode == "r"
@@ -174,9 +174,9 @@ def test_what_a_node_is_sent_is_what_the_host_would_read(tmp_path: Path) -> None
     rows = rows_of(on_host, 50)
     assert labels.tolist() == rows.tolist() == np.load(part.labels)[rows].tolist()
     assert np.array_equal(images, np.load(part.images)[rows])
-    sent = ShardPart(*(str(file.source) for file in cut["csd0"]))
+    sent = DatasetSlice(*(str(file.source) for file in cut["csd0"]))
     places = np.arange(len(rows))
-    assert np.array_equal(Samples(sent).read(places)[1], Samples(on_host).read(places)[1])
+    assert np.array_equal(PreparedSamples(sent).read(places)[1], PreparedSamples(on_host).read(places)[1])
     assert sorted(rows.tolist() + rows_of(some(part, 0, placed[0].public_stop, seed=9), 50).tolist()) == list(
         range(50)
     )
@@ -198,7 +198,7 @@ def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: 
     elif damage != "missing":
         path.write_bytes({"empty": b"", "short": content[:-4], "text": b"1, 2, 3\n"}[damage])
     with pytest.raises(WorkerError, match="cannot be read") as raised:
-        Samples(part)
+        PreparedSamples(part)
     assert str(tmp_path) not in raised.value.message
     assert "labels" not in raised.value.message
 
@@ -207,13 +207,13 @@ def test_images_without_as_many_labels_are_refused_with_both_numbers(tmp_path: P
     part = write(tmp_path, 5)
     np.save(part.labels, np.zeros(4))
     with pytest.raises(WorkerError, match="5 images but 4 labels"):
-        Samples(part)
+        PreparedSamples(part)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
 def test_repeated_private_samples_come_equally_often_and_each_time_in_another_order(
-    part: ShardPart, other: ShardPart, num_repeated: int, batch_size: int, epoch: int
+    part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int, epoch: int
 ) -> None:
     spec = one_rank(other, part, (20 + num_repeated, 60))
     rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
@@ -228,13 +228,13 @@ def test_repeated_private_samples_come_equally_often_and_each_time_in_another_or
 @settings(deadline=None)
 @given(st.integers(0, 70), st.integers(1, 60))
 def test_private_samples_stand_first_in_a_batch_and_their_copies_are_known(
-    part: ShardPart, other: ShardPart, num_repeated: int, batch_size: int
+    part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int
 ) -> None:
     spec = one_rank(other, part, (20 + num_repeated, 60))
     rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
     reader = EpochReader(dataclasses.replace(spec, ranks=(rank,)), 0)
     reader.begin(1)
-    leg = begin_epoch([Own(20 + num_repeated, 60)], {0: batch_size})
+    leg = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
     for step in range(leg.stop_step):
         share = leg.batch(step)[0]
         labels = reader.read(share)[1].tolist()

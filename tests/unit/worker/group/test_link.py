@@ -13,21 +13,23 @@ from typing import Any
 import pytest
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
-from csdctl.worker.group.link import Door, Line, LinkLostError, door_name
+from csdctl.worker.group.link import Channel, LinkLostError, Listener, socket_name
 
 SIZE = 3
 NUM_ELEMENTS = (1 << 18) + 5
 RANK = """
 import json, sys
 import numpy as np
-from csdctl.worker.link import Door, LinkedRanks, LinkLostError, VectorMemory
+from csdctl.worker.group.link import LinkCommunicator, LinkLostError, Listener, SharedVectors
 run, rank = sys.argv[1], int(sys.argv[2])
-door = Door(run, rank)
-memory = VectorMemory(int(sys.argv[3]))
+listener = Listener(run, rank)
+memory = SharedVectors(int(sys.argv[3]))
 print("listening", flush=True)
-line, hello = door.wait_for_link(1, lambda: False)
-door.give_memory(line, memory.descriptor)
-ranks = LinkedRanks(line, hello, memory, lambda missing: print(json.dumps({"missing": missing}), flush=True))
+channel, hello = listener.wait_for_link(1, lambda: False)
+listener.give_memory(channel, memory.descriptor)
+def on_waiting(missing):
+    print(json.dumps({"missing": missing}), flush=True)
+ranks = LinkCommunicator(channel, hello, memory, on_waiting)
 for request in sys.stdin:
     words = request.split()
     try:
@@ -171,14 +173,14 @@ def test_rank_says_whom_it_waits_for(group: Group) -> None:
 
 def test_link_of_another_group_is_turned_away() -> None:
     run_id = f"test-{os.getpid()}-turned-away"
-    door = Door(run_id, 0)
+    door = Listener(run_id, 0)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(door_name(run_id, 0))
-    Line(connection).send(b"H", json.dumps({"generation": 1}).encode())
+    connection.connect(socket_name(run_id, 0))
+    Channel(connection).send(b"H", json.dumps({"generation": 1}).encode())
     began = time.monotonic()
     assert door.wait_for_link(2, lambda: time.monotonic() > began + 0.5) is None
     with pytest.raises(LinkLostError):
-        Line(connection).receive()
+        Channel(connection).receive()
 
 
 def test_what_the_ranks_have_sent_is_told_by_the_kernel(group: Group) -> None:

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.fleet.reachability import must_talk
+from csdctl.fleet.reachability import must_connect
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 
 NUM_RANKS = 7
 PROGRAM = """
 import numpy as np
-from csdctl.worker.collective import choose_sum, gather, load_world
-_, world = load_world()
+from csdctl.worker.group.collective import choose_collective, gather, init_mpi
+_, world = init_mpi()
 gather(world, None)
 for way in ("", "star", "allreduce"):
-    choose_sum(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
+    choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
 gather(world, "x" * (10 + world.rank))
 gather(world, "y" * 200_000)
 """
@@ -47,6 +47,6 @@ def test_pairs_that_must_talk_are_those_that_open_mpi_connects() -> None:
         (one, other)
         for one in range(NUM_RANKS)
         for other in range(one + 1, NUM_RANKS)
-        if must_talk(one, other, NUM_RANKS)
+        if must_connect(one, other, NUM_RANKS)
     }
     assert connected == wanted

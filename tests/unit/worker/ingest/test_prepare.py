@@ -14,7 +14,7 @@ import pytest
 
 from csdctl.worker.data.prepared import open_arrays
 from csdctl.worker.ingest.prepare import prepare as prepare_spec
-from csdctl.worker.process.events import WorkerError
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 

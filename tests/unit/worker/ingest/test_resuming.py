@@ -21,8 +21,8 @@ from csdctl.worker.ingest.partial_dataset import Part
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.ingest.sources import source as source_module
 from csdctl.worker.ingest.sources.source import Block
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec, Preparing
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from tests.unit.worker.ingest.sources.made_pictures import colours, png
 
@@ -44,14 +44,14 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def spec(pictures: Path, tmp_path: Path) -> PrepareSpec:
-    return PrepareSpec(str(pictures), str(tmp_path / "store"), PictureRule((5, 5, 3)), names_classes=True)
+    return PrepareSpec(str(pictures), str(tmp_path / "store"), ImageRule((5, 5, 3)), names_classes=True)
 
 
 @pytest.fixture(scope="module")
 def whole(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
     """What `spec` asks for, prepared without an interruption by one thread."""
     store = str(tmp_path_factory.mktemp("whole"))
-    return prepare(PrepareSpec(str(pictures), store, PictureRule((5, 5, 3)), names_classes=True), threads=1)
+    return prepare(PrepareSpec(str(pictures), store, ImageRule((5, 5, 3)), names_classes=True), threads=1)
 
 
 def content(info: DatasetInfo) -> dict[str, bytes]:
@@ -67,7 +67,7 @@ class StopHereError(Exception):
 
 
 def interrupt(spec: PrepareSpec, after: int, sync_interval_s: float = 0) -> None:
-    def stop(progress: Preparing) -> None:
+    def stop(progress: PrepareProgress) -> None:
         if progress.num_done >= after:
             raise StopHereError
 
@@ -92,8 +92,8 @@ class TestSameBytes:
         assert content(prepare(spec)) == content(whole)
 
     def test_another_rule_is_another_data_set(self, spec: PrepareSpec) -> None:
-        rules = [PictureRule((5, 5, 3)), PictureRule((5, 5, 1)), PictureRule((5, 5, 3), "pad")]
-        rules.append(PictureRule((5, 5, 3), max_pixels=80))
+        rules = [ImageRule((5, 5, 3)), ImageRule((5, 5, 1)), ImageRule((5, 5, 3), "pad")]
+        rules.append(ImageRule((5, 5, 3), max_pixels=80))
         made = [prepare(replace(spec, picture=rule)) for rule in rules]
         made.append(prepare(replace(spec, classes=("dog", "cat"))))
         assert len({info.fingerprint for info in made}) == 5
@@ -145,8 +145,9 @@ class TestGoingOn:
     def test_killed_worker_is_gone_on_with(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
         program = (
             "import os, signal, sys\n"
-            "from csdctl.worker.contract import PrepareSpec, from_json\n"
-            "from csdctl.worker.prepare import prepare\n"
+            "from csdctl.worker.protocol.datasets import PrepareSpec\n"
+            "from csdctl.worker.protocol.json_codec import from_json\n"
+            "from csdctl.worker.ingest.prepare import prepare\n"
             "def stop(progress):\n"
             "    if progress.num_done >= 256:\n"
             "        os.kill(os.getpid(), signal.SIGKILL)\n"

@@ -10,46 +10,46 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
-    Alive,
-    Checkpointed,
+    CheckpointSaved,
+    CollectiveTimed,
     EpochEnd,
     Evaluating,
     Event,
     Exited,
     Failed,
     Finished,
-    Greeted,
     Joined,
     LinkLost,
+    MpiChecked,
     NodeBack,
     NodeLost,
     Paused,
+    Pong,
     Progress,
     Ready,
     Rebalanced,
-    Sent,
+    SentBytes,
     Started,
-    Summed,
     Traffic,
     Verified,
     WaitingFor,
     event_from_line,
     event_to_line,
 )
-from csdctl.worker.protocol.json_codec import SCHEMA, ContractError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.orders import (
-    AreYouThere,
     FormGroup,
     Order,
     PauseAtEpochEnd,
+    Ping,
     Stop,
     order_from_line,
     order_to_line,
 )
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, ShardPart
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 
 RECIPE = Recipe(
     optimizer_args={"momentum": 0.9, "nesterov": True},
@@ -61,14 +61,14 @@ RECIPE = Recipe(
     early_stopping=EarlyStopping("loss", 2, 0.1),
     reduce_on_plateau=ReduceOnPlateau(factor=0.5),
 )
-PART = ShardPart("a/images.npy", "a/labels.npy", 3, 9, 7)
+PART = DatasetSlice("a/images.npy", "a/labels.npy", 3, 9, 7)
 RUN = RunSpec(
     run_id="20260101-120000-ab12",
     architecture=".csdctl/objects/a.json",
     weights=".csdctl/objects/w.npz",
     recipe=RECIPE,
     ranks=(
-        RankSpec(0, "host", 32, Runtime(8), PART, ShardPart("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
+        RankSpec(0, "host", 32, Runtime(8), PART, DatasetSlice("b/i.npy", "b/l.npy"), 40, 60, 7, 64, 16),
         RankSpec(1, "csd0", 4, Runtime(4), None, None, 0, 0),
     ),
     public=PART,
@@ -90,19 +90,19 @@ VALUES = [
 PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 SAID = [
     Started(1, "csd0", "node-7"),
-    Greeted(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
-    Summed(0, "host", 5, 1 << 20, "star", 0.0035),
+    MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
+    CollectiveTimed(0, "host", 5, 1 << 20, "star", 0.0035),
     Ready(1, "csd0", 100, 3.25),
     PROGRESS,
-    Traffic(0, "host", 2, (Sent("sums", 0, 1, 1 << 33), Sent("samples", 0, 2, 7))),
+    Traffic(0, "host", 2, (SentBytes("sums", 0, 1, 1 << 33), SentBytes("samples", 0, 2, 7))),
     Verified(0, "host", 36, (32, 4), 3.5e-7, None, "hash", "star"),
     Evaluating(0, "host", 256, 10_000),
     EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
-    Checkpointed(0, "host", 1, 40, "step-00000040.npz", True),
+    CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
     Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
     LinkLost(1, "csd0", 2, 1, 7),
     Paused(1, "csd0", 2),
-    Alive(1, "csd0", 3),
+    Pong(1, "csd0", 3),
     WaitingFor(0, "host", ("csd0", "csd1")),
     Rebalanced(0, "host", 1, 9, "csd0", 1.8, {"0": 34, "1": 2}),
     NodeLost(1, "csd0", "killed"),
@@ -123,7 +123,7 @@ def test_what_is_written_is_read_back_the_same(value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), AreYouThere(4)], ids=repr
+    "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), Ping(4)], ids=repr
 )
 def test_order_is_one_line_and_is_read_back_the_same(order: Order) -> None:
     line = order_to_line(order)
@@ -133,7 +133,7 @@ def test_order_is_one_line_and_is_read_back_the_same(order: Order) -> None:
 
 @pytest.mark.parametrize("line", ["", "{}", "[]", '{"order":"Dance"}', '{"order":"Stop","colour":1}'])
 def test_line_that_is_no_order_is_refused(line: str) -> None:
-    with pytest.raises(ContractError):
+    with pytest.raises(ProtocolError):
         order_from_line(line)
 
 
@@ -165,33 +165,33 @@ def test_loss_that_is_no_number_survives(loss: float) -> None:
 
 def test_other_schema_is_refused_with_both_numbers() -> None:
     text = to_json(dataclasses.replace(RUN, schema=SCHEMA + 1))
-    with pytest.raises(ContractError, match=f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"):
+    with pytest.raises(ProtocolError, match=f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"):
         from_json(RunSpec, text)
 
 
 def test_unknown_fields_are_named() -> None:
     content = {**json.loads(to_json(RUN)), "colour": 1, "age": 2}
-    with pytest.raises(ContractError, match="RunSpec: unknown age, colour"):
+    with pytest.raises(ProtocolError, match="RunSpec: unknown age, colour"):
         from_json(RunSpec, json.dumps(content))
 
 
 def test_unknown_field_inside_a_rank_is_named() -> None:
     content = json.loads(to_json(RUN))
     content["ranks"][1]["colour"] = "red"
-    with pytest.raises(ContractError, match="RankSpec: unknown colour"):
+    with pytest.raises(ProtocolError, match="RankSpec: unknown colour"):
         from_json(RunSpec, json.dumps(content))
 
 
 def test_missing_field_is_named() -> None:
     content = json.loads(to_json(RUN))
     del content["output_directory"]
-    with pytest.raises(ContractError, match=r"RunSpec: .*output_directory"):
+    with pytest.raises(ProtocolError, match=r"RunSpec: .*output_directory"):
         from_json(RunSpec, json.dumps(content))
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "5", "null", '"x"', '{"ranks": 5}', to_json(RUN)[:-9]])
 def test_text_that_is_no_run_spec_is_refused(text: str) -> None:
-    with pytest.raises(ContractError):
+    with pytest.raises(ProtocolError):
         from_json(RunSpec, text)
 
 
@@ -218,12 +218,12 @@ def test_line_that_is_no_event_is_told_from_a_damaged_one(line: str) -> None:
     ],
 )
 def test_damaged_event_is_refused(rest: str) -> None:
-    with pytest.raises(ContractError):
+    with pytest.raises(ProtocolError):
         event_from_line(EVENT_PREFIX + rest)
 
 
-def test_images_per_s_of_a_probe_is_samples_over_seconds() -> None:
-    assert ProbeResult(32, 0.25, 4, 0).images_per_s == 128
+def test_samples_per_s_of_a_probe_is_samples_over_seconds() -> None:
+    assert ProbeResult(32, 0.25, 4, 0).samples_per_s == 128
 
 
 def test_model_described_by_an_older_csdctl_is_read() -> None:

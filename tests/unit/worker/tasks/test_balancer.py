@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from csdctl.worker.tasks.balancer import URGENT, Balancer, share_out
+from csdctl.worker.tasks.balancer import URGENT, Balancer, apportion
 
 OVERHEAD_S = 0.05
 
@@ -81,7 +81,7 @@ def test_slowdown_that_goes_away_is_taken_back() -> None:
 
 
 def test_rank_at_its_limit_leaves_the_rest_to_the_others() -> None:
-    assert share_out(300, {0: 10.0, 1: 1.0, 2: 1.0}, {0: 100}) == {0: 100, 1: 100, 2: 100}
+    assert apportion(300, {0: 10.0, 1: 1.0, 2: 1.0}, {0: 100}) == {0: 100, 1: 100, 2: 100}
 
 
 @given(
@@ -92,7 +92,7 @@ def test_rank_at_its_limit_leaves_the_rest_to_the_others() -> None:
 def test_global_batch_stays_and_everybody_has_a_sample(
     speeds: dict[int, float], total: int, limits: dict[int, int]
 ) -> None:
-    sizes = share_out(total, speeds, limits)
+    sizes = apportion(total, speeds, limits)
     assert sum(sizes.values()) == total
     assert set(sizes) == set(speeds)
     assert min(sizes.values()) >= 1

@@ -2,11 +2,13 @@
 
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.callbacks import after_epoch, is_higher_better
-from csdctl.worker.tasks.state import Progressed
+from csdctl.worker.tasks.state import CallbackState
 
 
-def run(recipe: Recipe, losses: list[float], name: str = "validation_loss") -> list[tuple[Progressed, bool]]:
-    found, progressed = [], Progressed()
+def run(
+    recipe: Recipe, losses: list[float], name: str = "validation_loss"
+) -> list[tuple[CallbackState, bool]]:
+    found, progressed = [], CallbackState()
     for epoch, loss in enumerate(losses, start=1):
         progressed, is_best = after_epoch(recipe, progressed, epoch, {name: loss})
         found.append((progressed, is_best))

@@ -11,7 +11,7 @@ import pytest
 from csdctl.worker.protocol.events import Failed, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime, ShardPart
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 from tests.unit.worker.compute.built_models import carry, keras
 
 CANARY = 987_654
@@ -26,7 +26,7 @@ def test_only_the_kind_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     files = carry(keras().Sequential(layers), tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((8, 4), np.float32))
     np.save(tmp_path / "labels.npy", np.full(8, CANARY, np.int32))
-    part = ShardPart(str(tmp_path / "images.npy"), str(tmp_path / "labels.npy"))
+    part = DatasetSlice(str(tmp_path / "images.npy"), str(tmp_path / "labels.npy"))
     data = (part, None, 8, 0) if is_private else (None, part, 0, 8)
     rank = RankSpec(0, "csd0", 4, Runtime(1), *data)
     spec = RunSpec("a-run", *files, Recipe(), (rank,), None, None, str(tmp_path))

@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.data.schedule import Own, begin_epoch
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.tasks.state import Checkpoints, Position, Progressed, StepFile, Tallied, pack, unpack
+from csdctl.worker.data.schedule import OwnSamples, begin_epoch
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.tasks.state import (
+    CallbackState,
+    Checkpoints,
+    EpochTotals,
+    Position,
+    StepFile,
+    pack,
+    unpack,
+)
 
-LEG = begin_epoch([Own(5, 95), Own(20, 80)], {0: 10, 1: 7})
-POSITION = Position(2, 3, 45, LEG, {"0": 10, "1": 7}, Tallied(3, 51, 4.5, (0.5,)), Progressed(1.5, 1))
+LEG = begin_epoch([OwnSamples(5, 95), OwnSamples(20, 80)], {0: 10, 1: 7})
+POSITION = Position(2, 3, 45, LEG, {"0": 10, "1": 7}, EpochTotals(3, 51, 4.5, (0.5,)), CallbackState(1.5, 1))
 
 
 @dataclass
@@ -70,7 +78,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from dataclasses import replace
-from tests.unit.worker.test_state import POSITION, StepFile, variables
+from tests.unit.worker.tasks.test_state import POSITION, StepFile, variables
 file = StepFile(Path(sys.argv[1]), variables())
 step = 0
 while True:

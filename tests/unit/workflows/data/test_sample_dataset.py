@@ -13,8 +13,8 @@ import pytest
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.workflows.data.sample_dataset import (
+    DatasetOrigin,
     FashionMnist,
-    Source,
     download_with_apt,
     fetch_fashion_mnist,
     load_fashion_mnist,
@@ -45,15 +45,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_files(tmp_path_factory.mktemp("files"))
 
 
-def found_in(directory: Path, name: str = "elsewhere") -> Source:
-    return Source(name, lambda _scratch, _say: directory)
+def found_in(directory: Path, name: str = "elsewhere") -> DatasetOrigin:
+    return DatasetOrigin(name, lambda _scratch, _say: directory)
 
 
-def failing(name: str, message: str) -> Source:
+def failing(name: str, message: str) -> DatasetOrigin:
     def fail(_scratch: Path, _say: Callable[[str], None]) -> Path:
         raise CsdctlError(message)
 
-    return Source(name, fail)
+    return DatasetOrigin(name, fail)
 
 
 class TestIdxFiles:
@@ -156,9 +156,7 @@ class TestFetching:
             download_with_apt(tmp_path, print)
 
     def test_tensorflow_is_not_imported(self) -> None:
-        code = (
-            "import sys, csdctl.workflows.sample; sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
-        )
+        code = "import sys, csdctl.workflows.data.sample_dataset; sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_debian_package_really_arrives_through_apt(self, tmp_path: Path) -> None:

@@ -8,14 +8,20 @@ from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import TABLE_1, Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.forecast.basis import Basis, published_basis
-from csdctl.workflows.forecast.forecast import MAX_NODES, Question, forecast, given_power, parse_node_counts
+from csdctl.workflows.forecast.basis import ForecastBasis, published_basis
+from csdctl.workflows.forecast.forecast import (
+    MAX_NODES,
+    ForecastRequest,
+    forecast,
+    given_power,
+    parse_node_counts,
+)
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
 
 RANKS = [
-    RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, images_per_s=100.0),
-    RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, images_per_s=10.0),
-    RankPlan(node="dpu0", batch_size=30, threads=1, step_time_s=1.0, images_per_s=30.0),
+    RankPlan(node="host", batch_size=100, threads=2, step_time_s=1.0, samples_per_s=100.0),
+    RankPlan(node="csd0", batch_size=10, threads=1, step_time_s=1.0, samples_per_s=10.0),
+    RankPlan(node="dpu0", batch_size=30, threads=1, step_time_s=1.0, samples_per_s=30.0),
 ]
 
 
@@ -40,7 +46,7 @@ def tuned(project: ProjectDirectory, job: Job, **changes: object) -> None:
     save_plan(project.plan(job.name), plan.model_copy(update=changes))
 
 
-def plan_basis(project: ProjectDirectory, job: Job) -> Basis:
+def plan_basis(project: ProjectDirectory, job: Job) -> ForecastBasis:
     """There is a plan, and neither fleet nor history."""
     return tuned_basis(job, project, None, lambda line: None)
 
@@ -48,14 +54,14 @@ def plan_basis(project: ProjectDirectory, job: Job) -> Basis:
 class TestFromAPlan:
     def test_curve_is_over_the_plans_nodes_by_default(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job)
-        answer = forecast(plan_basis(project, job), Question())
-        assert [point.images_per_s for point in answer.points] == pytest.approx([100, 110, 140])
+        answer = forecast(plan_basis(project, job), ForecastRequest())
+        assert [point.samples_per_s for point in answer.points] == pytest.approx([100, 110, 140])
         assert answer.basis.source == "measured"
 
     def test_larger_fleet_repeats_the_plans_nodes(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job)
-        answer = forecast(plan_basis(project, job), Question(node_counts=[1, 4]))
-        assert [point.images_per_s for point in answer.points] == pytest.approx([110, 180])
+        answer = forecast(plan_basis(project, job), ForecastRequest(node_counts=[1, 4]))
+        assert [point.samples_per_s for point in answer.points] == pytest.approx([110, 180])
         assert answer.basis.origins["reach"].startswith("assumption: with more nodes than 2")
 
     def test_emulated_plan_is_called_so(self, project: ProjectDirectory, job: Job) -> None:
@@ -70,7 +76,7 @@ class TestFromAPlan:
         tuned(project, job)
         basis = plan_basis(project, job)
         assert "counted as nothing" in basis.origins["sum"]
-        slowed = forecast(basis, Question(node_sum_s=0.1))
+        slowed = forecast(basis, ForecastRequest(node_sum_s=0.1))
         assert slowed.points[2].sum_s == pytest.approx(0.2)
         assert slowed.basis.origins["sum"].startswith("assumption: 0.1 s for each node")
 
@@ -79,9 +85,9 @@ class TestFromAPlan:
     ) -> None:
         tuned(project, job)
         basis = plan_basis(project, job)
-        assert forecast(basis, Question()).num_samples is None
-        assert forecast(basis, Question(num_samples=1000)).num_samples == 3000
-        assert forecast(basis, Question(num_samples=1000, epochs=2)).num_samples == 2000
+        assert forecast(basis, ForecastRequest()).num_samples is None
+        assert forecast(basis, ForecastRequest(num_samples=1000)).num_samples == 3000
+        assert forecast(basis, ForecastRequest(num_samples=1000, epochs=2)).num_samples == 2000
 
     def test_batch_size_edited_by_hand_keeps_the_measured_speed(
         self, project: ProjectDirectory, job: Job
@@ -89,7 +95,7 @@ class TestFromAPlan:
         edited = RANKS[1].model_copy(update={"batch_size": 20})
         tuned(project, job, ranks=[RANKS[0], edited])
         [node] = plan_basis(project, job).nodes
-        assert (node.step_s, node.images_per_s) == (2.0, 10.0)
+        assert (node.step_s, node.samples_per_s) == (2.0, 10.0)
 
     def test_plan_of_another_job_is_refused(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job, job_fingerprint="other")
@@ -109,16 +115,16 @@ class TestFromAPlan:
     def test_host_alone_says_nothing_of_nodes(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job, ranks=RANKS[:1])
         basis = plan_basis(project, job)
-        assert forecast(basis, Question()).verdict is None
+        assert forecast(basis, ForecastRequest()).verdict is None
         with pytest.raises(InputError, match="what nodes would add is not known"):
-            forecast(basis, Question(node_counts=[1]))
+            forecast(basis, ForecastRequest(node_counts=[1]))
 
 
 class TestPublished:
     @pytest.mark.parametrize("network", Network)
     def test_host_alone_reaches_what_table_1_says(self, network: Network) -> None:
-        alone = forecast(published_basis(network), Question()).points[0]
-        assert alone.images_per_s == pytest.approx(TABLE_1[network].host_images_per_s)
+        alone = forecast(published_basis(network), ForecastRequest()).points[0]
+        assert alone.samples_per_s == pytest.approx(TABLE_1[network].host_samples_per_s)
 
     @pytest.mark.parametrize("network", Network)
     def test_every_figure_says_where_it_comes_from(self, network: Network) -> None:
@@ -128,17 +134,17 @@ class TestPublished:
         assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
 
     def test_24_csds_save_what_the_paper_says(self) -> None:
-        points = forecast(published_basis(Network.MOBILENETV2), Question()).points
+        points = forecast(published_basis(Network.MOBILENETV2), ForecastRequest()).points
         assert points[0].joules_per_image == pytest.approx(13.10)
         assert 1 - (points[24].joules_per_image or 0) / 13.10 == pytest.approx(0.69, abs=0.005)
 
     def test_large_network_on_few_csds_is_not_worth_it(self) -> None:
-        verdict = forecast(published_basis(Network.INCEPTIONV3), Question(node_counts=[4])).verdict
+        verdict = forecast(published_basis(Network.INCEPTIONV3), ForecastRequest(node_counts=[4])).verdict
         assert verdict
         assert not verdict.is_worth_it
 
     def test_job_and_power_may_be_ones_own(self) -> None:
-        question = Question([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
+        question = ForecastRequest([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
         answer = forecast(published_basis(Network.MOBILENETV2), question)
         assert answer.num_samples == 10_000_000
         assert answer.points[0].power_w == 500 + 24 * 12
@@ -146,7 +152,7 @@ class TestPublished:
 
     def test_time_that_is_no_time_is_refused(self) -> None:
         with pytest.raises(InputError, match="is no time"):
-            forecast(published_basis(Network.NASNET), Question(node_sum_s=float("nan")))
+            forecast(published_basis(Network.NASNET), ForecastRequest(node_sum_s=float("nan")))
 
 
 class TestWhatIsWritten:

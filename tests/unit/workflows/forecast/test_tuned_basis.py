@@ -1,4 +1,4 @@
-"""What `csdctl plan` is computed from: plan, history, both, or a similar model; and what it says then."""
+"""What `csdctl forecast` is computed from: plan, history, both, or a similar model; and what it says then."""
 
 import itertools
 import json
@@ -14,8 +14,8 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, save_plan
-from csdctl.workflows.forecast.basis import Basis
-from csdctl.workflows.forecast.forecast import MOST_SEARCHED, Forecast, Question, forecast
+from csdctl.workflows.forecast.basis import ForecastBasis
+from csdctl.workflows.forecast.forecast import MOST_SEARCHED, Forecast, ForecastRequest, forecast
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
 from csdctl.workflows.train.plan_validation import describe_made_for
@@ -46,7 +46,7 @@ def measured(at: MeasuredProject) -> MeasuredProject:
     return at
 
 
-def basis_of(at: MeasuredProject, **options: Any) -> Basis:
+def basis_of(at: MeasuredProject, **options: Any) -> ForecastBasis:
     def say(line: str) -> None:
         pytest.fail(f"nothing is to be built, but: {line}")
 
@@ -54,7 +54,7 @@ def basis_of(at: MeasuredProject, **options: Any) -> Basis:
 
 
 def ask(at: MeasuredProject, **question: Any) -> Forecast:
-    return forecast(basis_of(at), Question(**question))
+    return forecast(basis_of(at), ForecastRequest(**question))
 
 
 def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **changes: Any) -> Plan:
@@ -71,7 +71,7 @@ def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **chang
         predicted=Predicted(
             global_batch=sum(sizes),
             step_s=step_s,
-            images_per_s=sum(sizes) / step_s,
+            samples_per_s=sum(sizes) / step_s,
             compute_share=0.8,
             imbalance_share=0.1,
             communication_share=0.1,
@@ -83,7 +83,7 @@ def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **chang
                 batch_size=size,
                 threads=4,
                 step_time_s=step.at(size),
-                images_per_s=size / step.at(size),
+                samples_per_s=size / step.at(size),
             )
             for name, size, step in zip(names, sizes, steps, strict=False)
         ],
@@ -99,7 +99,7 @@ class TestFromTheHistoryAlone:
         self, measured: MeasuredProject
     ) -> None:
         answer = ask(measured, node_counts=[1, 2, 24])
-        rates = [point.images_per_s for point in answer.points]
+        rates = [point.samples_per_s for point in answer.points]
         assert rates == sorted(rates)
         assert all(point.global_batch <= 4 * measured.job.recipe.reference_batch for point in answer.points)
         # Every step must be what the fits, the sums and the trial say, for some batch sizes.
@@ -113,8 +113,8 @@ class TestFromTheHistoryAlone:
     ) -> None:
         alone, pair = ask(measured, node_counts=[0, 1]).points
         assert alone.speedup == pytest.approx(1.0)
-        assert alone.images_per_s == pytest.approx(1024 / STEPS[HOST_NAME].at(1024), rel=0.01)
-        assert pair.speedup == pytest.approx(pair.images_per_s / alone.images_per_s)
+        assert alone.samples_per_s == pytest.approx(1024 / STEPS[HOST_NAME].at(1024), rel=0.01)
+        assert pair.speedup == pytest.approx(pair.samples_per_s / alone.samples_per_s)
 
     def test_every_figure_says_where_it_comes_from(self, measured: MeasuredProject) -> None:
         origins = basis_of(measured).origins
@@ -133,7 +133,7 @@ class TestFromTheHistoryAlone:
 
     def test_few_samples_leave_smaller_batches(self, measured: MeasuredProject) -> None:
         basis = basis_of(measured, num_samples=1_000)
-        assert all(point.global_batch <= 100 for point in forecast(basis, Question()).points)
+        assert all(point.global_batch <= 100 for point in forecast(basis, ForecastRequest()).points)
 
     def test_no_node_with_private_data_is_left_out(self, tmp_path: Path) -> None:
         private = make_project(tmp_path, is_private=True)
@@ -146,9 +146,9 @@ class TestFromTheHistoryAlone:
 
     def test_nodes_that_cost_more_than_they_bring_are_left_out(self, at: MeasuredProject) -> None:
         remember_probes(at)
-        answer = forecast(basis_of(at), Question(node_sum_s=1.0))
+        answer = forecast(basis_of(at), ForecastRequest(node_sum_s=1.0))
         assert [point.num_left_out for point in answer.points] == [0, 1, 2]
-        assert answer.points[2].images_per_s == pytest.approx(answer.points[0].images_per_s)
+        assert answer.points[2].samples_per_s == pytest.approx(answer.points[0].samples_per_s)
         assert answer.verdict
         assert not answer.verdict.is_worth_it
 
@@ -201,11 +201,11 @@ class TestFromPlanAndHistory:
         alone, pair, planned, more = ask(measured, node_counts=[0, 1, 2, 3]).points
         assert planned.global_batch == 122
         assert plan.predicted
-        assert planned.images_per_s == pytest.approx(plan.predicted.images_per_s)
+        assert planned.samples_per_s == pytest.approx(plan.predicted.samples_per_s)
         assert planned.step_s == pytest.approx(plan.predicted.step_s)
         assert max(alone.global_batch, pair.global_batch, more.global_batch) <= 500
         assert more.global_batch > 122
-        assert more.images_per_s > planned.images_per_s
+        assert more.samples_per_s > planned.samples_per_s
 
     def test_origins_tell_the_plans_part_from_the_historys(self, measured: MeasuredProject) -> None:
         plan_of(measured)
@@ -255,7 +255,7 @@ class TestFromThePlanAlone:
         plan = plan_of(at)
         answer = ask(at, node_counts=[0, 2, 4])
         assert plan.predicted
-        assert answer.points[1].images_per_s == pytest.approx(plan.predicted.images_per_s)
+        assert answer.points[1].samples_per_s == pytest.approx(plan.predicted.samples_per_s)
         assert [point.global_batch for point in answer.points] == [100, 122, 144]
         assert answer.basis.origins["history"] == "not used: nothing was measured here yet"
         assert "assumption: it grows" in answer.basis.origins["sum"]
@@ -321,7 +321,7 @@ class TestNothingIsKnown:
             basis_of(at)
         assert "csdctl tune" in raised.value.remedy
         assert "--published mobilenetv2" in raised.value.remedy
-        assert not at.project.history.exists()
+        assert not at.project.measurements.exists()
 
     def test_machines_that_nobody_has_looked_at_are_named(self, measured: MeasuredProject) -> None:
         save_facts(measured.fleet, {"host": facts_of("host"), "csd0": facts_of("csd0")})
@@ -330,7 +330,7 @@ class TestNothingIsKnown:
         assert "csdctl discover" in raised.value.remedy
 
     def test_damaged_history_is_told(self, at: MeasuredProject) -> None:
-        at.project.history.write_text("no database at all, but long enough to be taken for one")
+        at.project.measurements.write_text("no database at all, but long enough to be taken for one")
         with pytest.raises(InputError, match="is not a history that can be read"):
             basis_of(at)
 
@@ -346,7 +346,7 @@ class TestTheCommand:
         self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(measured.project.root)
-        done = CliRunner().invoke(app, ["plan", "--nodes", "24", "--json"])
+        done = CliRunner().invoke(app, ["forecast", "--nodes", "24", "--json"])
         assert done.exit_code == 0
         document = json.loads(done.stdout)
         [point] = document["curve"]
@@ -360,17 +360,19 @@ class TestTheCommand:
         self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(measured.project.root)
-        asked = ["plan", "--nodes", "24", "--json", "--max-global-batch"]
+        asked = ["forecast", "--nodes", "24", "--json", "--max-global-batch"]
         small, large = (
             json.loads(CliRunner().invoke(app, [*asked, most]).stdout) for most in ("512", "4096")
         )
         assert small["curve"][0]["global_batch"] <= 512 < large["curve"][0]["global_batch"] <= 4096
-        assert large["curve"][0]["images_per_s"] > small["curve"][0]["images_per_s"]
-        assert CliRunner().invoke(app, ["plan", "--published", "squeezenet", *asked[4:], "8"]).exit_code != 0
+        assert large["curve"][0]["samples_per_s"] > small["curve"][0]["samples_per_s"]
+        assert (
+            CliRunner().invoke(app, ["forecast", "--published", "squeezenet", *asked[4:], "8"]).exit_code != 0
+        )
 
     def test_nodes_may_be_chosen(self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(measured.project.root)
-        done = CliRunner().invoke(app, ["plan", "--exclude", "csd1"])
+        done = CliRunner().invoke(app, ["forecast", "--exclude", "csd1"])
         assert done.exit_code == 0
         assert "1 node: " in done.stdout
         assert "batch sizes: for each number of nodes the best" in done.stdout
@@ -378,5 +380,5 @@ class TestTheCommand:
     def test_idle_ranks_are_named(self, at: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
         remember_probes(at)
         monkeypatch.chdir(at.project.root)
-        done = CliRunner().invoke(app, ["plan", "--sum-seconds", "1"])
+        done = CliRunner().invoke(app, ["forecast", "--sum-seconds", "1"])
         assert "2 nodes of them left out: more time than they would bring" in done.stdout

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import ExitCode, InputError
-from csdctl.fleet.checks import FLEET_NAME, Check, Verdict
+from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
-from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Greeted, Ready, Started
+from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, MpiChecked, Ready, Started
 from csdctl.workflows.preflight.doctor import DoctorOptions, Examination
-from csdctl.workflows.preflight.mpi_check import judge_hello
+from csdctl.workflows.preflight.mpi_check import judge_mpi_check
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 MACHINES = ["host", "csd0", "csd1"]
@@ -19,9 +19,9 @@ MACHINES = ["host", "csd0", "csd1"]
 def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
     """What `csdctl doctor` ends with when these checks of machines are red."""
     examination = Examination(FLEET, lambda check: None, overdue=overdue)
-    examination.add(Check("csd0", "clock", Verdict.WARN, "+3 s off"))
+    examination.add(Check("csd0", "clock", Status.WARN, "+3 s off"))
     for machine, name in red:
-        examination.add(Check(machine, name, Verdict.FAIL, "bad"))
+        examination.add(Check(machine, name, Status.FAIL, "bad"))
     try:
         examination.check()
     except Exception as error:
@@ -40,8 +40,8 @@ def test_amber_is_no_failure() -> None:
         ([("csd1", "reach")], ExitCode.PARTIAL),
         ([("csd0", "MPI"), ("csd1", "disk")], ExitCode.FAILED),
         ([("host", "mpirun")], ExitCode.FAILED),
-        ([(FLEET_NAME, "hello")], ExitCode.FAILED),
-        ([(FLEET_NAME, "hello"), ("csd1", "hello")], ExitCode.FAILED),
+        ([(FLEET_NAME, "mpi")], ExitCode.FAILED),
+        ([(FLEET_NAME, "mpi"), ("csd1", "mpi")], ExitCode.FAILED),
         ([("csd0", "reach"), ("csd1", "reach")], ExitCode.UNREACHABLE),
     ],
 )
@@ -65,7 +65,7 @@ def judge(events: list[Event], outcome: JobOutcome) -> Check:
             outcome.ready.add(event.rank)
         if isinstance(event, Finished):
             outcome.finished[event.rank] = event
-    return judge_hello(MACHINES, events, outcome, 60, Path("logs"))
+    return judge_mpi_check(MACHINES, events, outcome, 60, Path("logs"))
 
 
 def of_all(*kinds: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
@@ -73,24 +73,24 @@ def of_all(*kinds: type[Event], library: str = "Open MPI v5.0.11") -> list[Event
     make = {
         Started: lambda rank, name: Started(rank, name, name),
         Ready: lambda rank, name: Ready(rank, name, 0, 1.0),
-        Greeted: lambda rank, name: Greeted(rank, name, library, 1 << 20, 0.003),
+        MpiChecked: lambda rank, name: MpiChecked(rank, name, library, 1 << 20, 0.003),
         Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
     }
     return [make[kind](rank, name) for kind in kinds for rank, name in enumerate(MACHINES)]
 
 
 def test_hello_of_all_tells_mpi_and_the_time_of_a_sum() -> None:
-    check = judge(of_all(Started, Ready, Greeted, Finished), JobOutcome())
-    assert check.verdict == Verdict.OK
+    check = judge(of_all(Started, Ready, MpiChecked, Finished), JobOutcome())
+    assert check.status == Status.OK
     assert check.found == "3 ranks, Open MPI v5.0.11, a sum of 1 MiB in 3.0 ms"
 
 
 @pytest.mark.fault(49)
 def test_two_kinds_of_mpi_are_red_even_when_they_talk() -> None:
-    events = of_all(Started, Ready, Greeted, Finished)
-    events[6] = Greeted(0, "host", "Open MPI v5.0.10", 1 << 20, 0.003)
+    events = of_all(Started, Ready, MpiChecked, Finished)
+    events[6] = MpiChecked(0, "host", "Open MPI v5.0.10", 1 << 20, 0.003)
     check = judge(events, JobOutcome())
-    assert check.verdict == Verdict.FAIL
+    assert check.status == Status.FAIL
     assert "host uses Open MPI v5.0.10; csd0 uses Open MPI v5.0.11" in check.found
 
 

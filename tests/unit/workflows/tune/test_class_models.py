@@ -7,9 +7,9 @@ import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.runs.measurements import open_history
-from csdctl.tuning.measurements import Probe, Settings
-from csdctl.workflows.tune.class_models import Kind, Knowledge, hash_recipe
+from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
+from csdctl.workflows.tune.class_models import ClassModel, FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
     PUBLIC,
     MeasuredProject,
@@ -29,25 +29,27 @@ def at(tmp_path: Path) -> MeasuredProject:
     return make_project(tmp_path)
 
 
-def remember(at: MeasuredProject, *probes: Probe) -> None:
-    with open_history(at.project.history) as history:
+def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
+    with open_measurements(at.project.measurements) as history:
         history.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
 
 
-def recalled(at: MeasuredProject, threads: int = 0) -> Kind:
+def recalled(at: MeasuredProject, threads: int = 0) -> ClassModel:
     """The host, as it is known now."""
     fleet = replace(at.fleet, host=replace(at.fleet.host, threads=threads))
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in fleet.machines}
-    with open_history(at.project.history) as history:
-        return Knowledge(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, history).kinds[HOST_NAME]
+    with open_measurements(at.project.measurements) as history:
+        return FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, history).kinds[
+            HOST_NAME
+        ]
 
 
-def probed(size: int, settings: Settings = EIGHT, peak: int = 1 << 30) -> Probe:
-    return Probe(settings, size, 1.0, LINE.at(size), 3, peak)
+def probed(size: int, settings: RuntimeSettings = EIGHT, peak: int = 1 << 30) -> ProbeMeasurement:
+    return ProbeMeasurement(settings, size, 1.0, LINE.at(size), 3, peak)
 
 
-def tried(size: int, ratio: float, settings: Settings = EIGHT) -> Probe:
-    return Probe(settings, size, 2.0, LINE.at(size) * ratio, 3)
+def tried(size: int, ratio: float, settings: RuntimeSettings = EIGHT) -> ProbeMeasurement:
+    return ProbeMeasurement(settings, size, 2.0, LINE.at(size) * ratio, 3)
 
 
 def test_trial_scales_what_was_probed(at: MeasuredProject) -> None:
@@ -64,14 +66,14 @@ def test_tuning_that_was_interrupted_is_gone_on_with(at: MeasuredProject) -> Non
 
 
 def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(at: MeasuredProject) -> None:
-    four = Settings(4, is_onednn=False)
+    four = RuntimeSettings(4, is_onednn=False)
     remember(at, *map(probed, (8, 16, 32)), probed(32, four), tried(64, 1.0, four))
     assert recalled(at).settings == four
-    assert recalled(at, threads=6).settings == Settings(6)
+    assert recalled(at, threads=6).settings == RuntimeSettings(6)
 
 
 def test_size_that_did_not_fit_once_may_fit_another_day(at: MeasuredProject) -> None:
-    remember(at, probed(8), Probe(EIGHT, 32, 1.0, None))
+    remember(at, probed(8), ProbeMeasurement(EIGHT, 32, 1.0, None))
     assert recalled(at).state.too_large == 32
     remember(at, probed(40))
     assert recalled(at).state.too_large is None
@@ -92,8 +94,8 @@ def test_trial_in_pieces_says_nothing_of_what_fits_at_once(at: MeasuredProject) 
 def test_host_that_sat_out_has_its_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
     remember_trial(at, (0, 16, 16))
     facts = {name: facts_of(name) for name in at.fleet.machines}
-    with open_history(at.project.history) as history:
-        known = Knowledge(
+    with open_measurements(at.project.measurements) as history:
+        known = FleetMeasurements(
             at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, history, is_host_training=False
         )
         newest = known.newest_trial(dict.fromkeys(known.kinds, LINE))

@@ -37,7 +37,7 @@ def test_first_steps_of_many_do_not_count() -> None:
     ]
     result = read_trial(events, NODES)
     assert (result.num_steps, result.step_s) == (18, pytest.approx(0.1))
-    assert result.images_per_s == pytest.approx(400)
+    assert result.samples_per_s == pytest.approx(400)
     assert result.compute_s == pytest.approx((0.09, 0.08))
     assert (result.wall_s, result.collective, result.sum_s) == (9.0, "star", 0.02)
 

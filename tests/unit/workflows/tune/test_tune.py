@@ -19,7 +19,7 @@ def test_plan_keeps_the_batch_sizes_that_were_tried(tmp_path: Path, monkeypatch:
         predicted=Predicted(
             global_batch=110,
             step_s=1.0,
-            images_per_s=110.0,
+            samples_per_s=110.0,
             compute_share=1.0,
             imbalance_share=0.0,
             communication_share=0.0,

@@ -14,7 +14,7 @@ from csdctl.errors import (
     UnreachableError,
 )
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.workflows.workspace.partial_failure import choose_fleet, load_failed, settle
+from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude, load_failed
 
 MACHINES = ["host", "csd0", "csd1"]
 DOWN = UnreachableError("does not answer", remedy="look at it")
@@ -23,7 +23,7 @@ FLEET = "nodes: [{name: 'csd[0-3]', address: '10.0.0.[1-4]'}]"
 
 def code_of(tmp_path: Path, failed: dict[str, CsdctlError]) -> ExitCode:
     with pytest.raises(CsdctlError) as caught:
-        settle(ProjectDirectory(tmp_path), "clean", MACHINES, failed)
+        conclude(ProjectDirectory(tmp_path), "clean", MACHINES, failed)
     assert "csdctl clean --failed-from .csdctl/failed.json" in caught.value.remedy
     return caught.value.exit_code
 
@@ -46,7 +46,7 @@ def test_failed_nodes_are_remembered_until_all_is_well(tmp_path: Path) -> None:
     code_of(tmp_path, {"host": DOWN, "csd1": DOWN})
     project = ProjectDirectory(tmp_path)
     assert load_failed(project.failed) == "csd1", "the host is always visited"
-    settle(project, "clean", MACHINES, {})
+    conclude(project, "clean", MACHINES, {})
     assert not project.failed.exists()
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from csdctl.worker.data.prepared import open_arrays
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
 from tests.unit.worker.ingest.sources.made_pictures import colours, flat, huge_png, jpeg, png
 
 SECRET = "patient-4711"
@@ -24,7 +24,7 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def spec(root: Path, tmp_path: Path) -> PrepareSpec:
-    return PrepareSpec(str(root), str(tmp_path / "store"), PictureRule((4, 4, 3)), names_classes=True)
+    return PrepareSpec(str(root), str(tmp_path / "store"), ImageRule((4, 4, 3)), names_classes=True)
 
 
 def put(root: Path, name: str, content: bytes | None = None) -> None:

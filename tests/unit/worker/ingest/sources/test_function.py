@@ -10,8 +10,8 @@ import pytest
 
 from csdctl.worker.data.prepared import open_arrays
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 
 SECRET = "patient-4711"
@@ -24,7 +24,7 @@ def spec(tmp_path: Path) -> PrepareSpec:
     return PrepareSpec(
         str(tmp_path / "data"),
         str(tmp_path / "store"),
-        PictureRule((4, 4, 3)),
+        ImageRule((4, 4, 3)),
         function=f"{tmp_path / 'my_data.py'}:load",
         is_private=True,
     )

@@ -11,8 +11,8 @@ from csdctl.worker.ingest.sources.gif import first_frame
 from csdctl.worker.ingest.sources.headers import Header, read_header
 from csdctl.worker.ingest.sources.pictures import PictureDecoder
 from csdctl.worker.ingest.sources.source import UnusableError
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import PictureRule
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import ImageRule
 from tests.unit.worker.ingest.sources.made_pictures import (
     CMYK_RED_JPEG,
     PALETTE,
@@ -34,7 +34,7 @@ WHITE = (255, 255, 255)
 
 
 def decode(content: bytes, *shape: int, fit: str = "stretch", max_pixels: int = 10_000) -> np.ndarray:
-    return PictureDecoder(PictureRule(shape, fit, max_pixels), tensorflow()).decode(content)
+    return PictureDecoder(ImageRule(shape, fit, max_pixels), tensorflow()).decode(content)
 
 
 def reason(content: bytes, max_pixels: int = 10_000) -> str:
@@ -205,5 +205,5 @@ class TestFit:
     @pytest.mark.parametrize("shape", [None, (0, 0, 3), (8, 8), (8, 8, 2), (784,)])
     def test_shape_that_pictures_cannot_have_is_bad_input(self, shape: tuple[int, ...] | None) -> None:
         with pytest.raises(WorkerError, match="pictures cannot become") as raised:
-            PictureDecoder(PictureRule(shape), tensorflow())
+            PictureDecoder(ImageRule(shape), tensorflow())
         assert (raised.value.exit_code, "data.image.shape" in raised.value.remedy) == (2, True)

@@ -10,8 +10,8 @@ import pytest
 
 from csdctl.worker.data.prepared import open_arrays
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.process.events import WorkerError
-from csdctl.worker.protocol.datasets import DatasetInfo, PictureRule, PrepareSpec, RecordSchema
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec, RecordSchema
 from tests.unit.worker.ingest.sources.made_pictures import colours, png, tensorflow
 
 SECRET = "patient-4711"
@@ -46,7 +46,7 @@ def spec(tmp_path: Path) -> PrepareSpec:
     return PrepareSpec(
         str(tmp_path / "data"),
         str(tmp_path / "store"),
-        PictureRule((6, 6, 3)),
+        ImageRule((6, 6, 3)),
         records=RecordSchema("image", "label"),
     )
 
@@ -90,7 +90,7 @@ def test_raw_pictures_are_fitted_and_raw_numbers_stay(spec: PrepareSpec, tmp_pat
         [example(image=one.tobytes(), label=number) for number, one in enumerate(PICTURES)],
     )
     assert np.array_equal(arrays(prepare(replace(spec, records=RAW)))[0], PICTURES)
-    smaller = replace(spec, records=RAW, picture=PictureRule((3, 3, 1)))
+    smaller = replace(spec, records=RAW, picture=ImageRule((3, 3, 1)))
     assert prepare(smaller).sample_shape == (3, 3, 1)
 
     vectors = np.random.default_rng(0).random((4, 7)).astype(np.float32)

@@ -1,32 +1,18 @@
-"""What was sent, into the project's ledger."""
+"""What the ranks and mpirun have sent, by link and traffic class: the entries of the ledger."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.mpi_job import JobOutcome
-from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import Ledger
-from csdctl.transport.meter import Kind, LinkBytes
+from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import SAMPLES, STATE, SUMS, Traffic
 
-KINDS = {SUMS: Kind.GRADIENT, SAMPLES: Kind.PUBLIC, STATE: Kind.MODEL}
-
-
-def note_traffic(directory: Path, command: str) -> Callable[[LinkBytes], None]:
-    """For commands that are over when their connections are: writes down what those carried."""
-
-    def note(sent: LinkBytes) -> None:
-        ledger = Ledger(ProjectDirectory(directory).ledger, command)
-        ledger.add(sent)
-        ledger.save()
-
-    return note
+KINDS = {SUMS: TrafficClass.GRADIENT, SAMPLES: TrafficClass.PUBLIC, STATE: TrafficClass.MODEL}
 
 
 def between_ranks(
-    traffic: Iterable[Traffic], nodes: Sequence[str], kinds: Mapping[str, Kind] = KINDS
+    traffic: Iterable[Traffic], nodes: Sequence[str], kinds: Mapping[str, TrafficClass] = KINDS
 ) -> LinkBytes:
     """What ranks said they sent to each other: the last word of each group; `nodes` by rank."""
     last = {one.generation: one for one in traffic}
@@ -46,8 +32,8 @@ def of_mpirun(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
     for outcome in outcomes:
         for (_, peer), (num_sent, num_received) in outcome.carried.items():
             if name := _whose(peer, fleet):
-                added[HOST_NAME, name, Kind.CONTROL] += num_sent
-                added[name, HOST_NAME, Kind.CONTROL] += num_received
+                added[HOST_NAME, name, TrafficClass.CONTROL] += num_sent
+                added[name, HOST_NAME, TrafficClass.CONTROL] += num_received
     return dict(added)
 
 

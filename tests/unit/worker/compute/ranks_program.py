@@ -13,11 +13,11 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.collective import choose_sum, load_world
+from csdctl.worker.group.collective import choose_collective, init_mpi
 from csdctl.worker.protocol.recipe import Recipe
 
 ways: list[list[int]] = json.loads(sys.argv[1])
-_, world = load_world()
+_, world = init_mpi()
 tf, keras = load_backend()
 RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
 
@@ -55,7 +55,7 @@ def sum_in_all_ways(directory: Path) -> None:
         step = load_step()
         local = np.array(step.local(images[mine], labels[mine]))
         total = np.zeros_like(local)
-        choose_sum(world, local, total, "star", rounds=1)
+        choose_collective(world, local, total, "star", rounds=1)
         np.savez(directory / f"way-{number}-rank-{world.rank}.npz", local=local, total=total)
         step.apply(total)
         np.savez(directory / f"way-{number}-weights-{world.rank}.npz", *step.model.get_weights())
