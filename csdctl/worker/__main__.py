@@ -145,10 +145,9 @@ def _rank(options: argparse.Namespace) -> int:
         node = me.node
         if me.private:
             private_log = _keep_output_here(spec.run_id, me.rank)
-        from csdctl.worker.compute.backend import load_backend
-        from csdctl.worker.tasks.training import RankTraining
+        from csdctl.worker.tasks.session import Session
 
-        RankTraining(spec, me.rank, *load_backend(me.runtime)).run()
+        Session(spec, me.rank).run()
     except BaseException as error:
         exit_with_failure(options.rank, node, error, private_log)
     return 0

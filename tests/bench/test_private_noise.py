@@ -35,7 +35,7 @@ generator = np.random.default_rng(0)
 images = generator.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 labels = generator.integers(0, 10, count).astype(np.int32)
 step = Step(model, Recipe(), (images, labels), tf, keras, noise=Noise(1.0, 8.0, 1e-5) if has_noise else None)
-out, copies = np.zeros(step.size, np.float32), np.ones(count, np.int64)
+out, copies = np.zeros(step.layout.step_size, np.float32), np.ones(count, np.int64)
 times = []
 for _ in range(8):
     started = time.perf_counter()
@@ -45,7 +45,7 @@ started = time.perf_counter()
 secret_normal(1_000_000)
 print(json.dumps({
     "step_s": sorted(times[2:])[3], "peak_mib": peak_memory_bytes() / 2**20,
-    "parameters": step.num_gradients, "million_numbers_s": time.perf_counter() - started,
+    "parameters": step.layout.num_gradients, "million_numbers_s": time.perf_counter() - started,
 }))
 """
 

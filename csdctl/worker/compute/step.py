@@ -1,15 +1,12 @@
 """The exact weighted step (docs/explanation/exact-gradients.md).
 
-Rank k turns its n_k samples into one flat float32 vector
+Each rank turns its n samples of a step into one flat float32 vector (vector.py) and leaves the model as it
+was. The sum of these vectors over the ranks, divided by its last element, is the mean over all samples,
+whatever n is on each rank: partial batches and ranks without samples come out right. A rank whose samples
+have a weight multiplies its vector, including n, by that weight.
 
-    [Σ gradient, changes of moving statistics · n_k, Σ loss, Σ of each metric, n_k]
-
-and leaves the model as it was. The sum of these vectors over the ranks, divided by its last element, is the
-mean over all samples, whatever the n_k: partial batches and ranks without samples come out right. A rank
-whose samples have a weight multiplies its vector, the count included, by it.
-
-With noise (noise.py) private samples have a part in gradients and n_k alone, and loss and metrics are of
- the public ones; their number then stands before n_k.
+With noise (noise.py), private samples contribute to gradients and n alone; loss and metrics are those of the
+public samples.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,22 +18,23 @@ import numpy as np
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.recipe import make_loss, make_metrics, make_optimizer
 from csdctl.worker.compute.statistics import MovingStatistics, Seeds
+from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.prepared import Array
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
 @dataclass(frozen=True)
 class Sums:
-    """What the end of a reduced vector says: sums over all ranks."""
+    """Loss and metrics summed over samples, of one rank or of all."""
 
     loss: float
     metrics: tuple[float, ...]
     samples: float
-    """How many loss and metrics are of, each counted with its weight."""
+    """The number of these samples, each counted with its weight."""
 
 
 class Step:
-    """Computes a rank's vector and applies the reduced one; owns the optimizer."""
+    """Computes a rank's vector and applies the summed one; owns the optimizer."""
 
     def __init__(
         self,
@@ -52,11 +50,12 @@ class Step:
         own_metrics: Mapping[str, Any] | None = None,
         noise: Noise | None = None,
     ) -> None:
-        """`example`: any images (n, …) and labels (n, …) of the data, for their shapes and types.
+        """`example`: images (n, …) and labels (n, …) with the shapes and types of the data; n may be 0.
 
-        A batch larger than `micro_batch_size` is computed in pieces whose vectors are added: the same
-        gradient in less memory. `weight` is that of each of the rank's samples in the mean of all ranks.
-        `own_metrics`, by name, are functions (labels, predictions) → one value a sample for `evaluate` alone.
+        A batch larger than `micro_batch_size` is computed in micro-batches whose vectors are added: the
+        same gradient in less memory. `weight` is the weight of each of the rank's samples in the mean of
+        all ranks. `own_metrics`, by name, are functions (labels, predictions) → one value per sample, for
+        `evaluate` only.
         """
         self.model = model
         self.optimizer = make_optimizer(recipe, keras)
@@ -72,17 +71,24 @@ class Step:
         self._seeds = Seeds(model, recipe.seed, rank)
         self.micro_batch_size = micro_batch_size
         self._weight = weight
-        self._has_noise = noise is not None
-        self._num_sums = 2 + len(self._metrics) + self._has_noise
-        self.num_gradients = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-        self.size = self.num_gradients + self._statistics.size + self._num_sums
-        # Nothing in the graphs depends on a tensor's value; AutoGraph would only leave a source file in the
-        # temporary directory for each graph of a rank that is killed.
+        self.has_noise = noise is not None
+        """Whether private samples are clipped and get noise."""
+        self.layout = VectorLayout(
+            num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
+            num_statistics=self._statistics.size,
+            num_metrics=len(self._metrics),
+            has_public_count=self.has_noise,
+        )
+        """The layout of the rank's vector, without what a training loop appends."""
+        # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
+        # directory for each graph of a rank that is killed.
         batch = [self._spec_of(array) for array in example]
         self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
-            self._apply_graph, autograph=False, input_signature=[tf.TensorSpec((self.size,), tf.float32)]
+            self._apply_graph,
+            autograph=False,
+            input_signature=[tf.TensorSpec((self.layout.step_size,), tf.float32)],
         )
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
         if noise:
@@ -90,53 +96,51 @@ class Step:
             self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
 
     @property
-    def has_noise(self) -> bool:
-        """Whether private samples are clipped and get noise."""
-        return self._has_noise
-
-    @property
     def mixes_samples(self) -> bool:
-        """Whether a sample's output depends on the others of its batch (batch norm), or on chance."""
+        """Whether the output for a sample depends on its batch (batch norm) or on random draws."""
         return self._statistics.size > 0 or self._seeds.is_needed
 
     @property
     def state(self) -> list[Any]:
-        """The variables that training changes, in a fixed order: weights, then the optimizer's."""
+        """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
         return [*self.model.weights, *self.optimizer.variables]
 
     def set_step(self, step: int, learning_rate: float) -> None:
-        """Before step `step` of the run, from 0: its learning rate and random states."""
+        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
         self._seeds.set_step(step)
         self.optimizer.learning_rate.assign(learning_rate)
 
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
     ) -> Array:
-        """This rank's vector, shape (size,), float32, not divided by anything; in `out` when given.
+        """Return this rank's vector, shape (layout.step_size,), float32, sums rather than means.
 
-        `private_copies`, shape (p,), with noise: the first p samples are private, each so often among them.
+        It is written to `out` when given. With noise, `private_copies`, shape (p,), says that the first p
+        samples are private, and how often each of them occurs among these.
         """
-        if private_copies is None or not len(private_copies) or not self._has_noise:
+        if private_copies is None or not len(private_copies) or not self.has_noise:
             return self._plain(images, labels, out)
         count = len(private_copies)
-        vector = np.zeros(self.size, np.float32) if out is None else out
+        vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
-        # Once a step, however large the pieces are: every further noisy sum would tell more.
+        # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
         private = self._tensor(images[:count]), self._tensor(labels[:count])
-        self._noisy.add_to(vector[: self.num_gradients], *private, private_copies, self._weight)
-        vector[-1] += count * self._weight
+        self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
+        vector[self.layout.count] += count * self._weight
         return vector
 
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
             return np.asarray(self._local(self._tensor(images), self._tensor(labels)))
-        vector = np.zeros(self.size, np.float32) if out is None else out
+        vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
-            piece = slice(start, start + size)
-            part = np.asarray(self._local(self._tensor(images[piece]), self._tensor(labels[piece])))
+            micro_batch = slice(start, start + size)
+            part = np.asarray(
+                self._local(self._tensor(images[micro_batch]), self._tensor(labels[micro_batch]))
+            )
             if start:
                 np.add(vector, part, out=vector)
             else:
@@ -144,35 +148,34 @@ class Step:
         return vector
 
     def apply(self, total: Array) -> Sums:
-        """Divide the summed vector by its sample count and let the optimizer take one step."""
+        """Divide the step's part of a summed vector by its sample count and take one optimizer step."""
         sums = self.read_sums(total)
-        if total[-1]:
+        if total[self.layout.count]:
             self._apply(self._tf.convert_to_tensor(total))
         return sums
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
-        """`local` and `apply` of a rank that trains without others, in one graph."""
-        if self._has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
+        """Run `local` and `apply` of a rank without other ranks, in one graph."""
+        if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
             return self.apply(self.local(images, labels, private_copies=private_copies))
         return self._sums(np.asarray(self._alone(self._tensor(images), self._tensor(labels))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
-        """Loss sum, metric sums and count of one batch, without training."""
+        """Return loss sum, metric sums and count of one batch, without training."""
         return self._sums(np.asarray(self._evaluate(self._tensor(images), self._tensor(labels))))
 
     def read_sums(self, total: Array) -> Sums:
-        """What the end of a vector says, without applying it."""
-        tail = total[-self._num_sums :]
-        return self._sums(tail[:-1] if self._has_noise else tail)
+        """Return loss sum, metric sums and count of a summed vector."""
+        return self._sums(total[self.layout.sums])
 
     def rehearse_apply(self) -> None:
-        """Let the optimizer take a step and take it back: the first time costs a slow node seconds."""
-        vector = np.zeros(self.size, np.float32)
-        vector[-1] = 1
+        """Take an optimizer step and undo it: the first one costs a slow node seconds."""
+        vector = np.zeros(self.layout.step_size, np.float32)
+        vector[self.layout.count] = 1
         self._rehearse(lambda: self.apply(vector))
 
     def rehearse_alone(self, images: Array, labels: Array) -> None:
-        """The same for a step of a rank that has no others."""
+        """Take a step of a rank without other ranks and undo it."""
         self._rehearse(lambda: self.alone(images, labels))
 
     def _rehearse(self, do: Callable[[], object]) -> None:
@@ -182,7 +185,7 @@ class Step:
             variable.assign(value)
 
     def _tensor(self, array: Array) -> Any:
-        """`array` for TensorFlow; records become a dict of their fields."""
+        """Return `array` as a tensor; records become a dict of their fields."""
         if array.dtype.names is None:
             return self._tf.convert_to_tensor(array)
         return {name: self._tf.convert_to_tensor(array[name]) for name in array.dtype.names}
@@ -196,11 +199,11 @@ class Step:
         }
 
     def _inputs(self, images: Any) -> Any:
-        """What the model is called with; several inputs find their places by name."""
+        """Return what the model is called with; several inputs are matched by name."""
         if not isinstance(images, dict):
             return scale(images, self._input_range, self._tf)
         return self._tf.nest.map_structure(
-            lambda place: scale(images[place.name], self._input_range, self._tf), self.model.input
+            lambda tensor: scale(images[tensor.name], self._input_range, self._tf), self.model.input
         )
 
     @staticmethod
@@ -211,7 +214,7 @@ class Step:
     def _forward(
         self, images: Any, labels: Any, metrics: Sequence[Any], *, training: bool
     ) -> tuple[Any, list[Any]]:
-        """The loss, summed, and [loss, metrics…, count] as a list of scalars."""
+        """Return the summed loss, and [loss, metrics…, count] as scalars."""
         tf = self._tf
         predictions = self.model(self._inputs(images), training=training)
         loss = tf.cast(self._loss(labels, predictions), tf.float32)
@@ -222,13 +225,13 @@ class Step:
         return loss, [loss, *sums, tf.cast(tf.shape(labels)[0], tf.float32)]
 
     def _gradients(self, images: Any, labels: Any) -> tuple[list[Any], list[Any]]:
-        """Summed gradients of all trainable variables, and the sums."""
+        """Return the summed gradients of all trainable variables, and [loss, metrics…, count]."""
         tf = self._tf
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             objective, sums = self._forward(images, labels, self._metrics, training=True)
             if self.model.losses:
-                # A regularisation loss is one number per model: by count, so that it survives the mean.
+                # A regularization loss is one number per model; multiplied by n, it survives the mean.
                 objective += sums[-1] * tf.add_n(self.model.losses)
         gradients = tape.gradient(objective, [v.value for v in variables])
         return [
@@ -237,12 +240,12 @@ class Step:
         ], [objective, *sums[1:]]
 
     def _loss_of_one(self, images: Any, labels: Any) -> Any:
-        """Of a batch of one sample, with what layers add for it, without the penalties of weights."""
+        """Return the loss of a batch of one sample, with what layers add for it, without weight penalties."""
         tf = self._tf
         loss = tf.cast(self._loss(labels, self.model(self._inputs(images), training=True)), tf.float32)
         added = self.model.losses
-        of_samples = added[: len(added) - len(self.model._get_regularization_losses())]
-        return loss + tf.add_n(of_samples) if of_samples else loss
+        sample_losses = added[: len(added) - len(self.model._get_regularization_losses())]
+        return loss + tf.add_n(sample_losses) if sample_losses else loss
 
     def _penalty(self) -> Any:
         penalties = self.model._get_regularization_losses()
@@ -254,7 +257,7 @@ class Step:
         gradients, sums = self._gradients(images, labels)
         changes = self._statistics.take_changes(before, sums[-1])
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
-        if self._has_noise:
+        if self.has_noise:
             sums = [*sums, sums[-1]]
         vector = tf.concat([*flat, *changes, sums], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
@@ -263,15 +266,15 @@ class Step:
         tf = self._tf
         variables = self.model.trainable_variables
         sizes = [int(np.prod(v.shape)) for v in variables]
-        mean = total[: -self._num_sums] / total[-1]
-        pieces = tf.split(mean[: self.num_gradients], sizes)
-        gradients = [tf.reshape(piece, v.shape) for piece, v in zip(pieces, variables, strict=True)]
+        mean = total[self.layout.mean] / total[self.layout.count]
+        flat = tf.split(mean[self.layout.gradients], sizes)
+        gradients = [tf.reshape(gradient, v.shape) for gradient, v in zip(flat, variables, strict=True)]
         self.optimizer.apply(gradients, variables)
-        self._statistics.apply_changes(mean[self.num_gradients :])
+        self._statistics.apply_changes(mean[self.layout.statistics])
 
     def _alone_graph(self, images: Any, labels: Any) -> Any:
         gradients, sums = self._gradients(images, labels)
-        self.optimizer.apply([one / sums[-1] for one in gradients], self.model.trainable_variables)
+        self.optimizer.apply([gradient / sums[-1] for gradient in gradients], self.model.trainable_variables)
         return self._tf.stack(sums) * self._weight
 
     def _evaluate_graph(self, images: Any, labels: Any) -> Any:
@@ -279,7 +282,7 @@ class Step:
 
 
 def scale(images: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
-    """uint8 0…255 as float32 within `input_range`; other types as float32, unchanged."""
+    """Return uint8 0…255 as float32 within `input_range`, and other types as float32, unchanged."""
     values = tf.cast(images, tf.float32)
     if input_range is None or images.dtype != tf.uint8:
         return values
@@ -288,15 +291,15 @@ def scale(images: Any, input_range: tuple[float, float] | None, tf: Any) -> Any:
 
 
 def per_sample(values: Any, tf: Any) -> Any:
-    """One value a sample, shape (n,): the mean over what a sample has several of."""
+    """Return one value per sample, shape (n,): the mean over all further axes."""
     axes = list(range(1, values.shape.rank))
     return tf.reduce_mean(values, axis=axes) if axes else values
 
 
 def mean_of(sums: Sequence[Sums]) -> Sums:
-    """The means over all samples of several sums; `samples` is their number."""
-    count = sum(one.samples for one in sums)
-    columns = zip(*(one.metrics for one in sums), strict=True)
+    """Return the means over all samples of several sums; `samples` is their number."""
+    count = sum(part.samples for part in sums)
+    columns = zip(*(part.metrics for part in sums), strict=True)
     return Sums(
-        sum(one.loss for one in sums) / count, tuple(sum(column) / count for column in columns), count
+        sum(part.loss for part in sums) / count, tuple(sum(column) / count for column in columns), count
     )

@@ -1,4 +1,4 @@
-"""What a rank needs of the other ranks, and a rank that has none."""
+"""What a rank needs of the other ranks of its group, and a rank that has none."""
 
 from typing import Any, Protocol
 
@@ -13,38 +13,39 @@ class Communicator(Protocol):
     size: int
     collective: str
     sum_s: float
+    """Seconds of one sum, as measured when the group was formed."""
 
     @property
     def local(self) -> Array:
-        """Where this rank's vector is best written; shape (n,), float32."""
+        """The buffer where this rank's vector is best written; shape (n,), float32."""
 
     def sum(self, vector: Array) -> Array:
-        """The sum of `vector` over all ranks, on all ranks, to the same bit; valid until the next call."""
+        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call."""
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (as JSON knows it), in order of rank, on all ranks."""
+    def allgather(self, value: Any) -> list[Any]:
+        """Return every rank's `value` (JSON), in order of rank, on all ranks."""
 
-    def send(self, rank: int, content: Any, what: str) -> None:
-        """Send bytes to one rank, which must `receive` them from this one; `what` they are is counted."""
+    def send(self, rank: int, content: Any, kind: str) -> None:
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `kind`."""
 
     def receive(self, rank: int) -> bytes | bytearray:
-        """The bytes that `rank` sends."""
+        """Return the bytes that `rank` sends."""
 
     def traffic(self) -> list[SentBytes]:
-        """What the ranks have sent to each other since they met, asked by all of them together."""
+        """Return what the ranks have sent to each other since they joined; call on all ranks."""
 
     def close(self) -> None:
-        """Part from the others, all together."""
+        """Leave the group, all ranks together."""
 
-    def drop(self) -> None:
+    def disconnect(self) -> None:
         """Leave at once."""
 
     def interrupt(self) -> None:
-        """From another thread: whoever waits here for the others gets a LinkLostError."""
+        """From another thread: make the call that waits for other ranks raise LinkLostError."""
 
 
 class SoloCommunicator:
-    """The only rank: there is nobody to wait for."""
+    """The only rank of its group."""
 
     rank, size = 0, 1
     collective, sum_s = "none", 0.0
@@ -53,30 +54,30 @@ class SoloCommunicator:
         self.local = local
 
     def sum(self, vector: Array) -> Array:
-        """`vector` itself."""
+        """Return `vector` itself."""
         return vector
 
-    def gather(self, value: Any) -> list[Any]:
-        """`value` alone."""
+    def allgather(self, value: Any) -> list[Any]:
+        """Return `value` alone."""
         return [value]
 
-    def send(self, rank: int, content: Any, what: str) -> None:
-        """There is nobody: raises ValueError."""
+    def send(self, rank: int, content: Any, kind: str) -> None:
+        """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 
     def receive(self, rank: int) -> bytes:
-        """There is nobody: raises ValueError."""
+        """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 
     def traffic(self) -> list[SentBytes]:
-        """Nothing was sent."""
+        """Return nothing: nothing was sent."""
         return []
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
-    def drop(self) -> None:
-        """Nothing."""
+    def disconnect(self) -> None:
+        """Do nothing."""
 
     def interrupt(self) -> None:
-        """Nothing."""
+        """Do nothing."""

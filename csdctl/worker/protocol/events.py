@@ -10,8 +10,8 @@ EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 
 
-EARLY_STOPPING, STOPPED, MAX_STEPS = "early stopping", "asked to stop", "max steps"
-"""Why a run ends before its last epoch."""
+EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
+"""Why a run ends before its last epoch (`Finished.reason`)."""
 
 
 SUMS, SAMPLES, STATE = "sums", "samples", "state"

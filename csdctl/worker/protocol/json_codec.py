@@ -9,7 +9,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised by one whenever a field changes its meaning; each side refuses another one's."""
 
 

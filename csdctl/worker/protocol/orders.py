@@ -1,4 +1,4 @@
-"""Orders: what a running rank is told, one line of JSON each."""
+"""Orders: what csdctl tells a running rank, one line of JSON each on its standard input."""
 
 import dataclasses
 import json
@@ -6,41 +6,45 @@ from dataclasses import dataclass
 
 from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 
+STAR, ALLREDUCE = "star", "allreduce"
+COLLECTIVE_NAMES = (STAR, ALLREDUCE)
+"""The collectives that a group can be told to use; group/collective.py implements them."""
+
 
 @dataclass(frozen=True)
 class Order:
-    """Base of what csdctl tells a running rank, a line on its standard input each."""
+    """Base of all orders."""
 
 
 @dataclass(frozen=True)
 class FormGroup(Order):
-    """Train with these ranks from now on; an earlier group is over."""
+    """Join a group of these ranks; any earlier group is over."""
 
     generation: int
     ranks: tuple[int, ...]
-    """In order of MPI rank; numbers of the run's ranks."""
+    """The run's ranks, in order of MPI rank."""
     collective: str = ""
-    """The one to use; '' measures."""
+    """One of COLLECTIVE_NAMES; '' measures which is fastest."""
 
 
 @dataclass(frozen=True)
 class PauseAtEpochEnd(Order):
-    """Leave the group at the end of the epoch: another one, with more ranks, comes next."""
+    """Leave the group at the end of the epoch: a group with more ranks follows."""
 
 
 @dataclass(frozen=True)
 class Stop(Order):
-    """Finish the step, keep a checkpoint where any is kept, and end."""
+    """Finish the step, write a checkpoint if the run keeps any, and exit."""
 
 
 @dataclass(frozen=True)
 class Release(Order):
-    """The run is over for this rank: what comes after is not said to a rank."""
+    """The run is over for this rank: later lines on its standard input are not orders."""
 
 
 @dataclass(frozen=True)
 class Ping(Order):
-    """Answer with `Alive`."""
+    """Answer with `Pong`."""
 
     number: int
 
@@ -51,12 +55,12 @@ ORDERS: dict[str, type[Order]] = {
 
 
 def order_to_line(order: Order) -> str:
-    """An order as the line that a rank reads."""
+    """Return an order as the line that a rank reads."""
     return json.dumps({"order": type(order).__name__, **dataclasses.asdict(order)}, separators=(",", ":"))
 
 
 def order_from_line(line: str) -> Order:
-    """The order in `line`; raises ProtocolError."""
+    """Return the order in `line`; raises ProtocolError."""
     try:
         content = json.loads(line)
         kind = ORDERS[content.pop("order")]

@@ -1,10 +1,10 @@
 """What the ranks of one run are told."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.tasks import Task
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,8 @@ class RunSpec:
     progress_interval_s: float = 0.5
     max_steps: int | None = None
     """End after this many steps of the whole run: for measuring."""
-    is_verified: bool = False
-    """Take one step with random samples, compare it with one process, and end."""
-    made: DatasetInfo | None = None
-    """For a trial: random samples of this form instead of any data, and no model comes of it."""
+    task: Task = field(default_factory=Task)
+    """What the ranks are asked to do."""
     noise: Noise | None = None
     """Of every rank's private samples."""
     schema: int = SCHEMA

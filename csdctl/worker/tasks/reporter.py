@@ -1,4 +1,4 @@
-"""What a rank says of its training, as events."""
+"""What a rank reports of its work, as events."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,79 +21,76 @@ from csdctl.worker.protocol.events import (
     Traffic,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.state import Position
-from csdctl.worker.tasks.totals import StepTotals, overall
+from csdctl.worker.tasks.position import Position
+from csdctl.worker.tasks.totals import StepTotals, global_fields
 
 
 class Reporter:
-    """Speaks for rank `me` of `spec`; what holds for all ranks is rank 0's to say."""
+    """Emits the events of rank `me` of `spec`; rank 0 adds what holds for all ranks."""
 
     def __init__(self, spec: RunSpec, me: RankSpec) -> None:
         self._nodes = [rank.node for rank in spec.ranks]
         self._rank, self._node = me.rank, me.node
         self.metric_names: tuple[str, ...] = ()
-        """Of the sums that all ranks add up; known once the model is loaded."""
+        """Of the metrics that are summed over the ranks; known once the model is loaded."""
 
     def ready(self, num_samples: int, setup_s: float) -> None:
-        """Model and data are there."""
+        """Report that model and data are loaded."""
         emit(Ready(self._rank, self._node, num_samples, round(setup_s, 3)))
 
-    def alive(self, number: int) -> None:
-        """The answer to a question; from any thread."""
+    def pong(self, number: int) -> None:
+        """Answer a ping; may be called from any thread."""
         emit(Pong(self._rank, self._node, number))
 
     def joined(
-        self, group: FormGroup, position: Position, leg: Segment, ranks: Communicator, num_lost: int
+        self,
+        generation: int,
+        position: Position,
+        segment: Segment,
+        communicator: Communicator,
+        num_lost: int,
     ) -> None:
-        """The group's ranks hold the same state."""
+        """Report that the group's ranks hold the same state."""
         emit(
             Joined(
                 self._rank,
                 self._node,
-                group.generation,
+                generation,
                 position.epoch,
                 position.step,
-                leg.stop_step,
+                segment.stop_step,
                 position.total_steps,
-                {str(share.rank): share.batch_size for share in leg.shares},
-                ranks.collective,
-                round(ranks.sum_s, 6),
+                {str(share.rank): share.batch_size for share in segment.shares},
+                communicator.collective,
+                round(communicator.sum_s, 6),
                 num_lost,
             )
         )
 
-    def link_lost(self, group: FormGroup, position: Position) -> None:
-        """The way to the others is gone."""
-        emit(LinkLost(self._rank, self._node, group.generation, position.epoch, position.step))
+    def link_lost(self, generation: int, position: Position) -> None:
+        """Report that this rank is cut off from its group."""
+        emit(LinkLost(self._rank, self._node, generation, position.epoch, position.step))
 
-    def paused(self, group: FormGroup) -> None:
-        """The group was left as ordered."""
-        emit(Paused(self._rank, self._node, group.generation))
+    def paused(self, generation: int) -> None:
+        """Report that the group was left as ordered."""
+        emit(Paused(self._rank, self._node, generation))
 
     def waiting_for(self, nodes: Sequence[str]) -> None:
-        """Others have not sent their part for some seconds."""
+        """Report nodes whose part of a sum has not arrived for seconds."""
         emit(WaitingFor(self._rank, self._node, tuple(nodes)))
 
-    def progress(self, position: Position, tally: StepTotals) -> None:
-        """What was done since the last time."""
-        more = overall(tally.sums, tally.global_samples, self.metric_names) if self._rank == 0 else {}
-        emit(
-            Progress(
-                rank=self._rank,
-                node=self._node,
-                epoch=position.epoch,
-                step=position.step,
-                **tally.local(),
-                **more,
-            )
-        )
+    def progress(self, position: Position, totals: StepTotals) -> None:
+        """Report the steps since the last report."""
+        fields = totals.local_fields()
+        if self._rank == 0:
+            fields |= global_fields(totals.sums, totals.global_samples, self.metric_names)
+        emit(Progress(self._rank, self._node, epoch=position.epoch, step=position.step, **fields))
 
     def rebalanced(
         self, position: Position, slowest: int, slowdown: float, batch_sizes: Mapping[int, int]
     ) -> None:
-        """Batch sizes from the next step on."""
+        """Report the batch sizes from the next step on."""
         sizes = {str(rank): size for rank, size in batch_sizes.items()}
         emit(
             Rebalanced(
@@ -107,31 +104,25 @@ class Reporter:
             )
         )
 
-    def traffic(self, ranks: Communicator, group: FormGroup) -> None:
-        """What all have sent since they met; asked by all together."""
+    def traffic(self, communicator: Communicator, generation: int, ranks: Sequence[int]) -> None:
+        """Report what the ranks of the group have sent to each other; call on all ranks."""
         sent = tuple(
-            dataclasses.replace(one, sender=group.ranks[one.sender], receiver=group.ranks[one.receiver])
-            for one in ranks.traffic()
+            dataclasses.replace(row, sender=ranks[row.sender], receiver=ranks[row.receiver])
+            for row in communicator.traffic()
         )
         if self._rank == 0 and sent:
-            emit(Traffic(self._rank, self._node, group.generation, sent))
+            emit(Traffic(self._rank, self._node, generation, sent))
 
-    def epoch_end(self, epoch: int, weights_hash: str, tally: StepTotals, more: Mapping[str, Any]) -> None:
-        """An epoch is done; `more` are the fields that rank 0 adds."""
-        emit(
-            EpochEnd(
-                rank=self._rank,
-                node=self._node,
-                epoch=epoch,
-                weights_hash=weights_hash,
-                **tally.local(),
-                **more,
-            )
-        )
+    def epoch_end(
+        self, epoch: int, weights_hash: str, totals: StepTotals, global_results: Mapping[str, Any]
+    ) -> None:
+        """Report the end of an epoch; `global_results` are the fields that rank 0 adds."""
+        fields = {**totals.local_fields(), **global_results}
+        emit(EpochEnd(self._rank, self._node, epoch=epoch, weights_hash=weights_hash, **fields))
 
     def finished(self, position: Position, weights_hash: str, model_path: str | None, reason: str) -> None:
-        """The completion record."""
-        epochs_done = position.epoch - (0 if position.leg else 1)
+        """Report the completion record."""
+        epochs_done = position.epoch - (0 if position.segment else 1)
         emit(
             Finished(
                 self._rank,

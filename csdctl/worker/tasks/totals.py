@@ -1,4 +1,4 @@
-"""What a rank did in some span of a run, as the fields of its events."""
+"""Sums over several steps, as the fields of a rank's events."""
 
 import math
 import time
@@ -9,9 +9,25 @@ from typing import Any
 from csdctl.worker.compute.step import Sums
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """One step of this rank."""
+
+    samples: int
+    """Of this rank."""
+    global_samples: int
+    """Of all ranks."""
+    compute_s: float
+    wait_s: float
+    sums: Sums
+    """Of all ranks."""
+    is_stopping: bool = False
+    """Whether a stop was requested."""
+
+
 @dataclass
 class StepTotals:
-    """What this rank did since the tally was made; times in seconds."""
+    """The steps of this rank since this object was created; times in seconds."""
 
     started: float = field(default_factory=time.monotonic)
     steps: int = 0
@@ -23,17 +39,17 @@ class StepTotals:
     global_samples: int = 0
     """Of all ranks, whatever their weights."""
 
-    def add(self, samples: int, global_samples: int, compute_s: float, wait_s: float, sums: Sums) -> None:
-        """Count one step."""
+    def add(self, step: StepResult) -> None:
+        """Add one step."""
         self.steps += 1
-        self.samples += samples
-        self.global_samples += global_samples
-        self.compute_s += compute_s
-        self.wait_s += wait_s
-        self.sums = add_sums(self.sums, sums)
+        self.samples += step.samples
+        self.global_samples += step.global_samples
+        self.compute_s += step.compute_s
+        self.wait_s += step.wait_s
+        self.sums = add_sums(self.sums, step.sums)
 
-    def local(self) -> dict[str, Any]:
-        """The fields that every rank's events have."""
+    def local_fields(self) -> dict[str, Any]:
+        """Return the fields that the events of every rank have."""
         return {
             "steps": self.steps,
             "samples": self.samples,
@@ -43,18 +59,18 @@ class StepTotals:
         }
 
 
-def add_sums(one: Sums, other: Sums) -> Sums:
-    """Both together; a sum of nothing has no metrics yet."""
-    metrics = one.metrics or (0.0,) * len(other.metrics)
+def add_sums(left: Sums, right: Sums) -> Sums:
+    """Return the sum of both; a sum over no step has no metrics yet."""
+    metrics = left.metrics or (0.0,) * len(right.metrics)
     return Sums(
-        one.loss + other.loss,
-        tuple(a + b for a, b in zip(metrics, other.metrics, strict=True)),
-        one.samples + other.samples,
+        left.loss + right.loss,
+        tuple(a + b for a, b in zip(metrics, right.metrics, strict=True)),
+        left.samples + right.samples,
     )
 
 
-def overall(sums: Sums, global_samples: int, metric_names: Sequence[str]) -> dict[str, Any]:
-    """The fields that rank 0 adds: samples, mean loss and metrics of all ranks."""
+def global_fields(sums: Sums, global_samples: int, metric_names: Sequence[str]) -> dict[str, Any]:
+    """Return the fields that rank 0 adds: samples, mean loss and mean metrics of all ranks."""
     count = sums.samples or math.nan
     metrics = {name: value / count for name, value in zip(metric_names, sums.metrics, strict=False)}
     return {

@@ -41,8 +41,10 @@ from csdctl.transport.ssh_config import build_ssh_config
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined, Traffic, Verified
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.tasks import VERIFY, Task
 from csdctl.workflows.data.deploy import (
     common_files,
     cut_shards,
@@ -55,7 +57,7 @@ from csdctl.workflows.data.deploy import (
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
-COLLECTIVES = ("auto", "star", "allreduce")
+COLLECTIVES = ("auto", *COLLECTIVE_NAMES)
 RANKS_HEARD_PER_S = 100
 """How many ranks tell of their progress in a second: the host reads all of it."""
 
@@ -129,7 +131,7 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, options: 
     run = space.project.new_scratch()
     cut = cut_shards(placed, prepared.public, job, space.project)
     spec = _build_spec(run, job, plan, placed, prepared, cut, space)
-    spec = dataclasses.replace(spec, validation=None, is_verified=True, num_checkpoints=0)
+    spec = dataclasses.replace(spec, validation=None, task=Task(VERIFY), num_checkpoints=0)
     found: list[Verified] = []
 
     def record(event: Event) -> None:

@@ -18,6 +18,7 @@ from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, Task
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.train import TrainOptions, progress_interval_s, run_ranks
 from csdctl.workflows.workspace.workspace import Workspace
@@ -75,7 +76,7 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
-        made=prepared.public.form,
+        task=Task(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.form)}),
     )
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)

@@ -31,5 +31,5 @@ def test_every_module_of_the_worker_is_imported_without_the_rest_and_before_tens
         "data.prepared",
         "ingest.prepare",
         "ingest.sources.pictures",
-        "tasks.training",
+        "tasks.train",
     } <= set(done.stdout.split())

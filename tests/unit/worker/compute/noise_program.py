@@ -51,7 +51,7 @@ def naive(count: int, **model: Any) -> np.ndarray[Any, Any]:
     plain, total = step(None, model=build(**model)), 0.0
     for number in range(count):
         one = slice(number, number + 1)
-        gradient = np.array(plain.local(images[one], labels[one]), np.float64)[: plain.num_gradients]
+        gradient = np.array(plain.local(images[one], labels[one]), np.float64)[: plain.layout.num_gradients]
         norm = np.linalg.norm(gradient)
         norms.append(norm)
         total = total + gradient * min(1.0, CLIP / norm)
@@ -102,7 +102,7 @@ out["weights_before"] = np.concatenate([w.ravel() for w in build().get_weights()
 noisy = step(3.0)
 out["noise"] = np.concatenate(
     [noisy.local(images, labels, private_copies=every) - out["clipped"] for _ in range(400)]
-).reshape(400, -1)[:, : noisy.num_gradients]
+).reshape(400, -1)[:, : noisy.layout.num_gradients]
 out["normal"] = secret_normal(1_000_001)
 np.savez(directory / "out.npz", **out)
 

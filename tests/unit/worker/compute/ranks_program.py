@@ -13,7 +13,8 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.collective import choose_collective, init_mpi
+from csdctl.worker.group.collective import choose_collective
+from csdctl.worker.group.mpi import init_mpi
 from csdctl.worker.protocol.recipe import Recipe
 
 ways: list[list[int]] = json.loads(sys.argv[1])

@@ -13,28 +13,31 @@ from typing import Any
 import pytest
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
-from csdctl.worker.group.link import Channel, LinkLostError, Listener, socket_name
+from csdctl.worker.group.channel import Channel, LinkLostError, socket_name
+from csdctl.worker.group.listener import Listener
 
 SIZE = 3
 NUM_ELEMENTS = (1 << 18) + 5
 RANK = """
 import json, sys
 import numpy as np
-from csdctl.worker.group.link import LinkCommunicator, LinkLostError, Listener, SharedVectors
+from csdctl.worker.group.channel import LinkLostError
+from csdctl.worker.group.link_communicator import LinkCommunicator
+from csdctl.worker.group.listener import Listener
+from csdctl.worker.group.shared_vectors import SharedVectors
 run, rank = sys.argv[1], int(sys.argv[2])
 listener = Listener(run, rank)
 memory = SharedVectors(int(sys.argv[3]))
 print("listening", flush=True)
-channel, hello = listener.wait_for_link(1, lambda: False)
-listener.give_memory(channel, memory.descriptor)
+channel, greeting = listener.accept_link(1, lambda: False)
 def on_waiting(missing):
     print(json.dumps({"missing": missing}), flush=True)
-ranks = LinkCommunicator(channel, hello, memory, on_waiting)
+ranks = LinkCommunicator(channel, greeting, memory, on_waiting)
 for request in sys.stdin:
     words = request.split()
     try:
         if words[0] == "agree":
-            ranks.agree(words[1] if len(words) > 1 else "")
+            ranks.choose_collective(words[1] if len(words) > 1 else "")
             print(json.dumps(ranks.collective), flush=True)
         elif words[0] == "sum":
             memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
@@ -42,7 +45,7 @@ for request in sys.stdin:
             bits = int(total.view(np.uint32).sum())
             print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
         elif words[0] == "gather":
-            print(json.dumps(ranks.gather({"rank": ranks.rank})), flush=True)
+            print(json.dumps(ranks.allgather({"rank": ranks.rank})), flush=True)
         elif words[0] == "send":
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)
@@ -173,12 +176,12 @@ def test_rank_says_whom_it_waits_for(group: Group) -> None:
 
 def test_link_of_another_group_is_turned_away() -> None:
     run_id = f"test-{os.getpid()}-turned-away"
-    door = Listener(run_id, 0)
+    listener = Listener(run_id, 0)
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(socket_name(run_id, 0))
-    Channel(connection).send(b"H", json.dumps({"generation": 1}).encode())
+    Channel(connection).send(b"H", json.dumps({"generation": 1, "rank": 0, "size": 1}).encode())
     began = time.monotonic()
-    assert door.wait_for_link(2, lambda: time.monotonic() > began + 0.5) is None
+    assert listener.accept_link(2, lambda: time.monotonic() > began + 0.5) is None
     with pytest.raises(LinkLostError):
         Channel(connection).receive()
 

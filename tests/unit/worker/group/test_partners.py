@@ -14,13 +14,15 @@ from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 NUM_RANKS = 7
 PROGRAM = """
 import numpy as np
-from csdctl.worker.group.collective import choose_collective, gather, init_mpi
+from csdctl.worker.group.collective import choose_collective
+from csdctl.worker.group.mpi import init_mpi
+from csdctl.worker.group.waiting import allgather
 _, world = init_mpi()
-gather(world, None)
+allgather(world, None)
 for way in ("", "star", "allreduce"):
     choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
-gather(world, "x" * (10 + world.rank))
-gather(world, "y" * 200_000)
+allgather(world, "x" * (10 + world.rank))
+allgather(world, "y" * 200_000)
 """
 CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\d+,1\],(\d+)\]")
 

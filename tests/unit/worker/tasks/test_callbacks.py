@@ -2,7 +2,7 @@
 
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.callbacks import after_epoch, is_higher_better
-from csdctl.worker.tasks.state import CallbackState
+from csdctl.worker.tasks.position import CallbackState
 
 
 def run(

@@ -13,18 +13,13 @@ import pytest
 
 from csdctl.worker.data.schedule import OwnSamples, begin_epoch
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.tasks.state import (
-    CallbackState,
-    Checkpoints,
-    EpochTotals,
-    Position,
-    StepFile,
-    pack,
-    unpack,
-)
+from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position, pack, unpack
+from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 
-LEG = begin_epoch([OwnSamples(5, 95), OwnSamples(20, 80)], {0: 10, 1: 7})
-POSITION = Position(2, 3, 45, LEG, {"0": 10, "1": 7}, EpochTotals(3, 51, 4.5, (0.5,)), CallbackState(1.5, 1))
+SEGMENT = begin_epoch([OwnSamples(5, 95), OwnSamples(20, 80)], {0: 10, 1: 7})
+POSITION = Position(
+    2, 3, 45, SEGMENT, {"0": 10, "1": 7}, EpochTotals(3, 51, 4.5, (0.5,)), CallbackState(1.5, 1)
+)
 
 
 @dataclass
@@ -53,7 +48,7 @@ def test_state_is_read_back_bit_by_bit() -> None:
 
 
 def test_state_of_another_model_is_refused() -> None:
-    with pytest.raises(WorkerError, match="this model's has"):
+    with pytest.raises(WorkerError, match="expected 656 for this model"):
         unpack(pack(variables(), POSITION), variables()[:2])
 
 

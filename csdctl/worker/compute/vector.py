@@ -1,0 +1,78 @@
+"""The layout of the vector that the ranks sum in every step.
+
+    [ Σ gradient | changes of moving statistics · n | Σ loss, Σ each metric, (n public), n | stop | seconds ]
+
+All parts are float32. The step (step.py) owns everything up to n, the number of samples; divided by it, a sum
+over ranks is the mean over all their samples. Behind it the training loop adds whether a stop was requested,
+and one element for each rank of the run with the seconds that this rank computed.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class VectorLayout:
+    """Where the parts of a summed vector are."""
+
+    num_gradients: int
+    num_statistics: int
+    num_metrics: int
+    has_public_count: bool = False
+    """With noise, loss and metrics are those of public samples; their number stands before n."""
+    num_ranks: int = 0
+    """Ranks whose compute times follow; 0: the step's part alone."""
+
+    @property
+    def num_sums(self) -> int:
+        """Elements of the step's part behind gradients and statistics: loss, metrics and counts."""
+        return 2 + self.num_metrics + self.has_public_count
+
+    @property
+    def step_size(self) -> int:
+        """Elements of the step's part."""
+        return self.num_gradients + self.num_statistics + self.num_sums
+
+    @property
+    def size(self) -> int:
+        """All elements."""
+        return self.step_size + (1 + self.num_ranks if self.num_ranks else 0)
+
+    @property
+    def gradients(self) -> slice:
+        """The summed gradients of all trainable variables, flat, in the model's order."""
+        return slice(0, self.num_gradients)
+
+    @property
+    def statistics(self) -> slice:
+        """The changes of moving statistics, times n."""
+        return slice(self.num_gradients, self.num_gradients + self.num_statistics)
+
+    @property
+    def mean(self) -> slice:
+        """Gradients and statistics: what `apply` divides by n."""
+        return slice(0, self.num_gradients + self.num_statistics)
+
+    @property
+    def sums(self) -> slice:
+        """Loss, metrics, and the count they belong to."""
+        return slice(self.num_gradients + self.num_statistics, self.step_size - self.has_public_count)
+
+    @property
+    def count(self) -> int:
+        """The index of n."""
+        return self.step_size - 1
+
+    @property
+    def step(self) -> slice:
+        """The step's part."""
+        return slice(0, self.step_size)
+
+    @property
+    def stop(self) -> int:
+        """The index of the stop request: above 0 when a stop was requested."""
+        return self.step_size
+
+    @property
+    def compute_s(self) -> slice:
+        """Each rank's compute seconds, by rank of the run."""
+        return slice(self.step_size + 1, self.step_size + 1 + self.num_ranks)

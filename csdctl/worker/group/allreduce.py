@@ -1,0 +1,30 @@
+"""MPI's own non-blocking allreduce."""
+
+from typing import Any
+
+from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
+
+
+class Allreduce:
+    """Implements `collective.Collective`."""
+
+    def __init__(self, world: Any, local: Any, total: Any) -> None:
+        self._world = world
+        self._local = local
+        self._total = total
+        self.is_sending = False
+        self.missing: list[int] = []
+        """Always empty: MPI does not say for which rank an allreduce waits."""
+
+    def post_receives(self) -> None:
+        """Do nothing: MPI posts its own."""
+
+    def progress(self) -> None:
+        """Do nothing: MPI progresses in `sum`."""
+
+    def flush(self, on_wait: OnWait = ignore_wait) -> None:
+        """Do nothing: a completed allreduce has left."""
+
+    def sum(self, on_wait: OnWait = ignore_wait) -> None:
+        """Sum `local` over all ranks into `total` on all ranks."""
+        wait_sleeping(self._world.Iallreduce(self._local, self._total), on_wait)

@@ -1,0 +1,105 @@
+"""The star: rank 0 gathers, adds in order of rank, and sends the sum back (docs/decisions/0006).
+
+It suits a host with its devices: all traffic passes the host anyway. Vectors travel in pieces, so that one
+piece travels while the next is added. Rank 0 takes in what arrives before its own vector is ready, and
+continues as soon as it has the sum: it does not wait until the other ranks have received it.
+"""
+
+from typing import Any
+
+from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
+
+PIECE_SIZE = 1 << 18
+"""Elements of a vector that travel as one message: 1 MiB of float32, below mpirun's eager limit."""
+
+_UP, _DOWN = 1, 2
+
+
+class Star:
+    """Implements `collective.Collective`."""
+
+    def __init__(self, world: Any, local: Any, total: Any) -> None:
+        """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
+        self._world = world
+        self._local = local
+        self._total = total
+        self._pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(local), PIECE_SIZE)]
+        self._has_posted = False
+        self._sending: list[Any] = []
+        """Rank 0: requests by which the latest sum leaves `total`."""
+        self._arriving: list[tuple[slice, int, Any]] = []
+        """Rank 0: posted receives, in the order in which they are added: piece, rank, request."""
+        if world.rank == 0:
+            import numpy
+
+            self._add = numpy.add
+            self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
+            # The rank may still read the last sum in `total` when the first vector of the next one arrives.
+            self._partial = numpy.empty_like(local)
+
+    @property
+    def is_sending(self) -> bool:
+        """Rank 0: whether the latest sum is still on its way to some rank."""
+        return bool(self._sending)
+
+    @property
+    def missing(self) -> list[int]:
+        """Rank 0: the ranks of which something has not arrived yet."""
+        return sorted({rank for _, rank, request in self._arriving if not request.Test()})
+
+    def post_receives(self) -> None:
+        """Rank 0: post receives for the other ranks' vectors of the next sum."""
+        if self._world.rank or self._has_posted:
+            return
+        self._has_posted = True
+        self._arriving = [
+            (piece, rank, self._world.Irecv(buffer[piece], rank, _UP))
+            for piece in self._pieces
+            for rank, buffer in enumerate(self._received, start=1)
+        ]
+
+    def progress(self) -> None:
+        """Rank 0: add what has arrived, without waiting."""
+        self._sending = [request for request in self._sending if not request.Test()]
+        while self._arriving and self._arriving[0][2].Test():
+            self._add_next()
+
+    def flush(self, on_wait: OnWait = ignore_wait) -> None:
+        """Wait until the latest sum has left."""
+        for request in self._sending:
+            wait_sleeping(request, on_wait)
+        self._sending = []
+
+    def sum(self, on_wait: OnWait = ignore_wait) -> None:
+        """Sum `local` over all ranks into `total` on all ranks."""
+        if self._world.rank == 0:
+            self._add_and_send(on_wait)
+            return
+        requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in self._pieces]
+        sending = [self._world.Isend(self._local[piece], 0, _UP) for piece in self._pieces]
+        for request in [*requests, *sending]:
+            wait_sleeping(request, on_wait)
+
+    def _add_next(self) -> None:
+        piece, rank, _ = self._arriving.pop(0)
+        arrived = self._received[rank - 1][piece]
+        if rank == 1:
+            self._partial[piece] = arrived
+        else:
+            self._add(self._partial[piece], arrived, out=self._partial[piece])
+
+    def _add_and_send(self, on_wait: OnWait) -> None:
+        self.post_receives()
+        self.flush(on_wait)
+        for piece in self._pieces:
+            while self._arriving and self._arriving[0][0] == piece:
+                wait_sleeping(self._arriving[0][2], on_wait)
+                self._add_next()
+            if self._world.size == 1:
+                self._total[piece] = self._local[piece]
+            else:
+                self._add(self._partial[piece], self._local[piece], out=self._total[piece])
+            self._sending += [
+                self._world.Isend(self._total[piece], rank, _DOWN) for rank in range(1, self._world.size)
+            ]
+        self._has_posted = False

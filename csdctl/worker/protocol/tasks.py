@@ -1,0 +1,18 @@
+"""Tasks: what the ranks of a run are asked to do, as one tagged value."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+TRAIN, VERIFY, TRIAL = "train", "verify", "trial"
+"""The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
+
+ELEMENT_SPEC = "element_spec"
+"""Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task by its name in the worker's registry, and its arguments, as JSON has them."""
+
+    name: str = TRAIN
+    arguments: dict[str, Any] = field(default_factory=dict)

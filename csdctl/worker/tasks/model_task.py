@@ -1,0 +1,81 @@
+"""What the tasks have in common that compute with the run's model and data."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.model import load
+from csdctl.worker.compute.step import Step
+from csdctl.worker.data.prepared import EpochReader
+from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.tasks.task import TaskContext
+
+
+class ModelTask:
+    """Loads data, model and step of one rank, and warms them up."""
+
+    is_resumable = True
+
+    def __init__(self, context: TaskContext) -> None:
+        self.spec, self.me, self.progress = context.spec, context.me, context.progress
+        self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
+        self._step_of_probes = context.step
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the vector that the ranks sum."""
+        return self.layout.size
+
+    @property
+    def variables(self) -> list[Any]:
+        """Weights and optimizer state."""
+        return self.step.state
+
+    def load(self) -> None:
+        """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""
+        self.reader = self.open_reader()
+        self.step = self._step_of_probes or self._load_step()
+        self.step.micro_batch_size = self.me.micro_batch_size
+        self.layout = replace(self.step.layout, num_ranks=len(self.spec.ranks))
+        self.reporter.metric_names = self.step.metric_names
+        self._warm_up()
+
+    def open_reader(self) -> EpochReader | SyntheticReader:
+        """Return what the samples are read with."""
+        return EpochReader(self.spec, self.me.rank)
+
+    def load_own_metrics(self) -> Mapping[str, Any] | None:
+        """Return the user's metric functions, where this rank evaluates with them."""
+        return None
+
+    def _load_step(self) -> Step:
+        spec, me = self.spec, self.me
+        tf, keras = load_backend(me.runtime)
+        return Step(
+            load(Path(spec.architecture), Path(spec.weights), keras),
+            spec.recipe,
+            self.reader.example(),
+            tf,
+            keras,
+            rank=me.rank,
+            weight=me.weight,
+            own_metrics=self.load_own_metrics(),
+            noise=spec.noise,
+        )
+
+    def _warm_up(self) -> None:
+        images, labels = self.reader.first(self.me.batch_size)
+        self.step.set_step(0, 0.0)
+        is_private = self.step.has_noise and self.me.num_private
+        copies = np.ones(len(images), np.int64) if is_private else None
+        for _ in range(2):
+            self.step.local(images, labels)
+            if copies is not None:
+                self.step.local(images, labels, private_copies=copies)
+        if len(self.spec.ranks) == 1:
+            self.step.rehearse_alone(images, labels)
+        self.step.rehearse_apply()

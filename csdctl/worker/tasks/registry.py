@@ -1,0 +1,27 @@
+"""The tasks that a rank can be asked to do, by the name in `RunSpec.task`."""
+
+from importlib import import_module
+
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.tasks import TRAIN, TRIAL, VERIFY
+from csdctl.worker.tasks.task import Task, TaskContext
+
+TASKS = {
+    TRAIN: "csdctl.worker.tasks.train:Train",
+    TRIAL: "csdctl.worker.tasks.trial:Trial",
+    VERIFY: "csdctl.worker.tasks.verify:Verify",
+}
+"""Name → module:class. A task's module is imported only when the task is asked for."""
+
+
+def make_task(context: TaskContext) -> Task:
+    """Return the task of the context's run; raises WorkerError when there is none of that name."""
+    name = context.spec.task.name
+    if name not in TASKS:
+        raise WorkerError(
+            f"received the task {name!r}, expected one of {', '.join(TASKS)}",
+            remedy="run `csdctl deploy` so that both sides have one version",
+        )
+    module, _, kind = TASKS[name].partition(":")
+    task: Task = getattr(import_module(module), kind)(context)
+    return task

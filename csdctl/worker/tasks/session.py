@@ -1,0 +1,140 @@
+"""A rank's part in a run: it joins one group after another, and survives the loss of each.
+
+Owns the way to the other ranks (listener, shared memory, communicator), and the agreement on where the run
+is: when a group forms, every rank takes over the state of the rank that is farthest. What the ranks then do
+is up to the task.
+"""
+
+import contextlib
+import queue
+import time
+
+import numpy as np
+
+from csdctl.worker.compute.step import Step
+from csdctl.worker.group.channel import LinkLostError
+from csdctl.worker.group.communicator import Communicator, SoloCommunicator
+from csdctl.worker.group.link_communicator import LinkCommunicator
+from csdctl.worker.group.listener import Listener
+from csdctl.worker.group.shared_vectors import SharedVectors
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import STATE
+from csdctl.worker.protocol.orders import FormGroup
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.orders import Orders
+from csdctl.worker.tasks.position import pack, unpack
+from csdctl.worker.tasks.progress import Progress
+from csdctl.worker.tasks.registry import make_task
+from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.task import Group, Outcome, TaskContext
+
+ORPHAN_S = 600.0
+"""A rank without a group that receives no order for this long exits."""
+
+
+class Session:
+    """Runs the task of `spec` on rank `rank`, in the groups that `orders` form."""
+
+    def __init__(self, spec: RunSpec, rank: int, step: Step | None = None) -> None:
+        """`step`: of a probe session that takes part as a rank; it has the same model, recipe and noise."""
+        self._spec = spec
+        self._me = spec.ranks[rank]
+        self._reporter = Reporter(spec, self._me)
+        self._orders = Orders(self._reporter.pong)
+        self._progress = Progress(spec)
+        self._task = make_task(
+            TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
+        )
+
+    def run(self) -> None:
+        """Run the task to its end; raises WorkerError."""
+        started = time.monotonic()
+        self._task.load()
+        self._vectors = SharedVectors(self._task.num_elements)
+        with contextlib.closing(Listener(self._spec.run_id, self._me.rank)) as listener:
+            num_samples = self._me.num_private + self._me.num_public
+            self._reporter.ready(num_samples, time.monotonic() - started)
+            outcome = None
+            while outcome is None or not outcome.is_finished:
+                outcome = self._run_in_group(self._next_group(), listener)
+        self._task.finish(outcome.reason)
+
+    def await_release(self) -> None:
+        """Wait until no more orders come for this rank, so that the process can do other work."""
+        self._orders.await_release()
+        self._orders.on_group = lambda: None  # frees the communicator, and through it the shared memory
+        self._vectors.close()
+
+    def _next_group(self) -> FormGroup:
+        try:
+            return self._orders.next_group(ORPHAN_S)
+        except queue.Empty:
+            raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl is gone") from None
+
+    def _run_in_group(self, order: FormGroup, listener: Listener) -> Outcome | None:
+        """Join the group and run the task in it; None when the group is lost or another one was ordered."""
+        communicator: Communicator | None = None
+        try:
+            communicator = self._join(order, listener)
+            if communicator is None:
+                return None
+            self._orders.on_group = communicator.interrupt
+            if self._orders.has_group:
+                raise LinkLostError
+            group = Group(order.generation, order.ranks, communicator)
+            if self._task.is_resumable:
+                self._synchronize(group)
+            outcome = self._task.run(group)
+            self._reporter.traffic(communicator, group.generation, group.ranks)
+            communicator.close()
+        except LinkLostError:
+            if communicator:
+                communicator.disconnect()
+            self._reporter.link_lost(order.generation, self._progress.position)
+            return None
+        if not outcome.is_finished:
+            self._reporter.paused(order.generation)
+        return outcome
+
+    def _join(self, order: FormGroup, listener: Listener) -> Communicator | None:
+        """Connect to the group's other ranks; None when another group is ordered first."""
+        if len(order.ranks) == 1:
+            return SoloCommunicator(self._vectors.local)
+        found = listener.accept_link(order.generation, lambda: self._orders.has_group)
+        if found is None:
+            return None
+        channel, greeting = found
+        nodes = [self._spec.ranks[rank].node for rank in order.ranks]
+
+        def on_waiting(missing: list[int]) -> None:
+            # Only rank 0 of a star knows which ranks are missing. When rank 0 is, rank 1 reports it.
+            if missing or greeting.rank <= 1:
+                self._reporter.waiting_for([nodes[rank] for rank in missing])
+
+        communicator = LinkCommunicator(channel, greeting, self._vectors, on_waiting)
+        communicator.choose_collective(order.collective)
+        return communicator
+
+    def _synchronize(self, group: Group) -> None:
+        """Take over the state of the rank that is farthest, and share the rest of the epoch."""
+        communicator, progress = group.communicator, self._progress
+        keys = communicator.allgather([progress.position.total_steps, progress.position.epoch])
+        farthest = max(keys)
+        source = keys.index(farthest)
+        behind = [rank for rank, key in enumerate(keys) if key != farthest]
+        variables = list(self._task.variables)
+        if communicator.rank == source and behind:
+            packed = pack(variables, progress.position)
+            for rank in behind:
+                communicator.send(rank, packed, STATE)
+        elif communicator.rank in behind:
+            packed = np.frombuffer(communicator.receive(source), np.uint8)
+            progress.position = unpack(packed, variables)
+        progress.regroup(group.ranks)
+        self._reporter.joined(
+            group.generation,
+            progress.position,
+            progress.segment,
+            communicator,
+            progress.num_lost(group.ranks),
+        )

@@ -1,0 +1,264 @@
+"""The training loop of one rank: step, balance, evaluate, checkpoint, report.
+
+Time in compute is taken before the sum, and time in the sum is waiting, so that the slow rank can be named
+and relieved.
+"""
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.evaluation import evaluate
+from csdctl.worker.compute.learning_rate import learning_rate
+from csdctl.worker.compute.model import hash_weights
+from csdctl.worker.compute.recipe import load_own_metrics
+from csdctl.worker.compute.step import Sums
+from csdctl.worker.data.prepared import Array, PreparedSamples
+from csdctl.worker.data.schedule import Share
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED
+from csdctl.worker.protocol.json_codec import from_dict
+from csdctl.worker.tasks.balancer import Balancer
+from csdctl.worker.tasks.callbacks import after_epoch
+from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
+from csdctl.worker.tasks.model_task import ModelTask
+from csdctl.worker.tasks.position import CallbackState
+from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, Outcome
+from csdctl.worker.tasks.totals import StepResult, StepTotals, global_fields
+
+GROWTH_LIMIT = 2
+"""A rank whose memory was not measured gets at most this many times its planned batch size."""
+DIVERGED = (
+    "lower recipe.learning_rate or lengthen recipe.warmup_epochs; "
+    "the model of the last good epoch is in the run directory"
+)
+
+
+class Train(ModelTask):
+    """Trains the model on the run's data."""
+
+    def load(self) -> None:
+        """Load everything, and the state of an earlier process of this run where there is one."""
+        validation = self.spec.validation
+        self._validation = PreparedSamples(validation) if validation and self.is_root else None
+        super().load()
+        self._checkpointer = Checkpointer(self.spec, self.me, self.step) if self.is_root else None
+        if self._checkpointer and self._checkpointer.position:
+            self.progress.position = self._checkpointer.position
+        limits = {
+            rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
+        }
+        self._balancer = Balancer(limits)
+        self._weights_hash = ""
+
+    def load_own_metrics(self) -> dict[str, Any] | None:
+        """Return the user's metric functions on the rank that evaluates."""
+        return load_own_metrics(self.spec.recipe) if self._validation is not None else None
+
+    def run(self, group: Group) -> Outcome:
+        """Train until the end, or until a pause between epochs."""
+        self._balancer.forget()
+        self._apply_s = 0.0
+        while self.progress.position.epoch <= self.spec.recipe.epochs:
+            reason = self._run_epoch(group.communicator)
+            if reason:
+                return self._end_early(group, reason)
+            is_pausing = self._end_epoch(group)
+            if self.progress.position.callbacks.is_stopping:
+                return Outcome(is_finished=True, reason=EARLY_STOPPING)
+            if is_pausing and self.progress.position.epoch <= self.spec.recipe.epochs:
+                return PAUSED
+            self.progress.regroup(group.ranks)
+        return FINISHED
+
+    def finish(self, reason: str) -> None:
+        """Save the model and report the completion record."""
+        self.reporter.finished(self.progress.position, self._weights_hash, self.save_model(), reason)
+
+    def save_model(self) -> str | None:
+        """Save the trained model on rank 0; returns its path."""
+        return self._checkpointer.save_model(LAST_MODEL) if self._checkpointer else None
+
+    def compare_weights(self, communicator: Communicator) -> str:
+        """Return the hash of the weights; raises WorkerError unless finite and equal on all ranks."""
+        epoch = self.progress.position.epoch
+        if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
+            raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
+        weights_hash = hash_weights(self.step.model)
+        hashes = communicator.allgather(weights_hash)
+        if len(set(hashes)) > 1:
+            nodes = [self.spec.ranks[share.rank].node for share in self.progress.segment.shares]
+            different = [node for node, found in zip(nodes, hashes, strict=True) if found != hashes[0]]
+            raise WorkerError(
+                f"after epoch {epoch} the weights of {', '.join(different)} differ from rank 0's",
+                remedy="look for failing memory or differing TensorFlow versions: `csdctl discover`",
+            )
+        return weights_hash
+
+    def _run_epoch(self, communicator: Communicator) -> str:
+        """Run the rest of the epoch; returns why the run ends within it, or ''."""
+        progress, max_steps = self.progress, self.spec.max_steps
+        self.reader.begin(progress.position.epoch)
+        self._epoch_totals, since_report = StepTotals(), StepTotals()
+        while progress.position.step < progress.segment.stop_step:
+            step = self._run_step(communicator)
+            for totals in (self._epoch_totals, since_report):
+                totals.add(step)
+            if time.monotonic() - since_report.started >= self.spec.progress_interval_s:
+                self.reporter.progress(progress.position, since_report)
+                since_report = StepTotals()
+            if step.is_stopping:
+                return STOPPED
+            if max_steps is not None and progress.position.total_steps >= max_steps:
+                return MAX_STEPS
+        return ""
+
+    def _run_step(self, communicator: Communicator) -> StepResult:
+        began = time.perf_counter()
+        global_samples = self.progress.global_samples
+        share = self.progress.share_of(self.me.rank)
+        borrowed = self._exchange_borrowed(communicator, share)
+        received = time.perf_counter()
+        images, labels = self.reader.read(share, borrowed)
+        self.step.set_step(self.progress.position.total_steps, self._learning_rate())
+        copies = self.reader.private_copies(share) if self.step.has_noise else None
+        if communicator.size == 1:
+            sums = self.step.alone(images, labels, private_copies=copies)
+            self._check_finite(sums, sums.loss)
+            self._end_step(sums, global_samples)
+            compute_s = time.perf_counter() - received
+            return StepResult(
+                len(images), global_samples, compute_s, 0.0, sums, is_stopping=self.orders.is_stopping
+            )
+        vector, layout = communicator.local, self.layout
+        self.step.local(images, labels, vector[layout.step], private_copies=copies)
+        computed = time.perf_counter()
+        vector[layout.stop :] = 0
+        vector[layout.stop] = self.is_root and self.orders.is_stopping
+        vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received
+        total = communicator.sum(vector)
+        summed = time.perf_counter()
+        step_total = total[layout.step]
+        sums = self.step.read_sums(step_total)
+        self._check_finite(sums, float(np.add.reduce(step_total)))
+        self.step.apply(step_total)
+        is_stopping, times_s = bool(total[layout.stop] > 0), total[layout.compute_s].astype(float)
+        self._end_step(sums, global_samples)
+        self._balance(times_s)
+        self._apply_s = time.perf_counter() - summed
+        compute_s = computed - received + self._apply_s
+        wait_s = summed - computed + received - began
+        return StepResult(len(images), global_samples, compute_s, wait_s, sums, is_stopping=is_stopping)
+
+    def _exchange_borrowed(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
+        """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
+        if not self.is_root:
+            return communicator.receive(0) if share.borrowed else None
+        progress = self.progress
+        for index, other in enumerate(progress.segment.shares[1:], start=1):
+            if other.borrowed and (spans := other.batch(progress.step_in_segment).borrowed):
+                communicator.send(index, self.reader.pack_borrowed(spans), SAMPLES)
+        return None
+
+    def _learning_rate(self) -> float:
+        progress = self.progress
+        rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done)
+        return rate * progress.position.callbacks.rate_factor
+
+    def _end_step(self, sums: Sums, global_samples: int) -> None:
+        """Count the step, and write the state where it survives this process."""
+        self.progress.end_step(sums, global_samples)
+        if self._checkpointer:
+            has_others = len(self.progress.segment.shares) > 1
+            self._checkpointer.after_step(self.progress.position, has_others=has_others)
+
+    def _balance(self, times_s: Array) -> None:
+        """Move batch sizes when a rank has become slower or faster; every rank decides the same."""
+        progress = self.progress
+        if not self.spec.is_balanced or progress.position.step >= progress.segment.stop_step - 1:
+            return
+        sizes = {share.rank: share.batch_size for share in progress.segment.shares}
+        self._balancer.observe({rank: float(times_s[rank]) for rank in sizes})
+        proposal = self._balancer.propose(sizes)
+        if proposal is None:
+            return
+        if self.is_root:
+            self.reporter.rebalanced(progress.position, *self._balancer.slowest, proposal)
+        self._balancer.forget()
+        progress.change_batch_sizes(proposal)
+
+    def _check_finite(self, sums: Sums, total: float) -> None:
+        """Raise WorkerError before what is not finite is applied; all ranks see the same sum."""
+        if math.isfinite(sums.loss) and math.isfinite(total):
+            return
+        position = self.progress.position
+        if self._checkpointer:
+            self._checkpointer.save_last_good()
+        cause = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
+        raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
+
+    def _end_early(self, group: Group, reason: str) -> Outcome:
+        """End the run within an epoch."""
+        self._weights_hash = self.compare_weights(group.communicator)
+        if reason == MAX_STEPS:
+            self._report_epoch_end({}, group)
+        if self._checkpointer:
+            self._checkpointer.checkpoint(self.progress.position)
+        return Outcome(is_finished=True, reason=reason)
+
+    def _end_epoch(self, group: Group) -> bool:
+        """Compare, evaluate, decide, checkpoint; returns whether to pause for a new group."""
+        communicator = group.communicator
+        self._weights_hash = self.compare_weights(communicator)
+        results: dict[str, Any] = {}
+        decision: tuple[Any, bool, bool] | None = None
+        if self.is_root:
+            if self._validation is not None:
+                results = evaluate(self.step, self._validation, self.me, self.spec.progress_interval_s)
+            callbacks, is_best = self._decide(results)
+            decision = (dataclasses.asdict(callbacks), is_best, self.orders.is_pausing)
+        self._report_epoch_end(results, group)
+        callbacks_dict, is_best, is_pausing = communicator.allgather(decision)[0]
+        self.progress.end_epoch(from_dict(CallbackState, callbacks_dict))
+        if self._checkpointer:
+            self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
+            self._checkpointer.write_step_file(self.progress.position)
+            if is_best and self._validation is not None:
+                self._checkpointer.save_model(BEST_MODEL)
+        self.reporter.traffic(communicator, group.generation, group.ranks)
+        # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
+        communicator.allgather(None)
+        return bool(is_pausing)
+
+    def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
+        """Return the new state of the callbacks, and whether this epoch's model is the best so far."""
+        epoch_results = self._epoch_results()
+        monitored: dict[str, float | None] = {"loss": epoch_results["loss"], **epoch_results["metrics"]}
+        monitored["validation_loss"] = results.get("validation_loss")
+        metrics = results.get("validation_metrics", {})
+        monitored |= {f"validation_{name}": value for name, value in metrics.items()}
+        position = self.progress.position
+        return after_epoch(self.spec.recipe, position.callbacks, position.epoch, monitored)
+
+    def _epoch_results(self) -> dict[str, Any]:
+        """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones."""
+        totals = self.progress.position.totals
+        sums = Sums(totals.loss, totals.metrics, totals.weight)
+        return global_fields(sums, totals.samples, self.step.metric_names)
+
+    def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
+        fields: dict[str, Any] = {}
+        if self.is_root:
+            fields = {
+                **self._epoch_results(),
+                "learning_rate": float(np.asarray(self.step.optimizer.learning_rate.value)),
+                "num_lost": self.progress.num_lost(group.ranks),
+                **results,
+                "stepped_samples": self._epoch_totals.global_samples,
+            }
+        epoch = self.progress.position.epoch
+        self.reporter.epoch_end(epoch, self._weights_hash, self._epoch_totals, fields)

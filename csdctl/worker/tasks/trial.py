@@ -1,0 +1,24 @@
+"""A trial: the steps of a training with random samples, for measuring; no model comes of it."""
+
+from csdctl.worker.data.synthetic import SyntheticReader
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.json_codec import from_dict
+from csdctl.worker.protocol.tasks import ELEMENT_SPEC
+from csdctl.worker.tasks.train import Train
+
+
+class Trial(Train):
+    """Trains on random samples of the form in the task's argument `element_spec`."""
+
+    def open_reader(self) -> SyntheticReader:
+        """Return a reader of random samples."""
+        element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
+        return SyntheticReader(element_spec, self.me.rank)
+
+    def compare_weights(self, communicator: Communicator) -> str:
+        """Compare nothing: ranks that are probe sessions have moving statistics of their own."""
+        return ""
+
+    def save_model(self) -> None:
+        """Save nothing."""

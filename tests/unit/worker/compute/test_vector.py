@@ -1,0 +1,32 @@
+"""The layout of the vector that the ranks sum."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.vector import VectorLayout
+
+STEP = VectorLayout(num_gradients=7, num_statistics=4, num_metrics=2)
+
+
+@pytest.mark.parametrize("has_public_count", [False, True])
+def test_parts_cover_the_vector_without_overlap(has_public_count: bool) -> None:
+    layout = replace(STEP, has_public_count=has_public_count, num_ranks=3)
+    touched = np.zeros(layout.size, int)
+    for part in (layout.gradients, layout.statistics, layout.sums, layout.compute_s):
+        touched[part] += 1
+    if has_public_count:  # otherwise the count is the last element of the sums
+        touched[layout.count] += 1
+    touched[layout.stop] += 1
+    assert touched.tolist() == [1] * layout.size
+
+
+def test_what_the_step_divides_ends_before_loss_metrics_and_count() -> None:
+    assert STEP.mean == slice(0, 11)
+    assert (STEP.sums, STEP.count, STEP.step_size) == (slice(11, 15), 14, 15)
+
+
+def test_without_ranks_the_layout_is_that_of_the_step() -> None:
+    assert STEP.size == STEP.step_size
+    assert replace(STEP, num_ranks=2).size == STEP.step_size + 3
