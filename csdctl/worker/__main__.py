@@ -1,7 +1,7 @@
-"""The worker's commands: build, prepare, look, probe, rank, link, hello. Run by csdctl, not by hand.
+"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check. csdctl runs them.
 
-What fails is printed as a `Failed` event (rank, hello) or as a line of JSON on standard error (the others);
-the exit code is the error's.
+Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
+the exit code is that of the error.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from csdctl.worker.protocol.run_spec import RunSpec
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command; return the exit code."""
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build")
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
     mpi_check.add_argument("--rank", type=int, required=True)
     mpi_check.add_argument("--size", type=int, required=True)
     mpi_check.add_argument("--node", required=True)
-    mpi_check.add_argument("--sums", default="", help="RANKS:BYTES,…: time these sums")
+    mpi_check.add_argument("--sums", default="", help="sums to time, as RANKS:BYTES,…")
     mpi_check.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
     chosen = {
@@ -82,12 +82,12 @@ def _build(options: argparse.Namespace) -> int:
         options.output,
         keras,
     )
-    answer(info)
+    print_answer(info)
     return 0
 
 
-def answer(value: object) -> None:
-    """Print what a command came to; a user's model code may have printed before, and may afterwards."""
+def print_answer(value: object) -> None:
+    """Print the answer of a command, on a line of its own: a user's model code may print too."""
     print(f"\n{ANSWER_PREFIX}{to_json(value)}", flush=True)
 
 
@@ -113,9 +113,9 @@ def _prepare(_: argparse.Namespace) -> int:
         voice.say(ANSWER_PREFIX + to_json(info))
         return 0
     except (WorkerError, ProtocolError) as error:
-        failed = _told(error)
+        failed = _as_worker_error(error)
     except Exception as error:
-        # The text of an unforeseen error may name a private file, and this goes to the host.
+        # The text of an unforeseen error may name a private file, and this line goes to the host.
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
     voice.complain(_error_line(failed))
     return failed.exit_code
@@ -124,7 +124,7 @@ def _prepare(_: argparse.Namespace) -> int:
 def _digest(options: argparse.Namespace) -> int:
     from csdctl.worker.data.digest import compute_digest
 
-    answer(compute_digest(options.directory))
+    print_answer(compute_digest(options.directory))
     return 0
 
 
@@ -144,7 +144,7 @@ def _rank(options: argparse.Namespace) -> int:
         me = spec.ranks[options.rank]
         node = me.node
         if me.private:
-            private_log = _keep_output_here(spec.run_id, me.rank)
+            private_log = _redirect_output(spec.run_id, me.rank)
         from csdctl.worker.tasks.session import Session
 
         Session(spec, me.rank).run()
@@ -153,10 +153,10 @@ def _rank(options: argparse.Namespace) -> int:
     return 0
 
 
-def _keep_output_here(run_id: str, rank: int) -> str:
-    """Let only events leave a rank that reads private data: returns the file with everything else.
+def _redirect_output(run_id: str, rank: int) -> str:
+    """Let only events leave a rank that reads private data; return the log file with all other output.
 
-    What libraries print may show samples; TensorFlow lists the labels of a batch that it cannot use.
+    Libraries may print samples: TensorFlow lists the labels of a batch that it cannot use.
     """
     from csdctl.worker.process.output import GuardedOutput
 
@@ -176,7 +176,7 @@ def _check_mpi(options: argparse.Namespace) -> int:
     from csdctl.worker.tasks.mpi_check import check_mpi
 
     code = check_mpi(options.rank, options.size, options.node, options.sums)
-    if code:  # who fails must not wait for the others in MPI's own end
+    if code:  # a rank that fails must not wait for the others in MPI_Finalize
         os._exit(code)
     return code
 
@@ -186,29 +186,29 @@ def _error_line(error: WorkerError) -> str:
     return WORKER_ERROR_PREFIX + json.dumps(content)
 
 
-def _told(error: WorkerError | ProtocolError) -> WorkerError:
+def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
     if isinstance(error, WorkerError):
         return error
     return WorkerError(str(error), remedy="run `csdctl deploy` so that both sides have one version")
 
 
 def run() -> None:
-    """Run the command of sys.argv and leave with its exit code."""
+    """Run the command of sys.argv and exit with its code."""
     code = 1
 
     def leave() -> None:
-        """Spare Python to take TensorFlow apart, which takes a second; MPI must be left in its own way."""
+        """Skip the teardown of TensorFlow, which takes a second; MPI needs its own."""
         if "tensorflow" in sys.modules and "mpi4py" not in sys.modules:
             with contextlib.suppress(OSError, ValueError):
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(code)
 
-    atexit.register(leave)  # the first one is called last
+    atexit.register(leave)  # registered first, called last
     try:
         code = main(sys.argv[1:])
     except (WorkerError, ProtocolError) as error:
-        failed = _told(error)
+        failed = _as_worker_error(error)
         print(_error_line(failed), file=sys.stderr)
         code = failed.exit_code
     except BrokenPipeError:

@@ -15,12 +15,12 @@ EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop"
 
 
 SUMS, SAMPLES, STATE = "sums", "samples", "state"
-"""What ranks send each other: gradients to be summed, public samples that were lent, the state of a run."""
+"""What ranks send each other: vectors to be summed, reassigned public samples, the state of a run."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events; `rank` and `node` say who speaks."""
+    """Base of all events; `rank` and `node` are those of the sender."""
 
     rank: int
     node: str
@@ -28,14 +28,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Started(Event):
-    """The rank's process runs, and enters MPI next."""
+    """The process of an MPI check has started, and enters MPI next."""
 
     hostname: str
 
 
 @dataclass(frozen=True)
 class MpiChecked(Event):
-    """A rank that only says hello has summed a vector with all others: seconds of the quickest sum."""
+    """The rank of an MPI check has summed a vector with all others: seconds of the fastest sum."""
 
     mpi_library: str
     vector_bytes: int
@@ -44,7 +44,7 @@ class MpiChecked(Event):
 
 @dataclass(frozen=True)
 class CollectiveTimed(Event):
-    """The first `num_ranks` ranks have summed vectors in the quickest way: seconds of one sum."""
+    """The first `num_ranks` ranks have timed the collectives: the fastest, and the seconds of one sum."""
 
     num_ranks: int
     num_bytes: int
@@ -55,7 +55,7 @@ class CollectiveTimed(Event):
 
 @dataclass(frozen=True)
 class Ready(Event):
-    """The rank has its model and data, and waits for the others."""
+    """The rank has loaded model and data, and waits for a group."""
 
     num_samples: int
     setup_s: float
@@ -63,7 +63,7 @@ class Ready(Event):
 
 @dataclass(frozen=True)
 class Progress(Event):
-    """Sums since the last Progress of this rank; loss and accuracy of all ranks, from rank 0 only."""
+    """Totals since the last Progress of this rank; rank 0 adds loss and metrics of all ranks."""
 
     epoch: int
     step: int
@@ -80,7 +80,7 @@ class Progress(Event):
 
 @dataclass(frozen=True)
 class Joined(Event):
-    """The ranks of a group have found each other and hold the same state; from each of them."""
+    """The rank has joined a group, whose ranks now hold the same state."""
 
     generation: int
     epoch: int
@@ -88,16 +88,16 @@ class Joined(Event):
     steps_per_epoch: int
     total_steps: int
     batch_sizes: dict[str, int]
-    """Of the group's ranks, by number."""
+    """Of the group's ranks, by rank number."""
     collective: str
     sum_s: float
     num_lost: int = 0
-    """Private samples of this epoch that nobody reads any more, because their node is away."""
+    """Private samples of this epoch that are not trained on, because their node is lost."""
 
 
 @dataclass(frozen=True)
 class LinkLost(Event):
-    """This rank's way to the others is gone; it waits for a new group."""
+    """The rank has lost its link, and waits for a new group."""
 
     generation: int
     epoch: int
@@ -106,7 +106,7 @@ class LinkLost(Event):
 
 @dataclass(frozen=True)
 class Paused(Event):
-    """The rank has left its group as it was told to, and waits for the next one."""
+    """The rank has left its group as ordered, and waits for the next one."""
 
     generation: int
 
@@ -120,20 +120,20 @@ class Pong(Event):
 
 @dataclass(frozen=True)
 class WaitingFor(Event):
-    """The rank has waited for these nodes for some seconds; it does not know for whom when there are none."""
+    """The rank has been waiting for these nodes for seconds; empty when it cannot tell for which."""
 
     nodes: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
-    """Rank 0 tells the batch sizes from the next step on, and whom they relieve."""
+    """Batch sizes from the next step on, and the slowest node; from rank 0."""
 
     epoch: int
     step: int
     slowest: str
     slowdown: float
-    """Its step time over that of a balanced step."""
+    """Its compute time over that of a balanced step."""
     batch_sizes: dict[str, int]
 
 
@@ -149,9 +149,9 @@ class SentBytes:
 
 @dataclass(frozen=True)
 class Traffic(Event):
-    """Rank 0 tells what the ranks of a group have sent to each other over MPI since they met.
+    """What the ranks of a group have sent to each other over MPI since it formed; from rank 0.
 
-    Ranks are numbers of the run, and bytes payload of TCP.
+    Ranks are numbers of the run; bytes are TCP payload.
     """
 
     generation: int
@@ -160,21 +160,21 @@ class Traffic(Event):
 
 @dataclass(frozen=True)
 class Verified(Event):
-    """The ranks' gradient was compared with that of one process; relative differences, Euclidean norm."""
+    """The ranks' gradient against that of one process: relative differences in the Euclidean norm."""
 
     global_batch: int
     batch_sizes: tuple[int, ...]
     by_parts: float
-    """One process that computes every rank's batch in turn."""
+    """To one process that computes every rank's batch in turn."""
     as_one_batch: float | None
-    """One process with one batch of all samples; None where a batch's samples depend on each other."""
+    """To one process with one batch of all samples; None where samples of a batch affect each other."""
     weights_hash: str
     collective: str
 
 
 @dataclass(frozen=True)
 class Evaluating(Event):
-    """Rank 0 evaluates: `num_done` of `num_samples` validation samples."""
+    """Rank 0 has evaluated `num_done` of `num_samples` validation samples."""
 
     num_done: int
     num_samples: int
@@ -182,7 +182,7 @@ class Evaluating(Event):
 
 @dataclass(frozen=True)
 class EpochEnd(Event):
-    """One epoch is done on this rank; rank 0 adds what holds for all."""
+    """The rank has finished an epoch; rank 0 adds the results of all ranks."""
 
     epoch: int
     steps: int
@@ -200,14 +200,14 @@ class EpochEnd(Event):
     metrics: dict[str, float] = field(default_factory=dict)
     validation_metrics: dict[str, float] = field(default_factory=dict)
     num_lost: int = 0
-    """Private samples that nobody read, because their node was away."""
+    """Private samples that were not trained on, because their node was lost."""
     stepped_samples: int = 0
-    """Of all ranks in the `steps` of this event; `global_samples` has those before a loss too."""
+    """Of all ranks in the `steps` of this event; `global_samples` includes steps before a loss."""
 
 
 @dataclass(frozen=True)
 class CheckpointSaved(Event):
-    """A checkpoint is on disk, whole."""
+    """A complete checkpoint is on disk."""
 
     epoch: int
     step: int
@@ -217,7 +217,7 @@ class CheckpointSaved(Event):
 
 @dataclass(frozen=True)
 class Finished(Event):
-    """The completion record: this rank has done all its steps. No run is done without all of them."""
+    """The completion record of a rank. A run is done only when every rank has sent one."""
 
     epochs: int
     steps: int
@@ -225,12 +225,12 @@ class Finished(Event):
     peak_memory_bytes: int
     model_path: str | None = None
     reason: str = ""
-    """Why before the last epoch: '' when it was the last, EARLY_STOPPING, STOPPED or MAX_STEPS."""
+    """Why the rank finished before the last epoch: EARLY_STOPPING, STOPPED, …; '' after the last."""
 
 
 @dataclass(frozen=True)
 class Failed(Event):
-    """The rank gives up; `message` and `remedy` are for people."""
+    """The rank exits with an error; `message` and `remedy` are for people."""
 
     message: str
     remedy: str = ""
@@ -239,19 +239,19 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """csdctl itself: this rank no longer takes part; the others go on."""
+    """From csdctl: this rank no longer takes part; the others continue."""
 
     message: str
 
 
 @dataclass(frozen=True)
 class NodeBack(Event):
-    """csdctl itself: this rank runs again, and joins at the end of the epoch."""
+    """From csdctl: this rank has restarted, and joins at the end of the epoch."""
 
 
 @dataclass(frozen=True)
 class Exited(Event):
-    """The shell that started a rank says how it ended, when that was not well: 128 + signal, or its code."""
+    """From the shell that started a rank: its exit code, 128 + signal when it was killed."""
 
     code: int
 
@@ -285,13 +285,13 @@ EVENTS: dict[str, type[Event]] = {
 
 
 def event_to_line(event: Event) -> str:
-    """An event as the line the worker prints."""
+    """Return an event as the line that the worker prints."""
     content = {"event": type(event).__name__, **dataclasses.asdict(event)}
     return EVENT_PREFIX + json.dumps(content, separators=(",", ":"), allow_nan=True)
 
 
 def event_from_line(line: str) -> Event | None:
-    """The event in `line`, or None when the line is not one; raises ProtocolError when it is damaged."""
+    """Return the event in `line`, None for any other line; raises ProtocolError when it is damaged."""
     if not line.startswith(EVENT_PREFIX):
         return None
     try:

@@ -10,35 +10,35 @@ import typing
 from typing import Any, TypeVar
 
 SCHEMA = 2
-"""Raised by one whenever a field changes its meaning; each side refuses another one's."""
+"""Incremented whenever a field changes its name or meaning; each side refuses another schema."""
 
 
 ANSWER_PREFIX = "@csdctl-answer "
-"""`build` and `prepare` answer with one line on standard output that starts with this."""
+"""Prefix of the line on standard output with which `build`, `prepare` and `digest` answer."""
 
 
 PROGRESS_PREFIX = "@csdctl-working "
-"""`prepare` says how far it is with lines on standard output that start with this and hold a `Preparing`."""
+"""Prefix of the lines on standard output with which `prepare` reports a `PrepareProgress`."""
 
 
 WORKER_ERROR_PREFIX = "@csdctl-error "
-"""The other commands fail with one line on standard error that starts with this."""
+"""Prefix of the line on standard error with which these commands fail."""
 
 
 class ProtocolError(ValueError):
-    """What the other side sent does not fit this version of the contract."""
+    """What the other side sent does not match this version of the protocol."""
 
 
 MessageT = TypeVar("MessageT")
 
 
 def to_json(value: Any) -> str:
-    """Any dataclass of this module as one line of JSON."""
+    """Return a dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
 
 
 def from_json(kind: type[MessageT], text: str) -> MessageT:
-    """Read what `to_json` wrote; raises ProtocolError when it does not fit `kind`."""
+    """Return the `kind` that `to_json` wrote; raises ProtocolError when `text` is not one."""
     try:
         content = json.loads(text)
     except ValueError as error:
@@ -50,7 +50,7 @@ def from_json(kind: type[MessageT], text: str) -> MessageT:
 
 
 def from_dict(kind: Any, content: Any) -> Any:
-    """Build a dataclass from parsed JSON, following its annotations; raises ProtocolError."""
+    """Return the dataclass `kind` from parsed JSON, following its annotations; raises ProtocolError."""
     if not isinstance(content, dict):
         raise ProtocolError(f"expected a {kind.__name__}, received {content!r}")
     hints = typing.get_type_hints(kind)

@@ -1,4 +1,4 @@
-"""Probe sessions: what is measured, and the result."""
+"""Probe sessions: what is measured, and the results."""
 
 from dataclasses import dataclass
 
@@ -10,39 +10,39 @@ from csdctl.worker.protocol.run_spec import Runtime
 
 @dataclass(frozen=True)
 class ProbeSpec:
-    """What a probe session measures with: the model and how it is trained."""
+    """What a probe session measures: a model, and how it is trained."""
 
     architecture: str
     weights: str
     recipe: Recipe
     runtime: Runtime
     data: DatasetInfo
-    """The public data: probes take samples of its shape and type, not its samples."""
+    """The public data set: probes use random samples of its shape and type."""
     noise: Noise | None = None
-    """Of the job's private samples."""
+    """The noise on the job's private samples."""
     is_private: bool = False
-    """With noise, measure samples as private ones are trained on."""
+    """With noise: measure the step for private samples."""
     schema: int = SCHEMA
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Measure one batch size: at least `min_steps` steps and `min_duration_s` seconds of them."""
+    """Measure one batch size, for at least `min_steps` steps and `min_duration_s` seconds."""
 
     batch_size: int
     min_steps: int = 3
     min_duration_s: float = 1.0
     warm_up_steps: int = 2
-    """Taken before the clock runs: the first step of a size finds memory and kernels."""
+    """Steps before the measurement: the first step of a size allocates memory and selects kernels."""
     micro_batch_size: int | None = None
-    """A larger batch is computed in pieces of this size."""
+    """A larger batch is computed in micro-batches of this size."""
 
 
 @dataclass(frozen=True)
 class AttachRequest:
-    """Take part in a trial as rank `rank` of the run in file `spec`; then come back to probes.
+    """Take part in a trial as rank `rank` of the run in file `spec`, then return to probes.
 
-    The process speaks in events and hears orders, as a rank does, until it has finished and hears `Release`.
+    Until it has finished and received `Release`, the process sends events and receives orders as a rank.
     """
 
     spec: str
@@ -51,7 +51,7 @@ class AttachRequest:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The measured step: mean seconds for forward, backward and apply of one batch."""
+    """The measured step: mean seconds of forward, backward and apply for one batch."""
 
     batch_size: int
     step_time_s: float
@@ -60,16 +60,16 @@ class ProbeResult:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second at this batch size."""
+        """Samples per second at this batch size."""
         return self.batch_size / self.step_time_s
 
 
 READY = "ready"
-"""The line of a probe session that waits for requests."""
+"""The line with which a probe session says that it waits for requests."""
 
 
 def request_from_json(text: str) -> ProbeRequest | AttachRequest:
-    """What a probe session is asked for; raises ProtocolError."""
+    """Return the request in a line of a probe session's input; raises ProtocolError."""
     if '"spec":' in text:
         return from_json(AttachRequest, text)
     return from_json(ProbeRequest, text)

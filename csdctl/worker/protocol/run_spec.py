@@ -24,14 +24,14 @@ class DatasetSlice:
 
 @dataclass(frozen=True)
 class Runtime:
-    """How TensorFlow runs in a rank."""
+    """TensorFlow's runtime settings in a rank."""
 
     threads: int = 1
-    """Of one operation (intra-op)."""
+    """Within an operation (intra-op)."""
     inter_threads: int = 1
-    """Operations at the same time (inter-op)."""
+    """Across operations (inter-op)."""
     onednn: bool = True
-    """Whether oneDNN's kernels are used."""
+    """Whether oneDNN kernels are used."""
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,19 @@ class RankSpec:
     runtime: Runtime
     private: DatasetSlice | None
     public: DatasetSlice | None
-    """Its part of the public samples, as it can read it itself; None when it has none."""
+    """Its part of the public samples, as files on its own machine; None when it has none."""
     num_private: int
     num_public: int
     public_start: int = 0
-    """Its part begins here in the permutation of all public samples by the recipe's seed."""
+    """Where its part starts in the permutation of all public samples by the recipe's seed."""
     max_batch_size: int | None = None
-    """The largest batch that fits into its memory, when that is known."""
+    """The largest batch that fits into its memory, if known."""
     num_repeated: int = 0
-    """So many of `num_private` are samples read again in the same epoch."""
+    """How many of `num_private` are samples that are read again in the same epoch."""
     weight: float = 1.0
-    """Of each of its samples."""
+    """The weight of each of its samples."""
     micro_batch_size: int | None = None
-    """A larger batch is computed in pieces of this size: the same gradient in less memory."""
+    """A larger batch is computed in micro-batches of this size: the same gradient in less memory."""
 
 
 @dataclass(frozen=True)
@@ -70,25 +70,25 @@ class RunSpec:
     """Path of the model's initial weights (.npz), relative to the session's home."""
     recipe: Recipe
     ranks: tuple[RankSpec, ...]
-    """The first one is on the host."""
+    """Rank 0 is on the host."""
     public: DatasetSlice | None
     """All public samples, as the host reads them."""
     validation: DatasetSlice | None
     output_directory: str
     """Where rank 0 writes checkpoints and model.keras."""
     step_file: str = ""
-    """Where rank 0 keeps the state after every step; '' keeps none."""
+    """Where rank 0 writes the state after every step; '' for nowhere."""
     is_balanced: bool = True
-    """Whether batch sizes move when a rank turns out slower or faster than planned."""
+    """Whether batch sizes move when a rank is slower or faster than planned."""
     checkpoint_interval_s: float = 600.0
-    """At the latest after this time, and after every epoch, there is a checkpoint."""
+    """The longest time between checkpoints; there is also one after every epoch."""
     num_checkpoints: int = 3
-    """So many are kept; with 0 none is written."""
+    """Checkpoints to keep; 0 writes none."""
     progress_interval_s: float = 0.5
     max_steps: int | None = None
-    """End after this many steps of the whole run: for measuring."""
+    """End after this many steps of the whole run, for measuring."""
     task: Task = field(default_factory=Task)
     """What the ranks are asked to do."""
     noise: Noise | None = None
-    """Of every rank's private samples."""
+    """The noise on every rank's private samples."""
     schema: int = SCHEMA

@@ -1,7 +1,7 @@
-"""Batch sizes that follow the ranks' speeds while a run goes on; pure.
+"""Batch sizes that follow the ranks' speeds during a run; pure.
 
-Every rank sees the same times (they travel with the gradient) and so comes to the same batch sizes. The
-global batch stays as it is.
+Every rank sees the same times (they travel with the gradient), so every rank decides the same. The global
+batch size stays constant.
 """
 
 from collections.abc import Mapping
@@ -10,44 +10,44 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Window:
-    """A way to look at the steps that went by: over how many, for how long, and what is worth a change."""
+    """A window of past steps, and the imbalance in it that justifies new batch sizes."""
 
     min_steps: int
     min_duration_s: float
-    """A machine held to a share of a core works in bursts of a tenth of a second."""
-    dead_band: float
-    """How much longer than a balanced step the slowest rank may take."""
-    times: int
-    """How often in a row the same rank must be the slowest."""
+    """Of the slowest rank: a machine limited to a share of a core works in bursts of 0.1 s."""
+    tolerance: float
+    """How much longer than a balanced step the slowest rank may take, as a share of it."""
+    num_in_a_row: int
+    """How many windows in a row must have the same slowest rank."""
 
 
 URGENT = Window(5, 4.0, 0.3, 1)
 SOON = Window(5, 4.0, 0.1, 2)
 FINE = Window(15, 15.0, 0.025, 1)
-"""Small imbalance is certain only after many steps, and then it is gain for the rest of the run."""
+"""A small imbalance is certain only after many steps; correcting it then pays for the rest of the run."""
 WINDOWS = (URGENT, SOON, FINE)
-GRAIN_S = 0.02
-"""A step's time is no better known than this: a machine that is held to a share of a core, or is busy, gives
-time in portions, and one that has waited has a portion ready. Short steps are moved only for much."""
+TIME_RESOLUTION_S = 0.02
+"""The resolution of a step's time: schedulers assign the CPU in slices, and a rank that has waited has one
+available. Short steps are rebalanced only for a large imbalance."""
 
 
 class Balancer:
-    """Watches the compute time of every rank and says when batch sizes should move."""
+    """Watches the compute time of every rank, and proposes other batch sizes."""
 
     def __init__(self, limits: Mapping[int, int]) -> None:
-        """`limits`: the largest batch size of each rank (its memory)."""
+        """`limits`: the largest batch size that fits into the memory of each rank."""
         self._limits = dict(limits)
         self.forget()
 
     def forget(self) -> None:
-        """Begin anew: batch sizes or members have changed."""
+        """Start again: batch sizes or the group have changed."""
         self._has_skipped = False
-        self._times: dict[Window, list[dict[int, float]]] = {look: [] for look in WINDOWS}
-        self._suspects: dict[Window, list[int]] = {look: [] for look in WINDOWS}
+        self._times: dict[Window, list[dict[int, float]]] = {window: [] for window in WINDOWS}
+        self._suspects: dict[Window, list[int]] = {window: [] for window in WINDOWS}
         self._slowest = (0, 1.0)
 
     def observe(self, times_s: Mapping[int, float]) -> None:
-        """Take in the compute seconds of one full step, by rank; the first after a change does not count."""
+        """Add the compute seconds of one full step, by rank; the first step after a change does not count."""
         if not self._has_skipped:
             self._has_skipped = True
             return
@@ -55,58 +55,58 @@ class Balancer:
             steps.append(dict(times_s))
 
     def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Better batch sizes with the same sum, or None when they are good as they are, or not known yet.
+        """Return better batch sizes with the same sum; None when these are balanced, or not known yet.
 
-        A rank that sits out, with batch size 0, goes on to.
+        A rank that sits out (batch size 0) continues to.
         """
         training = {rank: size for rank, size in batch_sizes.items() if size}
         found = self._propose(training)
         return None if found is None else {**dict.fromkeys(batch_sizes, 0), **found}
 
     def _propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        for look, steps in self._times.items():
+        for window, steps in self._times.items():
             longest_s = max((sum(step[rank] for step in steps) for rank in batch_sizes), default=0.0)
-            if len(steps) < look.min_steps or longest_s < look.min_duration_s:
+            if len(steps) < window.min_steps or longest_s < window.min_duration_s:
                 continue
             step_s = {
                 rank: max(1e-9, mean_without_longest([step[rank] for step in steps])) for rank in batch_sizes
             }
             steps.clear()
-            sizes = self._better(look, batch_sizes, step_s)
+            sizes = self._better(window, batch_sizes, step_s)
             if sizes is not None:
                 return sizes
         return None
 
     def _better(
-        self, look: Window, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
+        self, window: Window, batch_sizes: Mapping[int, int], step_s: Mapping[int, float]
     ) -> dict[int, int] | None:
         speeds = {rank: size / step_s[rank] for rank, size in batch_sizes.items()}
         total = sum(batch_sizes.values())
         slowest = max(step_s, key=lambda rank: step_s[rank])
         self._slowest = slowest, step_s[slowest] * sum(speeds.values()) / total
-        suspects = self._suspects[look]
-        grain = GRAIN_S * sum(speeds.values()) / total
-        if self._slowest[1] <= 1 + look.dead_band + grain:
+        suspects = self._suspects[window]
+        resolution = TIME_RESOLUTION_S * sum(speeds.values()) / total
+        if self._slowest[1] <= 1 + window.tolerance + resolution:
             suspects.clear()
             return None
         suspects.append(slowest)
-        if suspects[-look.times :] != [slowest] * look.times:
+        if suspects[-window.num_in_a_row :] != [slowest] * window.num_in_a_row:
             return None
         sizes = apportion(total, speeds, self._limits)
-        # Where a limit holds somebody back, balance is out of reach, and nothing more is gained.
+        # Where a limit binds, balance is out of reach, and there may be nothing to gain.
         gain = step_s[slowest] / max(size / speeds[rank] for rank, size in sizes.items())
-        return sizes if gain > 1 + look.dead_band / 2 and sizes != dict(batch_sizes) else None
+        return sizes if gain > 1 + window.tolerance / 2 and sizes != dict(batch_sizes) else None
 
     @property
     def slowest(self) -> tuple[int, float]:
-        """The rank that took longest at the last look, and its time over that of a balanced step."""
+        """The slowest rank of the last window, and its time over that of a balanced step."""
         return self._slowest
 
 
 def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]) -> dict[int, int]:
-    """`total` samples over the ranks in proportion to their speeds, at least 1 each, none above its limit.
+    """Divide `total` samples among ranks in proportion to their speeds, at least 1 each, within the limits.
 
-    When the limits together are below `total` they are exceeded: the global batch is what counts.
+    When the limits add up to less than `total` they are exceeded: the global batch size has priority.
     """
     sizes: dict[int, int] = {}
     open_ranks, left = dict(speeds), total
@@ -139,7 +139,7 @@ def apportion(total: int, speeds: Mapping[int, float], limits: Mapping[int, int]
 
 
 def mean_without_longest(times_s: list[float]) -> float:
-    """The mean step; the longest one does not count: one slow step is no slow node."""
+    """Return the mean time without the longest step: one slow step does not make a slow node."""
     if len(times_s) < URGENT.min_steps:
         return sum(times_s) / len(times_s)
     return (sum(times_s) - max(times_s)) / (len(times_s) - 1)

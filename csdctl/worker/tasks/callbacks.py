@@ -1,6 +1,6 @@
-"""What happens between epochs: early stopping, a lower learning rate on a plateau, the best model; pure.
+"""Decisions between epochs: early stopping, reduce on plateau, the best model; pure.
 
-Rank 0 decides with its evaluation; all ranks take over what it decided.
+Rank 0 decides from its evaluation; the other ranks take over the decision.
 """
 
 import dataclasses
@@ -14,18 +14,18 @@ HIGHER_IS_BETTER = ("accuracy", "auc", "similarity", "precision", "recall", "iou
 
 
 def is_higher_better(monitor: str) -> bool:
-    """Whether a metric of this name should grow: accuracies do, losses and errors do not."""
+    """Whether larger values of this metric are better, as for accuracies and unlike losses."""
     return any(word in monitor.lower() for word in HIGHER_IS_BETTER)
 
 
 def after_epoch(
     recipe: Recipe, before: CallbackState, epoch: int, results: Mapping[str, float | None]
 ) -> tuple[CallbackState, bool]:
-    """What is remembered after `epoch`, and whether its model is the best so far.
+    """Return the callbacks' state after `epoch`, and whether its model is the best so far.
 
-    `results` are the epoch's loss and metrics, those of the validation data with `validation_` before
-    their name. The best is by validation loss, or training loss without validation data, or by what early
-    stopping monitors.
+    `results` are the epoch's loss and metrics; those of the validation data start with `validation_`. The
+    best model is that with the best monitored value of early stopping, else with the lowest validation
+    loss, else (without validation data) with the lowest training loss.
     """
     stopping, plateau = recipe.early_stopping, recipe.reduce_on_plateau
     monitor = stopping.monitor if stopping else "validation_loss"
