@@ -19,7 +19,7 @@ def demo(
 ) -> None:
     """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
     from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
-    from csdctl.cli.render.numbers import show_seconds
+    from csdctl.cli.render.numbers import format_seconds
     from csdctl.launch.tools import check_tools
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.maintenance.emulate import take_fleet_down
@@ -51,6 +51,6 @@ def demo(
     finally:
         if not keep:
             take_fleet_down(Path.cwd())
-    streams.say(f"\nThe demo took {show_seconds(time.monotonic() - began)}.")
+    streams.say(f"\nThe demo took {format_seconds(time.monotonic() - began)}.")
     if keep:
         streams.say(f"The fleet still runs: `cd {directory}`, try commands, then `csdctl emulate down`.")

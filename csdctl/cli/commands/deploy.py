@@ -82,7 +82,7 @@ def deploy(
 
 
 def _pack_trees(streams: Streams, written: list[str], ignored: list[str], chunks: "SharedChunks") -> "Parcel":
-    from csdctl.cli.render.numbers import show_bytes
+    from csdctl.cli.render.numbers import format_bytes
     from csdctl.shipping.chunks import printable
     from csdctl.shipping.tree import parse_tree
     from csdctl.workflows.data.deploy import pack_trees
@@ -90,7 +90,7 @@ def _pack_trees(streams: Streams, written: list[str], ignored: list[str], chunks
     requests = [parse_tree(one) for one in written]
     parcel = pack_trees(requests, chunks, ignored)
     for request, tree in zip(requests, parcel.trees, strict=True):
-        size = f"{len(tree.files):,} files ({show_bytes(tree.num_bytes)})"
+        size = f"{len(tree.files):,} files ({format_bytes(tree.num_bytes)})"
         streams.say(f"{printable(str(request.source))}: {size} for {printable(tree.destination)}")
     return parcel
 

@@ -72,7 +72,7 @@ def discover(
     """Find the machines, learn what they are, and keep it beside the fleet file."""
     from csdctl.cli.render.discovering import DiscoverView
     from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
-    from csdctl.cli.render.numbers import show_count
+    from csdctl.cli.render.numbers import format_count
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.discovery.discover import discover
     from csdctl.workflows.discovery.inventory_sources import check_may_write, find_nodes, write_fleet
@@ -93,7 +93,7 @@ def discover(
             streams.result(fleet_document(found.fleet))
             return
         write_fleet(found, force=force)
-        streams.say(f"{show_count(found.fleet.nodes, 'machine')} found in {source.name}: {fleet} written")
+        streams.say(f"{format_count(found.fleet.nodes, 'machine')} found in {source.name}: {fleet} written")
         limit, exclude = [], []  # the file has no others
     elif dry_run or force:
         raise InputError(

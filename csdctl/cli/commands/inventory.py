@@ -34,7 +34,7 @@ def inventory(
 ) -> None:
     """Print the nodes of the fleet for other programs: Ansible, ssh, or your own."""
     from csdctl.cli.render.fleet import fleet_document
-    from csdctl.cli.render.numbers import show_count
+    from csdctl.cli.render.numbers import format_count
     from csdctl.documents import save_text
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
     from csdctl.workflows.workspace.partial_failure import choose_fleet
@@ -47,6 +47,6 @@ def inventory(
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:
         save_text(output, text)
-        streams.say(f"{show_count(chosen.nodes, 'node')}: {output} written")
+        streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")
     else:
         streams.stdout.write(text)

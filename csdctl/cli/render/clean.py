@@ -5,7 +5,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.numbers import format_bytes
 from csdctl.errors import CsdctlError
 from csdctl.launch.leftovers import Leftovers
 from csdctl.transport.many import Outcome
@@ -25,7 +25,7 @@ def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: boo
         parts.append(f"{found.num_processes} processes{runs} {'still run' if is_dry else 'ended'}")
     if found.paths:
         verb = "could be removed" if is_dry else "removed"
-        parts.append(f"{len(found.paths)} paths ({show_bytes(found.num_bytes)}) {verb}")
+        parts.append(f"{len(found.paths)} paths ({format_bytes(found.num_bytes)}) {verb}")
     if found.num_unused:
         parts.append(f"{found.num_unused} unused files removed")
     line = "; ".join(parts) or "nothing left"

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.numbers import format_bytes
 from csdctl.cli.render.view import View
 from csdctl.errors import CsdctlError
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
@@ -77,7 +77,7 @@ class DeployView(View):
         sent = "would be sent" if self._dry_run else "sent"
         return (
             f"{outcome.name}: {outcome.value.num_sent:,} files {sent} "
-            f"({show_bytes(outcome.value.bytes_sent)}), {outcome.value.num_present:,} there already"
+            f"({format_bytes(outcome.value.bytes_sent)}), {outcome.value.num_present:,} there already"
         )
 
 
@@ -94,7 +94,7 @@ def render_deliveries(console: Console, outcomes: Mapping[str, Outcome[Delivery]
         table.add_row(
             name,
             f"{outcome.value.num_sent:,}",
-            show_bytes(outcome.value.bytes_sent),
+            format_bytes(outcome.value.bytes_sent),
             f"{outcome.value.num_present:,}",
         )
     console.print(table)

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.numbers import format_bytes
 from csdctl.emulation.fleet import NodeStatus
 
 SCHEMA = "csdctl.emulate/1"
@@ -16,7 +16,7 @@ def render_nodes(console: Console, nodes: Iterable[NodeStatus]) -> None:
     """One row for each node."""
     table = Table("node", "port", "state", "processes", "CPU limit", "memory", title="emulated")
     for node in nodes:
-        memory = f"{show_bytes(node.memory_bytes)} of {show_bytes(node.memory_limit_bytes)}"
+        memory = f"{format_bytes(node.memory_bytes)} of {format_bytes(node.memory_limit_bytes)}"
         state = "running" if node.is_running else "ended"
         limit = f"{node.cpu_limit:g} cores ({node.cpu_mechanism})"
         table.add_row(node.name, str(node.port), state, str(node.num_processes), limit, memory)

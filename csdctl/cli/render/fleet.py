@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes, show_seconds
+from csdctl.cli.render.numbers import format_bytes, format_seconds
 from csdctl.cli.render.problems import bounded, render_problems
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
@@ -87,7 +87,7 @@ def _node_document(node: Node) -> dict[str, object]:
 
 def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table = _new_table(title)
-    names = [_show_machines(group) for group in groups]
+    names = [_format_machines(group) for group in groups]
     longest = max(map(len, names), default=0)
     table.add_column(
         "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
@@ -102,9 +102,9 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
         table.add_row(
             escape(name),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
-            _show_cores(facts),
-            _show_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            _show_size(group.least("disk_free_bytes")),
+            _format_cores(facts),
+            _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            _format_size(group.least("disk_free_bytes")),
             facts.python_version or _MISSING,
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
@@ -112,13 +112,13 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     return table
 
 
-def _show_size(size: float | None) -> str:
+def _format_size(size: float | None) -> str:
     """Three digits are enough, and leave room for names."""
-    number, _, unit = show_bytes(size).partition(" ")
-    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else show_bytes(size)
+    number, _, unit = format_bytes(size).partition(" ")
+    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
 
 
-def _show_machines(group: EqualMachines) -> str:
+def _format_machines(group: EqualMachines) -> str:
     number = len(group.names)
     return show_names(group.names) + (f" ({number})" if number > 1 else "")
 
@@ -145,7 +145,7 @@ def _build_details(machines: Mapping[str, Facts]) -> Table:
                 facts.architecture or _UNKNOWN,
                 facts.glibc_version or _UNKNOWN,
                 facts.mpi4py_version or _MISSING,
-                show_seconds(facts.round_trip_s),
+                format_seconds(facts.round_trip_s),
                 _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
                 escape(facts.prefix or _UNKNOWN),
                 escape(facts.home or _UNKNOWN),
@@ -159,6 +159,6 @@ def _new_table(title: str) -> Table:
     )
 
 
-def _show_cores(facts: Facts) -> str:
+def _format_cores(facts: Facts) -> str:
     cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores

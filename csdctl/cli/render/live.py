@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
+from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.cli.render.view import View, live_on
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -145,15 +145,15 @@ class TrainingView(View):
             waiting = (
                 f"{starting} of {len(self._ranks)} ranks are loading TensorFlow" if starting else "first step"
             )
-            return f"{waiting} ({show_seconds(time.monotonic() - self._began)})"
+            return f"{waiting} ({format_seconds(time.monotonic() - self._began)})"
         done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
         done_here = max(1, done - (self._first_step or 0))
         left = (time.monotonic() - self._began) * max(0, total - done) / done_here
         return (
             f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
             f"step {self._last.step}/{self._steps_per_epoch}  "
-            f"loss {show_loss(self._last.loss)}  accuracy {show_accuracy(self._last.accuracy)}  "
-            f"{show_rate(self._rate)} samples/s  {show_seconds(left)} left"
+            f"loss {format_loss(self._last.loss)}  accuracy {format_accuracy(self._last.accuracy)}  "
+            f"{format_rate(self._rate)} samples/s  {format_seconds(left)} left"
         )
 
     def _view(self) -> RenderableType:
@@ -170,10 +170,10 @@ class TrainingView(View):
                 str(rank.rank),
                 rank.node,
                 str(self._batch_sizes.get(rank.rank, "")),
-                show_seconds(line.compute_s or None),
-                show_seconds(line.wait_s or None),
-                show_share(line.wait_s / both if both else None),
-                show_rate(line.rate),
+                format_seconds(line.compute_s or None),
+                format_seconds(line.wait_s or None),
+                format_share(line.wait_s / both if both else None),
+                format_rate(line.rate),
                 line.state,
             )
         total = self._steps_per_epoch * self._spec.recipe.epochs
@@ -186,10 +186,10 @@ def _epoch_line(event: EpochEnd, epochs: int) -> str:
     rate = event.global_samples / event.wall_s if event.wall_s else None
     line = (
         f"epoch {event.epoch}/{epochs}: "
-        f"loss {show_loss(event.loss)}, accuracy {show_accuracy(event.accuracy)}, "
-        f"{show_rate(rate)} samples/s in {show_seconds(event.wall_s)}"
+        f"loss {format_loss(event.loss)}, accuracy {format_accuracy(event.accuracy)}, "
+        f"{format_rate(rate)} samples/s in {format_seconds(event.wall_s)}"
     )
     if event.validation_accuracy is None:
         return line
-    loss, accuracy = show_loss(event.validation_loss), show_accuracy(event.validation_accuracy)
+    loss, accuracy = format_loss(event.validation_loss), format_accuracy(event.validation_accuracy)
     return f"{line}; validation loss {loss}, accuracy {accuracy}"

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes
+from csdctl.cli.render.numbers import format_bytes
 from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, remarks_on
 from csdctl.workflows.reporting.report import PrivacyReport
@@ -34,7 +34,7 @@ def render_privacy(console: Console, found: PrivacyReport) -> None:
     in_run = {(flow.sender, flow.receiver, flow.kind): flow.num_bytes for flow in found.of_run}
     for flow in found.of_all:
         key = (flow.sender, flow.receiver, flow.kind)
-        table.add_row(*key, show_bytes(in_run.get(key, 0)), show_bytes(flow.num_bytes))
+        table.add_row(*key, format_bytes(in_run.get(key, 0)), format_bytes(flow.num_bytes))
     console.print(table)
     console.print(PROMISE, markup=False)
     console.print("What may still be learnt from what was sent:", markup=False)
@@ -44,12 +44,12 @@ def render_privacy(console: Console, found: PrivacyReport) -> None:
     if found.privacy is None:
         console.print(BATCH_NORM, markup=False)
         return
-    for line in show_epsilon(found.privacy):
+    for line in format_epsilon(found.privacy):
         console.print(line, markup=False)
     console.print(MEANING, markup=False)
 
 
-def show_epsilon(privacy: Privacy) -> list[str]:
+def format_epsilon(privacy: Privacy) -> list[str]:
     """A line for all nodes whose samples were in equally many noisy sums."""
     alike: defaultdict[tuple[int, float | None], list[NodePrivacy]] = defaultdict(list)
     for node in privacy.nodes:

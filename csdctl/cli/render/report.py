@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
-from csdctl.cli.render.privacy import show_epsilon
+from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
+from csdctl.cli.render.privacy import format_epsilon
 from csdctl.reporting.summary import RunSummary
 
 
@@ -26,9 +26,9 @@ def render_report(console: Console, summary: RunSummary) -> None:
             str(rank.batch_size),
             f"{rank.num_private:,}",
             f"{rank.num_public:,}",
-            show_rate(rank.samples_per_s),
-            show_rate(rank.alone_samples_per_s),
-            show_share(rank.waiting),
+            format_rate(rank.samples_per_s),
+            format_rate(rank.alone_samples_per_s),
+            format_share(rank.waiting),
         )
     console.print(table)
     whole = Table.grid(padding=(0, 2))
@@ -40,16 +40,16 @@ def render_report(console: Console, summary: RunSummary) -> None:
 
 
 def _whole(summary: RunSummary) -> list[tuple[str, str]]:
-    accuracies = show_accuracy(summary.validation_accuracy), show_accuracy(summary.accuracy)
+    accuracies = format_accuracy(summary.validation_accuracy), format_accuracy(summary.accuracy)
     rows = [
         ("samples/s", _speed(summary)),
         ("efficiency", _efficiency(summary)),
         ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
-        ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
+        ("loss", f"{format_loss(summary.validation_loss)} validation, {format_loss(summary.loss)} training"),
         (
             "trained",
             f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
-            f"{summary.samples:,} samples in {show_seconds(summary.training_s)}",
+            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}",
         ),
         (
             "weights",
@@ -57,7 +57,7 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
         ),
     ]
     if summary.privacy:
-        rows += [("privacy", line) for line in show_epsilon(summary.privacy)]
+        rows += [("privacy", line) for line in format_epsilon(summary.privacy)]
     if summary.lost_nodes:
         unread = (
             f"; {summary.num_private_unread:,} private samples were not read"
@@ -71,17 +71,17 @@ def _whole(summary: RunSummary) -> list[tuple[str, str]]:
 
 
 def _speed(summary: RunSummary) -> str:
-    speed = f"{show_rate(summary.samples_per_s)}, {show_rate(summary.step_samples_per_s)} while stepping"
+    speed = f"{format_rate(summary.samples_per_s)}, {format_rate(summary.step_samples_per_s)} while stepping"
     if summary.predicted_samples_per_s is None:
         return speed
-    return f"{speed}, where {show_rate(summary.predicted_samples_per_s)} were predicted"
+    return f"{speed}, where {format_rate(summary.predicted_samples_per_s)} were predicted"
 
 
 def _efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None:
         return f"not known: no rank was measured alone (method {summary.method})"
-    alone = show_rate(summary.alone_samples_per_s)
-    return f"{show_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
+    alone = format_rate(summary.alone_samples_per_s)
+    return f"{format_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 MAX_NAMED = 8
 
 
-def show_shards(spec: RunSpec) -> list[str]:
+def format_shards(spec: RunSpec) -> list[str]:
     """The shards, how often private samples are read, and who makes the epoch longer for all."""
     if len(spec.ranks) <= MAX_NAMED:
         lines = [f"shards: {'; '.join(_describe(rank) for rank in spec.ranks)}"]

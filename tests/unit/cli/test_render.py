@@ -11,12 +11,12 @@ from rich.console import Console
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import (
-    show_accuracy,
-    show_bytes,
-    show_loss,
-    show_rate,
-    show_seconds,
-    show_share,
+    format_accuracy,
+    format_bytes,
+    format_loss,
+    format_rate,
+    format_seconds,
+    format_share,
 )
 from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
@@ -221,39 +221,39 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("show", "value", "shown"),
         [
-            (show_rate, 0.04, "0.0"),
-            (show_rate, 3.08, "3.1"),
-            (show_rate, 99.94, "99.9"),
-            (show_rate, 315, "315"),
-            (show_rate, 12345.6, "12,346"),
-            (show_share, 0.0, "0%"),
-            (show_share, 0.826, "83%"),
-            (show_share, 1.05, "105%"),
-            (show_seconds, 0.0004, "0 ms"),
-            (show_seconds, 0.25, "250 ms"),
-            (show_seconds, 1.0, "1.0 s"),
-            (show_seconds, 59.94, "59.9 s"),
-            (show_seconds, 125, "2:05"),
-            (show_seconds, 3599.7, "1:00:00"),
-            (show_seconds, 3725, "1:02:05"),
-            (show_seconds, 100 * 3600, "100:00:00"),
-            (show_bytes, 0, "0 B"),
-            (show_bytes, 1023, "1023 B"),
-            (show_bytes, 1024, "1.0 KiB"),
-            (show_bytes, 5 << 20, "5.0 MiB"),
-            (show_bytes, 6 << 30, "6.0 GiB"),
-            (show_bytes, 3 << 40, "3.0 TiB"),
-            (show_bytes, 2000 << 40, "2000.0 TiB"),
-            (show_loss, 2.302585, "2.3026"),
-            (show_loss, float("nan"), "nan"),
-            (show_accuracy, 0.9876543, "0.9877"),
+            (format_rate, 0.04, "0.0"),
+            (format_rate, 3.08, "3.1"),
+            (format_rate, 99.94, "99.9"),
+            (format_rate, 315, "315"),
+            (format_rate, 12345.6, "12,346"),
+            (format_share, 0.0, "0%"),
+            (format_share, 0.826, "83%"),
+            (format_share, 1.05, "105%"),
+            (format_seconds, 0.0004, "0 ms"),
+            (format_seconds, 0.25, "250 ms"),
+            (format_seconds, 1.0, "1.0 s"),
+            (format_seconds, 59.94, "59.9 s"),
+            (format_seconds, 125, "2:05"),
+            (format_seconds, 3599.7, "1:00:00"),
+            (format_seconds, 3725, "1:02:05"),
+            (format_seconds, 100 * 3600, "100:00:00"),
+            (format_bytes, 0, "0 B"),
+            (format_bytes, 1023, "1023 B"),
+            (format_bytes, 1024, "1.0 KiB"),
+            (format_bytes, 5 << 20, "5.0 MiB"),
+            (format_bytes, 6 << 30, "6.0 GiB"),
+            (format_bytes, 3 << 40, "3.0 TiB"),
+            (format_bytes, 2000 << 40, "2000.0 TiB"),
+            (format_loss, 2.302585, "2.3026"),
+            (format_loss, float("nan"), "nan"),
+            (format_accuracy, 0.9876543, "0.9877"),
         ],
     )
     def test_number_is_shown_in_its_way(self, show: Any, value: float, shown: str) -> None:
         assert show(value) == shown
 
     @pytest.mark.parametrize(
-        "show", [show_rate, show_share, show_seconds, show_bytes, show_loss, show_accuracy]
+        "show", [format_rate, format_share, format_seconds, format_bytes, format_loss, format_accuracy]
     )
     def test_number_that_is_not_known_is_a_dash(self, show: Any) -> None:
         assert show(None) == "–"
