@@ -88,7 +88,7 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the machines and write the plan that trains most samples/s."""
+    """Measure the machines, and write the plan that trains the most samples/s."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job

@@ -1,23 +1,23 @@
-"""Numbers as people read them; one way for each kind."""
+"""Numbers as text for people; one format for each quantity. None becomes a dash."""
 
 from collections.abc import Sized
 from datetime import datetime
 
 
 def format_rate(samples_per_s: float | None) -> str:
-    """Images a second."""
+    """Format a rate in samples/s."""
     if samples_per_s is None:
         return "–"
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
 
 
 def format_share(share: float | None) -> str:
-    """A share 0…1 as a percentage."""
+    """Format a share 0…1 as a percentage."""
     return "–" if share is None else f"{share:.0%}"
 
 
 def format_seconds(seconds: float | None) -> str:
-    """A duration."""
+    """Format a duration."""
     if seconds is None:
         return "–"
     if seconds < 1:
@@ -29,12 +29,12 @@ def format_seconds(seconds: float | None) -> str:
 
 
 def format_date(time_s: float) -> str:
-    """The day of a Unix time, in the time zone of whoever looks."""
+    """Format the date of a Unix time, in the local time zone."""
     return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
 
 
 def format_bytes(size: float | None) -> str:
-    """A size in bytes, binary units."""
+    """Format a size in binary units."""
     if size is None:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -45,7 +45,7 @@ def format_bytes(size: float | None) -> str:
 
 
 def format_joules(energy_joules: float | None) -> str:
-    """An energy."""
+    """Format an energy."""
     if energy_joules is None:
         return "–"
     units = ["GJ", "MJ", "kJ", "J"]
@@ -57,15 +57,15 @@ def format_joules(energy_joules: float | None) -> str:
 
 
 def format_loss(loss: float | None) -> str:
-    """A loss."""
+    """Format a loss."""
     return "–" if loss is None else f"{loss:.4f}"
 
 
 def format_accuracy(accuracy: float | None) -> str:
-    """An accuracy 0…1."""
+    """Format an accuracy 0…1."""
     return "–" if accuracy is None else f"{accuracy:.4f}"
 
 
 def format_count(items: Sized, word: str) -> str:
-    """How many `items`, each called `word`."""
+    """Return the number of `items` and their name `word`, in the plural unless there is one."""
     return f"{len(items)} {word}" + ("" if len(items) == 1 else "s")

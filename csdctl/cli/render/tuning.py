@@ -13,7 +13,8 @@ from csdctl.worker.protocol.probe import ProbeResult
 def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:
     """One line for one round of probes on all machines."""
     shown = [
-        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, {format_rate(result.samples_per_s)}/s"
+        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
+        f"{format_rate(result.samples_per_s)}/s"
         if result
         else f"{name}: does not fit in memory"
         for name, result in results.items()

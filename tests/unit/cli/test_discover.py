@@ -85,7 +85,7 @@ class TestTable:
         }
         text = shown(replace(result, failed=failed))
         assert len(text.splitlines()) < 2 * MAX_LINES + 60
-        assert f"… and {334 - MAX_LINES} more problems; --json has them all" in text
+        assert f"… and {334 - MAX_LINES} more problems; --json lists them all" in text
 
 
 class TestDocument:
@@ -138,7 +138,7 @@ class TestSources:
     @pytest.mark.parametrize(
         ("arguments", "said"),
         [
-            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, and 2 are named"),
+            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
             (["--interface", "lo"], "--interface is about machines that --cidr finds"),
             (["--port", "22", "--inventory", "hosts"], "--port is about machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),

@@ -105,7 +105,7 @@ class TestReport:
 
     def test_efficiency_that_is_not_known_is_said_so(self) -> None:
         text = report(replace(SUMMARY, efficiency=None, alone_samples_per_s=None, method="equal"))
-        assert "not known" in text
+        assert "unknown" in text
         assert "equal" in text
 
     def test_identical_weights_are_claimed_only_when_they_are(self) -> None:

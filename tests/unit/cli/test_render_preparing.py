@@ -58,8 +58,9 @@ def test_what_was_left_out_and_which_classes_have_nothing_is_said() -> None:
     render_prepared(console, PREPARED)
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "csd0: 1,202 left out (2 too large, 1,200 undecodable)",
-        "csd0: no file can be used of class cat",
+        "csd0: no usable file in class cat",
         "csd0: no samples of class bee",
+        "ready: 1,000 public samples on the host, 5 private samples on 1 nodes, model with 7 parameters",
     ]
 
 

@@ -28,7 +28,7 @@ def test_repeated_samples_and_their_weight_are_told() -> None:
 
 def test_node_that_makes_the_epoch_longer_is_named() -> None:
     lines = format_shards(run(rank(0, "host", 100, 0, 1100), rank(1, "csd0", 10, 500, 0)))
-    assert "private samples of csd0 last for up to 50 steps, the others have some for 11" in lines[-1]
+    assert "private samples of csd0 take up to 50 steps, other ranks have samples for 11" in lines[-1]
 
 
 def test_large_fleet_is_summed_up() -> None:
