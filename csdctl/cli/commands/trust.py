@@ -27,7 +27,7 @@ def trust(
     from csdctl.workflows.discovery.trust import check_forgotten, forget_keys
 
     call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)
-    screen = TrustScreen(call, yes=yes)
+    screen = TrustScreen(call.streams, call.fleet, yes=yes)
     if forget:
         screen.show_forgotten(forget_keys(call.fleet.nodes, call.project))
         check_forgotten(call.fleet, call.streams.directory)

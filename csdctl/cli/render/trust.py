@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from rich import box
 from rich.table import Table
 
-from csdctl.cli.invocation import Invocation
 from csdctl.cli.render.problems import render_failed
+from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
+from csdctl.fleet.model import Fleet
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import find_shared_host_keys
 from csdctl.workflows.discovery.trust import ShownKey
@@ -19,9 +21,9 @@ SCHEMA = "csdctl.trust/1"
 class TrustScreen:
     """Shows the keys of one layer of machines after the other, asks, and remembers them all."""
 
-    def __init__(self, call: Invocation, *, yes: bool = False) -> None:
-        self._call = call
-        self._streams = call.streams
+    def __init__(self, streams: Streams, fleet: Fleet, *, yes: bool = False) -> None:
+        self._streams = streams
+        self._fleet = fleet
         self._yes = yes
         self._keys: dict[str, ShownKey] = {}
         self.failed: dict[str, CsdctlError] = {}
@@ -43,7 +45,7 @@ class TrustScreen:
             self._streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
-        render_failed(self._streams.people, failed, self._call.fleet)
+        render_failed(self._streams.people, failed, self._fleet)
 
     def confirm(self, new: Sequence[ShownKey]) -> None:
         """Ask at the terminal; raises InputError unless the answer is yes."""
@@ -51,7 +53,8 @@ class TrustScreen:
 
     def accepted(self, new: Sequence[ShownKey]) -> None:
         """Print where the new keys are kept."""
-        self._streams.say(f"{len(new)} keys accepted: {self._call.project.known_hosts}")
+        path = ProjectDirectory(self._streams.directory).known_hosts
+        self._streams.say(f"{len(new)} keys accepted: {path}")
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were forgotten."""
