@@ -1,4 +1,4 @@
-"""The command tree on one page, and the one place where an error becomes a message and an exit code."""
+"""The command tree, and the one place where an error becomes a message and an exit code."""
 
 import errno
 import signal
@@ -74,10 +74,10 @@ DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPER
 def main() -> None:
     """Run csdctl as a program: on the process's arguments, with its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(sys.argv[1:], Streams()))
+    sys.exit(run_command(sys.argv[1:], Streams()))
 
 
-def run(arguments: Sequence[str], streams: Streams) -> int:
+def run_command(arguments: Sequence[str], streams: Streams) -> int:
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
         code = app([argument for argument in arguments if argument not in VERBOSE], standalone_mode=False)

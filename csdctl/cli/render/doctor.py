@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.render.numbers import format_count
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
@@ -65,8 +66,8 @@ class ExaminationView(View):
             if check.remedy:
                 self._print(f"  → {check.remedy}")
         if not examination.red and not examination.overdue:
-            num_amber = sum(check.status == Status.WARN for check in self._checks)
-            self._print("fit to train" + (f", with {num_amber} warnings" if num_amber else ""))
+            warnings = [check for check in self._checks if check.status == Status.WARN]
+            self._print("fit to train" + (f", with {format_count(warnings, 'warning')}" if warnings else ""))
 
     def _show_settings(self) -> None:
         """Print the settings that differ from their defaults; with -v, all settings."""

@@ -1,4 +1,4 @@
-"""What people and programs see of a deploy."""
+"""The output of `deploy`, with and without a terminal and as JSON."""
 
 from io import StringIO
 
@@ -39,7 +39,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
     assert "files sent" not in shown
 
 
-def test_table_has_a_row_for_each_node_and_says_which_failed() -> None:
+def test_table_has_a_row_for_each_node_and_marks_failures() -> None:
     console = Console(file=StringIO(), width=100)
     render_deliveries(console, {"csd0": GOOD, "csd1": BAD}, dry_run=False)
     rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
@@ -47,7 +47,7 @@ def test_table_has_a_row_for_each_node_and_says_which_failed() -> None:
     assert any("csd1" in row and "failed" in row for row in rows)
 
 
-def test_document_has_what_was_sent_and_why_not() -> None:
+def test_document_has_deliveries_and_failures() -> None:
     document = deploy_document({"csd0": GOOD, "csd1": BAD}, dry_run=True)
     assert document == {
         "schema": "csdctl.deploy/1",
