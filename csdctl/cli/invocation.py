@@ -44,7 +44,7 @@ class Invocation:
     def finish(self, document: object, outcomes: Mapping[str, Outcome[Any]]) -> None:
         """Report the machines that failed, then `conclude`."""
         failed = errors_of(outcomes)
-        render_failed(self.streams.people, failed, self.fleet)
+        render_failed(self.streams.console, failed, self.fleet)
         self.conclude(document, list(outcomes), failed)
 
     def conclude(self, document: object, machines: Sequence[str], failed: Mapping[str, CsdctlError]) -> None:

@@ -37,15 +37,15 @@ class Streams:
         return Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
 
     @cached_property
-    def people(self) -> "Console":
-        """Output for people: standard output, or standard error with --json."""
+    def console(self) -> "Console":
+        """Where tables and messages go: standard output, or standard error with --json."""
         from rich.console import Console
 
         return self.errors if self.is_json else Console(file=self.stdout, highlight=False)
 
     def say(self, line: str) -> None:
         """Print one line for people."""
-        self.people.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, markup=False, soft_wrap=True)
 
     def confirm(self, question: str, *, yes: bool) -> None:
         """Ask at the terminal unless `yes`; raises InputError for a no, or without a terminal."""

@@ -50,6 +50,6 @@ def clean(
         ),
         directory=call.streams.directory,
         is_pruning=unused and not dry_run,
-        on_done=lambda outcome: render_cleaned(call.streams.people, outcome, is_dry=dry_run),
+        on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
     call.finish(clean_document(outcomes, is_dry=dry_run), outcomes)

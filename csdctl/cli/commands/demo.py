@@ -38,7 +38,7 @@ def demo(
     streams.say(f"The demo works in {Path.cwd()}. The fleet is emulated: it shows function, never speed.")
     try:
         for command, run in _list_steps(nodes, cpu).items():
-            streams.people.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
+            streams.console.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
             run()
     finally:
         if not keep:

@@ -45,11 +45,11 @@ def deploy(
 
     call = Invocation.start("deploy", fleet, limit, exclude, failed_from, json=json)
     request = DeployRequest(job, tuple(tree or ()), tuple(ignore or ()), everything, dry_run)
-    people = call.streams.people
-    with DeployView(people, num_nodes=len(call.fleet.nodes), dry_run=dry_run) as view:
+    console = call.streams.console
+    with DeployView(console, num_nodes=len(call.fleet.nodes), dry_run=dry_run) as view:
         outcomes = deploy_request(
             request, call.fleet, directory=call.streams.directory, say=call.streams.say, observer=view
         )
-    if people.is_terminal:
-        render_deliveries(people, outcomes, dry_run=dry_run)
+    if console.is_terminal:
+        render_deliveries(console, outcomes, dry_run=dry_run)
     call.finish(deploy_document(outcomes, dry_run=dry_run), outcomes)

@@ -95,9 +95,9 @@ def discover(
             remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
         )
     call = Invocation.start("discover", fleet, limit, exclude, failed_from, json=json)
-    with DiscoverView(call.streams.people, len(call.fleet.machines)) as view:
+    with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
         result = discover(call.fleet, directory=call.streams.directory, on_done=view.show)
-    render_fleet(call.streams.people, result, verbose=call.streams.is_verbose)
+    render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
     call.conclude(discover_document(result), list(result.facts), result.failed)
 
 

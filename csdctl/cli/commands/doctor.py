@@ -46,7 +46,7 @@ def doctor(
     call = Invocation.start("doctor", fleet, limit, exclude, failed_from, json=json)
     streams = call.streams
     settings = list_settings(context, call.fleet)
-    with ExaminationView(streams.people, call.fleet, settings, is_verbose=streams.is_verbose) as view:
+    with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
         examination = examine(call.fleet, streams.directory, deadlines, view.show)
     view.finish(examination)
     streams.result(doctor_document(examination, settings))

@@ -124,4 +124,4 @@ def forecast(
     if json:
         streams.result(forecast_document(answer))
     else:
-        render_forecast(streams.people, answer)
+        render_forecast(streams.console, answer)

@@ -30,7 +30,7 @@ def prepare(
     streams = Streams(is_json=json)
     loaded = load_job(job)
     chosen = choose_fleet(fleet, limit, exclude)
-    with PreparingView(streams.people) as view:
+    with PreparingView(streams.console) as view:
         prepared = prepare_fleet(
             loaded,
             chosen,
@@ -39,5 +39,5 @@ def prepare(
             say=streams.say,
             on_progress=view.show,
         )
-    render_prepared(streams.people, prepared)
+    render_prepared(streams.console, prepared)
     streams.result(prepare_document(prepared))

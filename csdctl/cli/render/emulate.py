@@ -19,7 +19,7 @@ def show_started(streams: Streams, fleet: EmulatedFleet) -> None:
     if streams.is_json:
         streams.result(emulate_document(fleet.nodes, fleet=str(fleet.fleet_path), was_up=fleet.was_up))
         return
-    render_nodes(streams.people, fleet.nodes)
+    render_nodes(streams.console, fleet.nodes)
     streams.say(f"Emulated fleet {'was already up' if fleet.was_up else 'is up'}: {fleet.fleet_path}")
 
 
@@ -28,7 +28,7 @@ def show_status(streams: Streams, nodes: Iterable[NodeStatus]) -> None:
     if streams.is_json:
         streams.result(emulate_document(nodes))
     else:
-        render_nodes(streams.people, nodes)
+        render_nodes(streams.console, nodes)
 
 
 def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:

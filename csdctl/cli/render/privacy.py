@@ -28,7 +28,7 @@ def show_privacy(streams: Streams, found: PrivacyReport) -> None:
     if streams.is_json:
         streams.result(privacy_document(found))
     else:
-        render_privacy(streams.people, found)
+        render_privacy(streams.console, found)
 
 
 def render_privacy(console: Console, found: PrivacyReport) -> None:

@@ -20,7 +20,7 @@ def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> Non
     if streams.is_json:
         streams.result(report_document(summary, str(run.path)))
         return
-    render_report(streams.people, summary)
+    render_report(streams.console, summary)
     streams.say(f"run directory: {run.path}")
 
 

@@ -96,7 +96,7 @@ class TrainingScreen:
         if planned := plan_privacy(spec, events):
             self._say_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(
-            TrainingView(self._streams.people, spec, steps_per_epoch, emulated=self._emulated)
+            TrainingView(self._streams.console, spec, steps_per_epoch, emulated=self._emulated)
         )
 
     def _say_privacy(self, privacy: Privacy, when: str) -> None:

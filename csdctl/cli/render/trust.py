@@ -40,12 +40,12 @@ class TrustScreen:
         self._keys |= shown
         self.failed |= failed
         if new:
-            self._streams.people.print(_build_table(new))
+            self._streams.console.print(_build_table(new))
         if num_known := len(shown) - len(new):
             self._streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
-        render_failed(self._streams.people, failed, self._fleet)
+        render_failed(self._streams.console, failed, self._fleet)
 
     def confirm(self, new: Sequence[ShownKey]) -> None:
         """Ask at the terminal; raises InputError unless the answer is yes."""
