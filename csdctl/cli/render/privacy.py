@@ -16,8 +16,8 @@ from csdctl.workflows.reporting.report import PrivacyReport
 SCHEMA = "csdctl.privacy/1"
 MAX_NAMED = 8
 MEANING = (
-    "An observer that sees everything a node sent during this run, the host included, and knows all other "
-    "samples, can distinguish a sample on that node from any replacement only as well as ε and δ allow. Not "
+    "Anyone who sees everything a node sent during this run, as the host does, and knows all other samples "
+    "can distinguish a sample on that node from any replacement only as well as ε and δ allow. Not "
     "covered: the number of samples, in total and of each class, the fingerprint that `prepare` reports, and "
     "computing times. Further runs on the same samples add to the privacy loss."
 )
