@@ -1,7 +1,7 @@
-"""Commands that are imported when they are asked for, and listed without: `csdctl --help` starts quickly.
+"""Commands that are imported when they are run, not when they are listed: `csdctl --help` starts fast.
 
-The list is plain text: typer's own panels load Markdown and syntax colouring, which takes several times
-as long as all the rest.
+The list is plain text: typer's own panels load Markdown and syntax highlighting, which takes several times
+as long as everything else.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,11 +12,11 @@ import typer
 from typer.core import TyperGroup
 
 CommandTable = Mapping[str, Mapping[str, str]]
-"""Heading → name of a command → what it does, in the words of its own help."""
+"""Heading → name of a command → the first line of its help."""
 
 
 class LazyCommands(Mapping[str, Any]):
-    """Commands by name; each is built when it is looked up, from csdctl.cli.commands.NAME."""
+    """Commands by name; each is built from csdctl.cli.commands.NAME when it is looked up."""
 
     def __init__(self, names: list[str]) -> None:
         self._names = names
@@ -37,7 +37,7 @@ class LazyCommands(Mapping[str, Any]):
 
 
 def lazy_group(table: CommandTable) -> type[TyperGroup]:
-    """A group with the commands of `table`, listed under its headings."""
+    """Return a group with the commands of `table`, listed under its headings."""
 
     class Group(TyperGroup):
         def __init__(self, **settings: Any) -> None:
@@ -57,7 +57,7 @@ def lazy_group(table: CommandTable) -> type[TyperGroup]:
 
 def _build(name: str) -> Any:
     module = import_module(f"csdctl.cli.commands.{name}")
-    app = getattr(module, "app", None)  # a command that has commands of its own
+    app = getattr(module, "app", None)  # a group of commands
     if app is None:
         app = typer.Typer(add_completion=False, rich_markup_mode=None)
         app.command(name)(getattr(module, name))

@@ -1,32 +1,39 @@
-"""Options that several commands share, spelt once."""
+"""Options that several commands share, each defined once."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+DEFAULT_FLEET = Path("fleet.yaml")
+DEFAULT_JOB = Path("job.yaml")
+
 FleetOption = Annotated[
-    Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="The fleet file.", show_default=True)
+    Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.", show_default=True)
 ]
-JobArgument = Annotated[Path, typer.Argument(help="The job file.", show_default=True)]
+JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.", show_default=True)]
 LimitOption = Annotated[
     list[str] | None,
-    typer.Option("--limit", help="Only these nodes: names, csd[0-7], or groups.", show_default=False),
+    typer.Option(
+        "--limit",
+        help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
+        show_default=False,
+    ),
 ]
 ExcludeOption = Annotated[
-    list[str] | None, typer.Option("--exclude", help="Not these nodes; like --limit.", show_default=False)
+    list[str] | None,
+    typer.Option("--exclude", help="Leave out these nodes; same syntax as --limit.", show_default=False),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, the rest on stderr.")]
 FailedFromOption = Annotated[
     Path | None,
     typer.Option(
         "--failed-from",
-        help="Only the nodes that a command failed on: .csdctl/failed.json, or its --json output.",
+        help="Select only the nodes an earlier command failed on: .csdctl/failed.json, or its --json output.",
         show_default=False,
     ),
 ]
-DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")]
-YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask.")]
-
-DEFAULT_FLEET = Path("fleet.yaml")
-DEFAULT_JOB = Path("job.yaml")
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print JSON to stdout, and everything else to stderr.")
+]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, without doing it.")]
+YesOption = Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")]

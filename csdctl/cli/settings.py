@@ -1,4 +1,4 @@
-"""Where each setting came from: flag, environment, file or default."""
+"""The settings of an invocation, and the source of each: flag, environment, file or default."""
 
 from dataclasses import dataclass
 
@@ -7,12 +7,17 @@ import typer
 from csdctl.fleet.model import Fleet, Host
 
 _SHOWN = ("fleet", "deadline", "connect_deadline", "hello_deadline", "limit", "exclude")
-_WORDS = {"COMMANDLINE": "flag", "ENVIRONMENT": "environment", "DEFAULT": "default", "DEFAULT_MAP": "default"}
+_SOURCES = {
+    "COMMANDLINE": "flag",
+    "ENVIRONMENT": "environment",
+    "DEFAULT": "default",
+    "DEFAULT_MAP": "default",
+}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting as it is in force; `source` names the flag, the variable or the file."""
+    """A setting in effect; `source` names the flag, the variable or the file."""
 
     name: str
     value: str
@@ -20,7 +25,7 @@ class Setting:
 
 
 def list_settings(context: typer.Context, fleet: Fleet) -> list[Setting]:
-    """The settings of one invocation, and those of the fleet file that concern all machines."""
+    """Return the settings of one invocation, and those of the fleet file that apply to all machines."""
     parameters = {parameter.name: parameter for parameter in context.command.params}
     settings = []
     for name in _SHOWN:
@@ -40,7 +45,7 @@ def list_settings(context: typer.Context, fleet: Fleet) -> list[Setting]:
 
 def _source(context: typer.Context, parameter: object, name: str) -> str:
     source = context.get_parameter_source(name)
-    word = _WORDS.get(source.name, source.name.lower()) if source else "default"
+    word = _SOURCES.get(source.name, source.name.lower()) if source else "default"
     if word == "environment":
         return f"environment {getattr(parameter, 'envvar', '')}"
     return f"flag {getattr(parameter, 'opts', [''])[0]}" if word == "flag" else word

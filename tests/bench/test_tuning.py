@@ -119,6 +119,6 @@ def test_tuning_predicted(project: Project, table: list[str], job: str, fleet: s
         f"{job:10} {fleet:8} predicted {predicted:8.1f}, achieved {achieved:8.1f} samples/s, "
         f"predicted / achieved − 1: {predicted / achieved - 1:+.1%} "
         f"({report['steps']} steps in {report['training_s']:.0f} s, "
-        f"batch sizes moved {report['num_rebalanced']} times)"
+        f"batch sizes changed {report['num_rebalanced']} times)"
     )
     print(table[-1])

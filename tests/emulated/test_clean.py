@@ -69,7 +69,7 @@ def num_running(project: Path) -> int:
 def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> None:
     on_csd0(project, LEAVE_A_RANK)
     seen = csdctl(project, "clean", "--dry-run")
-    assert f"csd0: 1 processes of run {RUN} still run" in seen.stdout
+    assert f"csd0: 1 processes of run {RUN} are still running" in seen.stdout
     assert num_running(project) == 1
     done = csdctl(project, "clean")
     assert done.returncode == 0, done.stderr

@@ -107,7 +107,7 @@ def test_pictures_are_prepared_where_they_lie_and_numbered_alike(project: Path) 
         },
     }
     assert "csd0: 2 left out (1 too large, 1 undecodable)" in done.stderr
-    assert "csd0: no file can be used of class bee" in done.stderr
+    assert "csd0: no usable file in class bee" in done.stderr
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
@@ -141,7 +141,7 @@ def test_users_function_runs_on_the_node_and_cannot_tell_what_it_sees(project: P
     (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))
     done = csdctl(project, "prepare")
     assert done.returncode == 0, done.stderr
-    assert "6 private ones on 2 nodes" in done.stdout
+    assert "6 private samples on 2 nodes" in done.stdout
     (project / "my_data.py").write_text(LOAD.replace("print(", "raise ValueError("))
     failed = csdctl(project, "prepare")
     assert failed.returncode == 2

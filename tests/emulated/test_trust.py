@@ -69,7 +69,7 @@ def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
     assert known(project)[0].startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
     again = csdctl(project, "trust")
     assert again.returncode == 0, "nothing is left to ask"
-    assert "2 keys are known already" in again.stdout
+    assert "2 keys are already accepted" in again.stdout
     assert len(known(project)) == 2
 
 

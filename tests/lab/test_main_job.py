@@ -222,7 +222,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
         stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
         assert process.returncode == 130, stdout + stderr
         text = stdout + stderr
-        for words in ("csd0 is lost", "csd1 is lost", "csd0 is back", "csd1 is back", "2 ranks go on"):
+        for words in ("csd0 is lost", "csd1 is lost", "csd0 is back", "csd1 is back", "2 ranks continue"):
             assert words in text, text
         assert "Traceback" not in text
         steps = last_steps(events)

@@ -4,66 +4,52 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    DryRunOption,
-    ExcludeOption,
-    FailedFromOption,
-    FleetOption,
-    JsonOption,
-    LimitOption,
-    YesOption,
-)
-from csdctl.cli.streams import Streams
+from csdctl.cli import options
+
+EverythingOption = Annotated[
+    bool,
+    typer.Option("--everything", help="Remove everything csdctl wrote on the nodes, prepared data included."),
+]
+UnusedOption = Annotated[
+    bool,
+    typer.Option(
+        "--unused", help="Remove stored files that no deployed tree uses; they are sent again when needed."
+    ),
+]
+ForceOption = Annotated[
+    bool, typer.Option("--force", help="Also end a csdctl that is working there now, from any host.")
+]
 
 
 def clean(
-    fleet: FleetOption = DEFAULT_FLEET,
-    everything: Annotated[
-        bool,
-        typer.Option("--everything", help="Remove all that csdctl wrote on the nodes, prepared data too."),
-    ] = False,
-    unused: Annotated[
-        bool,
-        typer.Option(
-            "--unused",
-            help="Remove stored files that no deployed tree uses; they are sent again when needed.",
-        ),
-    ] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also end a csdctl that works there now, on whatever host.")
-    ] = False,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    failed_from: FailedFromOption = None,
-    dry_run: DryRunOption = False,
-    yes: YesOption = False,
-    json: JsonOption = False,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    everything: EverythingOption = False,
+    unused: UnusedOption = False,
+    force: ForceOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    dry_run: options.DryRunOption = False,
+    yes: options.YesOption = False,
+    json: options.JsonOption = False,
 ) -> None:
-    """End and remove what an earlier csdctl left on the machines."""
+    """Stop and remove what an earlier csdctl left on the machines."""
+    from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.clean import clean_document, render_cleaned
-    from csdctl.cli.render.problems import render_failed
     from csdctl.launch.leftovers import CleanupOptions
-    from csdctl.runs.directory import ProjectDirectory
-    from csdctl.transport.many import errors_of
     from csdctl.workflows.maintenance.clean import clean
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
-    streams = Streams(is_json=json)
-    chosen = choose_fleet(fleet, limit, exclude, failed_from)
+    call = Invocation.start("clean", fleet, limit, exclude, failed_from, json=json)
     if everything and not dry_run:
-        streams.confirm(f"Remove all that csdctl wrote on {len(chosen.nodes)} nodes?", yes=yes)
-    sweeping = CleanupOptions(
-        is_ending=not dry_run, is_removing=not dry_run, is_removing_all=everything, is_forced=force
-    )
+        num_nodes = len(call.fleet.nodes)
+        call.streams.confirm(f"Remove everything csdctl wrote on {num_nodes} nodes?", yes=yes)
     outcomes = clean(
-        chosen,
-        sweeping,
-        directory=streams.directory,
+        call.fleet,
+        CleanupOptions(
+            is_ending=not dry_run, is_removing=not dry_run, is_removing_all=everything, is_forced=force
+        ),
+        directory=call.streams.directory,
         is_pruning=unused and not dry_run,
-        on_done=lambda outcome: render_cleaned(streams.people, outcome, is_dry=dry_run),
+        on_done=lambda outcome: render_cleaned(call.streams.console, outcome, is_dry=dry_run),
     )
-    failed = errors_of(outcomes)
-    render_failed(streams.people, failed, chosen)
-    streams.result(clean_document(outcomes, failed, is_dry=dry_run))
-    conclude(ProjectDirectory(streams.directory), "clean", list(outcomes), failed)
+    call.finish(clean_document(outcomes, is_dry=dry_run), outcomes)

@@ -1,7 +1,8 @@
-"""`csdctl demo`: the main job from an empty directory to a report, as a person would type it."""
+"""`csdctl demo`: every command from an empty directory to a report, as a person would type them."""
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -10,47 +11,54 @@ import typer
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.cli.streams import Streams
 
+DirectoryOption = Annotated[Path, typer.Option("--directory", help="Directory that the demo works in.")]
+NodesOption = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")]
+CpuOption = Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")]
+KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")]
+
 
 def demo(
-    directory: Annotated[Path, typer.Option("--directory", help="Where the demo works.")] = Path("demo"),
-    nodes: Annotated[int, typer.Option("--nodes", min=1, max=64, help="Emulated nodes.")] = 3,
-    cpu: Annotated[float, typer.Option("--cpu", help="Each node's share of a core.")] = 0.25,
-    keep: Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")] = False,
+    directory: DirectoryOption = Path("demo"),
+    nodes: NodesOption = 3,
+    cpu: CpuOption = 0.25,
+    keep: KeepOption = False,
 ) -> None:
     """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
-    from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
-    from csdctl.cli.render.numbers import show_seconds
+    from csdctl.cli.render.numbers import format_seconds
     from csdctl.launch.tools import check_tools
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
-    began = time.monotonic()
+    start = time.monotonic()
     check_tools()
     write_demo_files(directory.absolute())
     os.chdir(directory)
     take_fleet_down(Path.cwd())
-
-    def step(command: str) -> None:
-        streams.people.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
-
     streams.say(f"The demo works in {Path.cwd()}. The fleet is emulated: it shows function, never speed.")
     try:
-        step(f"emulate up --nodes {nodes} --cpu {cpu}")
-        emulate.up(nodes=nodes, cpu=cpu, memory="2G", fleet=DEFAULT_FLEET, cpu_mechanism="auto", json=False)
-        step("discover")
-        discover.discover()
-        step("prepare --sample fashion-mnist")
-        prepare.prepare(DEFAULT_JOB, DEFAULT_FLEET, sample="fashion-mnist")
-        step("tune --no-explore")
-        tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False)
-        step("train")
-        train.train(DEFAULT_JOB, DEFAULT_FLEET)
-        step("report")
-        report.report()
+        for command, run in _list_steps(nodes, cpu).items():
+            streams.console.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
+            run()
     finally:
         if not keep:
             take_fleet_down(Path.cwd())
-    streams.say(f"\nThe demo took {show_seconds(time.monotonic() - began)}.")
+    streams.say(f"\nThe demo took {format_seconds(time.monotonic() - start)}.")
     if keep:
         streams.say(f"The fleet still runs: `cd {directory}`, try commands, then `csdctl emulate down`.")
+
+
+def _list_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
+    """Return the commands of the demo in order, each with the call that runs it."""
+    from csdctl.cli.commands import discover, emulate, prepare, report, train, tune
+
+    return {
+        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu),
+        "discover": discover.discover,
+        "prepare --sample fashion-mnist": lambda: prepare.prepare(
+            DEFAULT_JOB, DEFAULT_FLEET, sample="fashion-mnist"
+        ),
+        "tune --no-explore": lambda: tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False),
+        "train": lambda: train.train(DEFAULT_JOB, DEFAULT_FLEET),
+        "report": report.report,
+    }

@@ -6,110 +6,103 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    ExcludeOption,
-    FailedFromOption,
-    FleetOption,
-    JsonOption,
-    LimitOption,
-)
-from csdctl.cli.streams import Streams
+from csdctl.cli import options
 from csdctl.errors import InputError
 
 if TYPE_CHECKING:
+    from csdctl.cli.streams import Streams
+    from csdctl.workflows.discovery.fleet_import import ImportOptions
     from csdctl.workflows.discovery.inventory_sources import NodeSource
+
+CidrOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cidr",
+        help="First scan this address range for machines, and write the fleet file.",
+        show_default=False,
+    ),
+]
+InterfaceOption = Annotated[
+    str, typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW.")
+]
+UserOption = Annotated[
+    str, typer.Option("--user", help="User on the machines that --cidr finds; default: root.")
+]
+KeyOption = Annotated[
+    Path | None,
+    typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
+]
+PortOption = Annotated[
+    int | None,
+    typer.Option(
+        "--port", min=1, max=65535, help="SSH port that --cidr scans; default: 22.", show_default=False
+    ),
+]
+InventoryOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--inventory", help="First write the fleet file from this Ansible inventory.", show_default=False
+    ),
+]
+SshConfigOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--ssh-config",
+        help="First write the fleet file from the aliases in this file, such as ~/.ssh/config.",
+        show_default=False,
+    ),
+]
+ForceOption = Annotated[bool, typer.Option("--force", help="Overwrite an existing fleet file.")]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
+]
 
 
 def discover(
-    fleet: FleetOption = DEFAULT_FLEET,
-    cidr: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cidr",
-            help="Find machines in this range first, and write the fleet file.",
-            show_default=False,
-        ),
-    ] = None,
-    interface: Annotated[
-        str,
-        typer.Option("--interface", help="Scan through this network interface; needs root or CAP_NET_RAW."),
-    ] = "",
-    user: Annotated[str, typer.Option("--user", help="User on the machines that --cidr finds; root.")] = "",
-    key: Annotated[
-        Path | None,
-        typer.Option("--key", help="Private key for the machines that --cidr finds.", show_default=False),
-    ] = None,
-    port: Annotated[
-        int | None,
-        typer.Option(
-            "--port", min=1, max=65535, help="SSH port that --cidr looks for; 22.", show_default=False
-        ),
-    ] = None,
-    inventory: Annotated[
-        Path | None,
-        typer.Option(
-            "--inventory", help="Write the fleet file from this Ansible inventory.", show_default=False
-        ),
-    ] = None,
-    ssh_config: Annotated[
-        Path | None,
-        typer.Option(
-            "--ssh-config",
-            help="Write the fleet file from the aliases of this file, such as ~/.ssh/config.",
-            show_default=False,
-        ),
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite a fleet file that is there.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the fleet file that would be written, and stop.")
-    ] = False,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    failed_from: FailedFromOption = None,
-    json: JsonOption = False,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    cidr: CidrOption = None,
+    interface: InterfaceOption = "",
+    user: UserOption = "",
+    key: KeyOption = None,
+    port: PortOption = None,
+    inventory: InventoryOption = None,
+    ssh_config: SshConfigOption = None,
+    force: ForceOption = False,
+    dry_run: DryRunOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    json: options.JsonOption = False,
 ) -> None:
-    """Find the machines, learn what they are, and keep it beside the fleet file."""
+    """Find the machines of a fleet, and record their hardware and software."""
+    from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.discovering import DiscoverView
-    from csdctl.cli.render.fleet import discover_document, fleet_document, render_fleet
-    from csdctl.cli.render.numbers import show_count
-    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.cli.render.fleet import discover_document, render_fleet
+    from csdctl.cli.streams import Streams
     from csdctl.workflows.discovery.discover import discover
-    from csdctl.workflows.discovery.inventory_sources import check_may_write, find_nodes, write_fleet
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
+    from csdctl.workflows.discovery.fleet_import import ImportOptions
 
-    streams = Streams(is_json=json)
-    source = _source(cidr or (), interface, user, key, port, inventory, ssh_config)
-    limit, exclude = limit or [], exclude or []
+    source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
-        if not dry_run:
-            check_may_write(fleet, force=force)
-        found = find_nodes(source, fleet, directory=streams.directory, limit=limit, exclude=exclude)
-        for warning in found.warnings:
-            streams.errors.print(f"warning: {warning}", markup=False)
+        wanted = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
+        _import_fleet(source, fleet, wanted, Streams(is_json=json))
         if dry_run:
-            if not json:
-                streams.stdout.write(found.text)
-            streams.result(fleet_document(found.fleet))
             return
-        write_fleet(found, force=force)
-        streams.say(f"{show_count(found.fleet.nodes, 'machine')} found in {source.name}: {fleet} written")
-        limit, exclude = [], []  # the file has no others
+        limit, exclude = None, None  # the file holds only the nodes that they select
     elif dry_run or force:
         raise InputError(
             "--dry-run and --force are about writing the fleet file",
-            remedy="say what to write it from: --cidr, --inventory or --ssh-config",
+            remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
         )
-    chosen = choose_fleet(fleet, limit, exclude, failed_from)
-    with DiscoverView(streams.people, len(chosen.nodes) + 1) as view:
-        result = discover(chosen, directory=streams.directory, on_done=view.show)
-    render_fleet(streams.people, result, verbose=streams.is_verbose)
-    streams.result(discover_document(result))
-    conclude(ProjectDirectory(streams.directory), "discover", list(result.facts), result.failed)
+    call = Invocation.start("discover", fleet, limit, exclude, failed_from, json=json)
+    with DiscoverView(call.streams.console, len(call.fleet.machines)) as view:
+        result = discover(call.fleet, directory=call.streams.directory, on_done=view.show)
+    render_fleet(call.streams.console, result, verbose=call.streams.is_verbose)
+    call.conclude(discover_document(result), list(result.facts), result.failed)
 
 
-def _source(
-    cidrs: "list[str] | tuple[()]",
+def _parse_source(
+    cidrs: list[str],
     interface: str,
     user: str,
     key: Path | None,
@@ -117,25 +110,30 @@ def _source(
     inventory: Path | None,
     ssh_config: Path | None,
 ) -> "NodeSource | None":
-    """The one source that the options name, if any; raises InputError for two."""
+    """Return the source that the options name, if any; raises InputError for more than one."""
     from csdctl.workflows.discovery.inventory_sources import AddressRanges, AnsibleInventory, SshConfig
 
     sources: list[NodeSource] = []
+    needs_cidr = {"--interface": interface, "--user": user, "--key": key, "--port": port}
     if cidrs:
         path = Path(os.path.abspath(key.expanduser())) if key else None
         sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
-    elif given := [name for name, value in _of_cidr(interface, user, key, port) if value]:
+    elif given := [name for name, value in needs_cidr.items() if value]:
         raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")
     sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
         raise InputError(
-            f"a fleet file is written from one source, and {len(sources)} are named",
-            remedy="name one of --cidr, --inventory and --ssh-config",
+            f"a fleet file is written from one source, received {len(sources)}",
+            remedy="choose one of --cidr, --inventory and --ssh-config",
         )
     return sources[0] if sources else None
 
 
-def _of_cidr(interface: str, user: str, key: Path | None, port: int | None) -> tuple[tuple[str, object], ...]:
-    """The options that mean nothing without --cidr."""
-    return ("--interface", interface), ("--user", user), ("--key", key), ("--port", port)
+def _import_fleet(source: "NodeSource", path: Path, wanted: "ImportOptions", streams: "Streams") -> None:
+    """Write the fleet file from `source`, or print it in a dry run."""
+    from csdctl.cli.render.fleet import show_imported
+    from csdctl.workflows.discovery.fleet_import import import_fleet
+
+    found = import_fleet(source, path, wanted, directory=streams.directory)
+    show_imported(streams, found, source.name, is_dry_run=wanted.is_dry_run)

@@ -5,11 +5,11 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import DEFAULT_FLEET, JsonOption
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
 app = typer.Typer(
-    help="A fleet on this machine: real SSH servers that share its CPU and memory.",
+    help="Run a fleet on this machine: real SSH servers that share its CPU and memory.",
     add_completion=False,
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -18,20 +18,21 @@ app = typer.Typer(
 
 @app.command()
 def up(
-    nodes: Annotated[int, typer.Option(help="How many nodes, 1 to 64.")] = 4,
-    cpu: Annotated[float, typer.Option(help="Share of the CPU for each node, in cores.")] = 0.25,
-    memory: Annotated[str, typer.Option(help="Memory for each node, such as 512M or 2G.")] = "2G",
-    fleet: Annotated[Path, typer.Option(help="The fleet file to write.")] = DEFAULT_FLEET,
+    nodes: Annotated[int, typer.Option(help="Number of nodes, 1 to 64.")] = 4,
+    cpu: Annotated[float, typer.Option(help="CPU share of each node, in cores.")] = 0.25,
+    memory: Annotated[str, typer.Option(help="Memory of each node, such as 512M or 2G.")] = "2G",
+    fleet: Annotated[Path, typer.Option(help="Path of the fleet file to write.")] = options.DEFAULT_FLEET,
     cpu_mechanism: Annotated[
         str,
         typer.Option(
-            envvar="CSDCTL_EMULATED_CPU_MECHANISM", help="How the share is held: auto, cgroup or duty."
+            envvar="CSDCTL_EMULATED_CPU_MECHANISM",
+            help="How the CPU share is enforced: auto, cgroup or duty.",
         ),
     ] = "auto",
-    json: JsonOption = False,
+    json: options.JsonOption = False,
 ) -> None:
-    """Start an emulated fleet and write the fleet.yaml that describes it."""
-    from csdctl.cli.render.emulate import emulate_document, render_nodes
+    """Start an emulated fleet, and write the fleet file that describes it."""
+    from csdctl.cli.render.emulate import show_started
     from csdctl.workflows.maintenance.emulate import bring_fleet_up
 
     streams = Streams(is_json=json)
@@ -43,41 +44,24 @@ def up(
         fleet_path=fleet,
         cpu_mechanism=cpu_mechanism,
     )
-    if json:
-        streams.result(emulate_document(result.nodes, fleet=str(result.fleet_path), was_up=result.was_up))
-        return
-    render_nodes(streams.people, result.nodes)
-    streams.say(f"Emulated fleet {'was up already' if result.was_up else 'is up'}: {result.fleet_path}")
+    show_started(streams, result)
 
 
 @app.command()
-def status(json: JsonOption = False) -> None:
-    """Show every node of the emulated fleet as it is now."""
-    from csdctl.cli.render.emulate import emulate_document, render_nodes
+def status(json: options.JsonOption = False) -> None:
+    """Show the present state of every node of the emulated fleet."""
+    from csdctl.cli.render.emulate import show_status
     from csdctl.workflows.maintenance.emulate import look_at_fleet
 
     streams = Streams(is_json=json)
-    nodes = look_at_fleet(streams.directory)
-    if json:
-        streams.result(emulate_document(nodes))
-    else:
-        render_nodes(streams.people, nodes)
+    show_status(streams, look_at_fleet(streams.directory))
 
 
 @app.command()
-def down(json: JsonOption = False) -> None:
-    """End the emulated fleet and remove everything of it, also after a crash."""
-    from csdctl.cli.render.emulate import emulate_document
+def down(json: options.JsonOption = False) -> None:
+    """Stop the emulated fleet and remove its files, also after a crash."""
+    from csdctl.cli.render.emulate import show_stopped
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams(is_json=json)
-    stopped = take_fleet_down(streams.directory)
-    kept = stopped.kept_fleet_path
-    if json:
-        streams.result(
-            emulate_document(num_processes=stopped.num_processes, kept_fleet=str(kept) if kept else None)
-        )
-        return
-    streams.say(f"Emulated fleet is down: {stopped.num_processes} processes ended")
-    if kept:
-        streams.say(f"{kept} was changed by hand and is left as it is")
+    show_stopped(streams, take_fleet_down(streams.directory))

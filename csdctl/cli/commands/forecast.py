@@ -89,7 +89,7 @@ def forecast(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Forecast rate, time and energy for any number of nodes; the plan is what `tune` writes."""
+    """Forecast throughput, time and energy for any number of nodes."""
     from csdctl.cli.render.forecast import forecast_document, render_forecast
     from csdctl.errors import InputError
     from csdctl.job.model import load_job
@@ -124,4 +124,4 @@ def forecast(
     if json:
         streams.result(forecast_document(answer))
     else:
-        render_forecast(streams.people, answer)
+        render_forecast(streams.console, answer)

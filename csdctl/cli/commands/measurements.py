@@ -37,7 +37,7 @@ def measurements(
         forgotten = forget_measured(
             project, forget, confirm=lambda question: streams.confirm(question, yes=yes)
         )
-        render_forgotten(streams.people, forgotten)
+        render_forgotten(streams.console, forgotten)
         streams.result(forgotten_document(forgotten))
         return
     overview = load_history(project)
@@ -45,4 +45,4 @@ def measurements(
     if json:
         streams.result(history_document(overview, path))
         return
-    render_history(streams.people, overview, path)
+    render_history(streams.console, overview, path)

@@ -1,51 +1,34 @@
 """`csdctl report`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import JsonOption
+from csdctl.cli import options
 from csdctl.cli.streams import Streams
 
-if TYPE_CHECKING:
-    from csdctl.runs.directory import ProjectDirectory
+RunArgument = Annotated[
+    str | None, typer.Argument(help="Id of the run; default: the latest.", show_default=False)
+]
+PrivacyOption = Annotated[
+    bool,
+    typer.Option(
+        "--privacy",
+        help="Show instead every byte that was sent, by link and class of data; with noise, also ε.",
+    ),
+]
 
 
-def report(
-    run: Annotated[
-        str | None, typer.Argument(help="The run's id; default: the latest.", show_default=False)
-    ] = None,
-    privacy: Annotated[
-        bool,
-        typer.Option(
-            "--privacy", help="Instead: every byte that was sent, by link and by what it was; with noise, ε."
-        ),
-    ] = False,
-    json: JsonOption = False,
-) -> None:
-    """Show what a run came to."""
-    from csdctl.cli.render.report import render_report, report_document
+def report(run: RunArgument = None, privacy: PrivacyOption = False, json: options.JsonOption = False) -> None:
+    """Show the results of a run."""
+    from csdctl.cli.render.privacy import show_privacy
+    from csdctl.cli.render.report import show_report
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.reporting.report import report as load_report
+    from csdctl.workflows.reporting import report as reporting
 
     streams = Streams(is_json=json)
+    project = ProjectDirectory(streams.directory)
     if privacy:
-        _show_privacy(streams, ProjectDirectory(streams.directory), run)
-        return
-    directory, summary = load_report(ProjectDirectory(streams.directory), run)
-    if json:
-        streams.result(report_document(summary, str(directory.path)))
-        return
-    render_report(streams.people, summary)
-    streams.say(f"run directory: {directory.path}")
-
-
-def _show_privacy(streams: Streams, project: "ProjectDirectory", run_id: str | None) -> None:
-    from csdctl.cli.render.privacy import privacy_document, render_privacy
-    from csdctl.workflows.reporting.report import privacy
-
-    found = privacy(project, run_id)
-    if streams.is_json:
-        streams.result(privacy_document(found))
+        show_privacy(streams, reporting.privacy(project, run))
     else:
-        render_privacy(streams.people, found)
+        show_report(streams, *reporting.report(project, run))

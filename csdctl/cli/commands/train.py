@@ -122,7 +122,7 @@ def train(
         if not skip_doctor:
             doctor = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
             show_preflight(streams, doctor)
-        with PreparingView(streams.people) as view:
+        with PreparingView(streams.console) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         with TrainingScreen(streams, emulated=space.fleet.emulated) as screen:
             try:

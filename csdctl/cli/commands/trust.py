@@ -4,54 +4,33 @@ from typing import Annotated
 
 import typer
 
-from csdctl.cli.options import (
-    DEFAULT_FLEET,
-    ExcludeOption,
-    FailedFromOption,
-    FleetOption,
-    JsonOption,
-    LimitOption,
-    YesOption,
-)
-from csdctl.cli.streams import Streams
+from csdctl.cli import options
+
+ForgetOption = Annotated[
+    bool, typer.Option("--forget", help="Forget the keys of these nodes, after they were reinstalled.")
+]
 
 
 def trust(
-    fleet: FleetOption = DEFAULT_FLEET,
-    forget: Annotated[
-        bool, typer.Option("--forget", help="Forget the keys of these nodes: they were set up anew.")
-    ] = False,
-    limit: LimitOption = None,
-    exclude: ExcludeOption = None,
-    failed_from: FailedFromOption = None,
-    yes: YesOption = False,
-    json: JsonOption = False,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    forget: ForgetOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    yes: options.YesOption = False,
+    json: options.JsonOption = False,
 ) -> None:
-    """Show the nodes' host keys, and accept the new ones for all of them at once."""
+    """Show the nodes' SSH host keys, and accept all new ones at once."""
+    from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.trust import TrustScreen
-    from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.discovery.trust import (
-        accept_keys,
-        check_forgotten,
-        forget_keys,
-        list_layers,
-        look_at_keys,
-    )
-    from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
+    from csdctl.workflows.discovery.key_review import review_keys
+    from csdctl.workflows.discovery.trust import check_forgotten, forget_keys
 
-    streams = Streams(is_json=json)
-    project = ProjectDirectory(streams.directory)
-    chosen = choose_fleet(fleet, limit, exclude, failed_from)
-    screen = TrustScreen(streams, chosen)
+    call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)
+    screen = TrustScreen(call.streams, call.fleet, yes=yes)
     if forget:
-        screen.show_forgotten(forget_keys(chosen.nodes, project))
-        check_forgotten(chosen, streams.directory)
+        screen.show_forgotten(forget_keys(call.fleet.nodes, call.project))
+        check_forgotten(call.fleet, call.streams.directory)
         return
-    for machines in list_layers(chosen):
-        new = screen.show_keys(look_at_keys(chosen, machines, directory=streams.directory))
-        if new:
-            streams.confirm(f"Accept {len(new)} new keys?", yes=yes)
-            accept_keys(new, project)
-            streams.say(f"{len(new)} keys accepted: {project.known_hosts}")
-    streams.result(screen.document())
-    conclude(project, "trust", screen.machines, screen.failed)
+    review_keys(call.fleet, call.project, screen)
+    call.conclude(screen.document(), screen.machines, screen.failed)

@@ -88,7 +88,7 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the machines and write the plan that trains most samples/s."""
+    """Measure the machines, and write the plan that trains the most samples/s."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.tuning import render_plan, render_probes
     from csdctl.job.model import load_job
@@ -118,7 +118,7 @@ def tune(
         check_tools()  # the plan is tried with MPI
     chosen_fleet = choose_fleet(fleet, limit, exclude)
     with open_workspace(streams.directory, chosen_fleet, "tune", is_holding=True, say=streams.say) as space:
-        with PreparingView(streams.people) as view:
+        with PreparingView(streams.console) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
@@ -128,11 +128,11 @@ def tune(
             space,
             options,
             streams.say,
-            lambda results: render_probes(streams.people, results),
+            lambda results: render_probes(streams.console, results),
         )
         path = space.project.plan(loaded.name)
         save_plan(path, plan)
-    render_plan(streams.people, plan, str(path.relative_to(streams.directory)))
+    render_plan(streams.console, plan, str(path.relative_to(streams.directory)))
     streams.result(
         {
             "schema": "csdctl.tune/1",

@@ -30,7 +30,7 @@ def verify(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Prove on your model and fleet that the ranks compute what one process would."""
+    """Check on your model and fleet that the ranks compute what one process would."""
     from csdctl.cli.render.preparing import PreparingView
     from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
     from csdctl.job.model import load_job
@@ -56,13 +56,13 @@ def verify(
         else:
             names = [node.name for node in space.fleet.nodes]
             chosen = equal_plan(loaded, space.fleet, space.facts, names, batch_size=16)
-        with PreparingView(streams.people) as view:
+        with PreparingView(streams.console) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         streams.say(f"starting {len(chosen.ranks)} ranks")
         if loaded.noise:
             streams.say("compared without clipping and noise: the samples are random, and none is private")
         verified = verify_run(loaded, chosen, prepared, space, TrainOptions())
     nodes = [rank.node for rank in chosen.ranks]
-    render_verified(streams.people, verified, nodes, emulated=space.fleet.emulated)
+    render_verified(streams.console, verified, nodes, emulated=space.fleet.emulated)
     streams.result(verify_document(verified, nodes, emulated=space.fleet.emulated))
     judge_verified(verified)

@@ -1,46 +1,43 @@
-"""What `clean` found on each machine: a line for people, a document for programs."""
+"""What `clean` found on each machine, as a line for people and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from rich.console import Console
 
-from csdctl.cli.render.numbers import show_bytes
-from csdctl.errors import CsdctlError
+from csdctl.cli.render.numbers import format_bytes
 from csdctl.launch.leftovers import Leftovers
-from csdctl.transport.many import Outcome
+from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.clean/1"
 
 
 def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:
-    """One line for a machine where nothing went wrong."""
+    """Print one line for a machine, unless it failed."""
     if outcome.error:
         return
     found = outcome.get()
     parts = []
     if found.num_processes:
         runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-        parts.append(f"{found.num_processes} processes{runs} {'still run' if is_dry else 'ended'}")
+        parts.append(f"{found.num_processes} processes{runs} {'are still running' if is_dry else 'ended'}")
     if found.paths:
         verb = "could be removed" if is_dry else "removed"
-        parts.append(f"{len(found.paths)} paths ({show_bytes(found.num_bytes)}) {verb}")
+        parts.append(f"{len(found.paths)} paths ({format_bytes(found.num_bytes)}) {verb}")
     if found.num_unused:
         parts.append(f"{found.num_unused} unused files removed")
     line = "; ".join(parts) or "nothing left"
     console.print(f"{outcome.name}: {line}", markup=False, soft_wrap=True)
 
 
-def clean_document(
-    outcomes: Mapping[str, Outcome[Leftovers]], failed: Mapping[str, CsdctlError], *, is_dry: bool
-) -> dict[str, object]:
-    """The `csdctl.clean/1` document."""
+def clean_document(outcomes: Mapping[str, Outcome[Leftovers]], *, is_dry: bool) -> dict[str, object]:
+    """Return the `csdctl.clean/1` document."""
     return {
         "schema": SCHEMA,
         "is_dry_run": is_dry,
         "machines": {
             name: asdict(outcome.value) for name, outcome in outcomes.items() if outcome.value is not None
         },
-        "failed": failed_document(failed),
+        "failed": failed_document(errors_of(outcomes)),
     }

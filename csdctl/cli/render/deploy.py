@@ -1,27 +1,29 @@
-"""A deploy while it goes on, and what came of it."""
+"""`deploy` while it runs, and its result."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes
-from csdctl.cli.render.view import View
-from csdctl.errors import CsdctlError
+from csdctl.cli.render.numbers import format_bytes
+from csdctl.cli.render.view import View, new_progress
+from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.transport.many import Outcome
+from csdctl.shipping.parcel import Tree
+from csdctl.shipping.tree import TreeRequest
+from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.deploy/1"
 MAX_BARS = 10
-"""Bars of nodes at once, below the one of the whole fleet."""
+"""The most bars of single nodes, below the bar of the whole fleet."""
 
 
 class DeployView(View):
-    """A bar for the fleet and one for each node at work on a terminal, a line for each node elsewhere."""
+    """A bar for the fleet and one for each active node on a terminal, a line for each node elsewhere."""
 
     def __init__(self, console: Console, *, num_nodes: int, dry_run: bool = False) -> None:
         self._console = console
@@ -31,61 +33,69 @@ class DeployView(View):
         self._bars: dict[str, TaskID] = {}
         self._bytes: dict[str, DeliveryProgress] = {}
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
-        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._progress = new_progress(console, *columns)
         super().__init__(self._progress)
         self._fleet = self._progress.add_task(self._title(), total=None)
 
-    def advance(self, news: DeliveryProgress) -> None:
-        """Take in how far a node is; from any thread."""
+    def packed(self, request: TreeRequest, tree: Tree) -> None:
+        """Print the size of a tree that was read."""
+        size = f"{len(tree.files):,} files ({format_bytes(tree.num_bytes)})"
+        self._print(f"{printable(str(request.source))}: {size} for {printable(tree.destination)}")
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        """Show the progress of a node; may be called from any thread."""
         if not self._console.is_terminal:
             return
-        self._bytes[news.node] = news
-        if news.node not in self._bars and len(self._bars) < MAX_BARS:
-            self._bars[news.node] = self._progress.add_task(news.node, total=news.bytes_total)
-        if news.node in self._bars:
+        self._bytes[progress.node] = progress
+        if progress.node not in self._bars and len(self._bars) < MAX_BARS:
+            self._bars[progress.node] = self._progress.add_task(progress.node, total=progress.bytes_total)
+        if progress.node in self._bars:
             self._progress.update(
-                self._bars[news.node],
-                completed=news.bytes_sent,
-                total=news.bytes_total,
+                self._bars[progress.node],
+                completed=progress.bytes_sent,
+                total=progress.bytes_total,
             )
         self._show_fleet()
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
-        """Take in what became of a node."""
+        """Show that a node is done, or failed."""
         self._num_done += 1
         if outcome.name in self._bars:
             self._progress.remove_task(self._bars.pop(outcome.name))
         self._show_fleet()
         if not self._console.is_terminal:
-            self._console.print(self._line(outcome), markup=False, soft_wrap=True)
+            self._print(self._describe(outcome))
 
     def _show_fleet(self) -> None:
         known = list(self._bytes.values())
         self._progress.update(
             self._fleet,
             description=self._title(),
-            completed=sum(news.bytes_sent for news in known),
-            total=sum(news.bytes_total for news in known) or None,
+            completed=sum(progress.bytes_sent for progress in known),
+            total=sum(progress.bytes_total for progress in known) or None,
         )
 
     def _title(self) -> str:
         return f"{self._num_done} of {self._num_nodes} nodes"
 
-    def _line(self, outcome: Outcome[Delivery]) -> str:
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, soft_wrap=True)
+
+    def _describe(self, outcome: Outcome[Delivery]) -> str:
         if outcome.value is None:
             return f"{outcome.name}: failed"
         sent = "would be sent" if self._dry_run else "sent"
         return (
             f"{outcome.name}: {outcome.value.num_sent:,} files {sent} "
-            f"({show_bytes(outcome.value.bytes_sent)}), {outcome.value.num_present:,} there already"
+            f"({format_bytes(outcome.value.bytes_sent)}), {outcome.value.num_present:,} already there"
         )
 
 
 def render_deliveries(console: Console, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool) -> None:
-    """One row a node: what was sent to it, or would be."""
+    """Print a row for each node: what was sent to it, or would be."""
     table = Table(box=box.SIMPLE)
     table.add_column("node", no_wrap=True)
-    for column in ("would be sent" if dry_run else "sent", "bytes", "there already"):
+    for column in ("would be sent" if dry_run else "sent", "bytes", "already there"):
         table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in outcomes.items():
         if outcome.value is None:
@@ -94,19 +104,17 @@ def render_deliveries(console: Console, outcomes: Mapping[str, Outcome[Delivery]
         table.add_row(
             name,
             f"{outcome.value.num_sent:,}",
-            show_bytes(outcome.value.bytes_sent),
+            format_bytes(outcome.value.bytes_sent),
             f"{outcome.value.num_present:,}",
         )
     console.print(table)
 
 
-def deploy_document(
-    outcomes: Mapping[str, Outcome[Delivery]], failed: Mapping[str, CsdctlError], *, dry_run: bool
-) -> dict[str, object]:
-    """The `csdctl.deploy/1` document."""
+def deploy_document(outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool) -> dict[str, object]:
+    """Return the `csdctl.deploy/1` document."""
     return {
         "schema": SCHEMA,
         "is_dry_run": dry_run,
         "nodes": {name: asdict(outcome.value) for name, outcome in outcomes.items() if outcome.value},
-        "failed": failed_document(failed),
+        "failed": failed_document(errors_of(outcomes)),
     }

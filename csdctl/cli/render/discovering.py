@@ -1,34 +1,26 @@
-"""`discover` while it runs: a progress bar on a terminal, else a line for each machine as it answers."""
+"""`discover` while it runs: a progress bar on a terminal, a line for each machine elsewhere."""
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
 
-from csdctl.cli.render.view import View
+from csdctl.cli.render.view import View, new_progress
 from csdctl.fleet.facts import Facts
 
 
 class DiscoverView(View):
-    """Shows machines as they answer; a context manager."""
+    """Shows each machine when it answers or fails; a context manager."""
 
     def __init__(self, console: Console, num_machines: int) -> None:
         self._console = console
         self._num_failed = 0
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[failed]}", style="red"),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-        )
+        problems = TextColumn("{task.fields[failed]}", style="red")
+        bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = new_progress(console, *bar, problems)
         super().__init__(self._progress)
-        self._task = self._progress.add_task("asking", total=num_machines, failed="")
+        self._task = self._progress.add_task("probing", total=num_machines, failed="")
 
     def show(self, facts: Facts) -> None:
-        """Take note of one machine."""
+        """Show one machine."""
         self._num_failed += facts.problem is not None
         if self._console.is_terminal:
             failed = f"{self._num_failed} failed" if self._num_failed else ""

@@ -1,4 +1,4 @@
-"""An examination: a table that fills on a terminal, plain lines elsewhere, a document for programs."""
+"""The checks of `doctor`: a table that fills on a terminal, plain lines elsewhere, and JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -7,6 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.render.numbers import format_count
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
@@ -15,7 +16,7 @@ from csdctl.workflows.preflight.doctor import Examination, describe
 
 SCHEMA = "csdctl.doctor/1"
 MAX_ROWS = 40
-"""More machines than this: only those that are not green have a row."""
+"""With more machines than this, only those with a warning or a failure have a row."""
 
 COLUMNS = {
     "reach": ("reach", "probe", "ssh", "deploy"),
@@ -25,14 +26,14 @@ COLUMNS = {
     "network": ("network", "ports"),
     "mpi": ("mpi",),
 }
-"""The table's columns, and the checks that each stands for."""
+"""The columns of the table, and the checks that each one covers."""
 
-_WORDS = {Status.OK: "ok", Status.WARN: "[yellow]amber[/yellow]", Status.FAIL: "[bold red]red[/bold red]"}
+_CELLS = {Status.OK: "ok", Status.WARN: "[yellow]amber[/yellow]", Status.FAIL: "[bold red]red[/bold red]"}
 _SEVERITY = list(Status)
 
 
 class ExaminationView(View):
-    """Shows checks as they come; use as a context manager around the examination."""
+    """Shows each check when it is done; use it as a context manager around the examination."""
 
     def __init__(
         self, console: Console, fleet: Fleet, settings: Sequence[Setting], *, is_verbose: bool = False
@@ -47,37 +48,37 @@ class ExaminationView(View):
         super().__init__(self._live)
 
     def show(self, check: Check) -> None:
-        """Take one check in."""
+        """Add one check."""
         self._checks.append(check)
         if self._live is None and check.status != Status.OK:
-            self._say(f"{_plain(check.status)}: {check.machine}: {describe(check)}")
+            self._print(f"{_color_of(check.status)}: {check.machine}: {describe(check)}")
 
     def finish(self, examination: Examination) -> None:
-        """The table, what is not green with its remedies, and the settings in force."""
+        """Print the settings, the table, and every check that is not ok with its remedy."""
         self._show_settings()
         self._console.print(self._table())
-        shown = [one for one in self._checks if self._is_verbose or one.status != Status.OK]
-        shown += [one for one in self._checks if one.check == "mpi" and one not in shown]
-        for check, machines in fold(sorted(shown, key=lambda one: _SEVERITY.index(one.status))):
+        shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
+        shown += [check for check in self._checks if check.check == "mpi" and check not in shown]
+        for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
             style = {Status.FAIL: "bold red", Status.WARN: "yellow"}.get(check.status)
-            self._console.print(f"{_plain(check.status)}:", style=style, end=" ")
-            self._say(f"{_names(machines)}: {describe(check)}")
+            self._console.print(f"{_color_of(check.status)}:", style=style, end=" ")
+            self._print(f"{_names(machines)}: {describe(check)}")
             if check.remedy:
-                self._say(f"  → {check.remedy}")
+                self._print(f"  → {check.remedy}")
         if not examination.red and not examination.overdue:
-            num_amber = sum(one.status == Status.WARN for one in self._checks)
-            self._say("fit to train" + (f", with {num_amber} things to look at" if num_amber else ""))
+            warnings = [check for check in self._checks if check.status == Status.WARN]
+            self._print("fit to train" + (f", with {format_count(warnings, 'warning')}" if warnings else ""))
 
     def _show_settings(self) -> None:
-        """All of them when asked for everything, else those that somebody has set."""
-        shown = [one for one in self._settings if self._is_verbose or one.source != "default"]
+        """Print the settings that differ from their defaults; with -v, all settings."""
+        shown = [setting for setting in self._settings if self._is_verbose or setting.source != "default"]
         if not shown:
             return
         table = Table(title="settings", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
         for column in ("setting", "value", "from"):
             table.add_column(column, overflow="fold")
-        for one in shown:
-            table.add_row(one.name, one.value or "–", one.source)
+        for setting in shown:
+            table.add_row(setting.name, setting.value or "–", setting.source)
         self._console.print(table)
 
     def _table(self) -> Table:
@@ -92,17 +93,17 @@ class ExaminationView(View):
             row[column] = max(row.get(column, Status.OK), check.status, key=_SEVERITY.index)
         rows = {name: row for name, row in worst.items() if len(worst) <= MAX_ROWS or not _is_green(row)}
         for name, row in rows.items():
-            table.add_row(name, *(_WORDS[row[column]] if column in row else "–" for column in COLUMNS))
+            table.add_row(name, *(_CELLS[row[column]] if column in row else "–" for column in COLUMNS))
         if len(rows) < len(worst):
             table.caption = f"{len(worst) - len(rows)} more machines are green"
         return table
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
         self._console.print(line, markup=False, soft_wrap=True)
 
 
 def doctor_document(examination: Examination, settings: Sequence[Setting]) -> dict[str, object]:
-    """The `csdctl.doctor/1` document."""
+    """Return the `csdctl.doctor/1` document."""
     return {
         "schema": SCHEMA,
         "fleet": str(examination.fleet.path),
@@ -114,7 +115,7 @@ def doctor_document(examination: Examination, settings: Sequence[Setting]) -> di
     }
 
 
-def _plain(status: Status) -> str:
+def _color_of(status: Status) -> str:
     return {Status.OK: "ok", Status.WARN: "amber", Status.FAIL: "red"}[status]
 
 
@@ -123,5 +124,5 @@ def _is_green(row: dict[str, Status]) -> bool:
 
 
 def _names(machines: Sequence[str]) -> str:
-    """All names, or the first and how many more."""
+    """Return all names, or the first names and the number of the others."""
     return ", ".join(machines[:6]) + (f" and {len(machines) - 6} more" if len(machines) > 6 else "")

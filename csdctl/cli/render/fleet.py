@@ -1,4 +1,4 @@
-"""What `discover` learnt: a table for people, a document for programs."""
+"""The facts that `discover` collected, as tables for people and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -8,13 +8,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes, show_seconds
+from csdctl.cli.render.numbers import format_bytes, format_count, format_seconds
 from csdctl.cli.render.problems import bounded, render_problems
+from csdctl.cli.streams import Streams
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.ranges import fold_names, show_names
 from csdctl.workflows.discovery.discover import DiscoverResult
+from csdctl.workflows.discovery.inventory_sources import FoundFleet
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.discover/1"
@@ -22,11 +24,11 @@ INVENTORY_SCHEMA = "csdctl.inventory/1"
 _UNKNOWN = "–"
 _MISSING = "missing"
 MAX_NAME_WIDTH = 20
-"""Of the column of machines, before it is folded: the table shall fit 80 columns."""
+"""The width at which the column of machines is folded, so that the table fits 80 columns."""
 
 
 def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = False) -> None:
-    """One row for machines that do not differ (`verbose`: for each); below, problems and what to look at."""
+    """Print a row for each group of equal machines (`verbose`: for each machine), then problems and notes."""
     title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
     groups = group_machines(result.facts.values())
     rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
@@ -34,7 +36,7 @@ def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = Fa
     if verbose:
         console.print(_build_details(result.facts))
     render_problems(console, result.problems)
-    lines = [f"differs: {show_names(group.names)}: {what}" for group, what in find_differences(groups)]
+    lines = [f"differs: {show_names(group.names)}: {how}" for group, how in find_differences(groups)]
     lines += [
         f"drive: {name} is {drive.device} ({drive.model}, serial {drive.serial})"
         for name, drive in result.drives.items()
@@ -47,7 +49,7 @@ def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = Fa
 
 
 def discover_document(result: DiscoverResult) -> dict[str, object]:
-    """The `csdctl.discover/1` document."""
+    """Return the `csdctl.discover/1` document."""
     groups = group_machines(result.facts.values())
     differences = dict(find_differences(groups))
     return {
@@ -69,8 +71,21 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
     }
 
 
+def show_imported(streams: Streams, found: FoundFleet, source: str, *, is_dry_run: bool) -> None:
+    """Report the fleet file that was written from `source`; in a dry run print what it would hold."""
+    for warning in found.warnings:
+        streams.errors.print(f"warning: {warning}", markup=False)
+    if not is_dry_run:
+        fleet = found.fleet
+        streams.say(f"{format_count(fleet.nodes, 'machine')} found in {source}: {fleet.path} written")
+    elif streams.is_json:
+        streams.result(fleet_document(found.fleet))
+    else:
+        streams.stdout.write(found.text)
+
+
 def fleet_document(fleet: Fleet) -> dict[str, object]:
-    """The `csdctl.inventory/1` document: the nodes as the fleet file has them."""
+    """Return the `csdctl.inventory/1` document: the nodes as the fleet file lists them."""
     return {
         "schema": INVENTORY_SCHEMA,
         "fleet": str(fleet.path),
@@ -87,7 +102,7 @@ def _node_document(node: Node) -> dict[str, object]:
 
 def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     table = _new_table(title)
-    names = [_show_machines(group) for group in groups]
+    names = [_format_machines(group) for group in groups]
     longest = max(map(len, names), default=0)
     table.add_column(
         "machines", overflow="fold", min_width=max(len("machines"), min(longest, MAX_NAME_WIDTH))
@@ -102,9 +117,9 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
         table.add_row(
             escape(name),
             escape(facts.cpu_model or facts.architecture or _UNKNOWN),
-            _show_cores(facts),
-            _show_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
-            _show_size(group.least("disk_free_bytes")),
+            _format_cores(facts),
+            _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
+            _format_size(group.least("disk_free_bytes")),
             facts.python_version or _MISSING,
             facts.tensorflow_version or _MISSING,
             facts.mpi_version or _MISSING,
@@ -112,19 +127,19 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     return table
 
 
-def _show_size(size: float | None) -> str:
-    """Three digits are enough, and leave room for names."""
-    number, _, unit = show_bytes(size).partition(" ")
-    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else show_bytes(size)
+def _format_size(size: float | None) -> str:
+    """Format a size with three digits, which leaves room for names."""
+    number, _, unit = format_bytes(size).partition(" ")
+    return f"{float(number):.0f} {unit}" if unit and float(number) >= 100 else format_bytes(size)
 
 
-def _show_machines(group: EqualMachines) -> str:
+def _format_machines(group: EqualMachines) -> str:
     number = len(group.names)
     return show_names(group.names) + (f" ({number})" if number > 1 else "")
 
 
 def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """The machines that each note is about."""
+    """Return the machines that each note is about."""
     names: dict[str, list[str]] = {}
     for facts in machines.values():
         for note in facts.notes:
@@ -134,7 +149,7 @@ def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
 
 def _build_details(machines: Mapping[str, Facts]) -> Table:
     table = _new_table("details")
-    for column in ("machine", "architecture", "glibc", "mpi4py", "trip", "clock"):
+    for column in ("machine", "architecture", "glibc", "mpi4py", "round trip", "clock"):
         table.add_column(column, no_wrap=True)
     table.add_column("Python prefix", overflow="fold")
     table.add_column("home", overflow="fold")
@@ -145,7 +160,7 @@ def _build_details(machines: Mapping[str, Facts]) -> Table:
                 facts.architecture or _UNKNOWN,
                 facts.glibc_version or _UNKNOWN,
                 facts.mpi4py_version or _MISSING,
-                show_seconds(facts.round_trip_s),
+                format_seconds(facts.round_trip_s),
                 _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
                 escape(facts.prefix or _UNKNOWN),
                 escape(facts.home or _UNKNOWN),
@@ -159,6 +174,6 @@ def _new_table(title: str) -> Table:
     )
 
 
-def _show_cores(facts: Facts) -> str:
+def _format_cores(facts: Facts) -> str:
     cores = _UNKNOWN if facts.num_cores is None else str(facts.num_cores)
     return f"{facts.cpu_limit:g} of {cores}" if facts.cpu_limit else cores

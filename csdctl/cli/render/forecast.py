@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_joules, show_rate, show_seconds, show_share
+from csdctl.cli.render.numbers import format_joules, format_rate, format_seconds, format_share
 from csdctl.perfmodel.scaling import CurvePoint
 from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
@@ -68,15 +68,15 @@ def _cells(point: CurvePoint, forecast: Forecast) -> list[str]:
     of_the_job = _of_the_job(point, forecast)
     cells = [
         str(point.num_nodes),
-        show_rate(point.samples_per_s),
+        format_rate(point.samples_per_s),
         f"{point.speedup:.2f} ×",
-        show_share(point.efficiency),
-        show_seconds(of_the_job["time_s"]),
+        format_share(point.efficiency),
+        format_seconds(of_the_job["time_s"]),
     ]
     if forecast.basis.power:
         cells += [
-            show_joules(point.joules_per_image),
-            show_joules(of_the_job["energy_joules"]),
+            format_joules(point.joules_per_image),
+            format_joules(of_the_job["energy_joules"]),
         ]
     return cells
 
@@ -109,7 +109,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
         f"(less than {LEAST_WORTH:.0%} is noise)",
-        Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
+        Reason.NO_ENERGY_SAVED: f"an image takes {format_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
     return {reason: sentences[reason] for reason in forecast.verdict.reasons}

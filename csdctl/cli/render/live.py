@@ -1,4 +1,4 @@
-"""A run while it goes on: a live view on a terminal, plain lines elsewhere."""
+"""A run while it trains: a live table on a terminal, plain lines elsewhere."""
 
 import time
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
+from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.cli.render.view import View, live_on
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
@@ -32,7 +32,7 @@ PLAIN_INTERVAL_S = 5.0
 
 
 @dataclass
-class _RankLine:
+class _RankRow:
     state: str = "starting"
     compute_s: float = 0.0
     wait_s: float = 0.0
@@ -40,7 +40,7 @@ class _RankLine:
 
 
 class TrainingView(View):
-    """Shows events as they come; use as a context manager around the run."""
+    """Shows the events of a run; use it as a context manager around the run."""
 
     def __init__(self, console: Console, spec: RunSpec, steps_per_epoch: int, *, emulated: bool) -> None:
         self._console = console
@@ -49,87 +49,87 @@ class TrainingView(View):
         self._batch_sizes = {rank.rank: rank.batch_size for rank in spec.ranks}
         self._first_step: int | None = None
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        self._ranks = {rank.rank: _RankLine() for rank in spec.ranks}
+        self._rows = {rank.rank: _RankRow() for rank in spec.ranks}
         self._last: Progress | None = None
         self._rate: float | None = None
-        self._began = self._said = time.monotonic()
-        self._live = live_on(console, self._view)
+        self._start = self._printed_at = time.monotonic()
+        self._live = live_on(console, self._render)
         super().__init__(self._live)
 
     def show(self, event: Event) -> None:
-        """Take one event in."""
-        line = self._ranks[event.rank]
+        """Show one event."""
+        row = self._rows[event.rank]
         if isinstance(event, Ready):
-            line.state = "ready"
+            row.state = "ready"
         elif isinstance(event, Joined):
-            self._take_joined(event)
+            self._show_joined(event)
         elif isinstance(event, Progress):
-            self._progress(event, line)
+            self._show_progress(event, row)
         elif isinstance(event, EpochEnd) and event.rank == 0:
-            self._print(_epoch_line(event, self._spec.recipe.epochs))
+            self._print(_format_epoch(event, self._spec.recipe.epochs))
         elif isinstance(event, Rebalanced):
-            self._take_batch_sizes(event.batch_sizes)
-            self._print(self._rebalanced_line(event))
+            self._set_batch_sizes(event.batch_sizes)
+            self._print(self._format_rebalanced(event))
         elif isinstance(event, LinkLost):
-            line.state = "waiting for the others"
+            row.state = "waiting for the others"
         elif isinstance(event, WaitingFor) and event.nodes:
             self._print(f"waiting for {', '.join(event.nodes)}")
         elif isinstance(event, NodeLost):
-            line.state = "lost"
-            self._print(f"{event.node} is lost, the others go on: {event.message}")
+            row.state = "lost"
+            self._print(f"{event.node} is lost, the other ranks continue: {event.message}")
         elif isinstance(event, NodeBack):
-            line.state = "back"
-            self._print(f"{event.node} is back: it joins when the epoch ends")
+            row.state = "back"
+            self._print(f"{event.node} is back and joins when the epoch ends")
         elif isinstance(event, Finished):
-            line.state = "done"
+            row.state = "done"
             if event.rank == 0 and event.reason == EARLY_STOPPING:
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
-            line.state = "failed"
+            row.state = "failed"
         elif isinstance(event, CheckpointSaved) and self._live is None:
             self._print(f"checkpoint {event.path}")
 
-    def _take_joined(self, event: Joined) -> None:
-        """A group of ranks has formed; rank 0 speaks for it."""
-        self._ranks[event.rank].state = "training"
-        self._take_batch_sizes(event.batch_sizes)
+    def _show_joined(self, event: Joined) -> None:
+        """Show that a group of ranks has formed; rank 0 reports for the group."""
+        self._rows[event.rank].state = "training"
+        self._set_batch_sizes(event.batch_sizes)
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
         if self._first_step is None:
-            self._first_step = self._done_before(event.epoch, event.step)
-            self._began = time.monotonic()
+            self._first_step = self._count_steps(event.epoch, event.step)
+            self._start = time.monotonic()
         if event.generation > 1 or event.total_steps:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
             self._print(
-                f"{len(event.batch_sizes)} ranks go on at epoch {event.epoch}, step {event.step}, "
+                f"{len(event.batch_sizes)} ranks continue at epoch {event.epoch}, step {event.step}, "
                 f"global batch {sum(event.batch_sizes.values())}{lost}"
             )
 
-    def _take_batch_sizes(self, sizes: dict[str, int]) -> None:
+    def _set_batch_sizes(self, sizes: dict[str, int]) -> None:
         self._batch_sizes = {int(rank): size for rank, size in sizes.items()}
 
-    def _rebalanced_line(self, event: Rebalanced) -> str:
+    def _format_rebalanced(self, event: Rebalanced) -> str:
         sizes = ", ".join(
             f"{self._spec.ranks[int(rank)].node} {size}" for rank, size in event.batch_sizes.items()
         )
         return (
             f"{event.slowest} took {event.slowdown:.2f} times as long as a balanced step; "
-            f"batch sizes from step {event.step + 1} of epoch {event.epoch} on: {sizes}"
+            f"batch sizes from step {event.step + 1} of epoch {event.epoch}: {sizes}"
         )
 
-    def _done_before(self, epoch: int, step: int) -> int:
+    def _count_steps(self, epoch: int, step: int) -> int:
         return (epoch - 1) * self._steps_per_epoch + step
 
-    def _progress(self, event: Progress, line: _RankLine) -> None:
-        line.state = "training"
-        line.compute_s, line.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
-        line.rate = event.samples / event.wall_s if event.wall_s else None
+    def _show_progress(self, event: Progress, row: _RankRow) -> None:
+        row.state = "training"
+        row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
+        row.rate = event.samples / event.wall_s if event.wall_s else None
         if event.rank == 0:
             self._last = event
             self._rate = event.global_samples / event.wall_s if event.wall_s else None
-            if self._live is None and time.monotonic() - self._said >= PLAIN_INTERVAL_S:
-                self._said = time.monotonic()
+            if self._live is None and time.monotonic() - self._printed_at >= PLAIN_INTERVAL_S:
+                self._printed_at = time.monotonic()
                 self._print(self._headline())
 
     def _print(self, line: str) -> None:
@@ -137,26 +137,26 @@ class TrainingView(View):
         target.print(line, markup=False, soft_wrap=True)
 
     def _done_steps(self) -> int:
-        return self._done_before(self._last.epoch, self._last.step) if self._last else 0
+        return self._count_steps(self._last.epoch, self._last.step) if self._last else 0
 
     def _headline(self) -> str:
         if self._last is None:
-            starting = sum(line.state == "starting" for line in self._ranks.values())
+            starting = sum(row.state == "starting" for row in self._rows.values())
             waiting = (
-                f"{starting} of {len(self._ranks)} ranks are loading TensorFlow" if starting else "first step"
+                f"{starting} of {len(self._rows)} ranks are loading TensorFlow" if starting else "first step"
             )
-            return f"{waiting} ({show_seconds(time.monotonic() - self._began)})"
+            return f"{waiting} ({format_seconds(time.monotonic() - self._start)})"
         done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
         done_here = max(1, done - (self._first_step or 0))
-        left = (time.monotonic() - self._began) * max(0, total - done) / done_here
+        left = (time.monotonic() - self._start) * max(0, total - done) / done_here
         return (
             f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
             f"step {self._last.step}/{self._steps_per_epoch}  "
-            f"loss {show_loss(self._last.loss)}  accuracy {show_accuracy(self._last.accuracy)}  "
-            f"{show_rate(self._rate)} samples/s  {show_seconds(left)} left"
+            f"loss {format_loss(self._last.loss)}  accuracy {format_accuracy(self._last.accuracy)}  "
+            f"{format_rate(self._rate)} samples/s  {format_seconds(left)} left"
         )
 
-    def _view(self) -> RenderableType:
+    def _render(self) -> RenderableType:
         table = Table(box=None, padding=(0, 2), header_style="dim")
         table.add_column("rank", justify="right")
         table.add_column("node")
@@ -164,17 +164,17 @@ class TrainingView(View):
             table.add_column(column, justify="right")
         table.add_column("")
         for rank in self._spec.ranks:
-            line = self._ranks[rank.rank]
-            both = line.compute_s + line.wait_s
+            row = self._rows[rank.rank]
+            step_s = row.compute_s + row.wait_s
             table.add_row(
                 str(rank.rank),
                 rank.node,
                 str(self._batch_sizes.get(rank.rank, "")),
-                show_seconds(line.compute_s or None),
-                show_seconds(line.wait_s or None),
-                show_share(line.wait_s / both if both else None),
-                show_rate(line.rate),
-                line.state,
+                format_seconds(row.compute_s or None),
+                format_seconds(row.wait_s or None),
+                format_share(row.wait_s / step_s if step_s else None),
+                format_rate(row.rate),
+                row.state,
             )
         total = self._steps_per_epoch * self._spec.recipe.epochs
         bar = Table.grid()
@@ -182,14 +182,14 @@ class TrainingView(View):
         return Group(Text(self._title, style="bold"), Text(self._headline()), bar, table)
 
 
-def _epoch_line(event: EpochEnd, epochs: int) -> str:
+def _format_epoch(event: EpochEnd, epochs: int) -> str:
     rate = event.global_samples / event.wall_s if event.wall_s else None
     line = (
         f"epoch {event.epoch}/{epochs}: "
-        f"loss {show_loss(event.loss)}, accuracy {show_accuracy(event.accuracy)}, "
-        f"{show_rate(rate)} samples/s in {show_seconds(event.wall_s)}"
+        f"loss {format_loss(event.loss)}, accuracy {format_accuracy(event.accuracy)}, "
+        f"{format_rate(rate)} samples/s in {format_seconds(event.wall_s)}"
     )
     if event.validation_accuracy is None:
         return line
-    loss, accuracy = show_loss(event.validation_loss), show_accuracy(event.validation_accuracy)
+    loss, accuracy = format_loss(event.validation_loss), format_accuracy(event.validation_accuracy)
     return f"{line}; validation loss {loss}, accuracy {accuracy}"

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes, show_date, show_rate, show_seconds, show_share
+from csdctl.cli.render.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.runs.measurements import Forgotten
 from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
@@ -101,8 +101,8 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
             one.settings.name,
             str(one.num_probes),
             _show_sizes(one),
-            show_rate(one.best_samples_per_s),
-            show_date(one.measured_at),
+            format_rate(one.best_samples_per_s),
+            format_date(one.measured_at),
         )
     return table
 
@@ -118,10 +118,10 @@ def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
             escape(one.name),
             _show_fleet(one.fleet_class),
             str(one.num_ranks),
-            show_bytes(one.num_bytes),
+            format_bytes(one.num_bytes),
             str(one.num_measured),
-            show_seconds(one.median_s),
-            show_date(one.measured_at),
+            format_seconds(one.median_s),
+            format_date(one.measured_at),
         )
     return table
 
@@ -138,10 +138,10 @@ def _build_tried(tried: Sequence[TrialSummary]) -> Table:
             escape(one.model.short_name),
             _show_fleet(one.fleet_class),
             _show_batch_sizes(one.trial),
-            show_rate(one.trial.predicted_samples_per_s),
-            show_rate(one.trial.samples_per_s),
-            show_share(_kept_share(one.trial)),
-            show_date(one.trial.measured_at),
+            format_rate(one.trial.predicted_samples_per_s),
+            format_rate(one.trial.samples_per_s),
+            format_share(_kept_share(one.trial)),
+            format_date(one.trial.measured_at),
         )
     return table
 

@@ -1,23 +1,23 @@
-"""Numbers as people read them; one way for each kind."""
+"""Numbers as text for people; one format for each quantity. None becomes a dash."""
 
 from collections.abc import Sized
 from datetime import datetime
 
 
-def show_rate(samples_per_s: float | None) -> str:
-    """Images a second."""
+def format_rate(samples_per_s: float | None) -> str:
+    """Format a rate in samples/s."""
     if samples_per_s is None:
         return "–"
     return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
 
 
-def show_share(share: float | None) -> str:
-    """A share 0…1 as a percentage."""
+def format_share(share: float | None) -> str:
+    """Format a share 0…1 as a percentage."""
     return "–" if share is None else f"{share:.0%}"
 
 
-def show_seconds(seconds: float | None) -> str:
-    """A duration."""
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration."""
     if seconds is None:
         return "–"
     if seconds < 1:
@@ -28,13 +28,13 @@ def show_seconds(seconds: float | None) -> str:
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}" if minutes >= 60 else f"{minutes}:{rest:02d}"
 
 
-def show_date(time_s: float) -> str:
-    """The day of a Unix time, in the time zone of whoever looks."""
+def format_date(time_s: float) -> str:
+    """Format the date of a Unix time, in the local time zone."""
     return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
 
 
-def show_bytes(size: float | None) -> str:
-    """A size in bytes, binary units."""
+def format_bytes(size: float | None) -> str:
+    """Format a size in binary units."""
     if size is None:
         return "–"
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -44,8 +44,8 @@ def show_bytes(size: float | None) -> str:
     return f"{size:.1f} TiB"
 
 
-def show_joules(energy_joules: float | None) -> str:
-    """An energy."""
+def format_joules(energy_joules: float | None) -> str:
+    """Format an energy."""
     if energy_joules is None:
         return "–"
     units = ["GJ", "MJ", "kJ", "J"]
@@ -56,16 +56,16 @@ def show_joules(energy_joules: float | None) -> str:
     return f"{energy_joules:,.{digits}f} {units[-1]}"
 
 
-def show_loss(loss: float | None) -> str:
-    """A loss."""
+def format_loss(loss: float | None) -> str:
+    """Format a loss."""
     return "–" if loss is None else f"{loss:.4f}"
 
 
-def show_accuracy(accuracy: float | None) -> str:
-    """An accuracy 0…1."""
+def format_accuracy(accuracy: float | None) -> str:
+    """Format an accuracy 0…1."""
     return "–" if accuracy is None else f"{accuracy:.4f}"
 
 
-def show_count(items: Sized, word: str) -> str:
-    """How many `items`, each called `word`."""
+def format_count(items: Sized, word: str) -> str:
+    """Return the number of `items` and their name `word`, in the plural unless there is one."""
     return f"{len(items)} {word}" + ("" if len(items) == 1 else "s")

@@ -1,45 +1,37 @@
-"""`prepare` while it goes on, and what it left out."""
+"""`prepare` while it runs, and its result."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
-from csdctl.cli.render.view import View
+from csdctl.cli.render.view import View, new_progress
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import Prepared
 
 LINE_INTERVAL_S = 10.0
-"""Between two lines of one data set where there is no terminal."""
+"""Between two lines about one data set, without a terminal."""
 
 _SHOWN_CLASSES = 5
 
 
 class PreparingView(View):
-    """A bar for each data set on a terminal, a line now and then elsewhere; a context manager."""
+    """A bar for each data set on a terminal, a line every few seconds elsewhere; a context manager."""
 
     def __init__(self, console: Console, *, line_interval_s: float = LINE_INTERVAL_S) -> None:
         self._console = console
         self._line_interval_s = line_interval_s
         self._bars: dict[str, TaskID] = {}
-        self._said_at: dict[str, float] = {}
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[skipped]}", style="yellow"),
-            console=console,
-            transient=True,
-            refresh_per_second=4,
-            disable=not console.is_terminal,
-        )
+        self._printed_at: dict[str, float] = {}
+        problems = TextColumn("{task.fields[skipped]}", style="yellow")
+        bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        self._progress = new_progress(console, *bar, problems)
         super().__init__(self._progress)
 
     def show(self, data: str, progress: PrepareProgress) -> None:
-        """Take in how far the data set `data` is; from any thread."""
+        """Show the progress of the data set `data`; may be called from any thread."""
         skipped = f"{progress.num_skipped:,} left out" if progress.num_skipped else ""
         if self._console.is_terminal:
             if data not in self._bars:
@@ -57,32 +49,40 @@ class PreparingView(View):
 
     def _is_due(self, data: str) -> bool:
         now = time.monotonic()
-        if now - self._said_at.setdefault(data, now) < self._line_interval_s:
+        if now - self._printed_at.setdefault(data, now) < self._line_interval_s:
             return False
-        self._said_at[data] = now
+        self._printed_at[data] = now
         return True
 
 
 def render_prepared(console: Console, prepared: Prepared) -> None:
-    """A line for each data set of which something was left out, or in which a class has nothing."""
+    """Print what was left out of each data set, which classes are empty, and the totals."""
     named = {"public": prepared.public, "validation": prepared.validation, **prepared.private}
     for name, info in named.items():
         for line in _remarks(info) if info else ():
             console.print(f"{name}: {line}", markup=False, soft_wrap=True)
+    private = sum(info.num_samples for info in prepared.private.values())
+    console.print(
+        f"ready: {prepared.public.num_samples:,} public samples on the host, "
+        f"{private:,} private samples on {len(prepared.private)} nodes, "
+        f"model with {prepared.model.info.num_parameters:,} parameters",
+        markup=False,
+        soft_wrap=True,
+    )
 
 
 def _remarks(info: DatasetInfo) -> list[str]:
     remarks = []
     if info.num_skipped:
-        kinds = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
-        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({', '.join(kinds)})")
+        reasons = [f"{count:,} {reason.replace('_', ' ')}" for reason, count in info.num_skipped.items()]
+        remarks.append(f"{sum(info.num_skipped.values()):,} left out ({', '.join(reasons)})")
     if info.unusable_classes:
-        remarks.append(f"no file can be used of {_list(info.unusable_classes)}")
-    absent = [
+        remarks.append(f"no usable file in {_list(info.unusable_classes)}")
+    empty = [
         name for name, count in info.class_counts.items() if not count and name not in info.unusable_classes
     ]
-    if absent:
-        remarks.append(f"no samples of {_list(absent)}")
+    if empty:
+        remarks.append(f"no samples of {_list(empty)}")
     return remarks
 
 
@@ -92,7 +92,7 @@ def _list(classes: "list[str] | tuple[str, ...]") -> str:
 
 
 def prepare_document(prepared: Prepared) -> dict[str, object]:
-    """The `csdctl.prepare/1` document; of private data it has counts alone."""
+    """Return the `csdctl.prepare/1` document; it has only counts of private data."""
     return {
         "schema": "csdctl.prepare/1",
         "public": asdict(prepared.public),

@@ -1,4 +1,4 @@
-"""The report of a run, as a table and as JSON."""
+"""The report of a run, as tables for people and as JSON."""
 
 from dataclasses import asdict
 from typing import Any
@@ -6,13 +6,26 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_accuracy, show_loss, show_rate, show_seconds, show_share
-from csdctl.cli.render.privacy import show_epsilon
+from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
+from csdctl.cli.render.privacy import format_epsilon
+from csdctl.cli.streams import Streams
 from csdctl.reporting.summary import RunSummary
+from csdctl.runs.directory import RunDirectory
+
+IDENTICAL = "identical on all ranks at the end of every epoch"
+
+
+def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> None:
+    """Print the report of `run`."""
+    if streams.is_json:
+        streams.result(report_document(summary, str(run.path)))
+        return
+    render_report(streams.console, summary)
+    streams.say(f"run directory: {run.path}")
 
 
 def render_report(console: Console, summary: RunSummary) -> None:
-    """Per rank, then the whole."""
+    """Print a row for each rank, then the totals."""
     title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
@@ -26,66 +39,63 @@ def render_report(console: Console, summary: RunSummary) -> None:
             str(rank.batch_size),
             f"{rank.num_private:,}",
             f"{rank.num_public:,}",
-            show_rate(rank.samples_per_s),
-            show_rate(rank.alone_samples_per_s),
-            show_share(rank.waiting),
+            format_rate(rank.samples_per_s),
+            format_rate(rank.alone_samples_per_s),
+            format_share(rank.waiting),
         )
     console.print(table)
-    whole = Table.grid(padding=(0, 2))
-    for name, value in _whole(summary):
-        whole.add_row(name, value)
-    console.print(whole)
+    totals = Table.grid(padding=(0, 2))
+    for name, value in _totals(summary):
+        totals.add_row(name, value)
+    console.print(totals)
     for failure in summary.failures:
         console.print(f"failed: {failure}", style="red", markup=False)
 
 
-def _whole(summary: RunSummary) -> list[tuple[str, str]]:
-    accuracies = show_accuracy(summary.validation_accuracy), show_accuracy(summary.accuracy)
+def _totals(summary: RunSummary) -> list[tuple[str, str]]:
+    accuracies = format_accuracy(summary.validation_accuracy), format_accuracy(summary.accuracy)
     rows = [
         ("samples/s", _speed(summary)),
         ("efficiency", _efficiency(summary)),
         ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
-        ("loss", f"{show_loss(summary.validation_loss)} validation, {show_loss(summary.loss)} training"),
+        ("loss", f"{format_loss(summary.validation_loss)} validation, {format_loss(summary.loss)} training"),
         (
             "trained",
             f"{summary.epochs} epochs, {summary.steps:,} steps of {summary.global_batch}, "
-            f"{summary.samples:,} samples in {show_seconds(summary.training_s)}",
+            f"{summary.samples:,} samples in {format_seconds(summary.training_s)}",
         ),
-        (
-            "weights",
-            "identical on all ranks at every epoch's end" if summary.identical_weights else "NOT compared",
-        ),
+        ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
     ]
     if summary.privacy:
-        rows += [("privacy", line) for line in show_epsilon(summary.privacy)]
+        rows += [("privacy", line) for line in format_epsilon(summary.privacy)]
     if summary.lost_nodes:
         unread = (
             f"; {summary.num_private_unread:,} private samples were not read"
             if summary.num_private_unread
             else ""
         )
-        rows.append(("lost", f"{', '.join(summary.lost_nodes)}, and the others went on{unread}"))
+        rows.append(("lost", f"{', '.join(summary.lost_nodes)}; training continued without them{unread}"))
     if summary.num_rebalanced:
-        rows.append(("balance", f"batch sizes moved {summary.num_rebalanced} times"))
+        rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
     return rows
 
 
 def _speed(summary: RunSummary) -> str:
-    speed = f"{show_rate(summary.samples_per_s)}, {show_rate(summary.step_samples_per_s)} while stepping"
+    speed = f"{format_rate(summary.samples_per_s)}, {format_rate(summary.step_samples_per_s)} while stepping"
     if summary.predicted_samples_per_s is None:
         return speed
-    return f"{speed}, where {show_rate(summary.predicted_samples_per_s)} were predicted"
+    return f"{speed}; predicted {format_rate(summary.predicted_samples_per_s)}"
 
 
 def _efficiency(summary: RunSummary) -> str:
     if summary.efficiency is None:
-        return f"not known: no rank was measured alone (method {summary.method})"
-    alone = show_rate(summary.alone_samples_per_s)
-    return f"{show_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
+        return f"unknown: no rank was measured alone (method {summary.method})"
+    alone = format_rate(summary.alone_samples_per_s)
+    return f"{format_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
-    """The report as one JSON document."""
+    """Return the `csdctl.report/1` document."""
     document = {"schema": "csdctl.report/1", "path": run_path, **asdict(summary)}
     for shown, rank in zip(document["ranks"], summary.ranks, strict=True):
         shown["waiting"] = rank.waiting

@@ -1,4 +1,4 @@
-"""What each rank reads in an epoch, in a few lines."""
+"""What each rank reads in an epoch, in a few lines of text."""
 
 from math import ceil
 
@@ -7,8 +7,8 @@ from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 MAX_NAMED = 8
 
 
-def show_shards(spec: RunSpec) -> list[str]:
-    """The shards, how often private samples are read, and who makes the epoch longer for all."""
+def format_shards(spec: RunSpec) -> list[str]:
+    """Describe the shards, how often private samples are read, and which nodes make the epoch longer."""
     if len(spec.ranks) <= MAX_NAMED:
         lines = [f"shards: {'; '.join(_describe(rank) for rank in spec.ranks)}"]
     else:
@@ -17,23 +17,23 @@ def show_shards(spec: RunSpec) -> list[str]:
     repeating = [rank for rank in spec.ranks if rank.num_repeated]
     for rank in repeating[:MAX_NAMED]:
         different = rank.num_private - rank.num_repeated
-        weighing = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
+        weight = f", each with weight {rank.weight:.2f}" if rank.weight != 1.0 else ""
         lines.append(
             f"{rank.node}: {different:,} private samples are read "
-            f"{rank.num_private / different:.2f} times an epoch{weighing}"
+            f"{rank.num_private / different:.2f} times an epoch{weight}"
         )
     if len(repeating) > MAX_NAMED:
         lines.append(f"and {len(repeating) - MAX_NAMED} more nodes read private samples more than once")
-    return lines + _late(spec)
+    return lines + _describe_late(spec)
 
 
 def _describe(rank: RankSpec) -> str:
-    kinds = [(rank.num_private, "private"), (rank.num_public, "public")]
-    return f"{rank.node} {', '.join(f'{count:,} {kind}' for count, kind in kinds if count) or 'nothing'}"
+    parts = [(rank.num_private, "private"), (rank.num_public, "public")]
+    return f"{rank.node} {', '.join(f'{count:,} {name}' for count, name in parts if count) or 'nothing'}"
 
 
-def _late(spec: RunSpec) -> list[str]:
-    """Nodes whose private samples alone last longer than what the others have."""
+def _describe_late(spec: RunSpec) -> list[str]:
+    """Name the nodes whose private samples take more steps than the shards of other ranks."""
     steps = {
         rank.node: ceil((rank.num_private + rank.num_public) / rank.batch_size)
         for rank in spec.ranks
@@ -44,6 +44,6 @@ def _late(spec: RunSpec) -> list[str]:
     if not late:
         return []
     return [
-        f"private samples of {', '.join(late[:MAX_NAMED])} last for up to {max(steps.values()):,} steps, "
-        f"the others have some for {least:,}: more public data, or larger batch sizes there, would help"
+        f"private samples of {', '.join(late[:MAX_NAMED])} take up to {max(steps.values()):,} steps, "
+        f"other ranks have samples for {least:,}: more public data, or larger batches there, would help"
     ]

@@ -5,10 +5,10 @@ from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
-from csdctl.cli.render.numbers import show_accuracy, show_bytes, show_rate, show_share
-from csdctl.cli.render.privacy import show_epsilon
+from csdctl.cli.render.numbers import format_accuracy, format_bytes, format_rate, format_share
+from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.render.report import report_document
-from csdctl.cli.render.shards import show_shards
+from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.reporting.differential_privacy import Privacy, plan_privacy
@@ -61,11 +61,11 @@ class TrainingScreen:
         self._stack.close()
         path = self._path()
         efficiency = (
-            "" if summary.efficiency is None else f" ({show_share(summary.efficiency)} of the ranks alone)"
+            "" if summary.efficiency is None else f" ({format_share(summary.efficiency)} of the ranks alone)"
         )
         self._streams.say(
-            f"done: {show_rate(summary.samples_per_s)} samples/s{efficiency}, "
-            f"validation accuracy {show_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
+            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}, "
+            f"validation accuracy {format_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
         )
         if summary.privacy:
             self._say_privacy(summary.privacy, "released: ")
@@ -90,22 +90,22 @@ class TrainingScreen:
         self._run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {steps_per_epoch} steps an epoch")
-        for line in show_shards(spec):
+        for line in format_shards(spec):
             self._streams.say(line)
         events = (event for _, event in run.read_events()) if run.events.exists() else ()
         if planned := plan_privacy(spec, events):
             self._say_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(
-            TrainingView(self._streams.people, spec, steps_per_epoch, emulated=self._emulated)
+            TrainingView(self._streams.console, spec, steps_per_epoch, emulated=self._emulated)
         )
 
     def _say_privacy(self, privacy: Privacy, when: str) -> None:
-        for line in show_epsilon(privacy):
+        for line in format_epsilon(privacy):
             self._streams.say(when + line)
 
     def _delivered(self, node: str, delivery: Delivery) -> None:
         if delivery.num_sent:
-            self._streams.say(f"{node}: {delivery.num_sent} files sent ({show_bytes(delivery.bytes_sent)})")
+            self._streams.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
 
     def _event(self, event: Event) -> None:
         self._streams.result_line({"event": type(event).__name__, **asdict(event)})

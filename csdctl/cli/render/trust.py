@@ -1,6 +1,6 @@
-"""Host keys as people compare them, and as programs read them."""
+"""Host keys, as a table for people and as JSON."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from rich import box
 from rich.table import Table
@@ -9,52 +9,61 @@ from csdctl.cli.render.problems import render_failed
 from csdctl.cli.streams import Streams
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.discovery.discover import find_shared_host_keys
-from csdctl.workflows.discovery.trust import KeyState, ShownKey
+from csdctl.workflows.discovery.trust import ShownKey
 from csdctl.workflows.workspace.partial_failure import failed_document
 
 SCHEMA = "csdctl.trust/1"
 
 
 class TrustScreen:
-    """Shows the keys of one layer of machines after the other, and remembers them."""
+    """Shows the keys of one layer of machines after the other, asks, and remembers them all."""
 
-    def __init__(self, streams: Streams, fleet: Fleet) -> None:
+    def __init__(self, streams: Streams, fleet: Fleet, *, yes: bool = False) -> None:
         self._streams = streams
         self._fleet = fleet
+        self._yes = yes
         self._keys: dict[str, ShownKey] = {}
         self.failed: dict[str, CsdctlError] = {}
 
     @property
     def machines(self) -> list[str]:
-        """All machines asked so far."""
+        """All machines visited so far."""
         return [*self._keys, *self.failed]
 
-    def show_keys(self, outcomes: Mapping[str, Outcome[ShownKey]]) -> list[ShownKey]:
-        """A table of the keys that are new, and what went wrong; returns the new ones."""
+    def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
+        """Print a table of the keys that are new, and the machines that failed."""
         shown = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         failed = errors_of(outcomes)
         self._keys |= shown
         self.failed |= failed
-        new = [key for key in shown.values() if key.state is KeyState.NEW]
         if new:
-            self._streams.people.print(_build_table(new))
+            self._streams.console.print(_build_table(new))
         if num_known := len(shown) - len(new):
-            self._streams.say(f"{num_known} keys are known already")
+            self._streams.say(f"{num_known} keys are already accepted")
         for warning in find_shared_host_keys({name: key.fingerprint for name, key in shown.items()}):
             self._streams.say(f"warning: {warning}")
-        render_failed(self._streams.people, failed, self._fleet)
-        return new
+        render_failed(self._streams.console, failed, self._fleet)
+
+    def confirm(self, new: Sequence[ShownKey]) -> None:
+        """Ask at the terminal; raises InputError unless the answer is yes."""
+        self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
+
+    def accepted(self, new: Sequence[ShownKey]) -> None:
+        """Print where the new keys are kept."""
+        path = ProjectDirectory(self._streams.directory).known_hosts
+        self._streams.say(f"{len(new)} keys accepted: {path}")
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
-        """How many keys of each machine were forgotten."""
+        """Print how many keys of each machine were forgotten."""
         for name, number in removed.items():
-            self._streams.say(f"{name}: {number} keys forgotten" if number else f"{name}: no key was known")
+            self._streams.say(f"{name}: {number} keys forgotten" if number else f"{name}: had no key")
         self._streams.result({"schema": SCHEMA, "forgotten": dict(removed)})
 
     def document(self) -> dict[str, object]:
-        """The `csdctl.trust/1` document."""
+        """Return the `csdctl.trust/1` document."""
         keys = {
             name: {
                 "address": key.node.address,
@@ -68,7 +77,7 @@ class TrustScreen:
         return {"schema": SCHEMA, "machines": keys, "failed": failed_document(self.failed)}
 
 
-def _build_table(keys: list[ShownKey]) -> Table:
+def _build_table(keys: Sequence[ShownKey]) -> Table:
     table = Table(title="new host keys", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in ("machine", "address", "type"):
         table.add_column(column, no_wrap=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import show_bytes, show_rate, show_seconds, show_share
+from csdctl.cli.render.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.probe import ProbeResult
 
@@ -13,7 +13,8 @@ from csdctl.worker.protocol.probe import ProbeResult
 def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:
     """One line for one round of probes on all machines."""
     shown = [
-        f"{name} {result.batch_size}: {show_seconds(result.step_time_s)}, {show_rate(result.samples_per_s)}/s"
+        f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
+        f"{format_rate(result.samples_per_s)}/s"
         if result
         else f"{name}: does not fit in memory"
         for name, result in results.items()
@@ -37,9 +38,9 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
             rank.node,
             f"{rank.batch_size}{pieces}",
             _show_runtime(rank),
-            show_seconds(rank.step_time_s),
-            show_rate(rank.samples_per_s),
-            show_bytes(rank.peak_memory_bytes),
+            format_seconds(rank.step_time_s),
+            format_rate(rank.samples_per_s),
+            format_bytes(rank.peak_memory_bytes),
         )
     console.print(table)
     for line in _lines(plan):
@@ -54,18 +55,18 @@ def _show_runtime(rank: RankPlan) -> str:
 
 def _lines(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
-    rate = show_rate(plan.predicted_samples_per_s)
+    rate = format_rate(plan.predicted_samples_per_s)
     measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all of it remembered"
-    measured += f", {show_seconds(plan.measuring_s)} of measuring"
+    measured += f", {format_seconds(plan.measuring_s)} of measuring"
     if predicted is None:
         yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
         return
     shown = "as a trial of all ranks showed" if predicted.is_confirmed else "not tried"
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     yield (
-        f"of the ranks' time: {show_share(predicted.compute_share)} computing, "
-        f"{show_share(predicted.imbalance_share)} waiting for the slowest, "
-        f"{show_share(predicted.communication_share)} communicating"
+        f"of the ranks' time: {format_share(predicted.compute_share)} computing, "
+        f"{format_share(predicted.imbalance_share)} waiting for the slowest, "
+        f"{format_share(predicted.communication_share)} communicating"
     )
     if predicted.gain is not None:
         yield f"against the best equal batch size: {predicted.gain:+.0%} samples/s"

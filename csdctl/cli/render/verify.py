@@ -1,4 +1,4 @@
-"""What `verify` found, as lines and as JSON."""
+"""The result of `verify`, as a table for people and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,42 +11,42 @@ from csdctl.errors import RunError
 from csdctl.worker.protocol.events import Verified
 
 TOLERANCE = 1e-5
-"""Float32 has seven digits, and the order of a sum of millions costs one or two of them."""
+"""Float32 has seven digits, and the order of summation over millions of terms costs one or two of them."""
 
 
 def render_verified(console: Console, verified: Verified, nodes: Sequence[str], *, emulated: bool) -> None:
-    """The numbers, each with what it is."""
+    """Print the differences of gradient and weights, each with what it was compared to."""
     table = Table.grid(padding=(0, 2))
-    shares = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
+    sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
     fleet = " (emulated fleet)" if emulated else ""
-    table.add_row("samples", f"{verified.global_batch}: {shares}{fleet}")
+    table.add_row("samples", f"{verified.global_batch}: {sizes}{fleet}")
     table.add_row(
         "gradient", f"{verified.by_parts:.1e} from one process that computes the ranks' batches in turn"
     )
     if verified.as_one_batch is None:
         table.add_row(
-            "", "not compared with one batch of all samples: batch norm or dropout makes them depend on it"
+            "", "not compared with one batch of all samples: batch norm or dropout depends on the batch"
         )
     else:
         table.add_row("", f"{verified.as_one_batch:.1e} from one process with one batch of all samples")
-    table.add_row("weights", f"identical on all ranks to the bit ({verified.weights_hash[:16]}…)")
+    table.add_row("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)")
     table.add_row("collective", verified.collective)
     console.print(table)
 
 
 def verify_document(verified: Verified, nodes: Sequence[str], *, emulated: bool) -> dict[str, Any]:
-    """The same as one JSON document."""
+    """Return the `csdctl.verify/1` document."""
     found = {name: value for name, value in asdict(verified).items() if name not in ("rank", "node")}
     batch_sizes = dict(zip(nodes, verified.batch_sizes, strict=True))
     return {"schema": "csdctl.verify/1", "emulated": emulated, **found, "batch_sizes": batch_sizes}
 
 
 def judge_verified(verified: Verified) -> None:
-    """Raise RunError when the gradients differ by more than rounding."""
+    """Raise RunError when the gradients differ by more than rounding errors."""
     worst = max(verified.by_parts, verified.as_one_batch or 0.0)
     if not worst <= TOLERANCE:
         raise RunError(
             f"the ranks' gradient differs from that of one process by {worst:.1e}, more than {TOLERANCE:g}",
-            remedy="look for differing TensorFlow versions or processors: `csdctl discover`; "
-            "try other threads in the plan",
+            remedy="compare TensorFlow versions and processors with `csdctl discover`; "
+            "try another number of threads in the plan",
         )

@@ -1,4 +1,4 @@
-"""What all views of something under way have in common: open while it lasts, gone afterwards."""
+"""What all live views have in common: they are drawn while something runs, and removed afterwards."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -6,29 +6,36 @@ from typing import Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import Progress
+from rich.progress import Progress, ProgressColumn
 
 
 class View:
-    """A context manager around the part that moves; None where there is no terminal to move it on."""
+    """A context manager around a live display; None where there is no terminal."""
 
-    def __init__(self, moving: Live | Progress | None) -> None:
-        self.__moving = moving
+    def __init__(self, display: Live | Progress | None) -> None:
+        self.__display = display
 
     def __enter__(self) -> Self:
-        if self.__moving:
-            self.__moving.start()
+        if self.__display:
+            self.__display.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self.__moving:
-            self.__moving.stop()
+        if self.__display:
+            self.__display.stop()
+
+
+def new_progress(console: Console, *columns: ProgressColumn) -> Progress:
+    """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
+    return Progress(
+        *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
+    )
 
 
 def live_on(console: Console, render: Callable[[], RenderableType]) -> Live | None:
-    """What `render` gives, several times a second, on a terminal; None elsewhere."""
+    """Draw what `render` returns several times a second on a terminal; return None elsewhere."""
     if not console.is_terminal:
         return None
     return Live(get_renderable=render, console=console, refresh_per_second=4, transient=True)

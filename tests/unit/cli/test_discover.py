@@ -1,4 +1,4 @@
-"""What `discover` shows and writes: on a console that is no terminal, on one that is, and as a document."""
+"""The output of `discover`, with and without a terminal and as JSON, and its options."""
 
 import json
 import subprocess
@@ -49,7 +49,7 @@ def csds(number: int, **changes: object) -> list[Facts]:
 
 
 class TestTable:
-    def test_equal_nodes_have_one_row_and_odd_ones_stand_out(self) -> None:
+    def test_equal_nodes_share_a_row_and_differing_nodes_stand_out(self) -> None:
         text = shown(result_of(*csds(32), replace(CSD, name="csd32", tensorflow_version="2.20.0")))
         assert "csd[0-31] (32)" in text
         assert "differs: csd32: TensorFlow 2.20.0 instead of 2.21.0" in text
@@ -62,17 +62,17 @@ class TestTable:
         (row,) = (line for line in file.getvalue().splitlines() if "csd[0-99] (100)" in line)
         assert "128 GiB  900 GiB  3.11.9  missing  missing" in row
 
-    def test_verbose_has_a_row_for_each(self) -> None:
+    def test_verbose_table_has_a_row_for_each_machine(self) -> None:
         text = shown(result_of(*csds(3)), verbose=True)
         assert all(f"csd{k} " in text for k in range(3))
 
-    def test_node_that_is_a_drive_is_said(self) -> None:
+    def test_drive_that_is_a_node_is_named(self) -> None:
         node = replace(CSD, name="csd3", drives=(Drive("/dev/nvme0", "S4", "CSD 32TB"),))
         assert "drive: csd3 is /dev/nvme4 (CSD 32TB, serial S4)" in shown(result_of(node))
 
     def test_notes_of_many_machines_are_one_line(self) -> None:
-        text = shown(result_of(*csds(9, notes=("Python could not be told",))))
-        assert "note: csd[0-8]: Python could not be told" in text
+        text = shown(result_of(*csds(9, notes=("Python version unknown",))))
+        assert "note: csd[0-8]: Python version unknown" in text
 
     def test_thousand_nodes_fit_a_screen(self) -> None:
         machines = [
@@ -85,11 +85,11 @@ class TestTable:
         }
         text = shown(replace(result, failed=failed))
         assert len(text.splitlines()) < 2 * MAX_LINES + 60
-        assert f"… and {334 - MAX_LINES} more problems; --json has them all" in text
+        assert f"… and {334 - MAX_LINES} more problems; --json lists them all" in text
 
 
 class TestDocument:
-    def test_groups_problems_and_drives_are_added_to_the_machines(self) -> None:
+    def test_document_has_groups_problems_and_drives_beside_the_machines(self) -> None:
         lost = [Facts(f"csd{k}", problem="closed") for k in (3, 4)]
         failed: dict[str, CsdctlError] = {
             one.name: UnreachableError(f"10.0.0.{k} is closed", remedy="start it")
@@ -106,7 +106,7 @@ class TestDocument:
 
 
 class TestLive:
-    def test_without_a_terminal_every_machine_is_a_line_at_once(self) -> None:
+    def test_without_a_terminal_every_machine_is_a_line_when_it_answers(self) -> None:
         file = StringIO()
         with DiscoverView(Console(file=file, width=100), 2) as view:
             view.show(replace(CSD, name="csd0"))
@@ -114,7 +114,7 @@ class TestLive:
             view.show(Facts("csd1", problem="port 22 is closed"))
         assert file.getvalue().splitlines()[1:] == ["csd1: port 22 is closed"]
 
-    def test_on_a_terminal_it_is_a_bar_with_failures_counted(self) -> None:
+    def test_on_a_terminal_a_bar_counts_machines_and_failures(self) -> None:
         file = StringIO()
         with DiscoverView(Console(file=file, width=100, force_terminal=True), 3) as view:
             view.show(replace(CSD, name="csd0"))
@@ -136,24 +136,26 @@ def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]
 
 class TestSources:
     @pytest.mark.parametrize(
-        ("arguments", "said"),
+        ("arguments", "message"),
         [
-            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, and 2 are named"),
+            (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
             (["--interface", "lo"], "--interface is about machines that --cidr finds"),
             (["--port", "22", "--inventory", "hosts"], "--port is about machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
             (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
-            (["--force", "--inventory", "hosts", "--limit", "nobody"], "matches no node of hosts"),
+            (["--force", "--inventory", "hosts", "--limit", "absent"], "matches no node of hosts"),
             (["--inventory", "hosts"], "fleet.yaml is there already"),
         ],
     )
-    def test_bad_use_is_told_with_exit_code_2(self, tmp_path: Path, arguments: list[str], said: str) -> None:
+    def test_bad_options_end_with_exit_code_2(
+        self, tmp_path: Path, arguments: list[str], message: str
+    ) -> None:
         (tmp_path / "hosts").write_text("csd0\n")
         (tmp_path / "fleet.yaml").write_text("nodes: []\n")
         ended = csdctl(tmp_path, "discover", *arguments)
         assert ended.returncode == 2
-        assert said in ended.stderr
+        assert message in ended.stderr
         assert "Traceback" not in ended.stderr
 
     def test_dry_run_prints_the_file_and_writes_nothing(self, tmp_path: Path) -> None:

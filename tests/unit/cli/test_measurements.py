@@ -209,7 +209,7 @@ class TestCommand:
     def test_without_a_terminal_forgetting_needs_yes(self, project: ProjectDirectory) -> None:
         done = csdctl(project.root, "measurements", "--forget", "all")
         assert done.returncode == 2
-        assert "say so with --yes" in done.stderr
+        assert "confirm with --yes" in done.stderr
         done = csdctl(project.root, "measurements", "--forget", "all", "--yes", "--json")
         assert json.loads(done.stdout)["forgotten"] == {
             "num_probes": 4,

@@ -1,4 +1,4 @@
-"""What people read, on a console that is no terminal; essentials only, the words may change."""
+"""Rendered reports, plans and live views: what they must contain, not their exact wording."""
 
 import json
 import re
@@ -11,12 +11,12 @@ from rich.console import Console
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import (
-    show_accuracy,
-    show_bytes,
-    show_loss,
-    show_rate,
-    show_seconds,
-    show_share,
+    format_accuracy,
+    format_bytes,
+    format_loss,
+    format_rate,
+    format_seconds,
+    format_share,
 )
 from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
@@ -83,12 +83,12 @@ def report(summary: RunSummary) -> str:
 
 
 def row(text: str, node: str) -> list[str]:
-    """The words of the table's row for `node`."""
+    """Return the words in the row of `node`."""
     return re.findall(r"[^\s│┃|]+", next(line for line in text.splitlines() if f" {node} " in line))
 
 
 class TestReport:
-    def test_emulated_fleet_is_said_and_a_real_one_is_not_called_so(self) -> None:
+    def test_only_emulated_fleet_is_labelled_emulated(self) -> None:
         assert "emulated" in report(SUMMARY)
         assert "emulated" not in report(replace(SUMMARY, emulated=False))
 
@@ -103,9 +103,9 @@ class TestReport:
         assert "0.7125" in text
         assert "1.2346" in text
 
-    def test_efficiency_that_is_not_known_is_said_so(self) -> None:
+    def test_unknown_efficiency_is_reported_as_unknown(self) -> None:
         text = report(replace(SUMMARY, efficiency=None, alone_samples_per_s=None, method="equal"))
-        assert "not known" in text
+        assert "unknown" in text
         assert "equal" in text
 
     def test_identical_weights_are_claimed_only_when_they_are(self) -> None:
@@ -167,27 +167,27 @@ class TestViewWithoutATerminal:
         assert text.isprintable() or "\x1b" not in text
         assert "\r" not in text
 
-    def test_end_of_an_epoch_is_one_line_with_loss_accuracy_and_rate(self) -> None:
+    def test_end_of_epoch_is_one_line_with_loss_accuracy_and_rate(self) -> None:
         found = [line for line in lines_of(*READY, EPOCH_END) if "epoch 1/2" in line]
         assert len(found) == 1
         for number in ("1.5000", "0.5500", "70.0 samples/s", "10.0 s"):
             assert number in found[0]
 
-    def test_validation_is_shown_when_there_is_one(self) -> None:
+    def test_validation_is_printed_when_available(self) -> None:
         assert "validation" not in "".join(lines_of(EPOCH_END))
         validated = replace(EPOCH_END, validation_loss=1.75, validation_accuracy=0.5125)
         assert "0.5125" in "".join(lines_of(validated))
 
-    def test_only_rank_0_speaks_of_the_epoch(self) -> None:
+    def test_only_rank_0_reports_epochs(self) -> None:
         assert lines_of(replace(EPOCH_END, rank=1, node="csd0", loss=None)) == []
 
-    def test_what_is_lost_and_who_goes_on_is_said(self) -> None:
+    def test_lost_node_and_remaining_ranks_are_printed(self) -> None:
         again = Joined(0, "host", 2, 1, 6, 12, 6, {"0": 60}, "none", 0.0, 100)
-        lost, goes_on = lines_of(*READY, PROGRESS, NodeLost(1, "csd0", "killed"), again)
+        lost, continued = lines_of(*READY, PROGRESS, NodeLost(1, "csd0", "killed"), again)
         assert "csd0" in lost
         assert "killed" in lost
         for words in ("1 ranks", "epoch 1, step 6", "global batch 60", "100 private samples"):
-            assert words in goes_on
+            assert words in continued
 
     def test_slow_node_is_named_with_the_new_batch_sizes(self) -> None:
         moved = Rebalanced(0, "host", 1, 7, "csd0", 1.84, {"0": 65, "1": 5})
@@ -195,7 +195,7 @@ class TestViewWithoutATerminal:
         for words in ("csd0 took 1.84 times", "step 8", "host 65", "csd0 5"):
             assert words in line
 
-    def test_progress_does_not_flood_a_log(self) -> None:
+    def test_frequent_progress_does_not_flood_a_log(self) -> None:
         assert len(lines_of(*READY, *[PROGRESS] * 100)) <= 2
 
 
@@ -208,59 +208,60 @@ class TestViewOnATerminal:
                 view.show(event)
         return file.getvalue()
 
-    def test_every_rank_has_a_row_while_the_run_goes_on(self) -> None:
+    def test_every_rank_has_a_row_during_the_run(self) -> None:
         text = self.shown(*READY, PROGRESS)
         for word in ("emulated", "host", "csd0", "waiting"):
             assert word in text
 
-    def test_end_of_an_epoch_is_said(self) -> None:
+    def test_end_of_epoch_is_printed(self) -> None:
         assert "epoch 1/2" in self.shown(*READY, EPOCH_END)
 
 
 class TestNumbers:
     @pytest.mark.parametrize(
-        ("show", "value", "shown"),
+        ("format_number", "value", "expected"),
         [
-            (show_rate, 0.04, "0.0"),
-            (show_rate, 3.08, "3.1"),
-            (show_rate, 99.94, "99.9"),
-            (show_rate, 315, "315"),
-            (show_rate, 12345.6, "12,346"),
-            (show_share, 0.0, "0%"),
-            (show_share, 0.826, "83%"),
-            (show_share, 1.05, "105%"),
-            (show_seconds, 0.0004, "0 ms"),
-            (show_seconds, 0.25, "250 ms"),
-            (show_seconds, 1.0, "1.0 s"),
-            (show_seconds, 59.94, "59.9 s"),
-            (show_seconds, 125, "2:05"),
-            (show_seconds, 3599.7, "1:00:00"),
-            (show_seconds, 3725, "1:02:05"),
-            (show_seconds, 100 * 3600, "100:00:00"),
-            (show_bytes, 0, "0 B"),
-            (show_bytes, 1023, "1023 B"),
-            (show_bytes, 1024, "1.0 KiB"),
-            (show_bytes, 5 << 20, "5.0 MiB"),
-            (show_bytes, 6 << 30, "6.0 GiB"),
-            (show_bytes, 3 << 40, "3.0 TiB"),
-            (show_bytes, 2000 << 40, "2000.0 TiB"),
-            (show_loss, 2.302585, "2.3026"),
-            (show_loss, float("nan"), "nan"),
-            (show_accuracy, 0.9876543, "0.9877"),
+            (format_rate, 0.04, "0.0"),
+            (format_rate, 3.08, "3.1"),
+            (format_rate, 99.94, "99.9"),
+            (format_rate, 315, "315"),
+            (format_rate, 12345.6, "12,346"),
+            (format_share, 0.0, "0%"),
+            (format_share, 0.826, "83%"),
+            (format_share, 1.05, "105%"),
+            (format_seconds, 0.0004, "0 ms"),
+            (format_seconds, 0.25, "250 ms"),
+            (format_seconds, 1.0, "1.0 s"),
+            (format_seconds, 59.94, "59.9 s"),
+            (format_seconds, 125, "2:05"),
+            (format_seconds, 3599.7, "1:00:00"),
+            (format_seconds, 3725, "1:02:05"),
+            (format_seconds, 100 * 3600, "100:00:00"),
+            (format_bytes, 0, "0 B"),
+            (format_bytes, 1023, "1023 B"),
+            (format_bytes, 1024, "1.0 KiB"),
+            (format_bytes, 5 << 20, "5.0 MiB"),
+            (format_bytes, 6 << 30, "6.0 GiB"),
+            (format_bytes, 3 << 40, "3.0 TiB"),
+            (format_bytes, 2000 << 40, "2000.0 TiB"),
+            (format_loss, 2.302585, "2.3026"),
+            (format_loss, float("nan"), "nan"),
+            (format_accuracy, 0.9876543, "0.9877"),
         ],
     )
-    def test_number_is_shown_in_its_way(self, show: Any, value: float, shown: str) -> None:
-        assert show(value) == shown
+    def test_number_is_formatted(self, format_number: Any, value: float, expected: str) -> None:
+        assert format_number(value) == expected
 
     @pytest.mark.parametrize(
-        "show", [show_rate, show_share, show_seconds, show_bytes, show_loss, show_accuracy]
+        "format_number",
+        [format_rate, format_share, format_seconds, format_bytes, format_loss, format_accuracy],
     )
-    def test_number_that_is_not_known_is_a_dash(self, show: Any) -> None:
-        assert show(None) == "–"
+    def test_unknown_number_is_a_dash(self, format_number: Any) -> None:
+        assert format_number(None) == "–"
 
 
 class TestTuning:
-    def test_plan_is_a_row_a_rank_and_where_it_lies(self) -> None:
+    def test_plan_is_printed_with_a_row_for_each_rank_and_its_path(self) -> None:
         ranks = [
             RankPlan(node="host", batch_size=315, threads=16, step_time_s=10.0, samples_per_s=31.5),
             RankPlan(node="csd0", batch_size=25, threads=4, step_time_s=8.0, peak_memory_bytes=3 << 30),
@@ -274,7 +275,7 @@ class TestTuning:
         assert "340" in file.getvalue()
         assert "/project/.csdctl/plans/job.yaml" in file.getvalue()
 
-    def test_round_of_probes_is_one_line_and_says_what_does_not_fit(self) -> None:
+    def test_round_of_probes_is_one_line_that_names_what_does_not_fit(self) -> None:
         to, file = console()
         machines = {f"csd{number}": ProbeResult(32, 0.25, 4, 1 << 30) for number in range(8)}
         render_probes(to, {**machines, "csd8": None})

@@ -1,4 +1,4 @@
-"""What people and programs see of a prepare."""
+"""The output of `prepare`, with and without a terminal and as JSON."""
 
 from dataclasses import replace
 from io import StringIO
@@ -17,7 +17,7 @@ PUBLIC = DatasetInfo(
 )
 PRIVATE = replace(
     PUBLIC,
-    path="~/private-place",
+    path="~/private",
     num_samples=5,
     num_skipped={"too_large": 2, "undecodable": 1200},
     class_counts={"ant": 5, "bee": 0, "cat": 0},
@@ -37,7 +37,7 @@ def show(*, is_terminal: bool, line_interval_s: float = 0) -> str:
     return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
 
 
-def test_without_a_terminal_there_is_a_plain_line_now_and_then() -> None:
+def test_without_a_terminal_progress_is_a_plain_line_per_interval() -> None:
     assert show(is_terminal=False).splitlines() == [
         "public: 500 of 1,000 samples, 1 left out",
         "public: 1,000 of 1,000 samples, 2 left out",
@@ -53,17 +53,18 @@ def test_on_a_terminal_there_is_a_bar_for_each_data_set_and_no_line() -> None:
     assert "of 1,000 samples" not in shown
 
 
-def test_what_was_left_out_and_which_classes_have_nothing_is_said() -> None:
+def test_skipped_samples_and_empty_classes_are_printed() -> None:
     console = Console(file=StringIO(), width=100)
     render_prepared(console, PREPARED)
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "csd0: 1,202 left out (2 too large, 1,200 undecodable)",
-        "csd0: no file can be used of class cat",
+        "csd0: no usable file in class cat",
         "csd0: no samples of class bee",
+        "ready: 1,000 public samples on the host, 5 private samples on 1 nodes, model with 7 parameters",
     ]
 
 
-def test_document_has_counts_alone_of_private_data() -> None:
+def test_document_has_only_counts_of_private_data() -> None:
     document = prepare_document(PREPARED)
     assert document["private"] == {
         "csd0": {

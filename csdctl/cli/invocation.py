@@ -1,0 +1,53 @@
+"""What the commands that visit a whole fleet have in common: how they start, and how they end."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from csdctl.cli.render.problems import render_failed
+from csdctl.cli.streams import Streams
+from csdctl.errors import CsdctlError
+from csdctl.fleet.model import Fleet
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.transport.many import Outcome, errors_of
+from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """One call of a command: its name, its streams, and the nodes that its options select."""
+
+    command: str
+    streams: Streams
+    fleet: Fleet
+
+    @classmethod
+    def start(
+        cls,
+        command: str,
+        path: Path,
+        limit: Sequence[str] | None,
+        exclude: Sequence[str] | None,
+        failed_from: Path | None,
+        *,
+        json: bool,
+    ) -> Self:
+        """Read the fleet file `path` and select nodes; raises InputError."""
+        return cls(command, Streams(is_json=json), choose_fleet(path, limit, exclude, failed_from))
+
+    @property
+    def project(self) -> ProjectDirectory:
+        """The project directory that the command was called in."""
+        return ProjectDirectory(self.streams.directory)
+
+    def finish(self, document: object, outcomes: Mapping[str, Outcome[Any]]) -> None:
+        """Report the machines that failed, then `conclude`."""
+        failed = errors_of(outcomes)
+        render_failed(self.streams.console, failed, self.fleet)
+        self.conclude(document, list(outcomes), failed)
+
+    def conclude(self, document: object, machines: Sequence[str], failed: Mapping[str, CsdctlError]) -> None:
+        """Print the JSON document, record which of `machines` failed, and raise one error for them."""
+        self.streams.result(document)
+        conclude(self.project, self.command, machines, failed)

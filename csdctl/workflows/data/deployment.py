@@ -1,0 +1,76 @@
+"""`deploy`: a job's files, or directory trees of the host, to every node of a fleet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import load_job
+from csdctl.notify import Say
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.shipping.parcel import Parcel, Tree, pack_parcel
+from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
+from csdctl.transport.many import Outcome
+from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
+from csdctl.workflows.data.prepare import prepare_code
+
+
+@dataclass(frozen=True)
+class DeployRequest:
+    """What to deploy: the files of `job`, or `trees` instead, each as SOURCE[:DESTINATION]."""
+
+    job: Path
+    trees: Sequence[str] = ()
+    ignored: Sequence[str] = ()
+    """Patterns of what is left out of trees."""
+    is_everything: bool = False
+    """Whether trees include what is left out by default: .git, __pycache__ and .csdctl."""
+    is_dry_run: bool = False
+
+
+class DeployObserver(Protocol):
+    """Follows one deployment; called from any thread."""
+
+    def packed(self, request: TreeRequest, tree: Tree) -> None:
+        """A tree was read from the host's disk."""
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        """More bytes were sent to a node."""
+
+    def finish(self, outcome: Outcome[Delivery]) -> None:
+        """A node has everything, or failed."""
+
+
+def deploy_request(
+    request: DeployRequest, fleet: Fleet, *, directory: Path, say: Say, observer: DeployObserver
+) -> dict[str, Outcome[Delivery]]:
+    """Deploy to every node of `fleet`; a node that fails is in the result, not raised.
+
+    Raises InputError when the job, or a tree, cannot be read.
+    """
+    chunks = SharedChunks()
+    if request.trees:
+        parcel = _pack_trees(request, chunks, observer)
+    else:
+        files = prepare_code(load_job(request.job), directory, say)
+        parcel = pack_parcel([file.as_object() for file in files])
+    return deploy_parcel(
+        parcel,
+        chunks,
+        fleet,
+        directory=directory,
+        dry_run=request.is_dry_run,
+        on_progress=observer.advance,
+        on_done=observer.finish,
+    )
+
+
+def _pack_trees(request: DeployRequest, chunks: SharedChunks, observer: DeployObserver) -> Parcel:
+    defaults = () if request.is_everything else DEFAULT_IGNORED
+    trees = [parse_tree(written) for written in request.trees]
+    parcel = pack_trees(trees, chunks, [*request.ignored, *defaults])
+    for tree, packed in zip(trees, parcel.trees, strict=True):
+        observer.packed(tree, packed)
+    return parcel

@@ -1,0 +1,76 @@
+"""The command line as a program: exit codes, messages, and what a command loads."""
+
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.app import COMMANDS, run_command
+from csdctl.cli.streams import Streams
+from csdctl.errors import ExitCode
+
+HEAVY = ("asyncssh", "keras", "numpy", "paramiko", "pydantic", "tensorflow")
+
+
+def run(*arguments: str, is_debugging: bool = False) -> tuple[int, str]:
+    """Run one command line and return its exit code and what it wrote to its stderr."""
+    stderr = StringIO()
+    code = run_command(arguments, Streams(stderr=stderr, is_debugging=is_debugging))
+    return code, stderr.getvalue()
+
+
+def test_error_is_a_message_with_a_remedy_and_an_exit_code() -> None:
+    code, shown = run("discover", "--dry-run")
+    assert code == ExitCode.BAD_INPUT
+    assert shown.startswith("error: --dry-run and --force are about writing the fleet file")
+    assert "  → add the source to write it from" in shown
+    assert "Traceback" not in shown
+
+
+def test_traceback_is_shown_only_when_debugging() -> None:
+    _, shown = run("discover", "--dry-run", is_debugging=True)
+    assert "Traceback" in shown
+
+
+def test_unknown_option_is_bad_input() -> None:
+    assert run("discover", "--no-such-option")[0] == ExitCode.BAD_INPUT
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    fleet = tmp_path / "fleet.yaml"
+    fleet.write_text("nodes: [{name: csd0, address: 10.0.0.1}]\n")
+    code, shown = run("inventory", "--fleet", str(fleet), "--output", str(fleet / "nodes.ini"))
+    assert code == ExitCode.FAILED
+    assert "the operating system refused" in shown
+    assert str(fleet) in shown
+
+
+@pytest.mark.parametrize("word", ["-v", "-vv"])
+def test_verbosity_is_accepted_anywhere(word: str) -> None:
+    assert run(word, "discover", "--help")[0] == ExitCode.DONE
+    assert run("discover", "--help", word)[0] == ExitCode.DONE
+
+
+def loaded_by_help(*commands: str) -> set[str]:
+    """Return the heavy modules that `csdctl COMMAND --help` loads, for all `commands` in one process."""
+    program = (
+        "import sys\n"
+        "from csdctl.cli.app import run_command\n"
+        "from csdctl.cli.streams import Streams\n"
+        f"codes = [run_command([*name.split(), '--help'], Streams()) for name in {commands!r}]\n"
+        "assert not any(codes), codes\n"
+        f"print(*[name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(done.stderr.split())
+
+
+def test_list_of_commands_loads_nothing_heavy() -> None:
+    assert loaded_by_help("") == set()
+
+
+def test_help_of_commands_loads_nothing_heavy() -> None:
+    names = [name for section in COMMANDS.values() for name in section]
+    assert loaded_by_help(*names) <= {"pydantic"}, "typer itself loads pydantic to parse options"

@@ -1,0 +1,78 @@
+"""Deploying trees: what is packed, and what becomes of nodes that fail."""
+
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError, UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.shipping.deliver import Delivery, DeliveryProgress
+from csdctl.shipping.parcel import Tree
+from csdctl.shipping.tree import TreeRequest
+from csdctl.transport.many import Outcome
+from csdctl.workflows.data.deployment import DeployRequest, deploy_request
+
+
+@dataclass
+class Observer:
+    """Records the trees that were packed and the nodes that finished."""
+
+    trees: list[Tree] = field(default_factory=list)
+    finished: list[str] = field(default_factory=list)
+
+    def packed(self, request: TreeRequest, tree: Tree) -> None:
+        self.trees.append(tree)
+
+    def advance(self, progress: DeliveryProgress) -> None:
+        raise AssertionError("nothing can be sent")
+
+    def finish(self, outcome: Outcome[Delivery]) -> None:
+        self.finished.append(outcome.name)
+
+
+@pytest.fixture
+def fleet() -> Fleet:
+    """A node behind a closed port."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return Fleet((Node("csd0", "127.0.0.1", port=port),))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    source = tmp_path / "tree"
+    (source / ".git").mkdir(parents=True)
+    (source / ".git" / "config").write_text("x")
+    (source / "code.py").write_text("x")
+    (source / "notes.txt").write_text("x")
+    return source
+
+
+def deploy(fleet: Fleet, request: DeployRequest) -> tuple[dict[str, Outcome[Delivery]], Observer]:
+    observer = Observer()
+    directory = Path(request.trees[0]).parent
+    say = list[str]().append
+    return deploy_request(request, fleet, directory=directory, say=say, observer=observer), observer
+
+
+def test_node_that_fails_is_in_the_result(fleet: Fleet, tree: Path) -> None:
+    outcomes, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)]))
+    assert isinstance(outcomes["csd0"].error, UnreachableError)
+    assert observer.finished == ["csd0"]
+
+
+def test_trees_leave_out_defaults_and_patterns(fleet: Fleet, tree: Path) -> None:
+    _, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], ["*.txt"]))
+    assert [name for name, _ in observer.trees[0].files] == ["code.py"]
+
+
+def test_everything_includes_what_is_left_out_by_default(fleet: Fleet, tree: Path) -> None:
+    _, observer = deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree)], is_everything=True))
+    assert {name for name, _ in observer.trees[0].files} == {"code.py", "notes.txt", ".git/config"}
+
+
+def test_tree_that_does_not_exist_is_an_error(fleet: Fleet, tree: Path) -> None:
+    with pytest.raises(InputError, match="does not exist"):
+        deploy(fleet, DeployRequest(Path("job.yaml"), [str(tree / "absent")]))
