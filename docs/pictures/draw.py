@@ -1,0 +1,193 @@
+"""Draws the pictures of docs/explanation/architecture.md from the code's own imports.
+
+    python docs/pictures/draw.py
+
+`tests/unit/test_architecture.py` fails when a picture no longer matches the code.
+"""
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PICTURES = Path(__file__).parent
+WORKER = "worker."
+BOX_WIDTH, BOX_HEIGHT, GAP, ROW_HEIGHT = 118, 34, 14, 74
+
+Graph = dict[str, set[str]]
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
+    parts = module.split(".")[1:]
+    return ".".join(parts[:2]) if parts[:1] == ["worker"] and len(parts) > 1 else (parts[0] if parts else "")
+
+
+def read_imports() -> Graph:
+    """Return which room imports which, from the import statements of all modules."""
+    graph: Graph = {}
+    for path in sorted((ROOT / "csdctl").rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        room = room_of(module)
+        if room in ("", "worker", "__main__"):
+            continue
+        found = graph.setdefault(room, set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            names: list[str] = []
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("csdctl."):
+                names = [node.module]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names if alias.name.startswith("csdctl.")]
+            found.update(room_of(name) for name in names if room_of(name) not in ("", room))
+    return graph
+
+
+def reduce(graph: Mapping[str, set[str]]) -> Graph:
+    """Return the transitive reduction: imports that do not follow from others."""
+    below = {room: _reachable(graph, room) for room in graph}
+    return {
+        room: {one for one in found if not any(one in below[other] for other in found - {one})}
+        for room, found in graph.items()
+    }
+
+
+def _reachable(graph: Mapping[str, set[str]], room: str) -> set[str]:
+    found: set[str] = set()
+    stack = list(graph[room])
+    while stack:
+        one = stack.pop()
+        if one not in found:
+            found.add(one)
+            stack += graph[one]
+    return found
+
+
+def levels_of(graph: Mapping[str, set[str]]) -> dict[str, int]:
+    """Return each room's level: 0 for one that imports none, else one above the highest it imports."""
+    levels: dict[str, int] = {}
+
+    def level(room: str) -> int:
+        if room not in levels:
+            levels[room] = 1 + max((level(one) for one in graph[room]), default=-1)
+        return levels[room]
+
+    for room in graph:
+        level(room)
+    return levels
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box of a picture, by its upper left corner."""
+
+    x: float
+    y: float
+    text: str
+    width: float = BOX_WIDTH
+    is_marked: bool = False
+
+    @property
+    def top(self) -> tuple[float, float]:
+        """The middle of its upper edge."""
+        return self.x + self.width / 2, self.y
+
+    @property
+    def bottom(self) -> tuple[float, float]:
+        """The middle of its lower edge."""
+        return self.x + self.width / 2, self.y + BOX_HEIGHT
+
+
+def render_rooms() -> str:
+    """Return the picture of the rooms as SVG: an arrow is an import that does not follow from others."""
+    graph = read_imports()
+    levels = levels_of(graph)
+    rows: dict[int, list[str]] = {}
+    for room, level in levels.items():
+        rows.setdefault(max(levels.values()) - level, []).append(room)
+    width = max(len(row) for row in rows.values()) * (BOX_WIDTH + GAP) + 2 * GAP
+    boxes = {}
+    for row, rooms in rows.items():
+        # Rooms of the worker stand on the right: they run on every rank.
+        ordered = sorted(rooms, key=lambda room: (room.startswith(WORKER), room))
+        left = (width - len(ordered) * (BOX_WIDTH + GAP)) / 2
+        for column, room in enumerate(ordered):
+            x = left + column * (BOX_WIDTH + GAP)
+            boxes[room] = Box(x, GAP + row * ROW_HEIGHT, room, is_marked=room.startswith(WORKER))
+    arrows = [
+        (boxes[room].bottom, boxes[one].top) for room, found in reduce(graph).items() for one in sorted(found)
+    ]
+    height = (max(rows) + 1) * ROW_HEIGHT
+    return render_svg("The rooms of csdctl and what they import", width, height, boxes.values(), arrows)
+
+
+STEP = (
+    ("data/prepared.py:EpochReader.read", "samples of this rank's share"),
+    ("compute/step.py:Step.local", "gradients, statistics, loss and n in one vector"),
+    ("group/link_communicator.py:LinkCommunicator.sum", "shared memory, then the link"),
+    ("group/link.py:serve_link", "the rank's process in MPI"),
+    ("group/star.py:Star.sum", "over TCP to rank 0 and back"),
+    ("compute/step.py:Step.apply", "divided by n, one optimizer step"),
+    ("tasks/balancer.py:Balancer.propose", "from every rank's compute seconds"),
+    ("tasks/checkpointer.py:Checkpointer.after_step", "state that survives the process"),
+    ("tasks/reporter.py:Reporter.progress", "an event for csdctl"),
+)
+"""What happens to data in a step of tasks/train.py, in order; all of it below csdctl/worker/."""
+
+
+def render_step() -> str:
+    """Return the picture of a step as SVG."""
+    width, wide = 640.0, 330.0
+    boxes = [Box(GAP, GAP + row * 56, place, wide, True) for row, (place, _) in enumerate(STEP)]
+    arrows = [(upper.bottom, lower.top) for upper, lower in zip(boxes, boxes[1:], strict=False)]
+    notes = [
+        f'<text x="{GAP + wide + 16}" y="{box.y + 21}" class="note">{escape(note)}</text>'
+        for box, (_, note) in zip(boxes, STEP, strict=True)
+    ]
+    return render_svg("Data in a training step", width, len(STEP) * 56 + GAP, boxes, arrows, notes)
+
+
+def render_svg(
+    title: str,
+    width: float,
+    height: float,
+    boxes: Iterable[Box],
+    arrows: Iterable[tuple[tuple[float, float], tuple[float, float]]],
+    more: Iterable[str] = (),
+) -> str:
+    """Return boxes and arrows as an SVG text that is readable on light and dark pages."""
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">',
+        f"<title>{escape(title)}</title>",
+        "<style>",
+        "rect{fill:#eef2f7;stroke:#5b6b7f}rect.marked{fill:#e4f1e6;stroke:#4f7a58}",
+        "text{font:12px sans-serif;text-anchor:middle;fill:#1b2733}.note{text-anchor:start;fill:#5b6b7f}",
+        "path{fill:none;stroke:#8fa0b3}",
+        "</style>",
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">',
+        '<path d="M0 0 8 4 0 8z" style="fill:#8fa0b3;stroke:none"/></marker>',
+    ]
+    for (x1, y1), (x2, y2) in arrows:
+        middle = (y1 + y2) / 2
+        lines.append(
+            f'<path d="M{x1:g} {y1:g}C{x1:g} {middle:g} {x2:g} {middle:g} {x2:g} {y2:g}" '
+            'marker-end="url(#tip)"/>'
+        )
+    for box in boxes:
+        kind = ' class="marked"' if box.is_marked else ""
+        lines += [
+            f'<rect x="{box.x:g}" y="{box.y:g}" width="{box.width:g}" height="{BOX_HEIGHT}" rx="5"{kind}/>',
+            f'<text x="{box.top[0]:g}" y="{box.y + 21:g}">{escape(box.text)}</text>',
+        ]
+    return "\n".join([*lines, *more, "</svg>", ""])
+
+
+def main() -> None:
+    """Write both pictures."""
+    (PICTURES / "rooms.svg").write_text(render_rooms())
+    (PICTURES / "step.svg").write_text(render_step())
+
+
+if __name__ == "__main__":
+    main()
