@@ -93,7 +93,7 @@ def test_ranks_with_unequal_batches_give_the_gradient_of_one_process(results: Pa
     assert total[-1] == NUM_SAMPLES
 
 
-def test_a_mean_of_means_is_told_from_the_exact_gradient(results: Path) -> None:
+def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
     """The measure used above would notice the plain mean that others take."""
     locals_ = [np.load(results / f"way-0-rank-{rank}.npz")["local"] for rank in range(NUM_RANKS)]
     mean_of_means = np.mean([mean_gradient(vector) for vector in locals_], axis=0)
@@ -112,25 +112,25 @@ def test_all_ranks_hold_the_same_bits_after_a_step(results: Path, way: str) -> N
         assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
 
 
-def test_a_batch_computed_in_pieces_gives_the_same_gradient(results: Path) -> None:
+def test_batch_computed_in_micro_batches_gives_the_same_gradient(results: Path) -> None:
     alone, pieces = np.load(results / "alone.npy"), np.load(results / "pieces.npy")
     assert relative_difference(mean_gradient(pieces), mean_gradient(alone)) <= TOLERANCE
     assert pieces[-1] == NUM_SAMPLES
 
 
-def test_samples_read_twice_at_half_the_weight_count_once(results: Path) -> None:
+def test_samples_read_twice_at_half_weight_count_once(results: Path) -> None:
     once, twice = np.load(results / "once.npy"), np.load(results / "twice.npy")
     assert relative_difference(twice, once) <= TOLERANCE
     assert twice[-1] == 10
 
 
-def test_a_rank_without_others_takes_the_same_step_in_one_graph(results: Path) -> None:
+def test_single_rank_takes_the_same_step_in_one_graph(results: Path) -> None:
     apart = np.load(results / "alone-weights.npz")
     for one, its in zip(apart.values(), np.load(results / "fused-weights.npz").values(), strict=True):
         assert np.allclose(one, its, rtol=1e-5, atol=1e-7)
 
 
-def test_moving_statistics_become_those_of_the_pooled_batch_on_all_ranks(results_of_all_kinds: Path) -> None:
+def test_moving_statistics_are_those_of_the_pooled_batch_on_all_ranks(results_of_all_kinds: Path) -> None:
     """The bits are the same on all ranks, and mean and spread those of all samples together."""
     results = results_of_all_kinds / "batch norm trained"
     for number in range(len(WAYS)):

@@ -36,7 +36,7 @@ ranks = LinkCommunicator(channel, greeting, memory, on_waiting)
 for request in sys.stdin:
     words = request.split()
     try:
-        if words[0] == "agree":
+        if words[0] == "choose":
             ranks.choose_collective(words[1] if len(words) > 1 else "")
             print(json.dumps(ranks.collective), flush=True)
         elif words[0] == "sum":
@@ -44,7 +44,7 @@ for request in sys.stdin:
             total = ranks.sum(memory.local)
             bits = int(total.view(np.uint32).sum())
             print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
-        elif words[0] == "gather":
+        elif words[0] == "allgather":
             print(json.dumps(ranks.allgather({"rank": ranks.rank})), flush=True)
         elif words[0] == "send":
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
@@ -63,7 +63,7 @@ for request in sys.stdin:
 
 
 class Group:
-    """Ranks that are told what to do by lines, joined by links under one mpirun."""
+    """Ranks that do what the lines on their input ask for, joined by links under one mpirun."""
 
     def __init__(self, run_id: str) -> None:
         self.ranks = [
@@ -76,7 +76,7 @@ class Group:
             for rank in range(SIZE)
         ]
         for rank in range(SIZE):
-            assert self.answer(rank, parse=False) == "listening"
+            assert self.receive(rank, parse=False) == "listening"
         options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
         contexts: list[str] = []
         for rank in range(SIZE):
@@ -89,22 +89,22 @@ class Group:
             stderr=subprocess.DEVNULL,
         )
 
-    def tell(self, rank: int, what: str) -> None:
+    def send(self, rank: int, request: str) -> None:
         stdin = self.ranks[rank].stdin
         assert stdin
-        stdin.write(what + "\n")
+        stdin.write(request + "\n")
         stdin.flush()
 
-    def answer(self, rank: int, *, parse: bool = True) -> Any:
+    def receive(self, rank: int, *, parse: bool = True) -> Any:
         stdout = self.ranks[rank].stdout
         assert stdout
         line = stdout.readline().strip()
         return json.loads(line) if parse else line
 
-    def all(self, what: str) -> list[Any]:
+    def all(self, request: str) -> list[Any]:
         for rank in range(SIZE):
-            self.tell(rank, what)
-        return [self.answer(rank) for rank in range(SIZE)]
+            self.send(rank, request)
+        return [self.receive(rank) for rank in range(SIZE)]
 
     def end(self) -> None:
         for process in [*self.ranks, self.mpirun]:
@@ -114,64 +114,64 @@ class Group:
 
 @pytest.fixture
 def group() -> Iterator[Group]:
-    made = Group(f"test-{os.getpid()}-{time.monotonic_ns()}")
-    yield made
-    made.end()
+    started = Group(f"test-{os.getpid()}-{time.monotonic_ns()}")
+    yield started
+    started.end()
 
 
-@pytest.mark.parametrize("way", ["star", "allreduce", ""])
-def test_ranks_sum_gather_send_and_part(group: Group, way: str) -> None:
+@pytest.mark.parametrize("collective", ["star", "allreduce", ""])
+def test_ranks_sum_allgather_send_and_close(group: Group, collective: str) -> None:
     factor = SIZE * (SIZE + 1) / 2
-    (chosen,) = set(group.all(f"agree {way}"))
-    assert chosen in ({way} if way else {"star", "allreduce"})
+    (chosen,) = set(group.all(f"choose {collective}"))
+    assert chosen in ({collective} if collective else {"star", "allreduce"})
     answers = group.all("sum")
     assert answers[0][:2] == [factor, factor * (NUM_ELEMENTS - 1)]
     assert answers == [answers[0]] * SIZE
-    assert group.all("gather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
-    group.tell(0, "send 2")
-    group.tell(2, "receive 0")
-    assert (group.answer(0), group.answer(2)) == (1, 35_000)
+    assert group.all("allgather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
+    group.send(0, "send 2")
+    group.send(2, "receive 0")
+    assert (group.receive(0), group.receive(2)) == (1, 35_000)
     assert group.all("sum") == [answers[0]] * SIZE
     assert group.all("close") == [1] * SIZE
     assert group.mpirun.wait(timeout=30) == 0
 
 
-def test_rank_that_comes_late_finds_the_sum_of_all(group: Group) -> None:
+def test_late_rank_gets_the_sum_of_all_ranks(group: Group) -> None:
     """Rank 0's link takes in what arrives before its own rank has anything to add."""
-    group.all("agree star")
+    group.all("choose star")
     for _ in range(3):
-        group.tell(1, "sum")
-        group.tell(2, "sum")
+        group.send(1, "sum")
+        group.send(2, "sum")
         time.sleep(0.3)
-        group.tell(0, "sum")
-        answers = [group.answer(rank) for rank in range(SIZE)]
+        group.send(0, "sum")
+        answers = [group.receive(rank) for rank in range(SIZE)]
         assert answers == [answers[0]] * SIZE
 
 
 @pytest.mark.fault(44)
-def test_every_rank_learns_at_once_that_one_is_gone(group: Group) -> None:
-    group.all("agree star")
-    group.tell(0, "sum")
-    group.tell(1, "sum")
+def test_every_rank_notices_at_once_that_one_is_lost(group: Group) -> None:
+    group.all("choose star")
+    group.send(0, "sum")
+    group.send(1, "sum")
     group.ranks[2].kill()
-    assert [group.answer(0), group.answer(1)] == ["lost", "lost"]
+    assert [group.receive(0), group.receive(1)] == ["lost", "lost"]
 
 
 @pytest.mark.fault(48)
-def test_every_rank_learns_that_mpirun_is_gone(group: Group) -> None:
-    group.all("agree star")
-    group.tell(1, "sum")
+def test_every_rank_notices_that_mpirun_is_lost(group: Group) -> None:
+    group.all("choose star")
+    group.send(1, "sum")
     group.mpirun.kill()
-    assert group.answer(1) == "lost"
+    assert group.receive(1) == "lost"
 
 
-def test_rank_says_whom_it_waits_for(group: Group) -> None:
-    group.all("agree star")
-    group.tell(0, "sum")
-    group.tell(1, "sum")
-    assert group.answer(0) == {"missing": [2]}
-    group.tell(2, "sum")
-    assert group.answer(0)[0] == SIZE * (SIZE + 1) / 2
+def test_rank_reports_the_ranks_that_it_waits_for(group: Group) -> None:
+    group.all("choose star")
+    group.send(0, "sum")
+    group.send(1, "sum")
+    assert group.receive(0) == {"missing": [2]}
+    group.send(2, "sum")
+    assert group.receive(0)[0] == SIZE * (SIZE + 1) / 2
 
 
 def test_link_of_another_group_is_turned_away() -> None:
@@ -186,18 +186,18 @@ def test_link_of_another_group_is_turned_away() -> None:
         Channel(connection).receive()
 
 
-def test_what_the_ranks_have_sent_is_told_by_the_kernel(group: Group) -> None:
-    group.all("agree star")
+def test_traffic_between_ranks_is_counted_by_the_kernel(group: Group) -> None:
+    group.all("choose star")
     before = {tuple(row[:3]): row[3] for row in group.all("traffic")[0]}
     for _ in range(3):
         group.all("sum")
-    group.tell(0, "send 2")
-    group.tell(2, "receive 0")
-    group.answer(0)
-    group.answer(2)
-    told = group.all("traffic")
-    assert told[0] == told[1] == told[2]
-    after = {tuple(row[:3]): row[3] for row in told[0]}
+    group.send(0, "send 2")
+    group.send(2, "receive 0")
+    group.receive(0)
+    group.receive(2)
+    traffic = group.all("traffic")
+    assert traffic[0] == traffic[1] == traffic[2]
+    after = {tuple(row[:3]): row[3] for row in traffic[0]}
     vector_bytes = NUM_ELEMENTS * 4
     for pair in ((0, 1), (1, 0), (0, 2), (2, 0)):
         grown = after["sums", *pair] - before["sums", *pair]

@@ -1,4 +1,4 @@
-"""Which ranks Open MPI really connects: what a preflight tries is taken from this, not from memory."""
+"""Which ranks Open MPI really connects: the preflight tries these pairs."""
 
 import os
 import re
@@ -28,7 +28,7 @@ CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\
 
 
 @pytest.mark.fault(50)
-def test_pairs_that_must_talk_are_those_that_open_mpi_connects() -> None:
+def test_pairs_that_must_connect_are_those_that_open_mpi_connects() -> None:
     options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
     options += ["--map-by", ":OVERSUBSCRIBE", "--mca", "btl_tcp_if_include", "127.0.0.0/8"]
     done = subprocess.run(

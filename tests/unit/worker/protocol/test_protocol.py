@@ -114,7 +114,7 @@ SAID = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
-def test_what_is_written_is_read_back_the_same(value: object) -> None:
+def test_written_value_is_read_back_unchanged(value: object) -> None:
     text = to_json(value)
     assert "\n" not in text
     read = from_json(type(value), text)
@@ -125,31 +125,31 @@ def test_what_is_written_is_read_back_the_same(value: object) -> None:
 @pytest.mark.parametrize(
     "order", [FormGroup(2, (0, 2), "star"), PauseAtEpochEnd(), Stop(), Ping(4)], ids=repr
 )
-def test_order_is_one_line_and_is_read_back_the_same(order: Order) -> None:
+def test_order_is_one_line_and_is_read_back_unchanged(order: Order) -> None:
     line = order_to_line(order)
     assert "\n" not in line
     assert order_from_line(line) == order
 
 
 @pytest.mark.parametrize("line", ["", "{}", "[]", '{"order":"Dance"}', '{"order":"Stop","colour":1}'])
-def test_line_that_is_no_order_is_refused(line: str) -> None:
+def test_line_without_an_order_is_refused(line: str) -> None:
     with pytest.raises(ProtocolError):
         order_from_line(line)
 
 
 @pytest.mark.parametrize("event", SAID, ids=lambda event: type(event).__name__)
-def test_event_is_one_line_and_is_read_back_the_same(event: Event) -> None:
+def test_event_is_one_line_and_is_read_back_unchanged(event: Event) -> None:
     line = event_to_line(event)
     assert "\n" not in line
     assert event_from_line(line) == event
 
 
-def test_every_event_is_among_those_tried_here() -> None:
+def test_every_event_is_covered_here() -> None:
     assert {type(event).__name__ for event in SAID} == set(EVENTS)
 
 
 @given(st.text(max_size=200), st.text(max_size=50))
-def test_any_message_of_a_failure_survives(message: str, remedy: str) -> None:
+def test_any_message_of_a_failure_is_preserved(message: str, remedy: str) -> None:
     event = Failed(3, "csd2", message, remedy)
     line = event_to_line(event)
     assert line.isascii()
@@ -157,13 +157,13 @@ def test_any_message_of_a_failure_survives(message: str, remedy: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
-def test_loss_that_is_no_number_survives(loss: float) -> None:
+def test_nan_and_infinite_loss_are_preserved(loss: float) -> None:
     read = event_from_line(event_to_line(dataclasses.replace(PROGRESS, loss=loss)))
     assert isinstance(read, Progress)
     assert repr(read.loss) == repr(loss)
 
 
-def test_other_schema_is_refused_with_both_numbers() -> None:
+def test_other_schema_is_refused_naming_both() -> None:
     text = to_json(dataclasses.replace(RUN, schema=SCHEMA + 1))
     with pytest.raises(ProtocolError, match=f"RunSpec: received schema {SCHEMA + 1}, expected {SCHEMA}"):
         from_json(RunSpec, text)
@@ -190,13 +190,13 @@ def test_missing_field_is_named() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "5", "null", '"x"', '{"ranks": 5}', to_json(RUN)[:-9]])
-def test_text_that_is_no_run_spec_is_refused(text: str) -> None:
+def test_text_without_a_run_spec_is_refused(text: str) -> None:
     with pytest.raises(ProtocolError):
         from_json(RunSpec, text)
 
 
 @pytest.mark.parametrize("line", ["", "hello", "csdctl {}", " " + event_to_line(PROGRESS), "@csdctl"])
-def test_line_that_is_no_event_is_told_from_a_damaged_one(line: str) -> None:
+def test_line_without_an_event_is_distinguished_from_a_damaged_one(line: str) -> None:
     assert event_from_line(line) is None
 
 

@@ -1,4 +1,4 @@
-"""Ranks of known speed: what the balancer makes of their times."""
+"""What the balancer proposes for ranks of known speed."""
 
 import random
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ def rate(sizes: Mapping[int, int], speeds: Mapping[int, float]) -> float:
 
 
 @pytest.mark.fault(51)
-def test_node_halved_in_speed_is_relieved_within_twenty_steps() -> None:
+def test_node_halved_in_speed_gets_a_smaller_batch_within_twenty_steps() -> None:
     speeds = {0: 200.0, 1: 50.0, 2: 50.0, 3: 50.0}
     sizes = {0: 400, 1: 100, 2: 100, 3: 100}
     slow = {**speeds, 2: 25.0}
@@ -52,35 +52,35 @@ def test_node_halved_in_speed_is_relieved_within_twenty_steps() -> None:
     assert rate(found, slow) > 1.5 * rate(sizes, slow)
 
 
-def test_balanced_ranks_are_left_alone_whatever_the_noise() -> None:
+def test_batch_sizes_of_balanced_ranks_stay_whatever_the_noise() -> None:
     speeds = {0: 200.0, 1: 50.0, 2: 50.0}
     sizes = {0: 406, 1: 100, 2: 100}
     for seed in range(20):
         assert balanced(dict(sizes), speeds, 60, seed) == sizes
 
 
-def test_one_slow_step_is_no_slow_node() -> None:
+def test_one_slow_step_does_not_make_a_slow_node() -> None:
     balancer, sizes = Balancer({}), {0: 100, 1: 100}
     for step in range(URGENT.min_steps + 1):
         balancer.observe({0: 1.0, 1: 9.0 if step == 3 else 1.0})
     assert balancer.propose(sizes) is None
 
 
-def test_short_steps_that_differ_by_a_portion_of_the_scheduler_are_left_alone() -> None:
+def test_short_steps_that_differ_by_a_scheduler_slice_are_not_rebalanced() -> None:
     balancer, sizes = Balancer({}), {0: 299, 1: 64, 2: 68}
     for _ in range(500):
         balancer.observe({0: 0.070, 1: 0.058, 2: 0.057})
         assert balancer.propose(sizes) is None
 
 
-def test_slowdown_that_goes_away_is_taken_back() -> None:
+def test_batch_sizes_return_when_a_slowdown_ends() -> None:
     speeds = {0: 100.0, 1: 100.0}
     slow = balanced({0: 200, 1: 200}, {**speeds, 1: 40.0}, 30)
     assert slow[1] < 130
     assert abs(balanced(slow, speeds, 60)[1] - 200) < 20
 
 
-def test_rank_at_its_limit_leaves_the_rest_to_the_others() -> None:
+def test_rank_at_its_memory_limit_gets_no_more_samples() -> None:
     assert apportion(300, {0: 10.0, 1: 1.0, 2: 1.0}, {0: 100}) == {0: 100, 1: 100, 2: 100}
 
 
@@ -89,7 +89,7 @@ def test_rank_at_its_limit_leaves_the_rest_to_the_others() -> None:
     st.integers(10, 5000),
     st.dictionaries(st.integers(0, 9), st.integers(1, 400)),
 )
-def test_global_batch_stays_and_everybody_has_a_sample(
+def test_global_batch_is_constant_and_every_rank_has_a_sample(
     speeds: dict[int, float], total: int, limits: dict[int, int]
 ) -> None:
     sizes = apportion(total, speeds, limits)
@@ -98,7 +98,7 @@ def test_global_batch_stays_and_everybody_has_a_sample(
     assert min(sizes.values()) >= 1
 
 
-def test_rank_that_sits_out_is_given_nothing_when_another_becomes_slow() -> None:
+def test_rank_that_sits_out_gets_no_samples_when_another_becomes_slow() -> None:
     sizes = balanced({0: 0, 1: 100, 2: 100}, {0: 1e9, 1: 100.0, 2: 50.0}, 30)
     assert sizes[0] == 0
     assert sizes[1] > 120 > sizes[2]

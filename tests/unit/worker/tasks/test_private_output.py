@@ -19,7 +19,7 @@ CANARY = 987_654
 
 
 @pytest.mark.parametrize("is_private", [True, False])
-def test_only_the_kind_of_an_unforeseen_error_leaves_a_rank_with_private_data(
+def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     tmp_path: Path, *, is_private: bool
 ) -> None:
     layers = [keras().Input((4,)), keras().layers.Dense(3, activation="softmax")]

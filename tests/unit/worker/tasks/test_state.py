@@ -1,4 +1,4 @@
-"""The state of a training, kept and read back, also when whoever wrote it died in the middle."""
+"""The state of a training, saved and restored, also after its writer died while writing."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ POSITION = Position(
 
 @dataclass
 class Variable:
-    """What the state needs of a variable."""
+    """A variable as the state uses it."""
 
     value: Any
 
@@ -40,7 +40,7 @@ def variables(fill: float = 0.0) -> list[Any]:
     ]
 
 
-def test_state_is_read_back_bit_by_bit() -> None:
+def test_state_is_restored_bit_by_bit() -> None:
     into = variables()
     assert unpack(pack(variables(7), POSITION), into) == POSITION
     assert all(np.array_equal(one.value, its.value) for one, its in zip(into, variables(7), strict=True))
@@ -52,7 +52,7 @@ def test_state_of_another_model_is_refused() -> None:
         unpack(pack(variables(), POSITION), variables()[:2])
 
 
-def test_step_file_gives_the_latest_state(tmp_path: Path) -> None:
+def test_step_file_returns_the_latest_state(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "state", variables())
     for step in range(1, 6):
         file.write(variables(step), replace(POSITION, total_steps=step))
@@ -63,7 +63,7 @@ def test_step_file_gives_the_latest_state(tmp_path: Path) -> None:
     assert into[1].value == 5
 
 
-def test_step_file_that_is_not_there_or_empty_has_no_state(tmp_path: Path) -> None:
+def test_missing_or_empty_step_file_has_no_state(tmp_path: Path) -> None:
     assert StepFile.read(tmp_path / "none") is None
     StepFile(tmp_path / "new", variables())
     assert StepFile.read(tmp_path / "new") is None
@@ -84,7 +84,7 @@ while True:
 """
 
 
-def test_writer_killed_at_any_moment_leaves_a_whole_state(tmp_path: Path) -> None:
+def test_writer_killed_at_any_moment_leaves_a_complete_state(tmp_path: Path) -> None:
     for _ in range(5):
         process = subprocess.Popen(
             [sys.executable, "-c", WRITER, str(tmp_path / "state")],
@@ -111,14 +111,14 @@ class TestCheckpoints:
             checkpoints.save(pack(variables(step), position), position, is_best=step == best)
         return checkpoints
 
-    def test_newest_few_and_the_best_are_kept(self, tmp_path: Path) -> None:
+    def test_newest_checkpoints_and_the_best_are_kept(self, tmp_path: Path) -> None:
         self.save(tmp_path, [10, 20, 30, 40, 50], best=20)
         kept = sorted(path.name for path in tmp_path.glob("*.npz"))
         assert kept == ["step-00000020.npz", "step-00000040.npz", "step-00000050.npz"]
 
     @pytest.mark.fault(53)
     @pytest.mark.parametrize("damage", ["cut", "empty", "wrong byte", "text"])
-    def test_damaged_newest_one_is_passed_over_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
+    def test_damaged_checkpoint_is_skipped_for_the_one_before(self, tmp_path: Path, damage: str) -> None:
         checkpoints = self.save(tmp_path, [10, 20])
         newest = tmp_path / "step-00000020.npz"
         content = newest.read_bytes()
@@ -136,12 +136,12 @@ class TestCheckpoints:
         assert unpack(state, variables()).total_steps == 10
 
     @pytest.mark.fault(52)
-    def test_half_written_one_is_not_taken_for_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         checkpoints = self.save(tmp_path, [10])
         (tmp_path / ".part-step-00000020.npz").write_bytes(b"half")
         state = checkpoints.newest()
         assert state is not None
         assert unpack(state, variables()).total_steps == 10
 
-    def test_without_any_there_is_no_state(self, tmp_path: Path) -> None:
+    def test_without_checkpoints_there_is_no_state(self, tmp_path: Path) -> None:
         assert Checkpoints(tmp_path / "none").newest() is None
