@@ -19,14 +19,14 @@ class Inbox:
         self._receive = receive
         self._on_arrival = on_arrival
         self._postponed: deque[RankMessage] = deque()
-        self._in_hand: RankMessage | None = None
+        self._unhandled: RankMessage | None = None
 
     def next(self, timeout_s: float) -> RankMessage | None:
         """Return the next message to handle, None when none is available in time."""
         if not self._postponed:
             return self.next_new(timeout_s)
-        self._in_hand = self._postponed.popleft()
-        return self._in_hand
+        self._unhandled = self._postponed.popleft()
+        return self._unhandled
 
     def next_new(self, timeout_s: float) -> RankMessage | None:
         """Return the next message that arrives, None when none arrives in time."""
@@ -34,7 +34,7 @@ class Inbox:
         if isinstance(message, Restarted):
             self._on_arrival(message)
             return None
-        self._in_hand = message
+        self._unhandled = message
         if message is not None:
             self._on_arrival(message)
         return message
@@ -45,15 +45,15 @@ class Inbox:
 
     def mark_handled(self) -> None:
         """Note that the latest message from `next` needs no more handling."""
-        self._in_hand = None
+        self._unhandled = None
 
     def requeue_unhandled(self) -> None:
         """Return the latest message from `next` once more, before all others, unless it was handled.
 
         An interrupt comes anywhere, also before anything was done about a message.
         """
-        if self._in_hand:
-            self._postponed.appendleft(self._in_hand)
+        if self._unhandled:
+            self._postponed.appendleft(self._unhandled)
 
     def discard(self, rank: int) -> None:
         """Forget the postponed messages of `rank`."""

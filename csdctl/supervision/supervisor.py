@@ -14,6 +14,7 @@ from csdctl.supervision import failures
 from csdctl.supervision.group import Group
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.links import Links
+from csdctl.supervision.liveness import Liveness
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses, Restarted
 from csdctl.supervision.regrouping import Regrouping
@@ -32,7 +33,7 @@ from csdctl.worker.protocol.events import (
     Ready,
     WaitingFor,
 )
-from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Ping, Stop
+from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Stop
 
 
 class Supervisor:
@@ -48,6 +49,7 @@ class Supervisor:
         )
         self._inbox = Inbox(self._processes.next, self._note_arrival)
         self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
+        self._liveness = Liveness(self._processes, self._roster, setup.patience)
         self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
         self._group = Group(0, (), time.monotonic())
         self._links: Links | None = None
@@ -129,7 +131,7 @@ class Supervisor:
         self._inbox.mark_handled()
         if self._links and not self._roster.finished and not self._group.paused:
             self._check_links(self._links)
-        self._ping_late_ranks()
+        self._liveness.ping_late_ranks(self._group)
         self._check_stalled_ranks()
         if self._patience.is_silent(self._group.last_progress, time.monotonic()):
             raise failures.silent(self._setup.log_directory)
@@ -154,7 +156,7 @@ class Supervisor:
             self._regroup("the connection between the ranks was lost")
         elif isinstance(message, WaitingFor):
             ranks = [self._setup.nodes.index(node) for node in message.nodes]
-            self._ping(ranks or self._group.ranks)
+            self._liveness.ping(self._group, ranks or self._group.ranks)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
             if self._group.have_all_joined:
@@ -229,30 +231,9 @@ class Supervisor:
             if time.monotonic() - links.started > limit_s:
                 self._regroup(f"the ranks did not connect to each other within {limit_s:.0f} s")
 
-    def _ping(self, ranks: Iterable[int]) -> None:
-        """Ping members that others wait for, unless a ping is unanswered."""
-        now = time.monotonic()
-        for rank in ranks:
-            if rank in self._group.ranks and rank not in self._group.pinged:
-                self._group.pinged[rank] = now
-                self._processes.send(rank, Ping(self._group.generation))
-
-    def _ping_late_ranks(self) -> None:
-        """Ping at intervals the members that finished or paused members wait for, which report nothing."""
-        if not self._roster.finished and not self._group.paused:
-            return
-        late = set(self._group.ranks) - self._roster.finished - self._group.paused
-        now = time.monotonic()
-        self._ping([rank for rank in late if self._patience.is_ping_due(self._group.last_message(rank), now)])
-
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""
-        now = time.monotonic()
-        self._group.drop_answered_pings()
-        stalled = self._patience.stalled(self._group.pinged, now)
-        for rank in stalled:
-            self._roster.mark_lost(rank, failures.stalled(rank, self._setup.nodes[rank]))
-        if stalled:
+        if stalled := self._liveness.mark_stalled_ranks(self._group):
             self._regroup(f"{', '.join(self._setup.nodes[rank] for rank in stalled)} did not answer")
 
     def _await_exits(self) -> None:
