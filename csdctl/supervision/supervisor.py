@@ -1,8 +1,8 @@
-"""The order of things in a run: start the ranks, form groups, handle messages, await the exits.
+"""Supervise a run: start the ranks, form groups, handle messages, await the exits.
 
-Ranks are started over SSH and stay; mpirun's links connect the present ones as a group. When something is
-lost, the group is over: ranks that no longer answer are left out, and a new group resumes from the last
-completed step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
+Ranks are started over SSH and stay; mpirun's links connect the ranks that are present as a group. When
+something is lost, the group is over: ranks that no longer answer are left out, and a new group resumes from
+the last completed step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
 """
 
 import time
@@ -137,7 +137,7 @@ class Supervisor:
             raise failures.silent(self._setup.log_directory)
 
     def _handle(self, message: RankMessage | None) -> None:
-        """Do what a message asks for; twice does no harm."""
+        """Act on a message; acting on it twice does no harm."""
         if isinstance(message, ProcessEnded):
             self._roster.handle_exit(message)
             if message.rank in self._group.ranks and message.rank not in self._roster.finished:
