@@ -1,1 +1,1 @@
-"""A run from the start of its ranks to their end, whatever is lost on the way."""
+"""Supervise a run from the start of its ranks to their exit, including every loss on the way."""

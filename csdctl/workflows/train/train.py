@@ -25,7 +25,6 @@ from csdctl.launch.machine_lock import relock_machine
 from csdctl.launch.mpi_command import RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.launch.network import check_network
-from csdctl.launch.rank_process import AttachRank, RankMessage, RankProcess
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.launch.traffic import between_ranks, of_mpirun
 from csdctl.placement.equation1 import Placed, PlacementError, steps_per_epoch
@@ -34,7 +33,11 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.store import StoredFile, store_bytes
 from csdctl.shipping.worker_calls import build_worker_command
-from csdctl.supervision.supervisor import SupervisedRun, Supervisor
+from csdctl.supervision.links import Links
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_process import AttachRank, OnMessage, RankProcess
+from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.supervisor import Supervisor
 from csdctl.transport.many import fleet_known_hosts_paths, open_session
 from csdctl.transport.session import Session
 from csdctl.transport.ssh_config import build_ssh_config
@@ -358,7 +361,7 @@ def _supervised(
     nodes: Sequence[str],
     stack: ExitStack,
     enlist: Mapping[str, AttachRank],
-) -> SupervisedRun:
+) -> RunSetup:
     """The ways to start ranks and links; connections opened later are closed by `stack`."""
     fleet, project = space.fleet, space.project
 
@@ -370,22 +373,22 @@ def _supervised(
     def log_path(rank: int | None) -> Path:
         return run.mpirun_log if rank is None else run.rank_log(rank)
 
-    def start(rank: int, session: Session, hear: Callable[[RankMessage], None]) -> RankProcess:
+    def start(rank: int, session: Session, on_message: OnMessage) -> RankProcess:
         command = worker_command(rank, ["rank", "--spec", stored.path])
         # One stream for both, in the order in which they were written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
-        return RankProcess(rank, session, conversation, log_path(rank), hear)
+        return RankProcess(rank, session, conversation, log_path(rank), on_message)
 
-    def start_or_enlist(rank: int, hear: Callable[[RankMessage], None]) -> RankProcess:
+    def start_or_enlist(rank: int, on_message: OnMessage) -> RankProcess:
         node = spec.ranks[rank].node
         session = space.sessions[node]
         if node not in enlist:
-            return start(rank, session, hear)
+            return start(rank, session, on_message)
         return RankProcess(
-            rank, session, enlist[node](stored.path, rank), log_path(rank), hear, is_enlisted=True
+            rank, session, enlist[node](stored.path, rank), log_path(rank), on_message, is_attached=True
         )
 
-    def restart(rank: int, hear: Callable[[RankMessage], None]) -> RankProcess:
+    def restart(rank: int, on_message: OnMessage) -> RankProcess:
         node = spec.ranks[rank].node
         python = fleet.python_of(node)
         with ExitStack() as opened:  # what was opened for an attempt that fails is closed with it
@@ -396,11 +399,11 @@ def _supervised(
                 )
             opened.enter_context(relock_machine(session, python, doing="train", directory=project.root))
             end_rank(run.run_id, session, python)
-            process = start(rank, session, hear)
+            process = start(rank, session, on_message)
             stack.enter_context(opened.pop_all())
             return process
 
-    def links(group: Sequence[int], generation: int) -> list[str]:
+    def start_links(group: Sequence[int], generation: int) -> Links:
         commands = [
             RankCommand(
                 spec.ranks[rank].node,
@@ -408,7 +411,7 @@ def _supervised(
             )
             for rank in group
         ]
-        return build_mpirun_command(
+        command = build_mpirun_command(
             find_mpirun(),
             choose_prefix(nodes, space.facts),
             project.ssh_config.relative_to(project.root),
@@ -416,18 +419,19 @@ def _supervised(
             commands,
             run_id=run.run_id,
         )
+        return Links(command, len(group), log_path, project.root)
 
-    return SupervisedRun(
+    return RunSetup(
+        run_id=run.run_id,
         nodes=[rank.node for rank in spec.ranks],
         start_rank=start_or_enlist,
         restart_rank=restart,
-        build_links=links,
-        log_path=log_path,
-        directory=project.root,
+        start_links=start_links,
+        log_directory=run.logs,
         # A host that sits out cannot go on alone.
         min_nodes=min(max(options.min_nodes, spec.ranks[0].batch_size == 0), len(nodes)),
         is_resumable=spec.num_checkpoints > 0,
-        deadlines=options.deadlines,
+        patience=Patience(start_s=options.deadlines.start_s, silence_s=options.deadlines.silence_s),
         collective=_collective(run, options),
         absent=tuple(rank.rank for rank in spec.ranks if rank.node not in (HOST_NAME, *nodes)),
     )

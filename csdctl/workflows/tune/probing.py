@@ -15,9 +15,9 @@ from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
-from csdctl.launch.rank_process import AttachRank
 from csdctl.notify import Say
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
+from csdctl.supervision.rank_process import AttachRank
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json

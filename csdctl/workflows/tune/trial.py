@@ -13,8 +13,8 @@ from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
-from csdctl.launch.rank_process import AttachRank
 from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec

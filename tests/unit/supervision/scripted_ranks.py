@@ -1,19 +1,25 @@
-"""A fleet for supervision without machines: ranks that follow a script, small commands in mpirun's place.
+"""A fleet for supervision without machines: ranks that follow a script, small commands in place of mpirun.
 
-A rank answers an order at once, in the thread that gives it, so a test says what happens and in which order.
+A rank answers an order at once, in the thread that sends it, so a test defines what happens in which order.
 """
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-from csdctl.errors import NodeError, UnreachableError
-from csdctl.launch.rank_process import ProcessEnded, RankMessage
-from csdctl.supervision.supervisor import SupervisedRun, Supervisor
+import pytest
+
+from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
+from csdctl.supervision.links import Links
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
+from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.supervisor import Supervisor
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Event,
@@ -21,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    NodeLost,
     Paused,
     Pong,
     Progress,
@@ -31,136 +38,146 @@ from csdctl.worker.protocol.orders import FormGroup, Order, PauseAtEpochEnd, Pin
 
 SLEEPING = ["/bin/sleep", "60"]
 """An mpirun that runs until it is ended."""
+SHORT_PATIENCE = Patience(
+    start_s=30.0,
+    start_poll_s=0.02,
+    silence_s=30.0,
+    answer_s=0.3,
+    min_answer_s=0.1,
+    stall_s=0.1,
+    ping_interval_s=0.05,
+    settle_s=0.02,
+    poll_s=0.02,
+    exit_s=0.3,
+    mpirun_exit_s=0.1,
+    restart_interval_s=0.01,
+)
 
 
 def shell(script: str) -> list[str]:
-    """An mpirun that does what `script` says."""
+    """Return the command of an mpirun that runs `script`."""
     return ["/bin/sh", "-c", script]
-
-
-@dataclass(frozen=True)
-class Waits:
-    """In place of `Deadlines`, which allows no fractions of a second."""
-
-    start_s: float = 30.0
-    silence_s: float = 30.0
-
-
-Hear = Callable[[RankMessage], None]
 
 
 class ScriptedRank:
     """One process of a rank, in place of a `RankProcess`."""
 
-    def __init__(self, fleet: "Fleet", rank: int, hear: Hear) -> None:
+    def __init__(self, fleet: "Fleet", rank: int, on_message: OnMessage) -> None:
         self.fleet, self.rank, self.node = fleet, rank, fleet.nodes[rank]
         self.orders: list[Order] = []
-        self.is_closed = self.is_deaf = self.has_ended = False
+        self.is_closed = self.is_hung = self.has_exited = False
         self.group: FormGroup | None = None
         self.has_joined = self.is_pausing = self.is_stopping = False
-        self._hear = hear
+        self.answered = 0
+        """The number of the latest ping that was answered."""
+        self._on_message = on_message
 
-    def order(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         self.orders.append(order)
-        if self.has_ended or self.is_deaf:
+        if self.has_exited or self.is_hung:
             return
         if isinstance(order, FormGroup):
             self.group, self.has_joined, self.is_pausing = order, False, False
             if self.rank not in self.fleet.never_join:
                 self.join(order)
         elif isinstance(order, Ping):
-            self.say(Pong(self.rank, self.node, order.number))
+            self.report(Pong(self.rank, self.node, order.number))
+            self.answered = order.number
         elif isinstance(order, Stop):
             self.is_stopping = True
         elif isinstance(order, PauseAtEpochEnd) and self.has_joined:
-            # A rank that has not taken its group yet forgets the pause: it begins anew with every group.
+            # A rank that has not joined its group yet forgets the pause: every group starts without one.
             self.is_pausing = True
-        self.fleet.go_on(self, order)
+        self.fleet.continue_script(self, order)
 
     def close(self) -> None:
         self.is_closed = True
 
-    def say(self, *notices: RankMessage) -> None:
-        """What the process prints; nothing comes from one that is closed."""
+    def report(self, *messages: RankMessage) -> None:
+        """Print messages, unless the process is closed."""
         if not self.is_closed:
-            for notice in notices:
-                self._hear(notice)
+            for message in messages:
+                self._on_message(message)
 
-    def be_ready(self) -> None:
-        self.say(Ready(self.rank, self.node, 100, 0.1))
+    def report_ready(self) -> None:
+        self.report(Ready(self.rank, self.node, 100, 0.1))
 
     def join(self, group: FormGroup) -> None:
         sizes = {str(rank): 8 for rank in group.ranks}
-        self.say(Joined(self.rank, self.node, group.generation, 1, 0, 10, 0, sizes, "star", 0.001))
+        self.report(Joined(self.rank, self.node, group.generation, 1, 0, 10, 0, sizes, "star", 0.001))
 
     def step(self) -> None:
-        self.say(Progress(self.rank, self.node, 1, 1, 1, 8, 0.1, 0.1, 0.2))
+        self.report(Progress(self.rank, self.node, 1, 1, 1, 8, 0.1, 0.1, 0.2))
 
     def lose_link(self, generation: int) -> None:
-        self.say(LinkLost(self.rank, self.node, generation, 1, 3))
+        self.report(LinkLost(self.rank, self.node, generation, 1, 3))
 
     def wait_for(self, *nodes: str) -> None:
-        self.say(WaitingFor(self.rank, self.node, nodes))
+        self.report(WaitingFor(self.rank, self.node, nodes))
 
     def end_epoch(self) -> None:
-        self.say(EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
+        self.report(EpochEnd(self.rank, self.node, 1, 10, 80, 1.0, 0.1, 1.1, "hash"))
 
     def pause(self) -> None:
         assert self.group
-        self.say(Paused(self.rank, self.node, self.group.generation))
+        self.report(Paused(self.rank, self.node, self.group.generation))
 
     def finish(self) -> None:
-        self.say(Finished(self.rank, self.node, 1, 10, "hash", 1 << 20))
+        self.report(Finished(self.rank, self.node, 1, 10, "hash", 1 << 20))
 
     def fail(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
-        """Give up as a rank does: it says so, and leaves."""
-        self.say(Failed(self.rank, self.node, message, remedy, exit_code))
-        self.end(f"rank {self.rank} ended with exit code {exit_code}")
+        """Fail as a rank does: report the failure, then exit."""
+        self.report(Failed(self.rank, self.node, message, remedy, exit_code))
+        self.exit(f"rank {self.rank} exited with code {exit_code}")
 
-    def end(self, why: str = "", *, is_clean: bool = False) -> None:
-        self.has_ended = True
-        error = NodeError(why or f"rank {self.rank} was killed by signal 15", node=self.node)
-        self.say(ProcessEnded(self.rank, self.node, error, is_clean))
+    def exit(self, reason: str = "", *, is_clean: bool = False) -> None:
+        self.has_exited = True
+        error = NodeError(reason or f"rank {self.rank} was killed by signal 15", node=self.node)
+        self.report(ProcessEnded(self.rank, self.node, error, is_clean))
 
 
-Story = Callable[["Fleet"], None]
+Script = Callable[["Fleet"], None]
 
 
 class Fleet:
-    """A host and its nodes; `stories` says what happens in the group of each generation."""
+    """A host and its nodes; `scripts` holds what happens in the group of each generation."""
 
     def __init__(self, directory: Path, num_nodes: int = 2) -> None:
         self.directory = directory
         self.nodes = ["host", *(f"csd{number}" for number in range(num_nodes))]
         self.processes: list[ScriptedRank] = []
-        self.begin: Callable[[ScriptedRank], None] = ScriptedRank.be_ready
+        self.on_start: Callable[[ScriptedRank], None] = ScriptedRank.report_ready
         """What a rank's process does when it is started."""
-        self.stories: dict[int, Story] = {}
+        self.scripts: dict[int, Script] = {}
         self.on_order: Callable[[ScriptedRank, Order], None] = lambda rank, order: None
         self.on_event: Callable[[Event], None] = lambda event: None
         self.has_short_epochs = True
-        """Whether an epoch ends as soon as a pause is asked for."""
+        """Whether an epoch ends as soon as a pause is requested."""
         self.never_join: set[int] = set()
         self.reachable: set[int] = set()
-        """Ranks whose machine is there again when somebody tries."""
-        self.may_return: Callable[[int], bool] = self._is_training_without
-        """Whether a reachable rank may be started again now."""
+        """Ranks with a machine that answers when they are restarted."""
+        self.may_restart: Callable[[int], bool] = self._is_training_without
+        """Whether a reachable rank may be restarted now."""
         self.mpirun: dict[int, list[str]] = {}
-        self.built: list[tuple[int, ...]] = []
-        """For which groups mpirun was started."""
+        self.links_type: type[Links] = Links
+        self.linked: list[tuple[int, ...]] = []
+        """The groups for which mpirun was started."""
         self.min_nodes = 0
         self.absent: tuple[int, ...] = ()
-        self.waits = Waits()
+        self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
-        self.restart: Callable[[int, Hear], ScriptedRank] = self._restart
+        self.restart: Callable[[int, OnMessage], ScriptedRank] = self._restart
+
+    def set_patience(self, **limits: float) -> None:
+        self.patience = replace(self.patience, **limits)
 
     def rank(self, rank: int) -> ScriptedRank:
-        """Its newest process."""
-        return next(one for one in reversed(self.processes) if one.rank == rank)
+        """Return the newest process of a rank."""
+        return next(process for process in reversed(self.processes) if process.rank == rank)
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The groups in the order in which they were formed, as rank 0 was told."""
+        """The groups in the order in which rank 0 was told to form them."""
         return [
             order.ranks
             for process in self.processes
@@ -174,49 +191,63 @@ class Fleet:
         assert group
         return [self.rank(rank) for rank in group.ranks]
 
-    def said(self, kind: type[Event]) -> list[str]:
-        """The nodes of all events of this kind, in order."""
-        return [event.node for event in self.events if isinstance(event, kind)]
+    def nodes_of(self, event_type: type[Event]) -> list[str]:
+        """Return the nodes of all events of this type, in order."""
+        return [event.node for event in self.events if isinstance(event, event_type)]
+
+    def lost_messages(self) -> list[str]:
+        return [event.message for event in self.events if isinstance(event, NodeLost)]
 
     def supervise(self) -> Supervisor:
-        supervised = SupervisedRun(
+        setup = RunSetup(
+            run_id="20261122-100000",
             nodes=self.nodes,
-            start_rank=self._begin,
+            start_rank=self._start,
             restart_rank=self.restart,
-            build_links=self._build_links,
-            log_path=lambda rank: self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log"),
-            directory=self.directory,
+            start_links=self._start_links,
+            log_directory=self.directory,
             is_resumable=True,
             min_nodes=self.min_nodes,
-            deadlines=self.waits,
+            patience=self.patience,
             absent=self.absent,
         )
-        return Supervisor(supervised, self._record)
+        return Supervisor(setup, self._record)
 
     def run(self) -> None:
         self.supervise().run()
 
-    def go_on(self, rank: ScriptedRank, order: Order) -> None:
-        """Called with every order a rank has taken: the story of a group begins when all members know it."""
+    def run_to_error(self, error_type: type[CsdctlError] = RunError) -> CsdctlError:
+        """Return the error that ends the run, which must have exactly this type."""
+        with pytest.raises(CsdctlError) as caught:
+            self.run()
+        assert type(caught.value) is error_type
+        return caught.value
+
+    def continue_script(self, rank: ScriptedRank, order: Order) -> None:
+        """Continue after an order: the script of a group starts when all members know the group."""
         self.on_order(rank, order)
         if isinstance(order, FormGroup) and rank.rank == order.ranks[-1]:
-            self.stories.get(order.generation, lambda fleet: None)(self)
+            self.scripts.get(order.generation, lambda fleet: None)(self)
         if rank.rank == 0 and rank.is_pausing and self.has_short_epochs:
             self.end_epoch()
 
     def end_epoch(self) -> None:
-        """The epoch ends, and with it the group when rank 0 was asked for that."""
-        for one in self.members():
-            one.end_epoch()
+        """End the epoch, and the group with it if rank 0 received a request to pause."""
+        for member in self.members():
+            member.end_epoch()
         if self.rank(0).is_pausing:
-            for one in self.members():
-                one.pause()
+            for member in self.members():
+                member.pause()
 
     def finish(self) -> None:
-        """All members of the group have done all steps, and leave."""
-        for one in self.members():
-            one.finish()
-            one.end(is_clean=True)
+        """Let all members of the group finish and exit."""
+        for member in self.members():
+            member.finish()
+            member.exit(is_clean=True)
+
+    def lose_rank_1_early(self) -> None:
+        """Let rank 1 be killed in the first group, long before anything else happens."""
+        self.scripts[1] = lambda fleet: fleet.rank(1).exit("killed by signal 9")
 
     def _record(self, event: Event) -> None:
         self.events.append(event)
@@ -224,48 +255,60 @@ class Fleet:
             self.rank(event.rank).has_joined = True
         self.on_event(event)
 
-    def _begin(self, rank: int, hear: Hear) -> ScriptedRank:
-        process = ScriptedRank(self, rank, hear)
+    def _start(self, rank: int, on_message: OnMessage) -> ScriptedRank:
+        process = ScriptedRank(self, rank, on_message)
         self.processes.append(process)
-        self.begin(process)
+        self.on_start(process)
         return process
 
-    def _restart(self, rank: int, hear: Hear) -> ScriptedRank:
-        if rank not in self.reachable or not self.may_return(rank):
+    def _restart(self, rank: int, on_message: OnMessage) -> ScriptedRank:
+        if rank not in self.reachable or not self.may_restart(rank):
             raise UnreachableError("does not answer", node=self.nodes[rank])
-        return self._begin(rank, hear)
+        return self._start(rank, on_message)
 
     def _is_training_without(self, rank: int) -> bool:
-        """Rank 0 returns at once, as nobody trains without it; the others while a group does."""
+        """Rank 0 restarts at once, as no group trains without it; the others while a group trains."""
         members = self.members()
-        return rank == 0 or all(one.rank != rank and one.has_joined for one in members)
+        return rank == 0 or all(member.rank != rank and member.has_joined for member in members)
 
-    def _build_links(self, ranks: Sequence[int], generation: int) -> list[str]:
-        self.built.append(tuple(ranks))
-        return self.mpirun.get(generation, SLEEPING)
+    def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
+        self.linked.append(tuple(ranks))
+        command = self.mpirun.get(generation, SLEEPING)
+        return self.links_type(command, len(ranks), self._log_path, self.directory)
+
+    def _log_path(self, rank: int | None) -> Path:
+        return self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log")
 
     def assert_nothing_left(self) -> None:
-        """No process of a rank is open, no thread of a return goes on, nothing of an mpirun runs."""
-        left = [f"rank {one.rank}" for one in self.processes if not (one.is_closed or one.has_ended)]
+        """Check that no process of a rank is open, no restart is attempted and no mpirun runs."""
+        left = [f"rank {one.rank}" for one in self.processes if not (one.is_closed or one.has_exited)]
         assert not left, f"not closed: {left}"
         for thread in threading.enumerate():
-            if thread.name.startswith("bring back"):
+            if thread.name.startswith("restart rank"):
                 thread.join(timeout=2)
-                assert not thread.is_alive(), "a rank is still being brought back"
+                assert not thread.is_alive(), "a rank is still being restarted"
         assert not processes_in(self.directory), "an mpirun still runs"
 
 
+def orders_of(rank: ScriptedRank, order_type: type[Order]) -> list[Order]:
+    return [order for order in rank.orders if isinstance(order, order_type)]
+
+
+def press_ctrl_c() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
 def processes_in(directory: Path, patience_s: float = 1.0) -> list[int]:
-    """Processes that work in `directory`; what was killed is given this time to be gone."""
+    """Return the processes that run in `directory`, after killed processes had this time to disappear."""
     deadline = time.monotonic() + patience_s
-    while found := list(_look_for_processes(directory)):
+    while found := _list_processes(directory):
         if time.monotonic() > deadline:
             break
         time.sleep(0.02)
     return found
 
 
-def _look_for_processes(directory: Path) -> list[int]:
+def _list_processes(directory: Path) -> list[int]:
     found = []
     for link in Path("/proc").glob("[0-9]*/cwd"):
         with contextlib.suppress(OSError):

@@ -1,0 +1,47 @@
+"""Whether the members of a group are alive while others wait for them."""
+
+import time
+from collections.abc import Iterable
+
+from csdctl.supervision import failures
+from csdctl.supervision.group import Group
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_processes import RankProcesses
+from csdctl.supervision.roster import Roster
+from csdctl.worker.protocol.orders import Ping
+
+
+class Liveness:
+    """Pings the members that others wait for, and marks those as lost that do not answer."""
+
+    def __init__(self, processes: RankProcesses, roster: Roster, patience: Patience) -> None:
+        self._processes = processes
+        self._roster = roster
+        self._patience = patience
+
+    def ping(self, group: Group, ranks: Iterable[int]) -> None:
+        """Ping those of `ranks` that are members and have no unanswered ping."""
+        now = time.monotonic()
+        for rank in ranks:
+            if rank in group.ranks and rank not in group.pinged:
+                group.pinged[rank] = now
+                self._processes.send(rank, Ping(group.generation))
+
+    def ping_late_ranks(self, group: Group) -> None:
+        """Ping at intervals the members that keep finished or paused members waiting.
+
+        A finished or paused rank no longer reports that it waits.
+        """
+        if not self._roster.finished and not group.paused:
+            return
+        late = set(group.ranks) - self._roster.finished - group.paused
+        now = time.monotonic()
+        self.ping(group, [rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now)])
+
+    def mark_stalled_ranks(self, group: Group) -> list[int]:
+        """Mark as lost the ranks that have not answered a ping for too long, and return them."""
+        group.drop_answered_pings()
+        stalled = self._patience.stalled(group.pinged, time.monotonic())
+        for rank in stalled:
+            self._roster.mark_lost(rank, failures.stalled(rank, self._roster.nodes[rank]))
+        return stalled

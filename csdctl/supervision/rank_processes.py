@@ -1,0 +1,128 @@
+"""The processes of a run's ranks, at most one for each rank: start, receive, drop, restart, close.
+
+All methods are for one thread. Restarts run in threads of their own, since a machine that was lost may take
+its time; a restarted process arrives as a message, before anything it sends.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage, RankProcess
+from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.orders import Order
+
+StartRank = Callable[[int, OnMessage], RankProcess]
+"""Start a rank, and pass all its messages to the callable. May raise CsdctlError."""
+
+
+@dataclass(frozen=True)
+class Restarted:
+    """A rank that was dropped has a process again, which is not ready yet."""
+
+    rank: int
+
+
+class _MessageBuffer:
+    """The messages of one process, held back until `release`: its owner must know the process first."""
+
+    def __init__(self, deliver: "Callable[[_MessageBuffer, RankMessage], None]") -> None:
+        self._deliver = deliver
+        self._lock = threading.Lock()
+        self._held: list[RankMessage] | None = []
+
+    def put(self, message: RankMessage) -> None:
+        with self._lock:
+            if self._held is None:
+                self._deliver(self, message)
+            else:
+                self._held.append(message)
+
+    def release(self) -> None:
+        with self._lock:
+            for message in self._held or ():
+                self._deliver(self, message)
+            self._held = None
+
+
+class RankProcesses:
+    """The processes of all ranks of one run; `close` ends them, whatever happened."""
+
+    def __init__(self, start: StartRank, restart: StartRank, restart_interval_s: float) -> None:
+        self._start = start
+        self._restart = restart
+        self._restart_interval_s = restart_interval_s
+        self._messages: queue.Queue[tuple[_MessageBuffer, RankMessage | RankProcess]] = queue.Queue()
+        self._processes: dict[int, RankProcess] = {}
+        self._buffers: dict[int, _MessageBuffer] = {}
+        self._is_over = threading.Event()
+        self._lock = threading.Lock()
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks that have a process."""
+        return set(self._processes)
+
+    def start(self, rank: int) -> None:
+        """Start a rank; raise CsdctlError if that fails."""
+        buffer = _MessageBuffer(self._deliver)
+        self._processes[rank] = self._start(rank, buffer.put)
+        self._buffers[rank] = buffer
+        buffer.release()
+
+    def _deliver(self, buffer: _MessageBuffer, message: RankMessage | RankProcess) -> None:
+        self._messages.put((buffer, message))
+
+    def next(self, timeout_s: float) -> Event | ProcessEnded | Restarted | None:
+        """Return the next message; None if none arrives in time, or if its process was dropped."""
+        try:
+            buffer, message = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if not isinstance(message, Event | ProcessEnded):
+            self._processes[message.rank] = message
+            self._buffers[message.rank] = buffer
+            return Restarted(message.rank)
+        return message if self._buffers.get(message.rank) is buffer else None
+
+    def send(self, rank: int, order: Order) -> None:
+        """Send an order to a rank; do nothing if the rank has no process."""
+        if process := self._processes.get(rank):
+            process.send(order)
+
+    def drop(self, rank: int) -> None:
+        """Close the rank's process and ignore all its messages from now on."""
+        self._buffers.pop(rank, None)
+        if process := self._processes.pop(rank, None):
+            process.close()
+
+    def restart(self, rank: int) -> None:
+        """Try to restart a dropped rank until it succeeds or the run is over; return at once."""
+        name = f"restart rank {rank}"
+        threading.Thread(target=self._keep_restarting, args=(rank,), name=name, daemon=True).start()
+
+    def _keep_restarting(self, rank: int) -> None:
+        while not self._is_over.is_set():
+            buffer = _MessageBuffer(self._deliver)
+            try:
+                process = self._restart(rank, buffer.put)
+            except Exception:  # whatever it was, the next attempt may succeed
+                self._is_over.wait(self._restart_interval_s)
+                continue
+            with self._lock:
+                if not self._is_over.is_set():
+                    self._messages.put((buffer, process))
+                    buffer.release()
+                    return
+            process.close()
+            return
+
+    def close(self) -> None:
+        """End all processes, including restarted ones that `next` has not returned yet."""
+        with self._lock:
+            self._is_over.set()
+        while not self._messages.empty():
+            self.next(0.0)
+        for process in self._processes.values():
+            process.close()

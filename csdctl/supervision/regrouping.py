@@ -1,0 +1,132 @@
+"""After a group is lost: find the ranks that can form the next one."""
+
+import time
+
+from csdctl.errors import CsdctlError, RunError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.mpi_job import JobOutcome
+from csdctl.supervision import failures
+from csdctl.supervision.group import Group
+from csdctl.supervision.inbox import Inbox
+from csdctl.supervision.rank_process import ProcessEnded, RankMessage
+from csdctl.supervision.rank_processes import RankProcesses
+from csdctl.supervision.roster import Roster
+from csdctl.supervision.run_setup import RunSetup
+from csdctl.worker.protocol.events import Failed, Finished, Ready
+from csdctl.worker.protocol.orders import Ping
+
+
+class Regrouping:
+    """Polls the members of a lost group, and decides whether and with which ranks the run continues."""
+
+    def __init__(self, setup: RunSetup, processes: RankProcesses, inbox: Inbox, roster: Roster) -> None:
+        self._setup = setup
+        self._patience = setup.patience
+        self._processes = processes
+        self._inbox = inbox
+        self._roster = roster
+        self._num_failed = 0
+        """Groups that were lost since the last progress."""
+
+    def note_progress(self) -> None:
+        """Forget the groups that failed before: the current one makes progress."""
+        self._num_failed = 0
+
+    def find_members(self, group: Group, reason: str, outcome: JobOutcome | None) -> list[int] | None:
+        """Return the ranks of the next group, None when the lost one finishes without another.
+
+        `outcome` is that of the lost group's mpirun. Raise the error of the run if it cannot continue.
+        """
+        self._num_failed += 1
+        group.joined = set()
+        members = set(group.ranks)
+        self._poll(group)
+        if self._roster.finished:
+            if group.unlinked or not members <= self._roster.present(members) | self._roster.finished:
+                raise self.incomplete(group, reason)
+            return None  # all were about to finish, and no longer need each other
+        cause = self._find_cause(group, outcome)
+        if not self._roster.has_trained or self._num_failed > self._patience.max_attempts:
+            raise cause or failures.no_group(reason, self._setup.log_directory)
+        if self._num_failed == self._patience.max_attempts and cause:
+            for rank in self._roster.present(members):
+                if self._roster.nodes[rank] == cause.node:  # it answers, and yet every group with it fails
+                    self._roster.mark_lost(rank, cause)
+        if 0 not in self._roster.present(members):
+            self._await_host()
+        left = sorted(self._roster.present(members))
+        self._check_num_nodes(left)
+        return left
+
+    def incomplete(self, group: Group, reason: str) -> CsdctlError:
+        """Return the error of a run that cannot continue because some ranks have finished and left."""
+        missing = [self._roster.nodes[rank] for rank in group.ranks if rank not in self._roster.finished]
+        loss = self._roster.latest_loss(group.ranks)
+        return failures.incomplete(reason, loss, missing, self._setup.log_directory)
+
+    def _poll(self, group: Group) -> None:
+        """Ping all members, and mark as lost those that exit, fail or do not answer."""
+        begun = time.monotonic()
+        members = set(group.ranks)
+        for rank in self._roster.present(members):
+            self._processes.send(rank, Ping(group.generation))
+        limit_s = self._patience.answer_s
+        waiting: set[int] = set()
+        while time.monotonic() - begun < limit_s:
+            waiting = {
+                rank
+                for rank in self._roster.present(members - self._roster.finished)
+                if not group.has_answered_since(rank, begun)
+            }
+            if not waiting and time.monotonic() - begun > self._patience.settle_s:
+                return
+            if len(waiting) == 1 and len(members) > 1:
+                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(begun))
+            left_s = begun + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
+            self._handle(self._inbox.next(max(0.0, left_s)))
+        for rank in waiting:
+            self._roster.mark_lost(rank, failures.no_answer(rank, self._roster.nodes[rank]))
+
+    def _handle(self, message: RankMessage | None) -> None:
+        """Handle the messages that matter while no group exists."""
+        if isinstance(message, ProcessEnded):
+            self._roster.handle_exit(message)
+        elif isinstance(message, Failed):
+            if message.rank == 0:
+                raise failures.as_run_failure(message)
+            self._roster.mark_lost(message.rank, failures.as_loss(message))
+        elif isinstance(message, Finished):
+            self._roster.finished.add(message.rank)
+        elif isinstance(message, Ready) and message.rank in self._roster.restarting:
+            self._roster.readmit(message)
+
+    def _find_cause(self, group: Group, outcome: JobOutcome | None) -> CsdctlError | None:
+        """Return why the group was lost: the loss of a member, or what mpirun printed.
+
+        A rank that was lost before this group was formed is no cause of what happens to the group.
+        """
+        if loss := self._roster.latest_loss(group.ranks):
+            return loss
+        if outcome is None:
+            return None
+        nodes = [self._roster.nodes[rank] for rank in group.ranks]
+        return failures.mpirun_failure(outcome, nodes, self._setup.log_directory)
+
+    def _await_host(self) -> None:
+        """Wait until rank 0 has restarted on this machine: no group can train without it."""
+        deadline = time.monotonic() + self._patience.start_s
+        while 0 not in self._roster.ready:
+            self._handle(self._inbox.next(self._patience.poll_s))
+            if time.monotonic() > deadline or self._roster.is_exhausted(0):
+                loss = self._roster.latest_loss([0])
+                raise failures.as_run_error(loss or RunError("rank 0 cannot be restarted"))
+
+    def _check_num_nodes(self, left: list[int]) -> None:
+        num_nodes = sum(self._roster.nodes[rank] != HOST_NAME for rank in left)
+        if num_nodes >= self._setup.min_nodes:
+            return
+        if not self._setup.is_resumable:
+            raise failures.ranks_missing(len(self._roster.nodes), self._roster.losses)
+        raise failures.too_few_nodes(
+            num_nodes, self._setup.min_nodes, self._roster.losses, self._setup.run_id
+        )

@@ -1,0 +1,89 @@
+"""What is known about every rank of a run: ready, restarting, lost or finished."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+from csdctl.errors import CsdctlError
+from csdctl.supervision import failures
+from csdctl.supervision.inbox import Inbox
+from csdctl.supervision.rank_process import ProcessEnded
+from csdctl.supervision.rank_processes import RankProcesses
+from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Ready
+
+
+class Roster:
+    """The ranks of a run; drops the processes of lost ranks and restarts them."""
+
+    def __init__(
+        self,
+        nodes: Sequence[str],
+        processes: RankProcesses,
+        inbox: Inbox,
+        record: Callable[[Event], None],
+        max_restarts: int,
+    ) -> None:
+        """`nodes` holds the machine of every rank; `record` is called with every NodeLost and NodeBack."""
+        self.nodes = nodes
+        self.ready: set[int] = set()
+        self.restarting: set[int] = set()
+        """Ranks with a new process that is not ready yet."""
+        self.finished: set[int] = set()
+        self.has_trained = False
+        """Whether all ranks of a group have joined it once; until then every loss ends the run."""
+        self._processes = processes
+        self._inbox = inbox
+        self._record = record
+        self._max_restarts = max_restarts
+        self._losses: dict[int, CsdctlError] = {}
+        """Why each rank is lost, the latest loss last."""
+        self._num_losses: dict[int, int] = {}
+
+    @property
+    def losses(self) -> list[CsdctlError]:
+        """Why the ranks are lost that are lost now, the latest loss last."""
+        return list(self._losses.values())
+
+    def present(self, ranks: Iterable[int] | None = None) -> set[int]:
+        """Return those of `ranks`, of all by default, that can train now: a restarting rank cannot."""
+        present = self._processes.ranks & self.ready
+        return present if ranks is None else present & set(ranks)
+
+    def latest_loss(self, ranks: Iterable[int]) -> CsdctlError | None:
+        """Return why a rank of `ranks` was lost last."""
+        members = set(ranks)
+        return next((error for rank, error in reversed(self._losses.items()) if rank in members), None)
+
+    def is_exhausted(self, rank: int) -> bool:
+        """Return whether `rank` was lost too often to be restarted again."""
+        return self._num_losses.get(rank, 0) > self._max_restarts
+
+    def mark_lost(self, rank: int, error: CsdctlError) -> None:
+        """Drop `rank` and restart it when its machine answers; raise RunError before any training."""
+        if rank not in self._processes.ranks or rank in self.finished:
+            return
+        self._processes.drop(rank)
+        self._inbox.discard(rank)
+        self.ready.discard(rank)
+        self.restarting.discard(rank)
+        self._losses.pop(rank, None)  # the latest loss stands last
+        self._losses[rank] = error
+        self._record(NodeLost(rank, self.nodes[rank], str(error)))
+        if not self.has_trained:
+            raise failures.as_run_error(error)
+        self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
+        if not self.is_exhausted(rank):
+            self._processes.restart(rank)
+
+    def readmit(self, ready: Ready) -> None:
+        """Note that a lost rank is ready again and can join the next group."""
+        self.restarting.discard(ready.rank)
+        self._losses.pop(ready.rank, None)
+        self._record(NodeBack(ready.rank, ready.node))
+
+    def handle_exit(self, ended: ProcessEnded) -> None:
+        """Drop a rank that finished, or mark it as lost; raise RunError if it crashed after it finished."""
+        if ended.rank not in self.finished:
+            self.mark_lost(ended.rank, ended.error)
+        elif ended.is_clean:
+            self._processes.drop(ended.rank)
+        else:
+            raise failures.as_run_error(ended.error)

@@ -1,0 +1,34 @@
+"""What a run is made of, as the caller of `Supervisor` describes it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.supervision.links import Links
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_processes import StartRank
+
+DEFAULT_PATIENCE = Patience()
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    """How to start the ranks and their links; the first two callables may raise CsdctlError."""
+
+    run_id: str
+    nodes: Sequence[str]
+    """The machine of every rank, in order; rank 0 is on the host."""
+    start_rank: StartRank
+    restart_rank: StartRank
+    """Start a rank on a machine that was lost: over a new connection, after killing its old processes."""
+    start_links: Callable[[Sequence[int], int], Links]
+    """Start mpirun for these ranks and this generation."""
+    log_directory: Path
+    min_nodes: int
+    is_resumable: bool
+    """Whether the run keeps its state for `train --resume`."""
+    patience: Patience = DEFAULT_PATIENCE
+    collective: str = ""
+    """'star' or 'allreduce'; '' lets the ranks measure which is faster."""
+    absent: tuple[int, ...] = ()
+    """Ranks that take no part from the beginning."""

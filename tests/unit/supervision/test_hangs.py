@@ -1,0 +1,101 @@
+"""Ranks that hang, and ranks that are only slow."""
+
+from collections.abc import Callable
+
+import pytest
+
+from csdctl.errors import DeadlineError
+from csdctl.worker.protocol.events import Event, NodeLost, Progress
+from csdctl.worker.protocol.orders import Ping
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def test_rank_that_others_wait_for_and_that_does_not_answer_is_lost(fleet: Fleet) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(2).is_hung = True
+        fleet.rank(0).wait_for("csd0", "csd1")
+
+    fleet.scripts = {1: hang, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 1)]
+    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]
+    assert len(orders_of(fleet.rank(1), Ping)) == 2  # as others wait for it, and while regrouping
+
+
+@pytest.mark.parametrize("reporter", [0, 2])
+def test_hung_rank_is_lost_when_the_waiting_rank_cannot_name_it(fleet: Fleet, reporter: int) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = True
+        fleet.rank(reporter).wait_for()
+
+    fleet.scripts[1] = hang
+    fleet.scripts[2] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]
+
+
+def test_two_ranks_that_hang_at_once_are_both_left_out(fleet: Fleet) -> None:
+    def hang_both(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = fleet.rank(2).is_hung = True
+        fleet.rank(0).wait_for("csd0", "csd1")
+
+    fleet.scripts = {1: hang_both, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert sorted(fleet.nodes_of(NodeLost)) == ["csd0", "csd1"]
+
+
+def test_slow_rank_that_answers_stays(fleet: Fleet) -> None:
+    def finish_after_a_step(event: Event) -> None:
+        if isinstance(event, Progress):
+            fleet.finish()
+
+    def wait(fleet: Fleet) -> None:
+        fleet.rank(0).wait_for("csd1")
+        fleet.rank(2).step()
+
+    fleet.on_event = finish_after_a_step
+    fleet.scripts[1] = wait
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+    assert len(orders_of(fleet.rank(2), Ping)) == 1
+
+
+def test_run_without_steps_fails_at_the_silence_deadline(fleet: Fleet) -> None:
+    fleet.set_patience(silence_s=0.3)
+    error = fleet.run_to_error(DeadlineError)
+    assert "no rank has completed a step for too long" in error.message
+    assert "logs:" in error.remedy
+
+
+def test_silence_deadline_restarts_with_every_group(fleet: Fleet) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = fleet.rank(2).is_hung = True
+        fleet.rank(0).lose_link(1)
+
+    fleet.set_patience(silence_s=fleet.patience.answer_s)  # regrouping waits this long for two ranks
+    fleet.scripts = {1: hang, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+
+
+@pytest.mark.parametrize("stop", [ScriptedRank.finish, ScriptedRank.pause])
+def test_rank_that_hangs_after_others_have_finished_or_paused_is_lost(
+    fleet: Fleet, stop: Callable[[ScriptedRank], None]
+) -> None:
+    def hang_at_the_end(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = True
+        stop(fleet.rank(0))
+        stop(fleet.rank(2))
+
+    fleet.scripts[1] = hang_at_the_end
+    fleet.scripts[2] = Fleet.finish
+    if stop is ScriptedRank.finish:
+        assert fleet.run_to_error().node == "csd0"
+    else:
+        fleet.run()
+        assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "is stopped, or its machine hangs" in fleet.lost_messages()[0]

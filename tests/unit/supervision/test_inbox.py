@@ -1,0 +1,81 @@
+"""The order in which messages are handled, and what an interrupt leaves to be handled again."""
+
+import pytest
+
+from csdctl.supervision.inbox import Inbox
+from csdctl.supervision.rank_process import RankMessage
+from csdctl.supervision.rank_processes import Restarted
+from csdctl.worker.protocol.events import Pong
+
+
+def message(rank: int, number: int = 0) -> Pong:
+    return Pong(rank, f"node{rank}", number)
+
+
+class Source:
+    """New messages, and those that have arrived."""
+
+    def __init__(self, *messages: RankMessage | Restarted) -> None:
+        self.messages = list(messages)
+        self.arrived: list[RankMessage | Restarted] = []
+        self.is_interrupted = False
+
+    def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
+        return self.messages.pop(0) if self.messages else None
+
+    def note_arrival(self, message: RankMessage | Restarted) -> None:
+        if self.is_interrupted:
+            raise KeyboardInterrupt
+        self.arrived.append(message)
+
+    def inbox(self) -> Inbox:
+        return Inbox(self.receive, self.note_arrival)
+
+
+def test_postponed_messages_come_first_and_arrive_once() -> None:
+    source = Source(message(1), message(2), message(3))
+    inbox = source.inbox()
+    for _ in range(2):
+        postponed = inbox.next_new(0.0)
+        assert postponed
+        inbox.postpone(postponed)
+    assert [inbox.next(0.0) for _ in range(4)] == [message(1), message(2), message(3), None]
+    assert source.arrived == [message(1), message(2), message(3)]
+
+
+def test_restart_arrives_and_is_no_message_to_handle() -> None:
+    source = Source(Restarted(1), message(1))
+    inbox = source.inbox()
+    assert [inbox.next(0.0), inbox.next(0.0)] == [None, message(1)]
+    assert source.arrived == [Restarted(1), message(1)]
+
+
+def test_message_interrupted_on_arrival_is_handled_before_all_others() -> None:
+    source = Source(message(1), message(2), message(3))
+    inbox = source.inbox()
+    postponed = inbox.next_new(0.0)
+    assert postponed
+    inbox.postpone(postponed)
+    source.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        inbox.next_new(0.0)
+    source.is_interrupted = False
+    inbox.requeue_unhandled()
+    assert [inbox.next(0.0) for _ in range(3)] == [message(2), message(1), message(3)]
+
+
+def test_handled_message_is_not_handled_again() -> None:
+    inbox = Source(message(1), message(2)).inbox()
+    inbox.next(0.0)
+    inbox.mark_handled()
+    inbox.requeue_unhandled()
+    assert inbox.next(0.0) == message(2)
+
+
+def test_postponed_messages_of_a_discarded_rank_are_dropped() -> None:
+    inbox = Source().inbox()
+    for number in range(2):
+        inbox.postpone(message(1, number))
+        inbox.postpone(message(2, number))
+    inbox.discard(1)
+    assert [inbox.next(0.0) for _ in range(3)] == [message(2, 0), message(2, 1), None]

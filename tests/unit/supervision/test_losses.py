@@ -1,0 +1,192 @@
+"""Ranks that are lost during training: the others form a new group without them."""
+
+import pytest
+
+from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused
+from csdctl.worker.protocol.orders import FormGroup, Order, Ping
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, shell
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def test_others_continue_without_a_rank_that_exits(fleet: Fleet) -> None:
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == fleet.linked == [(0, 1, 2), (0, 2)]
+    assert fleet.nodes_of(NodeLost) == ["csd0"]
+    assert "killed by signal 15" in fleet.lost_messages()[0]
+    group = orders_of(fleet.rank(2), FormGroup)[-1]
+    assert isinstance(group, FormGroup)
+    assert group.generation == 2
+    assert [type(order) for order in fleet.rank(0).orders] == [FormGroup, Ping, FormGroup]
+
+
+def test_group_of_the_same_ranks_keeps_its_collective(fleet: Fleet) -> None:
+    fleet.scripts = {1: lambda fleet: fleet.rank(0).lose_link(1), 2: Fleet.finish}
+    fleet.run()
+    first, second = orders_of(fleet.rank(0), FormGroup)
+    assert isinstance(first, FormGroup)
+    assert isinstance(second, FormGroup)
+    assert (first.collective, second.collective) == ("", "star")
+    assert first.ranks == second.ranks == (0, 1, 2)
+
+
+def test_host_continues_alone_when_all_nodes_are_lost_at_once(fleet: Fleet) -> None:
+    def lose_all_nodes(fleet: Fleet) -> None:
+        fleet.rank(1).exit()
+        fleet.rank(2).exit()
+
+    fleet.scripts = {1: lose_all_nodes, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert fleet.linked == [(0, 1, 2)]
+    assert fleet.nodes_of(NodeLost) == ["csd0", "csd1"]
+
+
+def test_rank_lost_while_regrouping_is_left_out_as_well(fleet: Fleet) -> None:
+    def exit_when_pinged(rank: ScriptedRank, order: Order) -> None:
+        if rank.rank == 2 and isinstance(order, Ping):
+            rank.exit()
+
+    fleet.on_order = exit_when_pinged
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+
+
+def test_rank_that_fails_while_regrouping_is_left_out_with_its_message(fleet: Fleet) -> None:
+    def fail_when_pinged(rank: ScriptedRank, order: Order) -> None:
+        if rank.rank == 2 and isinstance(order, Ping):
+            rank.fail("disk full")
+
+    fleet.on_order = fail_when_pinged
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert "disk full" in fleet.lost_messages()[1]
+
+
+def test_failure_of_rank_0_while_regrouping_fails_the_run(fleet: Fleet) -> None:
+    def fail_when_pinged(rank: ScriptedRank, order: Order) -> None:
+        if rank.rank == 0 and isinstance(order, Ping):
+            rank.fail("disk full")
+
+    fleet.on_order = fail_when_pinged
+    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
+    error = fleet.run_to_error()
+    assert (error.node, error.message) == ("host", "disk full")
+
+
+def test_rank_that_does_not_answer_is_left_out(fleet: Fleet) -> None:
+    def hang(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = True
+        fleet.rank(0).lose_link(1)
+
+    fleet.scripts = {1: hang, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "no longer answers" in fleet.lost_messages()[0]
+    assert next(process for process in fleet.processes if process.rank == 1).is_closed
+
+
+def test_run_with_fewer_nodes_left_than_min_nodes_fails(fleet: Fleet) -> None:
+    fleet.min_nodes = 2
+    fleet.scripts[1] = lambda fleet: fleet.rank(1).exit()
+    error = fleet.run_to_error()
+    assert "nodes left: 1, but --min-nodes is 2" in error.message
+    assert "csd0: rank 1 was killed by signal 15" in error.message
+    assert "csd1" not in error.message
+    assert "csdctl train --resume 20261122-100000" in error.remedy
+
+
+def test_messages_of_an_earlier_group_are_ignored(fleet: Fleet) -> None:
+    def report_late(fleet: Fleet) -> None:
+        fleet.rank(0).lose_link(1)
+        fleet.rank(2).lose_link(1)
+        fleet.rank(2).report(Paused(2, "csd1", 1))
+        fleet.rank(0).report(Paused(0, "host", 1))
+        fleet.finish()
+
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 2: report_late}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert len(fleet.nodes_of(LinkLost)) == 2
+
+
+def test_late_joined_event_of_an_earlier_group_does_not_complete_the_new_group(fleet: Fleet) -> None:
+    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+
+    def join_late(fleet: Fleet) -> None:
+        fleet.rank(2).join(FormGroup(1, (0, 1, 2)))
+
+    def lose_one(fleet: Fleet) -> None:
+        fleet.never_join = {2}
+        fleet.rank(1).exit()
+
+    fleet.scripts = {1: lose_one, 2: join_late, 3: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 2)]
+
+
+def test_node_lost_after_others_finished_leaves_the_run_incomplete(fleet: Fleet) -> None:
+    def lose_one_at_the_end(fleet: Fleet) -> None:
+        for rank in (0, 1):
+            fleet.rank(rank).finish()
+            fleet.rank(rank).exit(is_clean=True)
+        fleet.rank(2).exit()
+
+    fleet.scripts[1] = lose_one_at_the_end
+    error = fleet.run_to_error()
+    assert error.node == "csd1"
+    assert "killed by signal 15" in error.message
+    assert "no completion record from csd1" in error.message
+
+
+def finish_when_pinged(fleet: Fleet, *ranks: int) -> None:
+    """Let mpirun fail when `ranks` no longer need it: they finish when they are pinged."""
+
+    def finish(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, Ping) and rank.rank in ranks:
+            rank.finish()
+            rank.exit(is_clean=True)
+
+    fleet.on_order = finish
+    fleet.mpirun[1] = shell("exit 1")
+
+
+def test_run_that_finishes_while_mpirun_fails_is_complete(fleet: Fleet) -> None:
+    finish_when_pinged(fleet, 0, 1, 2)
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_rank_that_finishes_later_than_others_is_awaited_after_mpirun_failed(fleet: Fleet) -> None:
+    def save_the_model(event: Event) -> None:
+        if fleet.nodes_of(Finished) == ["csd0", "csd1"]:
+            fleet.on_event = lambda event: None
+            fleet.rank(0).finish()
+            fleet.rank(0).exit(is_clean=True)
+
+    finish_when_pinged(fleet, 1, 2)
+    fleet.on_event = save_the_model
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_rank_that_can_no_longer_finish_with_the_others_fails_the_run(fleet: Fleet) -> None:
+    finish_when_pinged(fleet, 0, 1)
+    fleet.mpirun.clear()
+    fleet.scripts[1] = lambda fleet: fleet.rank(2).lose_link(1)
+    assert "no completion record from csd1" in fleet.run_to_error().message
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_incomplete_run_names_the_node_without_a_completion_record(fleet: Fleet) -> None:
+    def lose_one_at_the_end(fleet: Fleet) -> None:
+        fleet.rank(0).finish()
+        fleet.rank(2).exit("killed by signal 7")
+
+    fleet.lose_rank_1_early()
+    fleet.scripts[2] = lose_one_at_the_end
+    error = fleet.run_to_error()
+    assert (error.node, error.message.splitlines()[0]) == ("csd1", "killed by signal 7")

@@ -1,0 +1,145 @@
+"""Which messages arrive when a rank's process is dropped and another one takes its place."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from csdctl.errors import NodeError, UnreachableError
+from csdctl.supervision.rank_process import OnMessage, ProcessEnded
+from csdctl.supervision.rank_processes import RankProcesses, Restarted
+from csdctl.worker.protocol.events import Pong
+from csdctl.worker.protocol.orders import Order, Ping
+
+WAIT_S = 5.0
+"""Only a test that fails waits this long."""
+
+
+class FakeProcess:
+    def __init__(self, rank: int, on_message: OnMessage) -> None:
+        self.rank, self._on_message = rank, on_message
+        self.orders: list[Order] = []
+        self.closed = threading.Event()
+
+    def send(self, order: Order) -> None:
+        self.orders.append(order)
+
+    def close(self) -> None:
+        self.closed.set()
+
+    def answer(self, number: int) -> None:
+        self._on_message(Pong(self.rank, "csd0", number))
+
+    def exit(self) -> None:
+        self._on_message(ProcessEnded(self.rank, "csd0", NodeError("gone", node="csd0")))
+
+
+class Machine:
+    """Starts processes: raises `failures` first, then calls `on_start` with each process."""
+
+    def __init__(self) -> None:
+        self.started: list[FakeProcess] = []
+        self.on_start: Callable[[FakeProcess], None] = lambda process: None
+        self.failures: list[Exception] = []
+
+    def start(self, rank: int, on_message: OnMessage) -> FakeProcess:
+        if self.failures:
+            raise self.failures.pop(0)
+        self.started.append(FakeProcess(rank, on_message))
+        self.on_start(self.started[-1])
+        return self.started[-1]
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+@pytest.fixture
+def processes(machine: Machine) -> Iterator[RankProcesses]:
+    processes = RankProcesses(machine.start, machine.start, restart_interval_s=0.01)
+    yield processes
+    processes.close()
+    assert all(process.closed.is_set() for process in machine.started)
+
+
+def test_messages_of_a_process_arrive_in_order(processes: RankProcesses, machine: Machine) -> None:
+    processes.start(1)
+    machine.started[0].answer(1)
+    machine.started[0].answer(2)
+    assert [processes.next(0.0), processes.next(0.0)] == [Pong(1, "csd0", 1), Pong(1, "csd0", 2)]
+    assert processes.next(0.0) is None
+
+
+def test_order_to_a_rank_without_a_process_is_ignored(processes: RankProcesses, machine: Machine) -> None:
+    processes.start(1)
+    processes.send(1, Ping(7))
+    processes.send(2, Ping(7))
+    assert machine.started[0].orders == [Ping(7)]
+
+
+def test_no_message_of_a_dropped_process_arrives(processes: RankProcesses, machine: Machine) -> None:
+    processes.start(1)
+    machine.started[0].answer(1)
+    processes.drop(1)
+    machine.started[0].exit()
+    assert [processes.next(0.0), processes.next(0.0)] == [None, None]
+
+
+def test_late_end_of_a_dropped_process_does_not_end_the_restarted_process(
+    processes: RankProcesses, machine: Machine
+) -> None:
+    processes.start(1)
+    processes.drop(1)
+    processes.restart(1)
+    assert processes.next(WAIT_S) == Restarted(1)
+    machine.started[0].exit()
+    assert processes.next(0.0) is None
+    assert processes.ranks == {1}
+
+
+def test_restart_arrives_before_the_end_of_a_process_that_exits_at_once(
+    processes: RankProcesses, machine: Machine
+) -> None:
+    machine.on_start = FakeProcess.exit
+    processes.restart(1)
+    assert processes.next(WAIT_S) == Restarted(1)
+    assert isinstance(processes.next(WAIT_S), ProcessEnded)
+
+
+@pytest.mark.parametrize("failure", [UnreachableError("down"), OSError("broken pipe"), ValueError("?")])
+def test_restart_that_fails_is_retried(
+    processes: RankProcesses, machine: Machine, failure: Exception
+) -> None:
+    machine.failures = [failure] * 2
+    processes.restart(1)
+    assert processes.next(WAIT_S) == Restarted(1)
+    assert not machine.failures
+
+
+def test_process_that_starts_after_the_run_is_over_is_closed(
+    processes: RankProcesses, machine: Machine
+) -> None:
+    is_starting, may_start = threading.Event(), threading.Event()
+
+    def start_slowly(process: FakeProcess) -> None:
+        is_starting.set()
+        may_start.wait(WAIT_S)
+
+    machine.on_start = start_slowly
+    processes.restart(1)
+    assert is_starting.wait(WAIT_S)
+    processes.close()
+    may_start.set()
+    assert machine.started[0].closed.wait(WAIT_S)
+
+
+def test_restarted_process_that_was_never_received_is_closed(
+    processes: RankProcesses, machine: Machine
+) -> None:
+    processes.restart(1)
+    for thread in threading.enumerate():
+        if thread.name == "restart rank 1":
+            thread.join(WAIT_S)
+    processes.close()
+    assert machine.started[0].closed.is_set()

@@ -1,0 +1,197 @@
+"""Lost ranks that are restarted and rejoin."""
+
+from collections.abc import Callable
+
+import pytest
+
+from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Paused
+from csdctl.worker.protocol.orders import Order, PauseAtEpochEnd, Ping
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def test_node_that_returns_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
+    fleet.reachable = {1}
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 3: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == fleet.linked == [(0, 1, 2), (0, 2), (0, 1, 2)]
+    assert fleet.nodes_of(NodeBack) == ["csd0"]
+    assert fleet.nodes_of(Paused) == ["host", "csd1"]
+    assert len(orders_of(fleet.rank(0), PauseAtEpochEnd)) == 1
+
+
+def test_node_that_is_lost_repeatedly_stays_away(fleet: Fleet) -> None:
+    fleet.reachable = {1}
+
+    def lose_it_again(fleet: Fleet) -> None:
+        fleet.rank(0).step()
+        if 1 in fleet.groups[-1]:
+            fleet.rank(1).exit()
+        elif len(fleet.nodes_of(NodeLost)) > fleet.patience.max_restarts:
+            fleet.finish()
+
+    fleet.scripts = dict.fromkeys(range(1, 20), lose_it_again)
+    fleet.run()
+    assert fleet.nodes_of(NodeBack) == ["csd0"] * fleet.patience.max_restarts
+    assert fleet.nodes_of(NodeLost) == ["csd0"] * (fleet.patience.max_restarts + 1)
+    assert fleet.groups[-1] == (0, 2)
+
+
+def test_pause_is_requested_again_when_another_node_is_lost_first(fleet: Fleet) -> None:
+    def lose_another(fleet: Fleet) -> None:
+        fleet.has_short_epochs = True
+        fleet.rank(2).exit()
+
+    fleet.has_short_epochs = False
+    fleet.reachable = {1}
+    fleet.on_event = lambda event: lose_another(fleet) if isinstance(event, NodeBack) else None
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
+def test_node_that_returns_while_others_regroup_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
+    def return_late(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, Ping) and rank.rank == 0 and len(fleet.groups) == 2:
+            fleet.rank(1).report_ready()
+
+    def lose_another(event: Event) -> None:
+        if isinstance(event, NodeLost) and event.rank == 1:
+            fleet.on_start = lambda rank: fleet.rank(2).exit()  # rank 1 has a process, and is not ready yet
+
+    fleet.on_order, fleet.on_event = return_late, lose_another
+    fleet.reachable = {1}
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
+def test_node_lost_during_a_pause_is_left_out_and_the_returned_node_joins(fleet: Fleet) -> None:
+    def lose_one_of_two(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, PauseAtEpochEnd) and len(fleet.groups) == 2:
+            fleet.rank(0).pause()
+            fleet.rank(2).exit()
+
+    fleet.has_short_epochs = False
+    fleet.on_order = lose_one_of_two
+    fleet.reachable = {1}
+
+    def end_epochs(fleet: Fleet) -> None:
+        fleet.has_short_epochs = True
+
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 3: end_epochs, 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0,), (0, 1)]
+
+
+def test_restarted_rank_that_exits_before_it_is_ready_is_restarted_again(fleet: Fleet) -> None:
+    def start(rank: ScriptedRank) -> None:
+        if len(fleet.processes) == 4:
+            rank.exit("no memory")
+        else:
+            rank.report_ready()
+
+    fleet.on_start = start
+    fleet.reachable = {1}
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).exit(), 3: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2), (0, 1, 2)]
+    assert fleet.nodes_of(NodeBack) == ["csd0"]
+
+
+def test_others_wait_while_rank_0_restarts(fleet: Fleet) -> None:
+    fleet.reachable = {0}
+    fleet.scripts = {1: lambda fleet: fleet.rank(0).exit(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 2
+    assert fleet.nodes_of(NodeBack) == ["host"]
+
+
+def test_rank_that_returns_during_a_poll_is_not_pinged_and_stays(fleet: Fleet) -> None:
+    def lose_two(fleet: Fleet) -> None:
+        fleet.rank(1).is_hung = True  # the poll waits for it
+        fleet.rank(0).exit()
+
+    fleet.reachable = {0}
+    fleet.scripts = {1: lose_two, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert fleet.nodes_of(NodeBack) == ["host"]
+    assert sorted(fleet.nodes_of(NodeLost)) == ["csd0", "host"]
+
+
+def test_run_fails_when_rank_0_cannot_be_restarted(fleet: Fleet) -> None:
+    fleet.set_patience(start_s=0.3)
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).exit()
+    error = fleet.run_to_error()
+    assert (error.node, error.message) == ("host", "rank 0 was killed by signal 15")
+
+
+def restart_host_after_the_poll(fleet: Fleet) -> None:
+    """Let rank 0 return only when the supervisor waits for it alone.
+
+    Without time to settle, the poll is over as soon as it has the answers of the others, which are in the
+    queue before rank 0 is restarted.
+    """
+
+    def have_others_answered(rank: int) -> bool:
+        others = [fleet.rank(other) for other in range(1, len(fleet.nodes))]
+        return all(other.group is not None and other.answered == other.group.generation for other in others)
+
+    fleet.set_patience(settle_s=0.0)
+    fleet.reachable = {0}
+    fleet.may_restart = have_others_answered
+
+
+@pytest.mark.parametrize("leave", [ScriptedRank.exit, lambda rank: rank.fail("disk full")])
+def test_node_lost_while_rank_0_restarts_is_left_out(
+    fleet: Fleet, leave: Callable[[ScriptedRank], None]
+) -> None:
+    def start(rank: ScriptedRank) -> None:
+        if len(fleet.processes) > 3:
+            leave(fleet.rank(1))
+        rank.report_ready()
+
+    fleet.on_start = start
+    restart_host_after_the_poll(fleet)
+    fleet.scripts = {1: lambda fleet: fleet.rank(0).exit(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert fleet.nodes_of(NodeLost) == ["host", "csd0"]
+
+
+def test_too_few_nodes_after_rank_0_restarted_fail_the_run(fleet: Fleet) -> None:
+    def start(rank: ScriptedRank) -> None:
+        if len(fleet.processes) > 3:
+            fleet.rank(1).exit()
+        rank.report_ready()
+
+    fleet.on_start = start
+    fleet.min_nodes = 2
+    restart_host_after_the_poll(fleet)
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).exit()
+    assert "nodes left: 1" in fleet.run_to_error().message
+
+
+def test_rank_0_may_restart_as_often_as_a_node(fleet: Fleet) -> None:
+    def lose_host(fleet: Fleet) -> None:
+        fleet.rank(1).step()
+        fleet.rank(0).exit()
+
+    restart_host_after_the_poll(fleet)
+    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_restarts + 1), lose_host)
+    fleet.scripts[fleet.patience.max_restarts + 1] = Fleet.finish
+    fleet.run()
+    assert fleet.nodes_of(NodeBack) == ["host"] * fleet.patience.max_restarts
+
+
+def test_rank_0_lost_more_often_fails_the_run_at_once(fleet: Fleet) -> None:
+    def lose_host(fleet: Fleet) -> None:
+        fleet.rank(1).step()
+        fleet.rank(0).exit()
+
+    fleet.reachable = {0}
+    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_restarts + 2), lose_host)
+    assert fleet.run_to_error().node == "host"
+    assert len(fleet.nodes_of(NodeLost)) == fleet.patience.max_restarts + 1

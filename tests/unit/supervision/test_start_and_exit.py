@@ -1,0 +1,113 @@
+"""How a run starts, and how it ends when nothing is lost."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunError
+from csdctl.worker.protocol.events import Joined, NodeLost
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
+
+pytestmark = pytest.mark.timeout(10)
+
+
+def test_run_is_complete_when_all_ranks_have_reported_completion(fleet: Fleet) -> None:
+    fleet.scripts[1] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == fleet.linked == [(0, 1, 2)]
+    assert fleet.nodes_of(Joined) == ["host", "csd0", "csd1"]
+    assert not fleet.nodes_of(NodeLost)
+
+
+def test_absent_ranks_are_not_started(fleet: Fleet) -> None:
+    fleet.absent = (1,)
+    fleet.scripts[1] = Fleet.finish
+    fleet.run()
+    assert [process.rank for process in fleet.processes] == [0, 2]
+    assert fleet.groups == [(0, 2)]
+
+
+def test_run_on_the_host_alone_starts_no_mpirun(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path, num_nodes=0)
+    fleet.scripts[1] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0,)]
+    assert not fleet.linked
+    fleet.assert_nothing_left()
+
+
+def test_rank_that_finishes_but_does_not_exit_is_named(fleet: Fleet) -> None:
+    def finish_without_exiting(fleet: Fleet) -> None:
+        for rank in fleet.members():
+            rank.finish()
+        fleet.rank(0).exit(is_clean=True)
+
+    fleet.scripts[1] = finish_without_exiting
+    assert "csd0, csd1 finished but did not exit" in fleet.run_to_error().message
+
+
+@pytest.mark.fault(55)
+def test_rank_that_crashes_after_its_completion_record_fails_the_run(fleet: Fleet) -> None:
+    def crash_at_the_very_end(fleet: Fleet) -> None:
+        for rank in fleet.members():
+            rank.finish()
+            rank.exit("rank exited with code 139", is_clean=rank.rank != 2)
+
+    fleet.scripts[1] = crash_at_the_very_end
+    error = fleet.run_to_error()
+    assert (error.node, error.message) == ("csd1", "rank exited with code 139")
+
+
+def test_ranks_that_do_not_start_in_time_are_named(fleet: Fleet) -> None:
+    fleet.set_patience(start_s=0.1)
+    fleet.on_start = lambda rank: rank.report_ready() if rank.rank == 0 else None
+    error = fleet.run_to_error(DeadlineError)
+    assert error.message == "csd0, csd1 did not start in time"
+    assert error.exit_code == ExitCode.DEADLINE
+
+
+def test_rank_that_exits_before_it_is_ready_fails_the_run(fleet: Fleet) -> None:
+    fleet.on_start = lambda rank: rank.report_ready() if rank.rank != 2 else rank.exit("no python3")
+    error = fleet.run_to_error()
+    assert (error.node, error.message, error.exit_code) == ("csd1", "no python3", ExitCode.FAILED)
+
+
+@pytest.mark.parametrize(("exit_code", "error_type"), [(1, RunError), (2, InputError)])
+def test_failure_before_all_ranks_are_ready_keeps_its_error_type(
+    fleet: Fleet, exit_code: int, error_type: type[CsdctlError]
+) -> None:
+    def start(rank: ScriptedRank) -> None:
+        if rank.rank == 1:
+            rank.fail("no such file", remedy="repair it", exit_code=exit_code)
+
+    fleet.on_start = start
+    error = fleet.run_to_error(error_type)
+    assert (error.node, error.message, error.remedy) == ("csd0", "no such file", "repair it")
+    assert error.exit_code == exit_code
+
+
+def test_rank_that_exits_before_the_first_group_has_joined_fails_the_run(fleet: Fleet) -> None:
+    fleet.never_join = {2}
+    fleet.scripts[1] = lambda fleet: fleet.rank(2).exit()
+    assert fleet.run_to_error().node == "csd1"
+    assert fleet.groups == [(0, 1, 2)]
+
+
+def test_failure_before_the_first_group_has_joined_fails_the_run(fleet: Fleet) -> None:
+    fleet.never_join = {2}
+    fleet.scripts[1] = lambda fleet: fleet.rank(2).fail("no socket")
+    error = fleet.run_to_error()
+    assert (error.node, error.message) == ("csd1", "no socket")
+
+
+def test_mpirun_failure_at_the_first_attempt_fails_the_run_with_its_stderr(fleet: Fleet) -> None:
+    fleet.never_join = {0, 1, 2}
+    fleet.mpirun[1] = shell("echo there are no slots >&2; exit 1")
+    assert "there are no slots" in fleet.run_to_error().message
+
+
+def test_first_group_that_does_not_join_in_time_fails_the_run(fleet: Fleet) -> None:
+    fleet.set_patience(join_s=0.05, join_per_rank_s=0.01)
+    fleet.never_join = {1}
+    fleet.run_to_error()
+    assert fleet.groups == [(0, 1, 2)]
