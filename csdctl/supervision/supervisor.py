@@ -498,7 +498,7 @@ class Supervisor:
         if outcome is None:
             return None
         found = find_cause(
-            outcome.last_words,
+            outcome.stderr_tail,
             list(outcome.exited.values()),
             [self._run.nodes[rank] for rank in self._group],
         )

@@ -231,7 +231,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
             *("--max-steps", str(steps + 5)),
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "going on without csd1" in done.stdout
+        assert "resuming without csd1" in done.stdout
         assert last_steps(events) == steps + 5
 
 

@@ -26,11 +26,11 @@ PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
 HOLD_UNTIL_KILLED = """
 import sys, time
 from pathlib import Path
-from csdctl.launch.machine_lock import hold_machines
+from csdctl.launch.machine_lock import lock_machines
 from csdctl.transport.local import LocalSession
 home = Path(sys.argv[1])
 session = LocalSession("csd0", home)
-with hold_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
+with lock_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
     print("held", flush=True)
     time.sleep(60)
 """

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch import mpi_job
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.mpi_job import Deadlines, EndTimeouts, JobOutcome, MpiJob
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 PROGRESS = Progress(0, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 PATIENT = Deadlines(30, 30)
+DEFAULT = EndTimeouts()
 
 
 def tag(rank: int, text: str, stream: str = "stdout") -> str:
@@ -34,15 +34,19 @@ class Job:
         self.directory = directory
         self.events: list[Event] = []
 
-    def make(self, program: str) -> MpiJob:
+    def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        return MpiJob(command, 2, self.log, self.directory, os.environ)
+        return MpiJob(command, 2, self.log, self.directory, os.environ, timeouts)
 
     def run(
-        self, program: str, deadlines: Deadlines = PATIENT, on_event: Callable[[Event], None] | None = None
+        self,
+        program: str,
+        deadlines: Deadlines = PATIENT,
+        on_event: Callable[[Event], None] | None = None,
+        timeouts: EndTimeouts = DEFAULT,
     ) -> JobOutcome:
-        return self.make(program).run(on_event or self.events.append, deadlines)
+        return self.make(program, timeouts).run(on_event or self.events.append, deadlines)
 
     def print(self, text: str, *, errors: str = "", exit_code: int = 0) -> JobOutcome:
         """Run an mpirun that prints `text` and ends."""
@@ -102,7 +106,7 @@ class TestListening:
         assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
 
     def test_other_lines_go_to_the_log_of_their_rank(self, job: Job) -> None:
-        job.print(tag(0, "mpi") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
+        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
         assert (job.text(0), job.text(1), job.text(10)) == ("hello\na warning\n", "there\n", "ten\n")
         assert job.events == []
 
@@ -113,8 +117,8 @@ class TestListening:
 
     def test_untagged_lines_are_mpiruns_last_words(self, job: Job) -> None:
         outcome = job.print("PRTE has lost communication\n", errors="ssh: no route\n", exit_code=1)
-        assert sorted(outcome.last_words) == ["PRTE has lost communication", "ssh: no route"]
-        assert sorted(job.text(None).splitlines()) == sorted(outcome.last_words)
+        assert sorted(outcome.stderr_tail) == ["PRTE has lost communication", "ssh: no route"]
+        assert sorted(job.text(None).splitlines()) == sorted(outcome.stderr_tail)
         assert outcome.exit_code == 1
 
     def test_event_is_taken_only_from_standard_output(self, job: Job) -> None:
@@ -182,11 +186,10 @@ class TestEnding:
         )
         assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
 
-    def test_job_deaf_to_interrupts_is_killed(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mpi_job, "END_GRACE_S", 0.2)
+    def test_job_that_ignores_interrupts_is_killed(self, job: Job) -> None:
         deaf = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
         program = f"{deaf}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
-        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+        outcome = job.run(program, Deadlines(start_s=60, silence_s=1), timeouts=EndTimeouts(grace_s=0.2))
         assert outcome.exit_code == -9
         assert nothing_is_left(job.directory)
 
@@ -210,12 +213,10 @@ class TestEnding:
         job.run(f"{program}    time.sleep(100)\ntime.sleep(0.5)\n")
         assert wait_until_gone(int((job.directory / "pid").read_text()))
 
-    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(mpi_job, "DRAIN_S", 0.2)
+    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
-        job.run(f"{program}    time.sleep(100)\ntime.sleep(100)\n", Deadlines(1, 1))
+        program += "    time.sleep(100)\ntime.sleep(100)\n"
+        job.run(program, Deadlines(1, 1), timeouts=EndTimeouts(drain_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:

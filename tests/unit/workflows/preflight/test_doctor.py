@@ -9,8 +9,9 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, MpiChecked, Ready, Started
-from csdctl.workflows.preflight.doctor import DoctorOptions, Examination
-from csdctl.workflows.preflight.mpi_check import judge_mpi_check
+from csdctl.workflows.preflight.doctor import DoctorOptions
+from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 MACHINES = ["host", "csd0", "csd1"]
@@ -55,8 +56,8 @@ def test_deadline_that_passed_has_an_exit_code_of_its_own() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_deadline_must_be_a_second_at_least(seconds: float) -> None:
-    with pytest.raises(InputError, match="hello deadline"):
-        DoctorOptions(hello_deadline_s=seconds)
+    with pytest.raises(InputError, match="--hello-deadline"):
+        DoctorOptions(mpi_deadline_s=seconds)
 
 
 def judge(events: list[Event], outcome: JobOutcome) -> Check:
@@ -98,7 +99,7 @@ def test_two_kinds_of_mpi_are_red_even_when_they_talk() -> None:
 def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     events = of_all(Started)
     check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
-    assert check.found == "csd0, csd1 started, and did not come through MPI_Init within 60 s"
+    assert check.found == "csd0, csd1 started, and did not complete MPI_Init within 60 s"
     assert "network:" in check.remedy
 
 
