@@ -110,10 +110,11 @@ def measure_privacy(
 def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
     """Return an upper bound of the times each rank began to read its samples; by rank.
 
-    The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in the
-    same epoch. An epoch that a new group resumes counts again, because it may have read the samples of one
-    step, or of all steps since a checkpoint, a second time. Where the events break off, what may have followed
-    counts. A group that another rank has reported and rank 0, lost before it could, has not, counts too.
+    The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
+    the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
+    one step, or of all steps since a checkpoint, a second time. Where the events break off, what may have
+    followed counts. A group that another rank has reported and rank 0, lost before it could, has not, counts
+    too.
     """
     counter = _PassCounter(num_ranks)
     for event in events:

@@ -115,7 +115,7 @@ def test_job_or_fleet_that_changed_after_tuning_is_noticed(tuned: tuple[Project,
     project.know(*project.lab.near[:2], third)
     done = project.csdctl("train", str(private), "--fleet", "larger.yaml")
     assert done.returncode == 2, done.stderr
-    assert "the plan has nothing for csd2" in done.stderr
+    assert "the plan does not include csd2" in done.stderr
     edited = private.with_name("edited.yaml")
     edited.write_text(private.read_text().replace("0.01", "0.02"))
     plan = project.path / ".csdctl" / "plans" / "private.yaml"

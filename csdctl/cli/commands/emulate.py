@@ -54,10 +54,10 @@ def up(
 def status(json: JsonOption = False) -> None:
     """Show every node of the emulated fleet as it is now."""
     from csdctl.cli.render.emulate import emulate_document, render_nodes
-    from csdctl.workflows.maintenance.emulate import look_at_fleet
+    from csdctl.workflows.maintenance.emulate import read_fleet_status
 
     streams = Streams(is_json=json)
-    nodes = look_at_fleet(streams.directory)
+    nodes = read_fleet_status(streams.directory)
     if json:
         streams.result(emulate_document(nodes))
     else:

@@ -62,7 +62,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
     if request.job.noise:
         check_accountant()
     with open_workspace(
-        request.directory, request.fleet, "train", is_holding=True, say=observer.say
+        request.directory, request.fleet, "train", is_locking=True, say=observer.say
     ) as space:
         if request.resume:
             run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)

@@ -48,7 +48,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
     check_tools()
     job = request.job
     with open_workspace(
-        request.directory, request.fleet, "verify", is_holding=True, say=observer.say
+        request.directory, request.fleet, "verify", is_locking=True, say=observer.say
     ) as space:
         plan = _choose_plan(request, space)
         prepared = prepare_in(space, job, observer)

@@ -10,7 +10,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
-from csdctl.workflows.train.plan_validation import MOST_SHOWN, check_plan, describe_made_for, find_left_out
+from csdctl.workflows.train.plan_validation import MAX_SHOWN, check_plan, describe_made_for, find_left_out
 
 JOB = """\
 model: mine.py:build
@@ -85,7 +85,7 @@ def test_long_list_is_cut(plan: Plan, job: Job, tmp_path: Path) -> None:
     )
     changed = written(tmp_path, JOB.replace("epochs: 3, learning_rate: 0.1", recipe))
     lines = refusal(plan, changed).splitlines()
-    assert len(lines) == 1 + MOST_SHOWN + 1
+    assert len(lines) == 1 + MAX_SHOWN + 1
     assert lines[-1] == "  and 2 more"
 
 
@@ -104,7 +104,7 @@ def test_fingerprint_that_changed_without_a_reason_is_refused_as_well(plan: Plan
 
 def test_node_that_the_plan_does_not_know_is_named(plan: Plan, job: Job) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2]})
-    with pytest.raises(InputError, match="nothing for csd1") as raised:
+    with pytest.raises(InputError, match="does not include csd1") as raised:
         check_plan(smaller, job, FLEET, FACTS)
     assert "--exclude csd1" in raised.value.remedy
 
