@@ -1,4 +1,4 @@
-"""Check that the host has an address in the network that MPI is told to use.
+"""Check that the host has an address in the network that MPI must use.
 
 Open MPI silently uses other interfaces when none has an address in the network.
 """

@@ -29,7 +29,7 @@ def add_rank_traffic(
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
     """Add up the bytes on the connections of mpirun and its ssh.
 
-    Nodes that share an address (an emulated fleet) are told apart by their SSH ports alone.
+    Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
     """
     added: Counter[tuple[str, str, str]] = Counter()
     for outcome in outcomes:

@@ -146,10 +146,10 @@ class _MpiRunner:
     ) -> list[RankCommand]:
         commands = []
         for rank, name in enumerate(machines):
-            words = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
-            words += [*arguments, "--marker", rank_marker(run_id, name)]
+            command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
+            command += [*arguments, "--marker", rank_marker(run_id, name)]
             python = self.fleet.python_of(name)
-            commands.append(RankCommand(name, tuple(build_worker_command(python, self.worker.path, words))))
+            commands.append(RankCommand(name, tuple(build_worker_command(python, self.worker.path, command))))
         return commands
 
     def _save_traffic(self, machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome) -> None:

@@ -28,7 +28,7 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise InputError(
-                f"there is no collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
+                f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
         for name, value, least in (
             ("min-nodes", self.min_nodes, 0),

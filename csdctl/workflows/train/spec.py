@@ -49,7 +49,7 @@ def build_spec(
     shards: ShardFiles,
     space: Workspace,
 ) -> RunSpec:
-    """Return what the ranks of `run` are told, without the user's options."""
+    """Return the RunSpec of `run`; the user's options are not applied."""
     return RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
@@ -100,7 +100,7 @@ def build_manifest(
 
 
 def fingerprint_data(prepared: Prepared) -> dict[str, Any]:
-    """Return the fingerprints of the data, which tell on resume whether it has changed."""
+    """Return the fingerprints of the data, by which `resume` detects a change."""
     return {
         "public": prepared.public.fingerprint,
         "private": {name: info.fingerprint for name, info in prepared.private.items()},

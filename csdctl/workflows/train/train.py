@@ -27,7 +27,7 @@ from csdctl.workflows.workspace.workspace import Workspace
 
 
 class RunObserver(Protocol):
-    """Called while the run goes on, by the thread that supervises it: a slow callback delays supervision."""
+    """Called during the run by the thread that supervises it; a slow callback delays supervision."""
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""
@@ -54,7 +54,7 @@ def train(
     """Train a new run to its end.
 
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
-    holds the machines and has called `plan_validation.check_plan`.
+    has locked the machines and called `plan_validation.check_plan`.
     """
     placed = place_shards_of(plan, prepared, job, space.fleet)
     run = space.project.new_run()

@@ -189,7 +189,8 @@ class TestEnding:
         assert all_have_ended(job.directory)
 
     def test_job_that_sends_events_is_never_overdue(self, job: Job) -> None:
-        program = f"for _ in range(25):\n    sys.stdout.write({event_lines(*READY, PROGRESS)!r})\n    time.sleep(0.1)"
+        lines = event_lines(*READY, PROGRESS)
+        program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep(0.1)"
         assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
 
     def test_job_that_ignores_interrupts_is_killed(self, job: Job) -> None:
