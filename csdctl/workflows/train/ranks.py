@@ -22,8 +22,8 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
+from csdctl.workflows.train.placement import ShardFiles
 from csdctl.workflows.train.rank_starter import RankStarter
-from csdctl.workflows.train.spec import ShardFiles
 from csdctl.workflows.workspace.workspace import Workspace
 
 OnEvent = Callable[[Event], None]

@@ -1,43 +1,28 @@
-"""A plan and the data as they are now → the RunSpec of the ranks and the run's manifest.
+"""The RunSpec and the manifest of a new run, from a plan and the data as it is now.
 
-This is the only place that turns a plan into a run. A resumed run starts from its RunSpec and manifest.
+The plan ends here: everything later works with the RunSpec. A resumed run starts from its RunSpec and
+manifest.
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 from csdctl import __version__
-from csdctl.errors import InputError
-from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.network import check_network
-from csdctl.placement.equation1 import Placed, PlacementError
+from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import RunDirectory
-from csdctl.shipping.store import StoredFile
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.deploy import nodes_in, place, rank_specs, whole
+from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.placement import ShardFiles, build_rank_specs
 from csdctl.workflows.workspace.workspace import Workspace
-
-ShardFiles = Mapping[str, tuple[StoredFile, StoredFile]]
-"""By node: the samples and labels that were cut for it on the host."""
 
 MAX_REPORTS_PER_S = 100
 """Progress reports of all ranks together, per second: the host reads all of them."""
-
-
-def place_shards_of(plan: Plan, prepared: Prepared, job: Job, fleet: Fleet) -> list[Placed]:
-    """Compute the shards of the plan's ranks (equation 1); raises InputError when the fleet cannot run it."""
-    nodes_in(plan, fleet)
-    check_network(fleet.network)
-    try:
-        return place(plan, prepared, is_repeating=job.is_repeating)
-    except PlacementError as error:
-        raise InputError(str(error), remedy="change the plan's batch sizes or the data") from None
 
 
 def build_spec(
@@ -55,7 +40,7 @@ def build_spec(
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
         recipe=job.recipe,
-        ranks=rank_specs(plan, placed, prepared, shards, job),
+        ranks=build_rank_specs(plan, placed, prepared, shards, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
         output_directory=str(run.path.relative_to(space.project.root)),

@@ -21,8 +21,9 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_manifest, build_spec, place_shards_of
+from csdctl.workflows.train.spec import build_manifest, build_spec
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -56,7 +57,7 @@ def train(
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `plan_validation.check_plan`.
     """
-    placed = place_shards_of(plan, prepared, job, space.fleet)
+    placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
     run.save_manifest(build_manifest(job, plan, placed, prepared, space))
     shards = cut_shards(placed, prepared.public, job, space.project)

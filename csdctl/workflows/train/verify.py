@@ -14,10 +14,11 @@ from csdctl.worker.protocol.events import Event, Verified
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_spec, place_shards_of
+from csdctl.workflows.train.spec import build_spec
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DEFAULT_BATCH_SIZE = 16
@@ -68,7 +69,7 @@ def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
 
 def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace) -> Verified:
     """Run one step of all ranks and return how it compares with one process; raises what `train` raises."""
-    placed = place_shards_of(plan, prepared, job, space.fleet)
+    placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
