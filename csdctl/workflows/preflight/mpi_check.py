@@ -161,7 +161,7 @@ class _MpiRunner:
 
 
 def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
-    """Run mpirun over `machines`; returns the check, and whether any rank was started or mpirun unusable."""
+    """Run mpirun over `machines`; returns the check, and False when mpirun ran without starting a rank."""
     try:
         result = runner.run(machines, deadline_s)
     except CsdctlError as error:
