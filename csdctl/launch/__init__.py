@@ -1,1 +1,1 @@
-"""Starting the ranks: the mpirun command line (pure), and the running job."""
+"""Start ranks and mpirun, lock and clean machines, find the cause of a failure."""

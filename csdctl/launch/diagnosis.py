@@ -1,7 +1,7 @@
-"""What mpirun's last words tell of the cause; pure.
+"""The cause of a failure, from what mpirun printed and how the ranks ended; pure.
 
-mpirun names ranks by number and daemons by theirs; people know nodes. Its wording is that of Open MPI 5
-(PRRTE 3); what is not recognized is shown as it is.
+mpirun identifies ranks and daemons by number; users know nodes. The patterns match the output of Open MPI 5
+(PRRTE 3); unknown output is shown as it is.
 """
 
 import re
@@ -17,7 +17,7 @@ _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
 _UNNAMED_DAEMON = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"^[-*=\s]*$")
-MEMORY_REMEDY = "give it a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
+MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
 _NO_CAUSE = ("Abort is in progress", "Killed")
 _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "rebuild TensorFlow with")
@@ -25,33 +25,28 @@ _NOISE = ("All log messages before absl", "oneDNN custom operations are on", "re
 
 @dataclass(frozen=True)
 class Cause:
-    """Which node, '' when it cannot be told, and what happened to it."""
+    """What happened to which node; `node` is '' when that is unknown."""
 
     node: str
     message: str
-    remedy: str = "look after the node and train again"
+    remedy: str = "check the node and train again"
 
 
 def is_noise(line: str) -> bool:
-    """Whether `line` of a rank's output is only what TensorFlow says at every start."""
+    """Return whether `line` is one of those that TensorFlow prints at every start."""
     return any(noise in line for noise in _NOISE)
 
 
-def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:
-    """Why mpirun ended.
+def find_cause(stderr_tail: Sequence[str], exited: Sequence[Exited], rank_nodes: Sequence[str]) -> Cause:
+    """Return why mpirun ended.
 
-    `words` are its last lines, `exited` how ranks ended, the first one first; `rank_nodes` the machine of
-    every rank, in order. mpirun numbers its daemons in the order in which it met the nodes, from 1; 0 is
-    its own.
+    `stderr_tail` are its last lines, `exited` the ranks that ended badly, in order of arrival; `rank_nodes`
+    the machine of every rank. mpirun numbers its daemons from 1, in the order of the nodes in its command
+    line; 0 is mpirun itself.
     """
-    for one in exited:
-        number = one.code - 128
-        if number > 0 and number not in _ENDED_BY_MPIRUN:
-            message = f"rank {one.rank} was killed by signal {number}"
-            if number == signal.SIGKILL:
-                return Cause(one.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
-            return Cause(one.node, message)
-    text = "\n".join(words)
+    if killed := _find_killed_rank(exited):
+        return killed
+    text = "\n".join(stderr_tail)
     remote = [node for node in rank_nodes if node != HOST_NAME]
     if found := _DAEMON.search(text):
         number = int(found[1])
@@ -60,10 +55,22 @@ def find_cause(words: Sequence[str], exited: Sequence[Exited], rank_nodes: Seque
     if found := _RANK.search(text):
         rank = int(found[1])
         node = rank_nodes[rank] if rank < len(rank_nodes) else ""
-        if killed := _SIGNAL.search(text):
-            return Cause(node, f"rank {rank} was ended by signal {killed[1]}")
-        return Cause(node, f"rank {rank} was lost, or gave up because another one was")
+        if by_signal := _SIGNAL.search(text):
+            return Cause(node, f"rank {rank} was ended by signal {by_signal[1]}")
+        return Cause(node, f"rank {rank} was lost, or exited because another rank was lost")
     if found := _UNNAMED_DAEMON.search(text):
-        return Cause("", f"the MPI daemon (prted) of a node (mpirun names none) ended with {found[1]}")
-    lines = [line for line in words if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
-    return Cause("", lines[0] if lines else "it said nothing")
+        return Cause("", f"the MPI daemon (prted) of a node that mpirun does not name exited with {found[1]}")
+    lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
+    return Cause("", lines[0] if lines else "mpirun printed no message")
+
+
+def _find_killed_rank(exited: Sequence[Exited]) -> Cause | None:
+    """Return the first rank that was killed by a signal that mpirun did not send."""
+    for one in exited:
+        number = one.code - 128
+        if number > 0 and number not in _ENDED_BY_MPIRUN:
+            message = f"rank {one.rank} was killed by signal {number}"
+            if number == signal.SIGKILL:
+                return Cause(one.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
+            return Cause(one.node, message)
+    return None

@@ -1,4 +1,4 @@
-"""What an earlier csdctl left on a machine: asked of it, ended and removed there."""
+"""What an earlier csdctl left on a machine: find it, end processes, remove files."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,9 @@ from csdctl.transport.many import run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.standalone import build_program_command
 
-LOOK_DEADLINE_S = 120.0
+CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
+_DOING = "looking for leftovers"
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,16 @@ class CleanupOptions:
     is_removing: bool = False
     is_removing_all: bool = False
     is_forced: bool = False
-    """Also where another csdctl works: that one is ended too."""
+    """Clean also a machine that another csdctl has locked, and end that csdctl."""
     run_id: str = ""
-    """Only the processes of this run, whoever works there; '' for all that csdctl left."""
+    """Only the processes of this run, whether the machine is locked or not; '' for all leftovers."""
     node: str = ""
     """With `run_id`: only the ranks and links of this node."""
 
 
 @dataclass(frozen=True)
 class Leftovers:
-    """What was found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what is gone now."""
+    """What was found on one machine; with `CleanupOptions.is_ending` and `is_removing`, what was removed."""
 
     num_processes: int
     runs: tuple[str, ...]
@@ -40,52 +41,52 @@ class Leftovers:
     paths: tuple[str, ...]
     num_bytes: int
     num_unused: int = 0
-    """Stored files that nothing used, if they were to be removed."""
+    """Unused files that were removed from the store, if that was requested."""
 
 
 def clean_machine(
-    session: Session, python: str, sweeping: CleanupOptions, *, deadline_s: float = LOOK_DEADLINE_S
+    session: Session, python: str, options: CleanupOptions, *, deadline_s: float = CLEAN_DEADLINE_S
 ) -> Leftovers:
-    """Find what is left on the machine of `session`, and do with it as `sweeping` says.
+    """Find the leftovers on the machine of `session` and treat them according to `options`.
 
-    Raises MachineHeldError where another csdctl works, RemoteCommandError when the machine cannot tell.
+    Raises MachineLockedError where another csdctl works, RemoteCommandError when the program fails.
     """
-    answer = _ask(session, python, sweeping, deadline_s)
+    answer = _run_cleanup(session, python, options, deadline_s)
     holder = answer["holder"]
-    if holder is not None and not sweeping.is_forced:
+    if holder is not None and not options.is_forced:
         if not is_gone(holder):
             raise MachineLockedError(session.name, holder)
-        answer = _ask(session, python, replace(sweeping, is_forced=True), deadline_s)
+        answer = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
     runs = dict.fromkeys(process["run"] for process in answer["processes"] if process["run"])
     return Leftovers(len(answer["processes"]), tuple(runs), tuple(answer["paths"]), answer["num_bytes"])
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:
-    """End what still carries `run_id` on any machine; returns the machines that no longer answer.
+    """End all processes of the run on every machine; returns the machines where that failed.
 
-    What runs on a machine that is lost ends by MPI's own keepalive.
+    The processes on a lost machine end through MPI's own keepalive.
     """
-    sweeping = CleanupOptions(run_id=run_id)
+    options = CleanupOptions(run_id=run_id)
 
-    def visit(session: Session) -> Leftovers:
-        return clean_machine(session, pythons[session.name], sweeping, deadline_s=END_DEADLINE_S)
+    def clean(session: Session) -> Leftovers:
+        return clean_machine(session, pythons[session.name], options, deadline_s=END_DEADLINE_S)
 
-    return [name for name, outcome in run_on_all(sessions, visit).items() if outcome.error]
+    return [name for name, outcome in run_on_all(sessions, clean).items() if outcome.error]
 
 
 def end_rank(run_id: str, session: Session, python: str) -> None:
-    """End what is left of the run's rank on the node of `session`; raises CsdctlError."""
-    sweeping = CleanupOptions(run_id=run_id, node=session.name)
-    clean_machine(session, python, sweeping, deadline_s=END_DEADLINE_S)
+    """End the processes of the run's rank on the node of `session`; raises CsdctlError."""
+    options = CleanupOptions(run_id=run_id, node=session.name)
+    clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
 
 
-def _ask(session: Session, python: str, sweeping: CleanupOptions, deadline_s: float) -> dict[str, Any]:
-    request = json.dumps(asdict(sweeping)).encode() + b"\n"
+def _run_cleanup(session: Session, python: str, options: CleanupOptions, deadline_s: float) -> dict[str, Any]:
+    request = json.dumps(asdict(options)).encode() + b"\n"
     done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=deadline_s)
-    done.check(session.name, doing="looking for what is left")
+    done.check(session.name, doing=_DOING)
     try:
         return dict(json.loads(done.output))
     except ValueError:
         raise RemoteCommandError(
-            f"looking for what is left gave no answer: {done.output[:80]!r}", node=session.name
+            f"{_DOING} gave an unreadable answer: {done.output[:80]!r}", node=session.name
         ) from None

@@ -1,8 +1,8 @@
 """One csdctl at a time on every machine of a fleet.
 
-A small program on each machine holds a lock for as long as its session lives, so that the lock of a
-csdctl that was killed is free by itself. Only where the host vanished without a word (power cut) does a
-node keep it; the host's next csdctl sees that the holder is gone, and takes it over.
+A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
+is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
+The next csdctl on that host finds that the holder is gone, and takes the lock over.
 """
 
 import contextlib
@@ -21,19 +21,19 @@ from csdctl.transport.standalone import build_program_command
 
 ANSWER_DEADLINE_S = 30.0
 _STARTTIME = 19
-"""Its place in /proc/PID/stat, counted from the state."""
+"""Index of starttime in /proc/PID/stat, counted from the state."""
 
 Holder = Mapping[str, object]
 
 
 class MachineLockedError(RunError):
-    """Another csdctl has the machine."""
+    """Another csdctl has locked the machine."""
 
     def __init__(self, node: str, holder: Holder) -> None:
         super().__init__(
             f"another csdctl works here: {show_holder(holder)}",
             node=node,
-            remedy="wait for it or end it; if it is gone: csdctl clean --force",
+            remedy="wait for it or end it; if it no longer runs: csdctl clean --force",
         )
         self.holder = holder
 
@@ -42,17 +42,17 @@ class MachineLockedError(RunError):
 def lock_machines(
     sessions: Mapping[str, Session], pythons: Mapping[str, str], *, doing: str, directory: Path
 ) -> Iterator[None]:
-    """Hold every machine of `sessions`; raises MachineHeldError at once where another csdctl does.
+    """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl works.
 
-    `pythons` names each machine's Python, `doing` and `directory` tell others who holds it.
+    `pythons` names each machine's Python. `doing` and `directory` describe the holder to other processes.
     """
     me = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
 
-        def hold(session: Session) -> None:
-            stack.callback(_hold(session, pythons[session.name], me).close)
+        def lock(session: Session) -> None:
+            stack.callback(_lock(session, pythons[session.name], me).close)
 
-        outcomes = run_on_all(sessions, hold)
+        outcomes = run_on_all(sessions, lock)
         raise_if_locked(outcomes.values())
         values_or_raise(outcomes, "locking")
         yield
@@ -60,14 +60,14 @@ def lock_machines(
 
 @contextlib.contextmanager
 def relock_machine(session: Session, python: str, *, doing: str, directory: Path) -> Iterator[None]:
-    """Hold a machine that may have lost its holder since this csdctl began; raises MachineHeldError.
+    """Lock a machine again whose lock may have been released since this csdctl began.
 
-    Another csdctl may have taken it in between.
+    Raises MachineLockedError when another csdctl has locked it in between.
     """
     me = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
-            stack.callback(_hold(session, python, me).close)
+            stack.callback(_lock(session, python, me).close)
         except MachineLockedError as error:
             if any(error.holder.get(key) != me[key] for key in ("machine", "boot", "pid", "started")):
                 raise
@@ -75,15 +75,15 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
 
 
 def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Raise one MachineHeldError for all machines of `outcomes` that another csdctl has."""
+    """Raise one MachineLockedError for all machines of `outcomes` where another csdctl works."""
     errors = [outcome.error for outcome in outcomes]
-    if held := [error for error in errors if isinstance(error, MachineLockedError)]:
-        names = ", ".join(error.node for error in held)
-        raise MachineLockedError(names, held[0].holder)
+    if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
+        names = ", ".join(error.node for error in locked)
+        raise MachineLockedError(names, locked[0].holder)
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:
-    """Who this process is, for whoever finds a machine held."""
+    """Return a description of this process, for others that find a machine locked."""
     return {
         "command": doing,
         "host": platform.node(),
@@ -97,7 +97,7 @@ def describe_holder(doing: str, directory: Path) -> dict[str, object]:
 
 
 def show_holder(holder: Holder) -> str:
-    """The holder in words."""
+    """Return the holder as one line of text."""
     return (
         f"`csdctl {holder.get('command', '?')}`, process {holder.get('pid', '?')} on "
         f"{holder.get('host', '?')} in {holder.get('directory', '?')}, since {holder.get('since', '?')}"
@@ -105,7 +105,7 @@ def show_holder(holder: Holder) -> str:
 
 
 def is_gone(holder: Holder) -> bool:
-    """Whether `holder` certainly runs no more: it was on this machine, and its process is not there."""
+    """Return whether `holder` has certainly ended: it ran on this machine, and its process does not exist."""
     me = describe_holder("", Path())
     if holder.get("machine") != me["machine"]:
         return False
@@ -115,22 +115,22 @@ def is_gone(holder: Holder) -> bool:
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
-def _hold(session: Session, python: str, me: Holder) -> Conversation:
+def _lock(session: Session, python: str, me: Holder) -> Conversation:
     try:
-        return _ask(session, python, me)
+        return _request_lock(session, python, me)
     except MachineLockedError as error:
         if not is_gone(error.holder):
             raise
         session.run(["kill", "-KILL", str(error.holder["holding_pid"])], deadline_s=ANSWER_DEADLINE_S)
-        return _ask(session, python, me)
+        return _request_lock(session, python, me)
 
 
-def _ask(session: Session, python: str, me: Holder) -> Conversation:
+def _request_lock(session: Session, python: str, me: Holder) -> Conversation:
     conversation = session.converse(build_program_command(python, "lock"))
     try:
         conversation.send_line(json.dumps(me))
-        word, _, rest = conversation.read_line(deadline_s=ANSWER_DEADLINE_S).partition(" ")
-        if word == "mine":
+        answer, _, rest = conversation.read_line(deadline_s=ANSWER_DEADLINE_S).partition(" ")
+        if answer == "mine":
             return conversation
         raise MachineLockedError(session.name, _parse_holder(rest))
     except EOFError:
@@ -142,7 +142,7 @@ def _ask(session: Session, python: str, me: Holder) -> Conversation:
 
 
 def _parse_holder(text: str) -> Holder:
-    """What the lock file says; {} while its owner is still writing it."""
+    """Return the content of the lock file; {} while its owner is still writing it."""
     with contextlib.suppress(ValueError):
         holder = json.loads(text)
         if isinstance(holder, dict):
@@ -157,6 +157,6 @@ def _read(path: str) -> str:
 
 
 def _start_time(pid: int) -> str:
-    """When the process began, in the kernel's ticks; '' when there is none. Tells apart reused ids."""
+    """Return when the process began, in clock ticks; '' when it does not exist. Detects reused ids."""
     fields = _read(f"/proc/{pid}/stat").rpartition(") ")[2].split()
     return fields[_STARTTIME] if len(fields) > _STARTTIME else ""

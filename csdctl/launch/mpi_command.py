@@ -17,10 +17,10 @@ ALLOW_ROOT = {
     "PRTE_ALLOW_RUN_AS_ROOT": "1",
     "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
 }
-"""mpirun refuses root unless told; a node's only user is often root."""
+"""mpirun refuses to run as root without these; root is often the only user of a node."""
 
 EAGER_LIMIT_BYTES = 4 << 20
-"""Above it a message needs three trips and both sides awake; a rank that sleeps makes each trip wait."""
+"""A larger message needs three trips with both sides awake; a sleeping rank delays each of them."""
 
 COMMON_OPTIONS = (
     "--map-by node",
@@ -40,14 +40,14 @@ COMMON_OPTIONS = (
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One rank: the machine it runs on, and the argument list that starts it there."""
+    """One rank: its machine, and the argument list that starts it there."""
 
     node: str
     command: tuple[str, ...]
 
     @property
     def is_local(self) -> bool:
-        """Whether it runs on the host."""
+        """Whether the rank runs on the host."""
         return self.node == HOST_NAME
 
 
@@ -60,20 +60,21 @@ def build_mpirun_command(
     *,
     run_id: str = "",
 ) -> list[str]:
-    """mpirun with one application context per rank, in order of rank.
+    """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    `ssh_config` is relative to where mpirun starts: PRRTE splits its agent at spaces and knows no quotes.
-    `prefix` is where MPI lies on the nodes (their virtual environment), `network` the CIDR of the
-    interfaces MPI may use ('' lets it choose). With `run_id`, daemons and ssh carry `daemon_marker` of it.
+    `ssh_config` is relative to mpirun's working directory: PRRTE splits its agent at spaces and supports no
+    quotes. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network` the
+    CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, daemons and ssh have its
+    `daemon_marker` in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
     options += ["--prtemca", "plm_ssh_agent", f"ssh -F {ssh_config}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
-        # An interface of an IPv4 network may have IPv6 addresses, which nobody said lead anywhere.
+        # An interface of an IPv4 network may have IPv6 addresses that are not routed.
         options += ["--mca", "btl_tcp_disable_family", "4" if ":" in network else "6"]
-        # PRRTE never uses the loopback when there is another interface, and fails when told to.
+        # PRRTE never uses the loopback when another interface exists, and fails when it is requested.
         if not network.startswith("127."):
             options += ["--prtemca", "prte_if_include", network]
     if run_id:
@@ -87,20 +88,20 @@ def build_mpirun_command(
 
 
 def rank_marker(run_id: str, node: str) -> str:
-    """What every rank of a run has in its command line, so that it can be found."""
+    """Return the argument by which the processes of a run are found; every rank has it."""
     return f"csdctl-run={run_id}/{node}"
 
 
 def daemon_marker(run_id: str) -> str:
-    """A parameter that nothing reads: mpirun passes it on, so it is in the command line of all it starts."""
+    """Return a parameter that no program reads; mpirun adds it to the command lines of its daemons."""
     return f"csdctl_run_{run_id}"
 
 
 def _rank_script(number: int, rank: RankCommand) -> str:
-    """The shell of one rank: enters the machine's home, and stays to say how the rank ended.
+    """Return a shell script that enters the machine's home, runs the rank, and reports how it ended.
 
-    mpirun starts every rank in its own directory, while a node's paths are relative to its home. When a
-    rank is killed, the others notice and give up at once, and mpirun may name one of those.
+    mpirun starts every rank in its own working directory, while a node's paths are relative to its home. When
+    a rank is killed, the others abort at once, and mpirun may name one of those instead.
     """
     event = event_to_line(Exited(number, rank.node, 0)).removesuffix("0}")
     enter = "" if rank.is_local else "cd && "

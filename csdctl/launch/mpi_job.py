@@ -1,12 +1,11 @@
-"""The running job: starts mpirun, reads what the ranks print, watches, ends.
+"""A running mpirun: start it, read what the ranks print, watch its deadlines, end it.
 
-Success is judged by completion records, never by mpirun's exit code: it exits 0 when a node is lost.
+Completion records decide whether a job succeeded. mpirun's exit code does not: it exits with 0 when a node
+is lost.
 """
 
 import contextlib
-import os
 import queue
-import re
 import shutil
 import signal
 import subprocess
@@ -14,40 +13,33 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 from csdctl.errors import InputError
-from csdctl.launch.diagnosis import is_noise
 from csdctl.launch.mpi_command import ALLOW_ROOT
-from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Ready, event_from_line
-from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.launch.mpi_output import LogPath, MpiOutput
+from csdctl.launch.process_session import kill_session, list_session_pids, read_program_name
+from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Ready
 from csdctl.worker.protocol.tcp_counters import list_connections
 
-_TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
-END_GRACE_S = 5.0
-DRAIN_S = 2.0
-"""When all is ended, what is still on its way is waited for so long: an orphan may hold a stream open."""
+POLL_INTERVAL_S = 0.2
 DAEMONS = ("mpirun", "prterun", "ssh")
-"""The programs that bring ranks to the nodes; the others are ranks, and count for themselves."""
-LOOK_SHARE, LONGEST_LOOK_S = 0.1, 2.0
-"""Connections are looked at after another tenth of the time that has passed, and this often."""
-ORPHAN_GRACE_S = 1.0
-_DIES_WITH_US = """\
+"""The programs that start ranks on nodes. Ranks report their own traffic."""
+MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
+"""Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
+_EXEC_TIED_TO_PARENT = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 os.execv(sys.argv[1], sys.argv[1:])
 """
-"""mpirun is told to end when csdctl dies, however that happens; 1 is PR_SET_PDEATHSIG."""
-MAX_LINE_BYTES = 1 << 16
+"""The kernel sends mpirun SIGTERM when csdctl dies, whatever the cause; 1 is PR_SET_PDEATHSIG."""
 
 
 @dataclass(frozen=True)
 class Deadlines:
-    """How long the job may be silent, in seconds: until all ranks are ready, and from then on."""
+    """The longest silence allowed, in seconds: until all ranks are ready, and after that."""
 
     start_s: float = 300.0
     silence_s: float = 300.0
@@ -55,58 +47,98 @@ class Deadlines:
     def __post_init__(self) -> None:
         for name, value in (("start", self.start_s), ("silence", self.silence_s)):
             if not value >= 1:
-                raise InputError(f"the {name} deadline must be 1 second at least, received {value:g}")
+                raise InputError(f"the {name} deadline must be at least 1 second, received {value:g}")
+
+
+@dataclass(frozen=True)
+class EndTimeouts:
+    """How long to wait while a job ends, in seconds."""
+
+    grace_s: float = 5.0
+    """Between the interrupt and the kill, and after the last completion record."""
+    drain_s: float = 2.0
+    """For output still in the pipes once all has ended; an orphan may keep a stream open."""
+    orphan_grace_s: float = 1.0
+    """After mpirun was killed, while a process that it started keeps its output open."""
 
 
 @dataclass
 class JobOutcome:
-    """How the job ended."""
+    """How a job ended."""
 
     exit_code: int | None = None
     finished: dict[int, Finished] = field(default_factory=dict)
     failed: dict[int, Failed] = field(default_factory=dict)
     exited: dict[int, Exited] = field(default_factory=dict)
-    """Ranks that ended badly, the first one first."""
+    """Ranks with a non-zero exit code, in order of arrival."""
     ready: set[int] = field(default_factory=set)
     overdue: str = ""
-    """Which deadline ended it: '', 'start' or 'silence'."""
-    carried: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """Bytes sent and received by the TCP connections of mpirun and its ssh, by both ends."""
-    last_words: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its ssh said themselves."""
+    """The deadline that ended the job: '', 'start' or 'silence'."""
+    connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
+    """Bytes sent and received on each TCP connection of mpirun and its ssh, by local and peer address."""
+    stderr_tail: list[str] = field(default_factory=list)
+    """The last lines that mpirun and its ssh clients printed themselves, on either stream."""
+
+    def add(self, event: Event) -> None:
+        """Record the state of the rank that sent `event`; the first failure and exit of a rank are kept."""
+        if isinstance(event, Ready):
+            self.ready.add(event.rank)
+        elif isinstance(event, Finished):
+            self.finished[event.rank] = event
+        elif isinstance(event, Failed):
+            self.failed.setdefault(event.rank, event)
+        elif isinstance(event, Exited):
+            self.exited.setdefault(event.rank, event)
 
 
 class MpiJob:
-    """One mpirun, from start to end. The caller calls `run` once; `end` may come from anywhere."""
+    """One mpirun, from start to end. Call `run` once; `end` may be called from any thread."""
 
     def __init__(
         self,
         command: Sequence[str],
         num_ranks: int,
-        logs: Callable[[int | None], Path],
+        log_path: LogPath,
         directory: Path,
         environment: Mapping[str, str],
+        timeouts: EndTimeouts = EndTimeouts(),
     ) -> None:
-        """`logs(rank)` names a rank's log file, `logs(None)` mpirun's; all are in `directory`'s run."""
+        """Prepare to run `command` in `directory`."""
         self._command = list(command)
         self._num_ranks = num_ranks
-        self._logs = logs
         self._directory = directory
         self._environment = {**environment, **ALLOW_ROOT}
-        self._events: queue.Queue[Event | None] = queue.Queue()
-        """None is the end of a stream."""
-        self._words: deque[str] = deque(maxlen=60)
-        self._files: dict[int | None, IO[bytes]] = {}
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._timeouts = timeouts
+        self._output = MpiOutput(log_path)
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
-        """Start mpirun, pass on every event, and return when all is over; nothing runs afterwards here."""
+        """Start mpirun, pass on every event, and return when all its local processes have ended."""
         outcome = JobOutcome()
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-c", _DIES_WITH_US, *self._command],
+        self._process = process = self._start()
+        readers = [
+            threading.Thread(target=self._output.read, args=(stream,), daemon=True)
+            for stream in (process.stdout, process.stderr)
+        ]
+        for reader in readers:
+            reader.start()
+        try:
+            if not self._is_ended:  # `end` may have been called before there was a process to end
+                self._watch(process, outcome, on_event, deadlines)
+        finally:
+            self.end()
+            drained_by = time.monotonic() + self._timeouts.drain_s
+            for reader in readers:
+                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
+            self._output.close()
+        outcome.exit_code = process.returncode
+        outcome.stderr_tail = self._output.tail
+        return outcome
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _EXEC_TIED_TO_PARENT, *self._command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,129 +146,56 @@ class MpiJob:
             env=self._environment,
             start_new_session=True,
         )
-        readers = [
-            threading.Thread(target=self._read, args=(stream,), daemon=True)
-            for stream in (self._process.stdout, self._process.stderr)
-        ]
-        for reader in readers:
-            reader.start()
-        try:
-            if not self._is_ended:  # who ended it just before it was started found nothing to end
-                self._watch(self._process, outcome, on_event, deadlines)
-        finally:
-            self.end()
-            drained_by = time.monotonic() + DRAIN_S
-            for reader in readers:
-                reader.join(timeout=max(0.0, drained_by - time.monotonic()))
-            self._close_logs()
-        outcome.exit_code = self._process.returncode
-        outcome.last_words = list(self._words)
-        return outcome
 
     def _watch(
         self,
-        process: subprocess.Popen[bytes],
+        process: "subprocess.Popen[bytes]",
         outcome: JobOutcome,
         on_event: Callable[[Event], None],
         deadlines: Deadlines,
     ) -> None:
-        started = heard = looked = time.monotonic()
-        ended: float | None = None
+        """Pass on events until both streams have ended, a deadline passes, or only an orphan is left."""
+        started = last_event = last_sample = time.monotonic()
+        exited: float | None = None
         num_streams = 2
         while num_streams:
-            event = None
             with contextlib.suppress(queue.Empty):
-                event = self._events.get(timeout=0.2)
-                num_streams -= event is None
-            if event is not None:
-                heard = time.monotonic()
-                self._note(outcome, event)
-                on_event(event)
+                event = self._output.next_event(POLL_INTERVAL_S)
+                if event is None:
+                    num_streams -= 1
+                else:
+                    last_event = time.monotonic()
+                    outcome.add(event)
+                    on_event(event)
             now = time.monotonic()
-            if now - looked > min(LONGEST_LOOK_S, LOOK_SHARE * (now - started)):
-                looked = now
-                self._look_at_traffic(outcome)
+            if now - last_sample > min(MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE * (now - started)):
+                last_sample = now
+                _sample_connections(process.pid, outcome)
             if process.poll() is not None:
-                ended = ended or now
-                if now - ended > ORPHAN_GRACE_S:
-                    return  # mpirun was killed, and what it had started keeps its output open
-            if len(outcome.finished) == self._num_ranks and now - heard > END_GRACE_S:
-                return  # something a rank left behind keeps mpirun's output open
-            if len(outcome.ready) < self._num_ranks:
-                if now - started > deadlines.start_s:
-                    outcome.overdue = "start"
-                    return
-            elif now - heard > deadlines.silence_s:
-                outcome.overdue = "silence"
+                exited = exited or now
+                if now - exited > self._timeouts.orphan_grace_s:
+                    return  # mpirun was killed, and a process it started keeps its output open
+            if len(outcome.finished) == self._num_ranks and now - last_event > self._timeouts.grace_s:
+                return  # a process that a rank left behind keeps mpirun's output open
+            outcome.overdue = self._find_overdue(outcome, deadlines, now - started, now - last_event)
+            if outcome.overdue:
                 return
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=0.2)  # its output ends just before it does
+            process.wait(timeout=POLL_INTERVAL_S)  # its output ends just before the process does
 
-    @staticmethod
-    def _note(outcome: JobOutcome, event: Event) -> None:
-        if isinstance(event, Ready):
-            outcome.ready.add(event.rank)
-        elif isinstance(event, Finished):
-            outcome.finished[event.rank] = event
-        elif isinstance(event, Failed):
-            outcome.failed.setdefault(event.rank, event)
-        elif isinstance(event, Exited):
-            outcome.exited.setdefault(event.rank, event)
-
-    def _read(self, stream: IO[bytes] | None) -> None:
-        """Take in one stream to its end, whatever happens to the logs: a full pipe would stop the run."""
-        assert stream is not None
-        # Closed here alone: closing waits for a reader, and an orphan of mpirun may hold the pipe open.
-        try:
-            with stream:
-                self._read_lines(stream)
-        finally:
-            self._events.put(None)
-
-    def _read_lines(self, stream: IO[bytes]) -> None:
-        while line := stream.readline(MAX_LINE_BYTES):
-            tagged = _TAGGED.match(line)
-            rank = int(tagged[1]) if tagged else None
-            text = tagged[3] if tagged else line
-            if tagged and tagged[2] == b"stdout":
-                try:
-                    event = event_from_line(text.decode(errors="replace").rstrip("\r\n"))
-                except ProtocolError:
-                    event = None
-                if event is not None:
-                    self._events.put(event)
-                    continue
-            if text.strip() and not is_noise(text.decode(errors="replace")):
-                with contextlib.suppress(OSError):  # no room for a log is no reason to end a run
-                    self._log(rank, text)
-
-    def _close_logs(self) -> None:
-        """What an orphan of mpirun still says afterwards is dropped."""
-        with self._lock:
-            self._is_closed = True
-            for file in self._files.values():
-                file.close()
-
-    def _log(self, rank: int | None, text: bytes) -> None:
-        text = text.replace(b"\0", b"")
-        with self._lock:
-            if self._is_closed:
-                return
-            if rank is None:
-                self._words.append(text.decode(errors="replace").strip())
-            if rank not in self._files:
-                self._files[rank] = self._logs(rank).open("ab")
-            self._files[rank].write(text)
-            self._files[rank].flush()
-
-    def _look_at_traffic(self, outcome: JobOutcome) -> None:
-        """What mpirun and its ssh have carried: when they have ended, nobody can tell."""
-        for pid in _session_pids(self._process.pid) if self._process else ():
-            for one in list_connections(pid) if _program(pid) in DAEMONS else ():
-                outcome.carried[one.local, one.peer] = one.num_sent, one.num_received
+    def _find_overdue(
+        self, outcome: JobOutcome, deadlines: Deadlines, elapsed_s: float, silent_s: float
+    ) -> str:
+        """Return the deadline that has passed: 'start', 'silence', or '' for none."""
+        if len(outcome.ready) < self._num_ranks:
+            return "start" if elapsed_s > deadlines.start_s else ""
+        return "silence" if silent_s > deadlines.silence_s else ""
 
     def end(self) -> None:
-        """End mpirun and what it started, gently, then by force. One interrupt only makes it ask again."""
+        """End mpirun and what it started: interrupt first, then kill.
+
+        mpirun asks for confirmation after one interrupt, so it gets two.
+        """
         self._is_ended = True
         process = self._process
         if process is None:
@@ -247,35 +206,18 @@ class MpiJob:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.1)
             try:
-                process.wait(timeout=END_GRACE_S)
+                process.wait(timeout=self._timeouts.grace_s)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        # ssh clients and local ranks share mpirun's session, in groups of their own.
-        _end_session(process.pid)
-        # Its own directory, which it leaves behind when it is killed.
+        # ssh clients and local ranks share mpirun's session, in process groups of their own.
+        kill_session(process.pid)
+        # mpirun leaves its temporary directory behind when it is killed.
         shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{process.pid}", ignore_errors=True)
 
 
-def _end_session(session: int) -> None:
-    """Kill every process of a session."""
-    for pid in _session_pids(session):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-
-
-def _session_pids(session: int) -> list[int]:
-    """The processes of a session, by field 6 of /proc/PID/stat."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            if int(stat.read_text(errors="replace").rpartition(")")[2].split()[3]) == session:
-                found.append(int(stat.parent.name))
-    return found
-
-
-def _program(pid: int) -> str:
-    """The name of what process `pid` runs; '' when it has ended."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
+def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
+    """Record the bytes on the connections of mpirun and its ssh; the kernel drops them when those end."""
+    for pid in list_session_pids(session_id):
+        for one in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
+            outcome.connection_bytes[one.local, one.peer] = one.num_sent, one.num_received

@@ -1,6 +1,6 @@
-"""Whether the host is in the network that MPI is told to use.
+"""Check that the host has an address in the network that MPI must use.
 
-Open MPI takes a network that no interface is in without a word, and goes another way.
+Open MPI silently uses other interfaces when none has an address in the network.
 """
 
 from pathlib import Path
@@ -19,6 +19,7 @@ def check_network(network: str) -> None:
     addresses = parse_local_addresses(Path("/proc/net/fib_trie").read_text())
     if not addresses_in(network, addresses):
         raise InputError(
-            f"network {network}: this host has no address in it, it has {', '.join(addresses) or 'none'}",
-            remedy="mend `network:` in the fleet file, or bring the tunnel's interface up",
+            f"network {network}: this host has no address in it; its addresses: "
+            f"{', '.join(addresses) or 'none'}",
+            remedy="correct `network:` in the fleet file, or bring the tunnel's interface up",
         )

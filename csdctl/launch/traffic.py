@@ -1,4 +1,4 @@
-"""What the ranks and mpirun have sent, by link and traffic class: the entries of the ledger."""
+"""Bytes sent by the ranks and by mpirun, by link and traffic class: entries of the ledger."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,41 +8,44 @@ from csdctl.launch.mpi_job import JobOutcome
 from csdctl.transport.meter import LinkBytes, TrafficClass
 from csdctl.worker.protocol.events import SAMPLES, STATE, SUMS, Traffic
 
-KINDS = {SUMS: TrafficClass.GRADIENT, SAMPLES: TrafficClass.PUBLIC, STATE: TrafficClass.MODEL}
+TRAFFIC_CLASSES = {SUMS: TrafficClass.GRADIENT, SAMPLES: TrafficClass.PUBLIC, STATE: TrafficClass.MODEL}
 
 
-def between_ranks(
-    traffic: Iterable[Traffic], nodes: Sequence[str], kinds: Mapping[str, TrafficClass] = KINDS
+def add_rank_traffic(
+    traffic: Iterable[Traffic], nodes: Sequence[str], classes: Mapping[str, TrafficClass] = TRAFFIC_CLASSES
 ) -> LinkBytes:
-    """What ranks said they sent to each other: the last word of each group; `nodes` by rank."""
-    last = {one.generation: one for one in traffic}
+    """Add up what the ranks sent to each other; `nodes` by rank.
+
+    Counts are cumulative within a group of ranks: the last event of each generation counts.
+    """
+    last = {event.generation: event for event in traffic}
     added: Counter[tuple[str, str, str]] = Counter()
-    for one in last.values():
-        for row in one.sent:
-            added[nodes[row.sender], nodes[row.receiver], kinds[row.what]] += row.num_bytes
+    for event in last.values():
+        for row in event.sent:
+            added[nodes[row.sender], nodes[row.receiver], classes[row.what]] += row.num_bytes
     return dict(added)
 
 
-def of_mpirun(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """What mpirun and its ssh carried.
+def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
+    """Add up the bytes on the connections of mpirun and its ssh.
 
-    Nodes that share an address (an emulated fleet) are told apart by their SSH ports alone.
+    Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
     """
     added: Counter[tuple[str, str, str]] = Counter()
     for outcome in outcomes:
-        for (_, peer), (num_sent, num_received) in outcome.carried.items():
-            if name := _whose(peer, fleet):
+        for (_, peer), (num_sent, num_received) in outcome.connection_bytes.items():
+            if name := _find_machine(peer, fleet):
                 added[HOST_NAME, name, TrafficClass.CONTROL] += num_sent
                 added[name, HOST_NAME, TrafficClass.CONTROL] += num_received
     return dict(added)
 
 
-def _whose(end: str, fleet: Fleet) -> str:
-    """The node, or its jump host, with this 'address port'; '' for an address of nobody known."""
-    address, _, port = end.partition(" ")
+def _find_machine(peer: str, fleet: Fleet) -> str:
+    """Return the node, or its jump host, with this 'address port'; '' for an unknown or ambiguous address."""
+    address, _, port = peer.partition(" ")
     machines = [node.jump or node for node in fleet.nodes] + list(fleet.nodes)
-    there = {machine.name: machine for machine in machines if machine.address == address}
-    by_port = [name for name, machine in there.items() if str(machine.port) == port]
+    candidates = {machine.name: machine for machine in machines if machine.address == address}
+    by_port = [name for name, machine in candidates.items() if str(machine.port) == port]
     if by_port:
         return by_port[0]
-    return next(iter(there)) if len(there) == 1 else ""
+    return next(iter(candidates)) if len(candidates) == 1 else ""

@@ -1,1 +1,1 @@
-"""A run's events to numbers."""
+"""The events of a run, added up to numbers."""

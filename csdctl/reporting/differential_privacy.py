@@ -1,18 +1,17 @@
-"""What noise on private samples promises: ε at δ, for the worst sample of each node, by what was released.
+"""What noise on private samples guarantees: ε at δ, for the worst sample of each node.
 
-A sample is in one noisy sum of its node each time it is read. Every sum is a Gaussian mechanism, and k of
-them on one sample are one with 1/√k of the noise (Dong, Roth, Su, 2022), also when each depends on the
-results of those before. ε comes from the accountant dp-accounting, by the exact formula of Balle and Wang
-(2018).
+A sample enters one noisy sum of its node each time it is read. Every sum is a Gaussian mechanism; k of them
+on one sample equal one with 1/√k of the noise (Dong, Roth, Su, 2022), also when each depends on the results
+of the earlier ones. ε comes from the accountant dp-accounting, by the exact formula of Balle and Wang (2018).
 
-Neighbouring data sets differ in one sample that was replaced by any other, so that the sum moves by up to
-twice the clipping norm. Which samples a step reads follows from the seed, which others know: nothing is
-gained by sampling.
+Neighbouring data sets differ in one sample, replaced by any other, so the sum moves by at most twice the
+clipping norm. The seed, which others know, determines the samples of each step: there is no amplification by
+sampling.
 """
 
 import importlib.util
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import Any
@@ -35,25 +34,25 @@ SENSITIVITY = 2.0
 """How far one replaced sample moves a sum, in clipping norms."""
 INSTALL = "pip install 'csdctl[privacy]'"
 EPOCH_ENTERED = (Progress, LinkLost)
-"""Said by rank 0 after an epoch's end, these mean that the next epoch has begun."""
+"""When rank 0 sends one of these after an epoch's end, the next epoch has begun."""
 
 
 @dataclass(frozen=True)
 class NodePrivacy:
-    """Of one node's private samples."""
+    """The guarantee for the private samples of one node."""
 
     node: str
     num_private: int
     """Different samples."""
     num_releases: int
-    """Noisy sums that a sample was in, at most."""
+    """The most noisy sums that one sample was in."""
     epsilon: float | None
     """None when the accountant is not installed."""
 
 
 @dataclass(frozen=True)
 class Privacy:
-    """Of one run; `nodes` are those with private samples."""
+    """The guarantees of one run; `nodes` are those with private samples."""
 
     l2_norm_clip: float
     noise_multiplier: float
@@ -61,20 +60,21 @@ class Privacy:
     nodes: tuple[NodePrivacy, ...]
 
 
-def check_accountant() -> None:
+def has_accountant() -> bool:
+    """Return whether dp-accounting is installed."""
+    return importlib.util.find_spec("dp_accounting") is not None
+
+
+def check_accountant(is_installed: Callable[[], bool] = has_accountant) -> None:
     """Raise InputError when dp-accounting is not installed."""
-    if not _has_accountant():
+    if not is_installed():
         raise InputError(
             "data.private.noise needs the accountant dp-accounting, which is not installed", remedy=INSTALL
         )
 
 
-def _has_accountant() -> bool:
-    return importlib.util.find_spec("dp_accounting") is not None
-
-
 def compute_epsilon(noise: Noise, num_releases: int) -> float:
-    """ε at `noise.delta` for a sample that was in `num_releases` noisy sums."""
+    """Return ε at `noise.delta` for a sample that was in `num_releases` noisy sums."""
     if not num_releases:
         return 0.0
     from dp_accounting import get_epsilon_gaussian  # heavy, and optional
@@ -84,82 +84,112 @@ def compute_epsilon(noise: Noise, num_releases: int) -> float:
 
 
 def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
-    """What the run will have come to at its end, with its `events` so far; None without noise."""
+    """Return the guarantee at the end of a run that has sent `events` so far; None without noise."""
     if spec.noise is None:
         return None
     kept = list(events)
     done = max((event.epoch for event in kept if isinstance(event, EpochEnd)), default=0)
     passes = [count + spec.recipe.epochs - done for count in count_passes(kept, len(spec.ranks))]
-    samples = [(one.node, one.num_private, one.num_repeated) for one in spec.ranks]
-    return _privacy(spec.noise, samples, passes)
+    samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
+    return _privacy(spec.noise, samples, passes, has_accountant)
 
 
-def measure_privacy(manifest: Mapping[str, Any], events: Iterable[Event]) -> Privacy | None:
-    """What a run has come to so far; `manifest` is its manifest.json. None without noise."""
+def measure_privacy(
+    manifest: Mapping[str, Any],
+    events: Iterable[Event],
+    is_installed: Callable[[], bool] = has_accountant,
+) -> Privacy | None:
+    """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise."""
     if not manifest.get("noise"):
         return None
     placed = manifest["placed"]
-    samples = [(one["name"], one["num_private"], one["num_repeated"]) for one in placed]
-    return _privacy(Noise(**manifest["noise"]), samples, count_passes(events, len(placed)))
+    samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in placed]
+    return _privacy(Noise(**manifest["noise"]), samples, count_passes(events, len(placed)), is_installed)
 
 
 def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
-    """How often each rank began to read its samples, at most; by rank.
+    """Return an upper bound of the times each rank began to read its samples; by rank.
 
-    By what rank 0 said, whose words reach csdctl without a network: all members of its group are in the same
-    epoch. An epoch that a new group went on with counts again, for it may have read the samples of one step,
-    or of all since a checkpoint, a second time. Where the words break off, what may have followed counts, and
-    so does a group that another rank told of and rank 0, lost before it could, did not.
+    The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
+    the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
+    one step, or of all steps since a checkpoint, a second time. Where the events break off, what may have
+    followed counts. A group that another rank has reported and rank 0, lost before it could, has not, counts
+    too.
     """
-    passes, unheard_groups = [0] * num_ranks, [0] * num_ranks
-    members: set[int] = set()
-    entered, is_between, is_open = (
-        0,
-        False,
-        False,
-    )  # is_between: ended an epoch, and may have entered the next
-
-    def enter() -> None:
-        for rank in members:
-            passes[rank] += 1
-
+    counter = _PassCounter(num_ranks)
     for event in events:
+        counter.add(event)
+    return counter.finish()
+
+
+class _PassCounter:
+    """Counts passes over the samples from the events of a run, in order."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._passes = [0] * num_ranks
+        self._unreported_groups = [0] * num_ranks
+        """Groups that a rank has joined by its own account and not by rank 0's."""
+        self._members: set[int] = set()
+        self._epoch = 0
+        """The latest epoch that counts."""
+        self._is_between = False
+        """An epoch has ended, and the next may have begun."""
+        self._is_open = False
+        """The ranks may have continued after the last event."""
+
+    def add(self, event: Event) -> None:
         if event.rank != 0:
-            unheard_groups[event.rank] += isinstance(event, Joined)
-            continue
-        if isinstance(event, Joined):
-            unheard = event.epoch - entered if is_open and members else 0
-            for _ in range(max(unheard, 1 if is_between else 0)):
-                enter()  # csdctl was ended while the ranks went on
-            members = {int(rank) for rank in event.batch_sizes}
-            for rank in members:
-                unheard_groups[rank] -= 1
-            entered, is_between, is_open = event.epoch, False, True
-            enter()
+            self._unreported_groups[event.rank] += isinstance(event, Joined)
+        elif isinstance(event, Joined):
+            self._join(event)
         elif isinstance(event, EpochEnd):
-            if is_between:
-                enter()
-            entered, is_between = event.epoch, True
+            self._count_begun()
+            self._epoch, self._is_between = event.epoch, True
         elif isinstance(event, EPOCH_ENTERED) or (isinstance(event, Finished) and event.reason == STOPPED):
-            if is_between:
-                enter()
-                entered += 1
-            is_between = False
-            is_open = isinstance(event, Progress)
+            self._epoch += self._is_between
+            self._count_begun()
+            self._is_open = isinstance(event, Progress)
         elif isinstance(event, Paused | Finished):
-            is_between = is_open = False
-    if is_between:
-        enter()
-    return [count + max(0, more) for count, more in zip(passes, unheard_groups, strict=True)]
+            self._is_between = self._is_open = False
+
+    def finish(self) -> list[int]:
+        self._count_begun()
+        counts = zip(self._passes, self._unreported_groups, strict=True)
+        return [count + max(0, unreported) for count, unreported in counts]
+
+    def _join(self, event: Joined) -> None:
+        unreported_epochs = event.epoch - self._epoch if self._is_open and self._members else 0
+        for _ in range(max(unreported_epochs, 1 if self._is_between else 0)):
+            self._count_pass()  # csdctl was ended while the ranks continued
+        self._members = {int(rank) for rank in event.batch_sizes}
+        for rank in self._members:
+            self._unreported_groups[rank] -= 1
+        self._epoch, self._is_between, self._is_open = event.epoch, False, True
+        self._count_pass()
+
+    def _count_begun(self) -> None:
+        """Count the epoch that may have begun after the last one ended."""
+        if self._is_between:
+            self._count_pass()
+        self._is_between = False
+
+    def _count_pass(self) -> None:
+        for rank in self._members:
+            self._passes[rank] += 1
 
 
-def _privacy(noise: Noise, samples: Sequence[tuple[str, int, int]], passes: Sequence[int]) -> Privacy:
-    """`samples`: node, private samples read in an epoch, and how many of these are read again; by rank."""
+def _privacy(
+    noise: Noise,
+    samples: Sequence[tuple[str, int, int]],
+    passes: Sequence[int],
+    is_installed: Callable[[], bool],
+) -> Privacy:
+    """`samples`, by rank: node, private samples read in an epoch, and the repeated ones among them."""
     nodes = []
     for (node, num_read, num_repeated), count in zip(samples, passes, strict=True):
         different = num_read - num_repeated
         if different:
             num_releases = count * ceil(num_read / different)
-            epsilon = compute_epsilon(noise, num_releases) if _has_accountant() else None
+            epsilon = compute_epsilon(noise, num_releases) if is_installed() else None
             nodes.append(NodePrivacy(node, different, num_releases, epsilon))
     return Privacy(noise.l2_norm_clip, noise.noise_multiplier, noise.delta, tuple(nodes))

@@ -1,4 +1,4 @@
-"""What a run came to, from its events and its plan."""
+"""The results of a run, from its events and its manifest."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class RankSummary:
     num_public: int
     samples_per_s: float
     alone_samples_per_s: float | None
-    """What tuning measured for this rank without synchronization."""
+    """Measured in tuning, without synchronization."""
     compute_s: float
     wait_s: float
 
     @property
     def waiting(self) -> float:
         """Waiting time as a share of compute and waiting time, 0…1."""
-        busy = self.compute_s + self.wait_s
-        return self.wait_s / busy if busy else 0.0
+        total_s = self.compute_s + self.wait_s
+        return self.wait_s / total_s if total_s else 0.0
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class RunSummary:
 
     run_id: str
     state: str
-    """'done' with a completion record from every rank that took part to the end, 'stopped' when somebody
-    asked it to stop and it did, else 'failed'."""
+    """'done' with a completion record from every rank of the last group, 'stopped' when the user stopped it,
+    else 'failed'."""
     emulated: bool
     method: str
     num_ranks: int
@@ -56,13 +56,13 @@ class RunSummary:
     samples: int
     training_s: float
     samples_per_s: float
-    """Over the whole of all epochs, their ends included: comparing weights, evaluation, checkpoints."""
+    """Over whole epochs, including their ends: comparing weights, evaluation, checkpoints."""
     step_samples_per_s: float
-    """Over the steps alone: what `predicted_samples_per_s` is about."""
+    """Over the steps alone, as `predicted_samples_per_s`."""
     predicted_samples_per_s: float | None
     alone_samples_per_s: float | None
     efficiency: float | None
-    """samples_per_s over the sum of what the ranks reach alone, 0…1."""
+    """samples_per_s over the sum of the rates of each rank alone, 0…1."""
     loss: float | None
     accuracy: float | None
     validation_loss: float | None
@@ -70,18 +70,18 @@ class RunSummary:
     identical_weights: bool
     failures: tuple[str, ...]
     lost_nodes: tuple[str, ...]
-    """Nodes that were lost on the way, also those that came back."""
+    """Nodes that were lost during the run, including those that rejoined."""
     num_private_unread: int
-    """Private samples, counted once for each epoch, that nobody read because their node was away."""
+    """Private samples, counted once per epoch, that were not read because their node was absent."""
     num_rebalanced: int
-    """How often batch sizes moved."""
+    """The number of times that batch sizes moved."""
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
-    """What is promised of private samples; None without noise."""
+    """The guarantee for private samples; None without noise."""
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
-    """Add up a run; `manifest` is the run's manifest.json."""
+    """Add up a run; `manifest` is its manifest.json."""
     kept = list(events)
     plan = manifest["plan"]
     epochs = [event for event in kept if isinstance(event, EpochEnd)]
@@ -94,7 +94,7 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         )
         for number, rank in enumerate(plan["ranks"])
     )
-    # What was done before a loss or a resumption is in no event's seconds.
+    # The time before a loss or a resumption is in no event.
     timed = sum(event.stepped_samples or event.global_samples for event in of_host)
     speed = timed / training_s if training_s else 0.0
     steps_s = sum(event.compute_s + event.wait_s for event in of_host)
@@ -132,13 +132,13 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
 
 
 def _state(events: Sequence[Event], num_ranks: int) -> str:
-    """What became of the ranks that belonged to the last group."""
+    """Return the state of the ranks of the last group."""
     joined = [event for event in events if isinstance(event, Joined)]
     members = {int(rank) for rank in joined[-1].batch_sizes} if joined else set(range(num_ranks))
     last: dict[int, Finished] = {}
     for event in events:
         if isinstance(event, Joined):
-            last.pop(event.rank, None)  # a run that was resumed
+            last.pop(event.rank, None)  # the run was resumed
         elif isinstance(event, Finished):
             last[event.rank] = event
     if members - set(last):
@@ -163,7 +163,7 @@ def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: lis
 
 
 def _identical(events: Sequence[Event], num_ranks: int) -> bool:
-    """Whether at every epoch's end all ranks that took part then reported the same weights."""
+    """Return whether at the end of every epoch all ranks of the group reported the same weights."""
     members = set(range(num_ranks))
     wanted: dict[int, set[int]] = {}
     hashes: dict[int, dict[int, str]] = {}

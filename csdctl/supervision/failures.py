@@ -96,7 +96,7 @@ def too_few_nodes(num_nodes: int, min_nodes: int, losses: Sequence[CsdctlError],
 
 def mpirun_failure(outcome: JobOutcome, rank_nodes: Sequence[str], log_directory: Path) -> CsdctlError:
     """Return why mpirun failed, from its stderr tail; `rank_nodes` are the machines of its ranks."""
-    found = find_cause(outcome.last_words, list(outcome.exited.values()), rank_nodes)
+    found = find_cause(outcome.stderr_tail, list(outcome.exited.values()), rank_nodes)
     return RunError(found.message, node=found.node, remedy=f"{found.remedy}; {_logs(log_directory)}")
 
 

@@ -1,10 +1,7 @@
 """mpirun with the links of one group, in a thread: mpirun may exit at any time, the ranks stay."""
 
-import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
 
@@ -15,15 +12,9 @@ NO_DEADLINES = Deadlines(start_s=10**9, silence_s=10**9)
 class Links:
     """One mpirun, from its start to its end."""
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        num_links: int,
-        log_path: Callable[[int | None], Path],
-        directory: Path,
-    ) -> None:
-        """Start mpirun; `log_path` and `directory` are those of `MpiJob`."""
-        self._job = MpiJob(command, num_links, log_path, directory, os.environ)
+    def __init__(self, job: MpiJob) -> None:
+        """Start `job`."""
+        self._job = job
         self._outcome: JobOutcome | None = None
         self._exited: float | None = None
         self.started = time.monotonic()

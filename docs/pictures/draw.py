@@ -20,7 +20,7 @@ Graph = dict[str, set[str]]
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
+    """Return a module's room: `csdctl.fleet.model` → fleet, `csdctl.worker.data.digest` → worker.data."""
     parts = module.split(".")[1:]
     return ".".join(parts[:2]) if parts[:1] == ["worker"] and len(parts) > 1 else (parts[0] if parts else "")
 
@@ -165,8 +165,8 @@ def render_svg(
         "text{font:12px sans-serif;text-anchor:middle;fill:#1b2733}.note{text-anchor:start;fill:#5b6b7f}",
         "path{fill:none;stroke:#8fa0b3}",
         "</style>",
-        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">',
-        '<path d="M0 0 8 4 0 8z" style="fill:#8fa0b3;stroke:none"/></marker>',
+        '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6"',
+        ' orient="auto"><path d="M0 0 8 4 0 8z" style="fill:#8fa0b3;stroke:none"/></marker>',
     ]
     for (x1, y1), (x2, y2) in arrows:
         middle = (y1 + y2) / 2

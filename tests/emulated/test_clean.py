@@ -159,7 +159,7 @@ def test_clean_leaves_a_csdctl_that_works_there_alone_unless_forced(project: Pat
         "from csdctl.fleet.reading import load_fleet\n"
         "from csdctl.workflows.workspace.workspace import open_workspace\n"
         "fleet = load_fleet(Path('fleet.yaml'))\n"
-        "with open_workspace(Path.cwd(), fleet, 'train', is_holding=True):\n"
+        "with open_workspace(Path.cwd(), fleet, 'train', is_locking=True):\n"
         "    print('working', flush=True)\n"
         "    time.sleep(120)\n"
     )

@@ -226,13 +226,13 @@ def test_daemon_that_never_answers_is_named_in_time_and_nothing_is_left(
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
     assert code == 1
     assert red(document) == [("fleet", "mpi"), ("csd1", "mpi")]
-    assert "not one rank was started within 8 s" in found(document, "fleet", "mpi")["found"]
+    assert "no rank was started within 8 s" in found(document, "fleet", "mpi")["found"]
     assert carriers(str(environment)) == []
 
 
 @pytest.mark.fault(47)
 def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path, tmp_path: Path) -> None:
-    stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" hello "*) kill -STOP $$ ;; esac'
+    stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" mpi-check "*) kill -STOP $$ ;; esac'
     python = write_script(tmp_path / "python", f'{stop}\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")

@@ -116,7 +116,7 @@ def test_discover_with_no_node_reachable_ends_with_4(project: Path, fleet: Fleet
     lost.write_text("nodes: [{name: csd0, address: 127.0.0.1, port: 1}]\n")
     ended = csdctl(project, "discover", "--fleet", str(lost))
     assert ended.returncode == 4
-    assert "not one of 1 nodes" in ended.stderr
+    assert "none of 1 nodes" in ended.stderr
 
 
 def test_help_loads_neither_paramiko_nor_tensorflow(project: Path) -> None:

@@ -115,7 +115,7 @@ def test_job_or_fleet_that_changed_after_tuning_is_noticed(tuned: tuple[Project,
     project.know(*project.lab.near[:2], third)
     done = project.csdctl("train", str(private), "--fleet", "larger.yaml")
     assert done.returncode == 2, done.stderr
-    assert "the plan has nothing for csd2" in done.stderr
+    assert "the plan does not include csd2" in done.stderr
     edited = private.with_name("edited.yaml")
     edited.write_text(private.read_text().replace("0.01", "0.02"))
     plan = project.path / ".csdctl" / "plans" / "private.yaml"
@@ -231,7 +231,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
             *("--max-steps", str(steps + 5)),
         )
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "going on without csd1" in done.stdout
+        assert "resuming without csd1" in done.stdout
         assert last_steps(events) == steps + 5
 
 

@@ -51,10 +51,10 @@ def up(
 def status(json: options.JsonOption = False) -> None:
     """Show the present state of every node of the emulated fleet."""
     from csdctl.cli.render.emulate import show_status
-    from csdctl.workflows.maintenance.emulate import look_at_fleet
+    from csdctl.workflows.maintenance.emulate import read_fleet_status
 
     streams = Streams(is_json=json)
-    show_status(streams, look_at_fleet(streams.directory))
+    show_status(streams, read_fleet_status(streams.directory))
 
 
 @app.command()

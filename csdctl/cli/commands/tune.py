@@ -117,7 +117,7 @@ def tune(
     if method == FIT:
         check_tools()  # the plan is tried with MPI
     chosen_fleet = choose_fleet(fleet, limit, exclude)
-    with open_workspace(streams.directory, chosen_fleet, "tune", is_holding=True, say=streams.say) as space:
+    with open_workspace(streams.directory, chosen_fleet, "tune", is_locking=True, say=streams.say) as space:
         with PreparingView(streams.console) as view:
             prepared = prepare_job(loaded, space.fleet, space.sessions, space.project, streams.say, view.show)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}

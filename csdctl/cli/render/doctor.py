@@ -12,7 +12,7 @@ from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
-from csdctl.workflows.preflight.doctor import Examination, describe
+from csdctl.workflows.preflight.examination import Examination, describe
 
 SCHEMA = "csdctl.doctor/1"
 MAX_ROWS = 40

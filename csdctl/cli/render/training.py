@@ -1,44 +1,55 @@
-"""What a terminal, or a reader of JSON lines, sees of a training."""
+"""`csdctl train` and what comes before it: messages, preflight, progress of preparing, live view."""
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import format_accuracy, format_bytes, format_rate, format_share
+from csdctl.cli.render.preparing import PreparingView
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.render.report import report_document
 from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.reporting.differential_privacy import Privacy, plan_privacy
-from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.preflight.doctor import Examination, describe
-from csdctl.workflows.train.train import RunObserver, RunStopped
+from csdctl.workflows.data.prepare import OnProgress
+from csdctl.workflows.preflight.examination import Examination, describe
+from csdctl.workflows.train.session import TrainResult
+from csdctl.workflows.train.train import RunStopped
 
 
-def show_preflight(streams: Streams, examination: Examination) -> None:
-    """A line for each amber check and one for the hello; raises when something is red."""
-    for check, machines in fold(examination.checks):
-        if check.status == Status.WARN:
-            streams.say(f"amber: {', '.join(machines)}: {describe(check)}")
-            if check.remedy:
-                streams.say(f"  → {check.remedy}")
-    examination.check_before_training()
-    for check in examination.checks:
-        if check.check == "mpi":
-            streams.say(f"preflight: {check.found}")
+class PreparationScreen:
+    """Shows messages and the progress of preparing a job."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self._streams.say(line)
+
+    def preparing(self) -> AbstractContextManager[OnProgress]:
+        """Open a view of the progress."""
+        return _show_progress(self._streams)
 
 
-class TrainingScreen:
-    """Shows one training; the live view opens when the ranks start."""
+@contextmanager
+def _show_progress(streams: Streams) -> Iterator[OnProgress]:
+    with PreparingView(streams.console) as view:
+        yield view.show
+
+
+class TrainingScreen(PreparationScreen):
+    """Shows one `csdctl train`; a context manager that closes the live view, which opens with the run."""
 
     def __init__(self, streams: Streams, *, emulated: bool) -> None:
-        self._streams = streams
+        super().__init__(streams)
         self._emulated = emulated
         self._stack = ExitStack()
         self._view: TrainingView | None = None
@@ -52,62 +63,75 @@ class TrainingScreen:
     ) -> None:
         self._stack.close()
 
-    def watcher(self) -> RunObserver:
-        """The callbacks that `train` calls."""
-        return RunObserver(self._started, self._delivered, self._event)
+    def on_preflight(self, examination: Examination) -> None:
+        """Show a line for each amber check, and the MPI check unless something is red."""
+        for check, machines in fold(examination.checks):
+            if check.status == Status.WARN:
+                self.say(f"amber: {', '.join(machines)}: {describe(check)}")
+                if check.remedy:
+                    self.say(f"  → {check.remedy}")
+        if examination.red or examination.overdue:
+            return
+        for check in examination.checks:
+            if check.check == "mpi":
+                self.say(f"preflight: {check.found}")
 
-    def finish(self, summary: RunSummary) -> None:
-        """What came out in two lines; the whole is what `csdctl report` shows."""
+    def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
+        """Show the run and its shards, and open the live view."""
+        self._run = run
+        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
+        self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
+        for line in format_shards(spec):
+            self.say(line)
+        events = (event for _, event in run.read_events()) if run.events.exists() else ()
+        if planned := plan_privacy(spec, events):
+            self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
+        self._view = self._stack.enter_context(
+            TrainingView(self._streams.console, spec, num_steps, emulated=self._emulated)
+        )
+
+    def on_delivery(self, node: str, delivery: Delivery) -> None:
+        """Show what was sent to a node."""
+        if delivery.num_sent:
+            self.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
+
+    def on_event(self, event: Event) -> None:
+        """Show one event."""
+        self._streams.result_line({"event": type(event).__name__, **asdict(event)})
+        if self._view:
+            self._view.show(event)
+
+    def finish(self, result: TrainResult) -> None:
+        """Show the results in a few lines; `csdctl report` shows all of them."""
         self._stack.close()
-        path = self._path()
+        summary, path = result.summary, str(result.directory.path)
+        if result.was_complete:
+            self.say(f"run {summary.run_id} is complete: nothing is left to do")
+            self._streams.result_line(report_document(summary, path))
+            return
         efficiency = (
             "" if summary.efficiency is None else f" ({format_share(summary.efficiency)} of the ranks alone)"
         )
-        self._streams.say(
+        self.say(
             f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}, "
             f"validation accuracy {format_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
         )
         if summary.privacy:
-            self._say_privacy(summary.privacy, "released: ")
-        self._streams.say(f"run directory: {path}")
+            self._show_privacy(summary.privacy, "released: ")
+        self.say(f"run directory: {path}")
         self._streams.result_line(report_document(summary, path))
 
     def stopped(self, stopped: RunStopped) -> None:
-        """The run was asked to stop: what is kept, and how to go on."""
+        """Show that the run has stopped, and how to resume it."""
         self._stack.close()
-        self._streams.say("stopped; the state of the last completed step is kept")
-        if stopped.summary.privacy:
-            self._say_privacy(stopped.summary.privacy, "released so far: ")
-        self._streams.say(f"run directory: {self._path()}")
-        self._streams.say(f"to go on: csdctl train --resume {stopped.run_id}")
-        self._streams.result_line(report_document(stopped.summary, self._path()))
-
-    def _path(self) -> str:
         assert self._run is not None
-        return str(self._run.path)
+        self.say("stopped; the state of the last completed step is kept")
+        if stopped.summary.privacy:
+            self._show_privacy(stopped.summary.privacy, "released so far: ")
+        self.say(f"run directory: {self._run.path}")
+        self.say(f"to resume: csdctl train --resume {stopped.run_id}")
+        self._streams.result_line(report_document(stopped.summary, str(self._run.path)))
 
-    def _started(self, run: RunDirectory, spec: RunSpec, steps_per_epoch: int) -> None:
-        self._run = run
-        self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
-        self._streams.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {steps_per_epoch} steps an epoch")
-        for line in format_shards(spec):
-            self._streams.say(line)
-        events = (event for _, event in run.read_events()) if run.events.exists() else ()
-        if planned := plan_privacy(spec, events):
-            self._say_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
-        self._view = self._stack.enter_context(
-            TrainingView(self._streams.console, spec, steps_per_epoch, emulated=self._emulated)
-        )
-
-    def _say_privacy(self, privacy: Privacy, when: str) -> None:
+    def _show_privacy(self, privacy: Privacy, when: str) -> None:
         for line in format_epsilon(privacy):
-            self._streams.say(when + line)
-
-    def _delivered(self, node: str, delivery: Delivery) -> None:
-        if delivery.num_sent:
-            self._streams.say(f"{node}: {delivery.num_sent} files sent ({format_bytes(delivery.bytes_sent)})")
-
-    def _event(self, event: Event) -> None:
-        self._streams.result_line({"event": type(event).__name__, **asdict(event)})
-        if self._view:
-            self._view.show(event)
+            self.say(when + line)

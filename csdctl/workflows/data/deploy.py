@@ -8,10 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from csdctl.documents import write_aside
-from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
-from csdctl.placement.equation1 import Placed, RankLoad, place_shards
+from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import note_traffic
 from csdctl.shipping.chunks import SharedChunks
@@ -22,23 +21,11 @@ from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec
+from csdctl.worker.protocol.run_spec import DatasetSlice
 from csdctl.workflows.data.prepare import Prepared
 
 OnDelivery = Callable[[str, Delivery], None]
-
-
-def place(plan: Plan, prepared: Prepared, *, is_repeating: bool) -> list[Placed]:
-    """Equation 1 over the plan's batch sizes and the data as it is now."""
-    loads = [
-        RankLoad(
-            rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0
-        )
-        for rank in plan.ranks
-    ]
-    return place_shards(loads, prepared.public.num_samples, is_repeating=is_repeating)
 
 
 def deploy_files(
@@ -112,43 +99,6 @@ def cut_shards(
     }
 
 
-def rank_specs(
-    plan: Plan,
-    placed: Sequence[Placed],
-    prepared: Prepared,
-    cut: Mapping[str, tuple[StoredFile, StoredFile]],
-    job: Job,
-) -> tuple[RankSpec, ...]:
-    """What every rank will read, in order of rank."""
-    specs = []
-    for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
-        public = None
-        if rank.node == HOST_NAME or job.is_everywhere:
-            images, labels = _arrays(prepared.public)
-            public = DatasetSlice(images, labels, shard.public_start, shard.public_stop, job.recipe.seed)
-        elif rank.node in cut:
-            images, labels = (file.path for file in cut[rank.node])
-            public = DatasetSlice(images, labels)
-        specs.append(
-            RankSpec(
-                number,
-                rank.node,
-                rank.batch_size,
-                rank.runtime,
-                whole(prepared.private[rank.node]) if rank.node in prepared.private else None,
-                public,
-                shard.num_private,
-                shard.num_public,
-                shard.public_start,
-                num_repeated=shard.num_repeated,
-                weight=shard.weight if job.is_weighted_by_data_set else 1.0,
-                max_batch_size=rank.max_batch_size,
-                micro_batch_size=rank.micro_batch_size,
-            )
-        )
-    return tuple(specs)
-
-
 def whole(data: DatasetInfo) -> DatasetSlice:
     """All rows of a prepared data set."""
     return DatasetSlice(*_arrays(data))
@@ -177,16 +127,3 @@ def _cut(
         StoredFile(hash_file(target), ".npy", target, TrafficClass.PUBLIC) for target in targets
     )
     return images, labels
-
-
-def nodes_in(plan: Plan, fleet: Fleet) -> list[str]:
-    """The names of the plan's ranks that are nodes; raises InputError for one the fleet does not have."""
-    names = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
-    known = {node.name for node in fleet.nodes}
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise InputError(
-            f"the plan needs {', '.join(missing)}, not among the nodes of {fleet.path} chosen",
-            remedy="run `csdctl tune` again for these nodes",
-        )
-    return names

@@ -1,1 +1,1 @@
-"""Cleaning up machines, and the emulated fleet."""
+"""Cleaning machines, and running the emulated fleet."""

@@ -1,6 +1,6 @@
-"""`clean`: ends and removes what an earlier csdctl left, on the nodes and on the host.
+"""`clean`: end and remove what an earlier csdctl left, on the nodes and on the host.
 
-On the host only what is unfinished goes: plans, runs and models stay, whatever is asked.
+On the host only unfinished files are removed: plans, runs and models stay, whatever the options.
 """
 
 import contextlib
@@ -22,28 +22,30 @@ OnCleaned = Callable[[Outcome[Leftovers]], None]
 
 def clean(
     fleet: Fleet,
-    sweeping: CleanupOptions,
+    options: CleanupOptions,
     *,
     directory: Path,
     is_pruning: bool = False,
     on_done: OnCleaned = lambda outcome: None,
 ) -> dict[str, Outcome[Leftovers]]:
-    """Do as `sweeping` says on the host and all nodes of `fleet`; failures are in the result, not raised.
+    """Clean the host and all nodes of `fleet`; failures are in the result, not raised.
 
-    With `is_pruning`, stored files that no deployed tree uses go from the nodes too.
+    With `is_pruning`, also remove stored files on the nodes that no deployed tree uses.
     """
 
-    def visit(session: Session) -> Leftovers:
+    def clean_node(session: Session) -> Leftovers:
         python = fleet.node(session.name).python
-        found = clean_machine(session, python, sweeping)
+        found = clean_machine(session, python, options)
         return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
-        on_host = replace(sweeping, is_removing_all=False)
+        on_host = replace(options, is_removing_all=False)
         outcomes = run_on_all(
             {HOST_NAME: host},
             lambda session: clean_machine(session, sys.executable, on_host),
             on_done=on_done,
         )
     on_traffic = note_traffic(directory, "clean")
-    return outcomes | run_on_nodes(fleet, visit, directory=directory, on_done=on_done, on_traffic=on_traffic)
+    return outcomes | run_on_nodes(
+        fleet, clean_node, directory=directory, on_done=on_done, on_traffic=on_traffic
+    )

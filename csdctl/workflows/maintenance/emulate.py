@@ -1,4 +1,4 @@
-"""Use cases of `csdctl emulate`: bring an emulated fleet up, look at it, take it down."""
+"""Use cases of `csdctl emulate`: start an emulated fleet, show its status, stop it."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ STATE_DIRECTORY = Path(".csdctl", "emulated")
 
 @dataclass(frozen=True)
 class EmulatedFleet:
-    """An emulated fleet that is up; `was_up` says that nothing had to be started."""
+    """An emulated fleet that is up; `was_up` when it was running before."""
 
     fleet_path: Path
     nodes: tuple[NodeStatus, ...]
@@ -28,9 +28,9 @@ def bring_fleet_up(
     fleet_path: Path,
     cpu_mechanism: str = "auto",
 ) -> EmulatedFleet:
-    """Start `num_nodes` nodes with `cpu` cores and `memory` (as in 2G) each, or find them running.
+    """Start `num_nodes` nodes with `cpu` cores and `memory` (such as 2G) each, unless they run already.
 
-    Raises InputError for values this machine cannot serve, and when another emulated fleet is up.
+    Raises InputError for values that this machine cannot provide, and when another emulated fleet is up.
     """
     directory = project / STATE_DIRECTORY
     spec = EmulatedSpec(num_nodes, cpu, parse_size(memory))
@@ -39,11 +39,11 @@ def bring_fleet_up(
     return EmulatedFleet(written, tuple(fleet_status(directory)), was_up)
 
 
-def look_at_fleet(project: Path) -> tuple[NodeStatus, ...]:
-    """Every node of the project's emulated fleet as it is now; raises InputError when there is none."""
+def read_fleet_status(project: Path) -> tuple[NodeStatus, ...]:
+    """Return the status of every emulated node of the project; raises InputError when there is none."""
     return tuple(fleet_status(project / STATE_DIRECTORY))
 
 
 def take_fleet_down(project: Path) -> StoppedFleet:
-    """End the project's emulated fleet and remove its files, also after a crash."""
+    """Stop the project's emulated fleet and remove its files, also after a crash."""
     return stop_fleet(project / STATE_DIRECTORY)

@@ -1,6 +1,6 @@
-"""Every machine opens a door and knocks at those of the others: which pairs can connect, and which cannot.
+"""Every machine opens listeners and connects to those of the others: which pairs can connect.
 
-A small program on each machine, all at once, in three steps over one conversation each: open, knock, leave.
+A small program runs on each machine, on all at once, over one conversation each: listen, connect, exit.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ from csdctl.transport.many import Outcome, run_on_all
 from csdctl.transport.session import Conversation, Session
 from csdctl.transport.standalone import build_program_command
 
-KNOCK_DEADLINE_S = 3.0
+CONNECT_DEADLINE_S = 3.0
+EXIT_DEADLINE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -36,93 +37,97 @@ class PortListener:
 def check_reachability(
     fleet: Fleet, sessions: Mapping[str, Session], conditions: Mapping[str, Condition], deadline_s: float
 ) -> list[Check]:
-    """A check for every machine of `sessions` whether those that talk in training can connect."""
+    """Return a check for every machine of `sessions`: whether the pairs that connect in training can."""
     token = secrets.token_hex(8)
 
-    def open_doors(session: Session) -> PortListener:
-        address = _address(session.name, fleet, conditions)
-        return _open(session, fleet.python_of(session.name), address, token, deadline_s)
+    def start(session: Session) -> PortListener:
+        address = _listen_address(session.name, fleet, conditions)
+        return _start_listener(session, fleet.python_of(session.name), address, token, deadline_s)
 
-    with _closing(run_on_all(sessions, open_doors)) as outcomes:
+    with _closing(run_on_all(sessions, start)) as outcomes:
         checks = [judge_error(name, "ports", one.error) for name, one in outcomes.items() if one.error]
-        keepers = {name: one.value for name, one in outcomes.items() if one.value}
-        wanted = pairs_to_try(list(keepers))
+        listeners = {name: one.value for name, one in outcomes.items() if one.value}
+        servers = pairs_to_try(list(listeners))
 
-        def knock_at_others(name: str) -> list[ConnectAttempt]:
-            others = {owner: keepers[owner] for owner in wanted[name]}
-            return _knock(name, keepers[name], others, deadline_s)
+        def connect_to_others(name: str) -> list[ConnectAttempt]:
+            others = {server: listeners[server] for server in servers[name]}
+            return _connect(name, listeners[name], others, deadline_s)
 
-        tried = run_on_all({name: name for name in keepers}, knock_at_others)
+        tried = run_on_all({name: name for name in listeners}, connect_to_others)
         checks += [judge_error(name, "ports", one.error) for name, one in tried.items() if one.error]
-        knocks = [one for outcome in tried.values() for one in outcome.value or ()]
-    judged = judge_attempts(list(keepers), knocks)
+        attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
+    judged = judge_attempts(list(listeners), attempts)
     failed = {check.machine for check in checks}
     return checks + [check for check in judged if check.machine not in failed or check.status != Status.OK]
 
 
-def _open(session: Session, python: str, address: str, token: str, deadline_s: float) -> PortListener:
+def _start_listener(
+    session: Session, python: str, address: str, token: str, deadline_s: float
+) -> PortListener:
     conversation = session.converse(build_program_command(python, "reachability"))
     try:
-        asked = {
+        request = {
             "name": session.name,
             "token": token,
             "address": address,
             "is_host": session.name == HOST_NAME,
         }
-        answer = _ask(conversation, session.name, asked, deadline_s)
-        if "error" in answer:
-            raise RemoteCommandError(answer["error"], node=session.name, remedy="see which ports are in use")
+        response = _request(conversation, session.name, request, deadline_s)
+        if "error" in response:
+            raise RemoteCommandError(
+                response["error"], node=session.name, remedy="check which ports are in use"
+            )
     except BaseException:
         conversation.close()
         raise
-    return PortListener(conversation, address, tuple(answer["ports"]))
+    return PortListener(conversation, address, tuple(response["ports"]))
 
 
-def _knock(
-    name: str, keeper: PortListener, others: Mapping[str, PortListener], deadline_s: float
+def _connect(
+    name: str, client: PortListener, others: Mapping[str, PortListener], deadline_s: float
 ) -> list[ConnectAttempt]:
-    doors = [(owner, other.address, port) for owner, other in others.items() for port in other.ports]
-    asked = {"doors": doors, "deadline_s": min(KNOCK_DEADLINE_S, deadline_s)}
-    answer = _ask(keeper.conversation, name, asked, deadline_s)
+    listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
+    request = {"doors": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
+    response = _request(client.conversation, name, request, deadline_s)
     return [
-        ConnectAttempt(name, owner, address, port, why_not)
-        for (owner, address, port), (_, _, why_not) in zip(doors, answer["knocks"], strict=True)
+        ConnectAttempt(name, server, address, port, reason)
+        for (server, address, port), (_, _, reason) in zip(listeners, response["knocks"], strict=True)
     ]
 
 
-def _ask(conversation: Conversation, name: str, asked: object, deadline_s: float) -> dict[str, Any]:
-    """One line each way; raises NodeError or DeadlineError."""
-    remedy = "look what its Python says: `python3 -I -S -c 'import socket'`"
+def _request(conversation: Conversation, name: str, request: object, deadline_s: float) -> dict[str, Any]:
+    """Send one line and return the response; raises RemoteCommandError or DeadlineError."""
+    remedy = "check its Python: `python3 -I -S -c 'import socket'`"
     try:
-        conversation.send_line(json.dumps(asked))
-        answer: dict[str, Any] = json.loads(conversation.read_line(deadline_s=deadline_s))
-        return answer
+        conversation.send_line(json.dumps(request))
+        response: dict[str, Any] = json.loads(conversation.read_line(deadline_s=deadline_s))
+        return response
     except EOFError:
-        words = conversation.wait(deadline_s=5).last_error_line
-        message = f"knocking at the others failed: {words or 'no message'}"
+        cause = conversation.wait(deadline_s=EXIT_DEADLINE_S).last_error_line
+        message = f"connecting to the other machines failed: {cause or 'no message'}"
         raise RemoteCommandError(message, node=name, remedy=remedy) from None
     except DeadlineError:
-        message = f"knocking at the others took more than {deadline_s:g} s"
+        message = f"connecting to the other machines took more than {deadline_s:g} s"
         raise DeadlineError(message, node=name, remedy=remedy) from None
     except ValueError as error:
         raise RemoteCommandError(f"unreadable answer: {error}", node=name, remedy=remedy) from None
 
 
-def _address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
-    """Where the machine listens: inside `network:`, else where it is reached, else anywhere."""
+def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
+    """Return an address in `network:`, else the one that the machine is reached at, else any of its own."""
     own = conditions[name].addresses or ()
     if fleet.network:
         return next(iter(addresses_in(fleet.network, own)), "0.0.0.0")
-    towards = fleet.nodes[0].address if name == HOST_NAME else fleet.node(name).address
-    reached = _route_to(towards) if name == HOST_NAME else _resolve(towards)
-    return reached if reached in own else next(iter(addresses_in("", own)), "127.0.0.1")
+    peer = fleet.nodes[0].address if name == HOST_NAME else fleet.node(name).address
+    address = _local_address_towards(peer) if name == HOST_NAME else _resolve(peer)
+    return address if address in own else next(iter(addresses_in("", own)), "127.0.0.1")
 
 
-def _route_to(address: str) -> str:
-    """This machine's own address on the way to `address`; '' when there is none. Nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as trial:
-        trial.connect((address, 9))
-        return str(trial.getsockname()[0])
+def _local_address_towards(address: str) -> str:
+    """Return this machine's own address on the route to `address`, '' without a route; sends nothing."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
+        unsent.connect((address, 9))
+        return str(unsent.getsockname()[0])
     return ""
 
 
@@ -134,10 +139,10 @@ def _resolve(address: str) -> str:
 
 @contextlib.contextmanager
 def _closing(outcomes: dict[str, Outcome[PortListener]]) -> Iterator[dict[str, Outcome[PortListener]]]:
-    """Shut all doors at the end; the programs leave by themselves."""
+    """Close all conversations at the end; the programs then exit."""
     try:
         yield outcomes
     finally:
         opened = {name: one.value for name, one in outcomes.items() if one.value}
-        closing: Callable[[PortListener], None] = lambda keeper: keeper.conversation.close()  # noqa: E731
-        run_on_all(opened, closing)
+        close: Callable[[PortListener], None] = lambda listener: listener.conversation.close()  # noqa: E731
+        run_on_all(opened, close)

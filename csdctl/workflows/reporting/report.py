@@ -1,4 +1,4 @@
-"""`report`: a run's events as numbers, and the ledger's lines as sums."""
+"""`report`: the events of a run and the lines of the ledger, added up."""
 
 from dataclasses import dataclass
 
@@ -10,14 +10,14 @@ from csdctl.runs.ledger import read_ledger
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
-    """Add up the run `run_id`, or the latest one; raises InputError when there is none."""
+    """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     return run, summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
 
 
 @dataclass(frozen=True)
 class PrivacyReport:
-    """What left the machines, and what noise promises of it."""
+    """What left the machines, and what the noise guarantees."""
 
     run_id: str
     of_run: list[Flow]
@@ -27,9 +27,9 @@ class PrivacyReport:
 
 
 def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
-    """Of the run `run_id`, or the latest one; raises InputError when there is none."""
+    """Report on run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     entries = list(read_ledger(project.ledger))
     events = (event for _, event in run.read_events()) if run.events.exists() else ()
-    promised = measure_privacy(run.load_manifest(), events)
-    return PrivacyReport(run.run_id, add_flows(entries, run.run_id), add_flows(entries), promised)
+    guarantee = measure_privacy(run.load_manifest(), events)
+    return PrivacyReport(run.run_id, add_flows(entries, run.run_id), add_flows(entries), guarantee)

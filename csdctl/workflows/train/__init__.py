@@ -1,1 +1,1 @@
-"""From a plan to a trained model."""
+"""From a plan to a trained model: `train`, `train --resume` and `verify`."""

@@ -28,7 +28,7 @@ from csdctl.tuning.transfer import MAX_DISTANCE, transfer_step_time
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
-from csdctl.workflows.tune.probing import default_runtime
+from csdctl.workflows.train.plan_choice import default_runtime
 
 
 @dataclass

@@ -12,8 +12,7 @@ from dataclasses import replace
 from threading import Event
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
@@ -34,13 +33,6 @@ BUSY_STEP_S = 0.5
 """Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
 
 OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
-
-
-def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
-    """The runtime of a rank on machine `name` before anything is measured: all the cores it may use."""
-    if name == HOST_NAME and fleet.host.threads:
-        return Runtime(fleet.host.threads)
-    return Runtime(facts[name].num_threads if name in facts else 1)
 
 
 def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:

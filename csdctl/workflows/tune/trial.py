@@ -20,7 +20,9 @@ from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, Task
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.train import TrainOptions, progress_interval_s, run_ranks
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.spec import progress_interval_s
 from csdctl.workflows.workspace.workspace import Workspace
 
 SKIPPING_FROM = 10
@@ -81,9 +83,8 @@ def run_trial(
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
-        is_stopped = run_ranks(
-            run, spec, prepared, {}, space, options, lambda *_: None, events.append, enlist
-        )
+        inputs = RunInputs(run, spec, prepared, {})
+        is_stopped = run_ranks(inputs, space, options, lambda *_: None, events.append, enlist)
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)

@@ -1,11 +1,9 @@
 """`tune`: measures on the machines themselves and writes a plan, by Algorithm 1 or by our own fit."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError, NodeError
-from csdctl.fleet.facts import Facts
-from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.tuning.plan import Plan, RankPlan
@@ -21,8 +19,9 @@ from csdctl.tuning.stannis import (
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.plan_choice import default_runtime
 from csdctl.workflows.train.plan_validation import describe_made_for
-from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, OnProbes, ProbeRounds, default_runtime
+from csdctl.workflows.tune.probing import PROBE_DEADLINE_S, OnProbes, ProbeRounds
 from csdctl.workflows.workspace.workspace import Workspace
 
 CONFIRM_DURATION_S = 3.0
@@ -153,20 +152,4 @@ def _rank_plan(
         step_time_s=round(step_time_s, 6),
         samples_per_s=round(tuned.batch_size / step_time_s, 2),
         peak_memory_bytes=peak_bytes,
-    )
-
-
-def equal_plan(
-    job: Job, fleet: Fleet, facts: Mapping[str, Facts], nodes: Sequence[str], batch_size: int
-) -> Plan:
-    """A plan without tuning: one batch size for every rank."""
-    return Plan(
-        job=job.name,
-        job_fingerprint=job.fingerprint(),
-        method="equal",
-        emulated=fleet.emulated,
-        ranks=[
-            RankPlan(node=name, batch_size=batch_size, threads=default_runtime(name, fleet, facts).threads)
-            for name in (HOST_NAME, *nodes)
-        ],
     )

@@ -1,1 +1,1 @@
-"""What most commands start with: a fleet, open sessions, and an account of what was sent."""
+"""The start and end of most commands: a fleet with open sessions, and the handling of failed nodes."""

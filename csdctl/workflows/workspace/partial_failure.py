@@ -1,7 +1,7 @@
-"""What a command that visits every node does when some of them failed: exit code, and who to retry.
+"""The end of a command on many nodes when some of them failed: its exit code, and the nodes to retry.
 
-The names of those that failed are kept in `.csdctl/failed.json`, which `--failed-from` reads; so does it the
-output that the same command wrote with --json.
+The names of the failed nodes are kept in `.csdctl/failed.json`. `--failed-from` reads this file, and also the
+output of the same command with --json.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def choose_fleet(
     exclude: Sequence[str] | None = None,
     failed_from: Path | None = None,
 ) -> Fleet:
-    """The fleet of file `path`, with the nodes that the options leave; raises InputError."""
+    """Return the fleet of file `path`, with the nodes that the options select; raises InputError."""
     fleet = load_fleet(path)
     if failed_from:
         fleet = select_nodes(fleet, [load_failed(failed_from)])
@@ -31,31 +31,32 @@ def choose_fleet(
 
 
 def load_failed(path: Path) -> str:
-    """The nodes that a command failed on, joined by commas; raises InputError when there is none."""
+    """Return the nodes that a command failed on, joined by commas; raises InputError when there is none."""
     content = load_json(path)
     try:
         names = [str(name) for name in content["failed"] if name != HOST_NAME]
     except (KeyError, TypeError):
         raise InputError(
-            f"{path} does not say on which nodes a command failed",
-            remedy="give .csdctl/failed.json, or what a command wrote with --json",
+            f"{path} does not list the nodes that a command failed on",
+            remedy="give .csdctl/failed.json, or the output of a command with --json",
         ) from None
     if not names:
-        raise InputError(f"{path} names no node: nothing is left to retry")
+        raise InputError(f"{path} names no node: nothing to retry")
     return ",".join(names)
 
 
 def failed_document(failed: Mapping[str, CsdctlError]) -> dict[str, dict[str, str]]:
-    """The `failed` part of a command's JSON document."""
+    """Return the `failed` part of a command's JSON document."""
     return {name: {"message": error.message, "remedy": error.remedy} for name, error in failed.items()}
 
 
 def conclude(
     project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
 ) -> None:
-    """End a command that visited `machines`: remember those that failed, and raise one error for them.
+    """End a command that ran on `machines`: save the failed ones, and raise one error for them.
 
-    NoNodeReachableError when no node could be reached, PartialError when some did it, CsdctlError when none.
+    Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
+    CsdctlError when none did.
     """
     if not failed:
         project.failed.unlink(missing_ok=True)
@@ -64,9 +65,9 @@ def conclude(
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
     where = project.failed.relative_to(project.root)
-    remedy = f"mend them as said above, then only those: csdctl {command} --failed-from {where}"
+    remedy = f"repair them as shown above, then retry only them: csdctl {command} --failed-from {where}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
-        raise NoNodeReachableError(f"not one of {len(nodes)} nodes could be reached", remedy=remedy)
+        raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
     kind = PartialError if len(failed) < len(machines) else CsdctlError
     names = ", ".join(failed)
     raise kind(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

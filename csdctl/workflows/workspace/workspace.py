@@ -1,6 +1,6 @@
-"""What most commands start with: fleet, facts, and an open session to every machine.
+"""The start of most commands: fleet, facts, and an open session to every machine.
 
-A node that is down is one error that names it; --exclude goes on without it.
+A node that is down is an error that names it; --exclude leaves the node out.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class Workspace:
     facts: dict[str, Facts]
     sessions: dict[str, Session]
     ledger: Ledger
-    """Takes in what the command sends besides its sessions; written down when the workspace closes."""
+    """Records what the command sends besides its sessions; saved when the workspace closes."""
 
 
 @contextlib.contextmanager
@@ -39,29 +39,31 @@ def open_workspace(
     fleet: Fleet,
     command: str,
     *,
-    is_holding: bool = False,
+    is_locking: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
-    With `is_holding` no other csdctl may disturb `command`; raises MachineHeldError when one does, and ends
-    what a csdctl that was killed has left running.
+    With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
+    raises MachineLockedError where another csdctl works.
     """
     project = ProjectDirectory(directory)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
     ledger = Ledger(project.ledger, command)
 
-    def write_down(sent: LinkBytes) -> None:
+    def save_traffic(sent: LinkBytes) -> None:
         ledger.add(sent)
         ledger.save()
 
-    with open_sessions(fleet, directory=directory, known_hosts=known_hosts, on_traffic=write_down) as opened:
+    with open_sessions(
+        fleet, directory=directory, known_hosts=known_hosts, on_traffic=save_traffic
+    ) as opened:
         if opened.failed:
             raise _unreachable(fleet, opened.failed)
         sessions = dict(opened.reachable)
-        facts = _facts(fleet, sessions)
+        facts = _load_or_collect_facts(fleet, sessions)
         with contextlib.ExitStack() as stack:
-            if is_holding:
+            if is_locking:
                 pythons = {name: fleet.python_of(name) for name in sessions}
                 _end_leftovers(sessions, pythons, say)
                 stack.enter_context(lock_machines(sessions, pythons, doing=command, directory=directory))
@@ -71,19 +73,19 @@ def open_workspace(
 def _end_leftovers(
     sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-    def visit(session: Session) -> Leftovers:
+    def clean(session: Session) -> Leftovers:
         return clean_machine(session, pythons[session.name], CleanupOptions())
 
-    outcomes = run_on_all(sessions, visit)
+    outcomes = run_on_all(sessions, clean)
     raise_if_locked(outcomes.values())
-    for name, found in values_or_raise(outcomes, "looking for what is left").items():
+    for name, found in values_or_raise(outcomes, "looking for leftovers").items():
         if found.num_processes:
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-            say(f"{name}: {found.num_processes} processes{runs} were left by a csdctl that is gone: ended")
+            say(f"{name}: ended {found.num_processes} processes{runs} that an earlier csdctl left")
 
 
-def _facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
-    """What `discover` wrote; asked again of machines that are new or were not ready to train."""
+def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:
+    """Return the facts that `discover` saved; collect those of machines that are new or were not ready."""
     try:
         facts = load_facts(fleet) if facts_path(fleet).exists() else {}
     except InputError:
@@ -104,5 +106,5 @@ def _unreachable(fleet: Fleet, failed: dict[str, CsdctlError]) -> CsdctlError:
         return NoNodeReachableError(f"no node of {fleet.path} can be reached:\n{listed}")
     return CsdctlError(
         f"{len(failed)} of {len(fleet.nodes)} nodes cannot be reached:\n{listed}",
-        remedy=f"mend them, or go on without them: --exclude {names}",
+        remedy=f"repair them, or continue without them: --exclude {names}",
     )

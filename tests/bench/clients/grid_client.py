@@ -72,7 +72,7 @@ def main() -> None:
     # A step ends when the next one begins: one more for the last.
     num_steps = sum(counts) + 1
     packed = pack_visiting_worker([*visits, (visits[-1][0], 1)], times)
-    with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_holding=True) as space:
+    with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_locking=True) as space:
         prepared = prepare_job(job, space.fleet, space.sessions, space.project, lambda line: None)
         worker = store_bytes(packed, ".pyz", space.project.root, TrafficClass.CODE)
         run_trial(job, plan.ranks, replace(prepared, worker=worker), space, num_steps)

@@ -1,4 +1,4 @@
-"""Words as mpirun of Open MPI 5 prints them, shortened."""
+"""Causes of a failure, from output of Open MPI 5 (shortened)."""
 
 import pytest
 
@@ -35,27 +35,27 @@ def test_lost_daemon_is_named_by_its_node() -> None:
     assert "lost" in cause.message
 
 
-def test_host_that_sits_between_the_nodes_does_not_shift_the_daemons() -> None:
+def test_host_between_the_nodes_does_not_shift_the_daemon_numbers() -> None:
     assert find_cause(LOST_DAEMON, [], ["csd7", "host", "csd8"]).node == "csd8"
 
 
-def test_signalled_rank_is_named_by_its_node() -> None:
-    words = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited on signal 11."]
-    cause = find_cause(words, [], NODES)
+def test_rank_ended_by_a_signal_is_named_by_its_node() -> None:
+    printed = ["prterun noticed that process rank 1 with PID 0 on node csd0 exited on signal 11."]
+    cause = find_cause(printed, [], NODES)
     assert cause.node == "csd0"
     assert "signal 11" in cause.message
 
 
 @pytest.mark.parametrize("number", [3, 99])
-def test_number_beyond_the_ranks_names_no_node(number: int) -> None:
+def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
     assert find_cause([f"process rank {number} exited"], [], NODES).node == ""
     assert find_cause([f"Remote daemon: [prterun-x@0,{number}] on node y"], [], NODES).node == ""
 
 
-def test_unknown_words_are_shown_as_they_are() -> None:
-    words = ["-" * 70, "", "bind: Cannot assign requested address", "more"]
-    assert find_cause(words, [], NODES).message == "bind: Cannot assign requested address"
+def test_unknown_output_is_shown_as_it_is() -> None:
+    printed = ["-" * 70, "", "bind: Cannot assign requested address", "more"]
+    assert find_cause(printed, [], NODES).message == "bind: Cannot assign requested address"
 
 
-def test_silence_is_told() -> None:
+def test_missing_output_has_a_message() -> None:
     assert find_cause([], [], NODES).message

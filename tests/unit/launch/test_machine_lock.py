@@ -1,4 +1,4 @@
-"""One csdctl at a time on a machine: real processes, real locks, on the host's own session."""
+"""One csdctl at a time on a machine, with real processes and real locks on a local session."""
 
 import json
 import os
@@ -23,15 +23,15 @@ from csdctl.transport.local import LocalSession
 
 PYTHONS = {"csd0": sys.executable, "csd1": sys.executable}
 
-HOLD_UNTIL_KILLED = """
+LOCK_UNTIL_KILLED = """
 import sys, time
 from pathlib import Path
-from csdctl.launch.machine_lock import hold_machines
+from csdctl.launch.machine_lock import lock_machines
 from csdctl.transport.local import LocalSession
 home = Path(sys.argv[1])
 session = LocalSession("csd0", home)
-with hold_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
-    print("held", flush=True)
+with lock_machines({"csd0": session}, {"csd0": sys.executable}, doing="train", directory=home):
+    print("locked", flush=True)
     time.sleep(60)
 """
 
@@ -43,23 +43,23 @@ def session(tmp_path: Path) -> Iterator[LocalSession]:
     session.close()
 
 
-def hold(session: LocalSession, directory: Path, doing: str = "tune"):  # type: ignore[no-untyped-def]
+def lock(session: LocalSession, directory: Path, doing: str = "tune"):  # type: ignore[no-untyped-def]
     return lock_machines({session.name: session}, PYTHONS, doing=doing, directory=directory)
 
 
-def wait_until_free(lock: Path) -> None:
+def wait_until_free(lock_file: Path) -> None:
     deadline = time.monotonic() + 10
-    while subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode:
-        assert time.monotonic() < deadline, "the lock is still held"
+    while subprocess.run(["flock", "-n", str(lock_file), "true"], check=False).returncode:
+        assert time.monotonic() < deadline, "the machine is still locked"
         time.sleep(0.02)
 
 
 @pytest.mark.fault(34)
 def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, tmp_path: Path) -> None:
     with (
-        hold(session, tmp_path / "first", "train"),
+        lock(session, tmp_path / "first", "train"),
         pytest.raises(MachineLockedError) as caught,
-        hold(session, tmp_path / "second"),
+        lock(session, tmp_path / "second"),
     ):
         pass
     assert caught.value.exit_code == ExitCode.FAILED
@@ -68,32 +68,30 @@ def test_second_csdctl_fails_at_once_and_names_the_first(session: LocalSession, 
     assert caught.value.node == "csd0"
 
 
-def test_machine_that_is_still_ours_is_held_again_without_a_word(
-    session: LocalSession, tmp_path: Path
-) -> None:
+def test_machine_that_is_still_locked_by_us_can_be_relocked(session: LocalSession, tmp_path: Path) -> None:
     with (
-        hold(session, tmp_path, "train"),
+        lock(session, tmp_path, "train"),
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
     ):
         pass
 
 
-def test_machine_that_was_lost_is_held_again(session: LocalSession, tmp_path: Path) -> None:
+def test_machine_that_was_lost_is_locked_again(session: LocalSession, tmp_path: Path) -> None:
     with (
         relock_machine(session, sys.executable, doing="train", directory=tmp_path),
         pytest.raises(MachineLockedError),
-        hold(session, tmp_path),
+        lock(session, tmp_path),
     ):
         pass
 
 
-def test_machine_that_another_csdctl_took_in_between_is_left_to_it(
+def test_machine_that_another_csdctl_has_locked_is_not_relocked(
     session: LocalSession, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)]
+    command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout
-        assert other.stdout.readline() == b"held\n"
+        assert other.stdout.readline() == b"locked\n"
         with (
             pytest.raises(MachineLockedError, match=f"process {other.pid} on"),
             relock_machine(session, sys.executable, doing="train", directory=tmp_path),
@@ -102,22 +100,22 @@ def test_machine_that_another_csdctl_took_in_between_is_left_to_it(
         other.kill()
 
 
-def test_machine_is_free_again_when_the_first_has_ended(session: LocalSession, tmp_path: Path) -> None:
-    with hold(session, tmp_path):
+def test_machine_is_free_when_the_first_csdctl_has_ended(session: LocalSession, tmp_path: Path) -> None:
+    with lock(session, tmp_path):
         pass
-    with hold(session, tmp_path):
+    with lock(session, tmp_path):
         pass
 
 
 @pytest.mark.fault(35)
-def test_lock_of_a_killed_csdctl_is_free(session: LocalSession, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD_UNTIL_KILLED, str(tmp_path)]
+def test_lock_of_a_killed_csdctl_is_released(session: LocalSession, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCK_UNTIL_KILLED, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
         assert first.stdout is not None
-        assert first.stdout.readline() == b"held\n"
+        assert first.stdout.readline() == b"locked\n"
         first.send_signal(signal.SIGKILL)
     wait_until_free(tmp_path / ".csdctl" / "lock")
-    with hold(session, tmp_path):
+    with lock(session, tmp_path):
         pass
 
 
@@ -125,26 +123,26 @@ def test_lock_of_a_killed_csdctl_is_free(session: LocalSession, tmp_path: Path) 
 def test_lock_whose_holder_vanished_with_the_host_is_taken_over(
     session: LocalSession, tmp_path: Path
 ) -> None:
-    """As after a power cut of the host: the holding program still waits, its csdctl is of an earlier boot."""
+    """After a power cut of the host the locking program still waits; its csdctl is of an earlier boot."""
     (tmp_path / ".csdctl").mkdir()
-    lock = tmp_path / ".csdctl" / "lock"
-    with subprocess.Popen(["flock", str(lock), "sleep", "60"], start_new_session=True) as holding:
-        while subprocess.run(["flock", "-n", str(lock), "true"], check=False).returncode == 0:
+    lock_file = tmp_path / ".csdctl" / "lock"
+    with subprocess.Popen(["flock", str(lock_file), "sleep", "60"], start_new_session=True) as holding:
+        while subprocess.run(["flock", "-n", str(lock_file), "true"], check=False).returncode == 0:
             time.sleep(0.02)
         sleeper = int(Path(f"/proc/{holding.pid}/task/{holding.pid}/children").read_text())
         holder = {**describe_holder("train", tmp_path), "boot": "an earlier one", "holding_pid": sleeper}
-        lock.write_text(json.dumps(holder))
-        holding.kill()  # only the sleeper still has the lock open
-        with hold(session, tmp_path):
-            assert json.loads(lock.read_text())["command"] == "tune"
+        lock_file.write_text(json.dumps(holder))
+        holding.kill()  # only the sleeper still holds the lock
+        with lock(session, tmp_path):
+            assert json.loads(lock_file.read_text())["command"] == "tune"
 
 
-def test_holder_on_another_machine_is_never_called_gone(tmp_path: Path) -> None:
+def test_holder_on_another_machine_never_counts_as_gone(tmp_path: Path) -> None:
     me = describe_holder("train", tmp_path)
     assert not is_gone(me)
     assert not is_gone({**me, "machine": "another", "boot": "another"})
     assert is_gone({**me, "boot": "an earlier one"})
-    assert is_gone({**me, "started": "0"}), "the process id was given to another process"
+    assert is_gone({**me, "started": "0"}), "the process id was reused"
     assert not is_gone({})
 
 

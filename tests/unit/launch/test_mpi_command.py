@@ -24,7 +24,7 @@ def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) 
 
 
 def contexts(command: list[str]) -> list[list[str]]:
-    """The arguments of every application context, from its --host on."""
+    """Return the arguments of every application context, starting with --host."""
     rest = command[command.index("--host") :]
     found: list[list[str]] = [[]]
     for word in rest:
@@ -39,17 +39,17 @@ def after(command: list[str], word: str) -> str | None:
     return command[command.index(word) + 1] if word in command else None
 
 
-def test_mpirun_command_is_the_accepted_one() -> None:
+def test_mpirun_command_matches_the_golden_file() -> None:
     built = "".join(f"{word}\n" for word in build())
     if "CSDCTL_ACCEPT_GOLDEN" in os.environ:
         GOLDEN.write_text(built)
     assert built == GOLDEN.read_text(), (
-        f"the mpirun command differs from {GOLDEN} (an argument a line); if that is meant, run this test "
+        f"the mpirun command differs from {GOLDEN} (an argument per line); if intended, run this test "
         "again with CSDCTL_ACCEPT_GOLDEN=1 and commit the file"
     )
 
 
-def test_every_rank_is_one_context_in_order() -> None:
+def test_each_rank_is_one_context_in_order() -> None:
     hosts = [words[:4] for words in contexts(build())]
     assert hosts == [
         ["--host", "localhost:1", "-np", "1"],
@@ -58,27 +58,27 @@ def test_every_rank_is_one_context_in_order() -> None:
     ]
 
 
-def test_network_is_given_to_ranks_and_daemons() -> None:
+def test_network_is_passed_to_ranks_and_daemons() -> None:
     command = build("10.1.1.0/24")
     assert after(command, "btl_tcp_if_include") == "10.1.1.0/24"
     assert after(command, "prte_if_include") == "10.1.1.0/24"
 
 
-def test_without_a_network_mpi_chooses() -> None:
+def test_mpi_chooses_interfaces_without_a_network() -> None:
     command = build("")
     assert "btl_tcp_if_include" not in command
     assert "prte_if_include" not in command
     assert "" not in command
 
 
-def test_loopback_is_not_given_to_the_daemons() -> None:
+def test_loopback_is_not_passed_to_the_daemons() -> None:
     command = build("127.0.0.0/8")
     assert after(command, "btl_tcp_if_include") == "127.0.0.0/8"
     assert "prte_if_include" not in command
 
 
 def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[str]":
-    """What mpirun does with a context: its words, without any shell of mpirun's own."""
+    """Run the arguments of a context as mpirun does, without a shell."""
     return subprocess.run(
         words[4:],
         env={"HOME": str(home), "PATH": os.environ["PATH"]},
@@ -88,15 +88,15 @@ def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[st
     )
 
 
-@pytest.mark.parametrize("odd", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
-def test_odd_arguments_arrive_as_they_are(tmp_path: Path, odd: str) -> None:
+@pytest.mark.parametrize("argument", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
+def test_special_characters_in_arguments_survive(tmp_path: Path, argument: str) -> None:
     for node in (HOST_NAME, "csd0"):
-        (words,) = contexts(build(ranks=(RankCommand(node, ("printf", "%s|", odd, "end")),)))
+        (words,) = contexts(build(ranks=(RankCommand(node, ("printf", "%s|", argument, "end")),)))
         done = run_context(words, tmp_path)
-        assert (done.returncode, done.stdout) == (0, f"{odd}|end|")
+        assert (done.returncode, done.stdout) == (0, f"{argument}|end|")
 
 
-def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_stays(tmp_path: Path) -> None:
+def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_in_the_project(tmp_path: Path) -> None:
     here = run_context(contexts(build(ranks=(RankCommand(HOST_NAME, ("pwd",)),)))[0], tmp_path)
     there = run_context(contexts(build(ranks=(RankCommand("csd0", ("pwd",)),)))[0], tmp_path)
     assert here.stdout.strip() == os.getcwd()
@@ -104,14 +104,14 @@ def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_stays(tmp_path: P
 
 
 @pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
-def test_rank_that_ends_badly_is_reported_with_its_node(tmp_path: Path, ending: str, code: int) -> None:
+def test_rank_that_fails_is_reported_with_its_node(tmp_path: Path, ending: str, code: int) -> None:
     ranks = (RANKS[0], RankCommand("csd-1.a_b", ("sh", "-c", ending)))
     done = run_context(contexts(build(ranks=ranks))[1], tmp_path)
     assert done.returncode == code
     assert event_from_line(done.stdout.strip()) == Exited(1, "csd-1.a_b", code)
 
 
-def test_daemons_and_ssh_carry_the_runs_id_when_there_is_one() -> None:
+def test_daemons_and_ssh_have_the_run_id_in_their_command_lines() -> None:
     command = build_mpirun_command(
         Path("/venv/bin/mpirun"), "/opt/venv", Path("ssh_config"), "", RANKS, run_id="20261121-1-2"
     )

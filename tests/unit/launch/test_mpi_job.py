@@ -1,4 +1,4 @@
-"""A job whose mpirun is a small program that prints what mpirun prints."""
+"""A job in which a small program stands in for mpirun and prints what mpirun prints."""
 
 import os
 import signal
@@ -9,40 +9,44 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.launch import mpi_job
-from csdctl.launch.mpi_job import Deadlines, JobOutcome, MpiJob
+from csdctl.launch.mpi_job import Deadlines, EndTimeouts, JobOutcome, MpiJob
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
 PROGRESS = Progress(0, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 PATIENT = Deadlines(30, 30)
+DEFAULT = EndTimeouts()
 
 
 def tag(rank: int, text: str, stream: str = "stdout") -> str:
     return f"[1,{rank}]<{stream}>: {text}\n"
 
 
-def said(*events: Event) -> str:
+def event_lines(*events: Event) -> str:
     return "".join(tag(event.rank, event_to_line(event)) for event in events)
 
 
 class Job:
-    """One MpiJob in its directory, and what came of it."""
+    """One MpiJob in its directory, and the events it passed on."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.events: list[Event] = []
 
-    def make(self, program: str) -> MpiJob:
+    def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        return MpiJob(command, 2, self.log, self.directory, os.environ)
+        return MpiJob(command, 2, self.log, self.directory, os.environ, timeouts)
 
     def run(
-        self, program: str, deadlines: Deadlines = PATIENT, on_event: Callable[[Event], None] | None = None
+        self,
+        program: str,
+        deadlines: Deadlines = PATIENT,
+        on_event: Callable[[Event], None] | None = None,
+        timeouts: EndTimeouts = DEFAULT,
     ) -> JobOutcome:
-        return self.make(program).run(on_event or self.events.append, deadlines)
+        return self.make(program, timeouts).run(on_event or self.events.append, deadlines)
 
     def print(self, text: str, *, errors: str = "", exit_code: int = 0) -> JobOutcome:
         """Run an mpirun that prints `text` and ends."""
@@ -68,7 +72,7 @@ def is_running(pid: int) -> bool:
 
 
 def wait_until_gone(pid: int) -> bool:
-    """Killed processes whose parent is gone take a moment to be collected."""
+    """Killed orphans take a moment to be reaped."""
     for _ in range(500):
         if not is_running(pid):
             return True
@@ -76,7 +80,7 @@ def wait_until_gone(pid: int) -> bool:
     return False
 
 
-# A background process, which a shell makes deaf to interrupts, and this one, both to be ended.
+# This process and a child that ignores interrupts, as background processes of a shell do; both must be ended.
 HANGING = """
 child = os.fork()
 if child == 0:
@@ -87,70 +91,78 @@ open("pids", "w").write(f"{os.getpid()} {child}")
 """
 
 
-def nothing_is_left(directory: Path) -> bool:
+def all_have_ended(directory: Path) -> bool:
     pids = [int(word) for word in (directory / "pids").read_text().split()]
     assert len(pids) == 2
     return all(wait_until_gone(pid) for pid in pids)
 
 
-class TestListening:
-    def test_events_arrive_in_order_and_are_kept_by_rank(self, job: Job) -> None:
-        outcome = job.print(said(*READY, PROGRESS, *FINISHED))
+class TestOutput:
+    def test_events_arrive_in_order_and_are_recorded_by_rank(self, job: Job) -> None:
+        outcome = job.print(event_lines(*READY, PROGRESS, *FINISHED))
         assert job.events == [*READY, PROGRESS, *FINISHED]
         assert outcome.ready == {0, 1}
         assert outcome.finished == dict(enumerate(FINISHED))
         assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
 
-    def test_other_lines_go_to_the_log_of_their_rank(self, job: Job) -> None:
-        job.print(tag(0, "mpi") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
+    def test_other_lines_are_written_to_the_log_of_their_rank(self, job: Job) -> None:
+        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
         assert (job.text(0), job.text(1), job.text(10)) == ("hello\na warning\n", "there\n", "ten\n")
         assert job.events == []
 
-    def test_events_among_other_lines_are_told_apart(self, job: Job) -> None:
-        job.print(tag(0, "before") + said(READY[0]) + tag(1, "between") + said(READY[1]) + tag(0, "after"))
+    def test_events_are_separated_from_other_lines(self, job: Job) -> None:
+        job.print(
+            tag(0, "before")
+            + event_lines(READY[0])
+            + tag(1, "between")
+            + event_lines(READY[1])
+            + tag(0, "after")
+        )
         assert job.events == READY
         assert (job.text(0), job.text(1)) == ("before\nafter\n", "between\n")
 
-    def test_untagged_lines_are_mpiruns_last_words(self, job: Job) -> None:
+    def test_untagged_lines_are_the_tail_of_mpiruns_own_output(self, job: Job) -> None:
         outcome = job.print("PRTE has lost communication\n", errors="ssh: no route\n", exit_code=1)
-        assert sorted(outcome.last_words) == ["PRTE has lost communication", "ssh: no route"]
-        assert sorted(job.text(None).splitlines()) == sorted(outcome.last_words)
+        assert sorted(outcome.stderr_tail) == ["PRTE has lost communication", "ssh: no route"]
+        assert sorted(job.text(None).splitlines()) == sorted(outcome.stderr_tail)
         assert outcome.exit_code == 1
 
-    def test_event_is_taken_only_from_standard_output(self, job: Job) -> None:
+    def test_events_are_read_from_standard_output_only(self, job: Job) -> None:
         outcome = job.print(tag(0, event_to_line(FINISHED[0]), "stderr") + event_to_line(FINISHED[1]) + "\n")
         assert outcome.finished == {}
         assert job.events == []
 
     @pytest.mark.parametrize("line", ['@csdctl {"event":"Fini', "@csdctl [1]", '@csdctl {"event":["x"]}'])
-    def test_damaged_event_goes_to_the_log_and_the_rest_is_still_read(self, job: Job, line: str) -> None:
-        job.print(tag(0, line) + said(*READY))
+    def test_damaged_event_is_logged_and_later_events_are_read(self, job: Job, line: str) -> None:
+        job.print(tag(0, line) + event_lines(*READY))
         assert job.text(0) == f"{line}\n"
         assert job.events == READY
 
-    def test_last_line_without_an_end_is_read(self, job: Job) -> None:
-        assert job.print(said(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
+    def test_last_line_without_a_newline_is_read(self, job: Job) -> None:
+        assert job.print(event_lines(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
 
-    def test_bytes_that_are_no_text_do_no_harm(self, job: Job) -> None:
-        job.run(f"sys.stdout.buffer.write(b'[1,0]<stdout>: \\xff\\xfe\\n' + {said(*READY).encode()!r})")
+    def test_invalid_utf8_is_logged_as_it_is(self, job: Job) -> None:
+        job.run(
+            f"sys.stdout.buffer.write(b'[1,0]<stdout>: \\xff\\xfe\\n' + {event_lines(*READY).encode()!r})"
+        )
         assert job.events == READY
         assert job.log(0).read_bytes() == b"\xff\xfe\n"
 
     def test_first_failure_of_a_rank_is_kept(self, job: Job) -> None:
         first, second = (Failed(1, "csd1", message, "", 2) for message in ("first", "second"))
-        assert job.print(said(first, second), exit_code=2).failed == {1: first}
+        assert job.print(event_lines(first, second), exit_code=2).failed == {1: first}
 
-    def test_first_ending_of_a_rank_is_kept_and_the_first_one_comes_first(self, job: Job) -> None:
-        killed, gave_up = Exited(1, "csd1", 137), Exited(0, "csd0", 1)
-        outcome = job.print(said(killed, gave_up, Exited(1, "csd1", 143)), exit_code=1)
-        assert list(outcome.exited.values()) == [killed, gave_up]
+    def test_first_exit_of_each_rank_is_kept_in_order_of_arrival(self, job: Job) -> None:
+        killed, aborted = Exited(1, "csd1", 137), Exited(0, "csd0", 1)
+        outcome = job.print(event_lines(killed, aborted, Exited(1, "csd1", 143)), exit_code=1)
+        assert list(outcome.exited.values()) == [killed, aborted]
 
-    def test_much_output_on_both_streams_is_drained(self, job: Job) -> None:
+    def test_large_output_on_both_streams_is_drained(self, job: Job) -> None:
         outcome = job.run(
             "for _ in range(3000):\n"
             f"    sys.stdout.write({tag(0, 'o' * 100)!r})\n"
             f"    sys.stderr.write({tag(1, 'e' * 100, 'stderr')!r})\n"
-            f"sys.stdout.write({said(*FINISHED)!r})"
+            f"sys.stdout.write({event_lines(*FINISHED)!r})"
         )
         assert outcome.finished.keys() == {0, 1}
         assert (len(job.text(0)), len(job.text(1))) == (303_000, 303_000)
@@ -158,71 +170,67 @@ class TestListening:
 
 class TestEnding:
     def test_exit_code_0_without_completion_records_is_not_finished(self, job: Job) -> None:
-        outcome = job.print(said(*READY, FINISHED[0]))
+        outcome = job.print(event_lines(*READY, FINISHED[0]))
         assert outcome.exit_code == 0
         assert outcome.finished.keys() == {0}
 
     def test_silent_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({said(READY[0])!r})\ntime.sleep(60)"
+        program = f"{HANGING}\nsys.stdout.write({event_lines(READY[0])!r})\ntime.sleep(60)"
         outcome = job.run(program, Deadlines(start_s=2, silence_s=60))
         assert (outcome.overdue, outcome.ready) == ("start", {0})
         assert outcome.exit_code != 0
-        assert nothing_is_left(job.directory)
+        assert all_have_ended(job.directory)
 
     def test_silence_after_the_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({said(*READY, PROGRESS)!r})\ntime.sleep(60)"
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, PROGRESS)!r})\ntime.sleep(60)"
         outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
         assert outcome.overdue == "silence"
         assert job.events == [*READY, PROGRESS]
-        assert nothing_is_left(job.directory)
+        assert all_have_ended(job.directory)
 
-    def test_job_that_speaks_is_not_overdue_however_long_it_takes(self, job: Job) -> None:
-        program = (
-            f"for _ in range(25):\n    sys.stdout.write({said(*READY, PROGRESS)!r})\n    time.sleep(0.1)"
-        )
+    def test_job_that_sends_events_is_never_overdue(self, job: Job) -> None:
+        lines = event_lines(*READY, PROGRESS)
+        program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep(0.1)"
         assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
 
-    def test_job_deaf_to_interrupts_is_killed(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(mpi_job, "END_GRACE_S", 0.2)
-        deaf = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
-        program = f"{deaf}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
-        outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
+    def test_job_that_ignores_interrupts_is_killed(self, job: Job) -> None:
+        ignoring = f"signal.signal(signal.SIGINT, signal.SIG_IGN)\n{HANGING}"
+        program = f"{ignoring}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(60)"
+        outcome = job.run(program, Deadlines(start_s=60, silence_s=1), timeouts=EndTimeouts(grace_s=0.2))
         assert outcome.exit_code == -9
-        assert nothing_is_left(job.directory)
+        assert all_have_ended(job.directory)
 
-    def test_interrupt_by_the_user_ends_the_job_and_goes_on(self, job: Job) -> None:
+    def test_interrupt_by_the_user_ends_the_job_and_is_raised(self, job: Job) -> None:
         def interrupted(event: Event) -> None:
             raise KeyboardInterrupt
 
-        program = f"{HANGING}\nsys.stdout.write({said(*READY)!r})\ntime.sleep(60)"
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY)!r})\ntime.sleep(60)"
         with pytest.raises(KeyboardInterrupt):
             job.run(program, on_event=interrupted)
-        assert nothing_is_left(job.directory)
+        assert all_have_ended(job.directory)
 
-    def test_child_that_outlives_mpirun_is_ended_too(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({said(*READY, *FINISHED)!r})"
+    def test_child_that_outlives_mpirun_is_ended(self, job: Job) -> None:
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, *FINISHED)!r})"
         outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
         assert outcome.finished.keys() == {0, 1}
-        assert nothing_is_left(job.directory)
+        assert all_have_ended(job.directory)
 
-    def test_child_in_a_group_of_its_own_is_ended_too_as_mpiruns_ssh_is(self, job: Job) -> None:
+    def test_child_in_its_own_process_group_is_ended_like_mpiruns_ssh(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setpgid(0, 0)\n    open('pid', 'w').write(str(os.getpid()))\n"
         job.run(f"{program}    time.sleep(100)\ntime.sleep(0.5)\n")
         assert wait_until_gone(int((job.directory / "pid").read_text()))
 
-    def test_orphan_that_holds_the_pipes_open_does_not_keep_the_job(
-        self, job: Job, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(mpi_job, "DRAIN_S", 0.2)
+    def test_orphan_that_keeps_the_pipes_open_does_not_block_the_job(self, job: Job) -> None:
         program = "if os.fork() == 0:\n    os.setsid()\n    open('pid', 'w').write(str(os.getpid()))\n"
-        job.run(f"{program}    time.sleep(100)\ntime.sleep(100)\n", Deadlines(1, 1))
+        program += "    time.sleep(100)\ntime.sleep(100)\n"
+        job.run(program, Deadlines(1, 1), timeouts=EndTimeouts(drain_s=0.2))
         os.kill(int((job.directory / "pid").read_text()), signal.SIGKILL)
 
     def test_end_before_the_start_does_nothing(self, job: Job) -> None:
         job.make("").end()
 
 
-def test_job_that_is_ended_before_it_has_started_leaves_nothing(job: Job) -> None:
+def test_job_that_is_ended_before_its_start_leaves_nothing_running(job: Job) -> None:
     ended = job.make("time.sleep(60)")
     ended.end()
     outcome = ended.run(job.events.append, PATIENT)

@@ -1,4 +1,4 @@
-"""Which addresses the host has, and whether MPI's network is among them."""
+"""The addresses of the host, and whether one of them is in MPI's network."""
 
 import pytest
 
@@ -32,15 +32,15 @@ Local:
 """
 
 
-def test_every_address_of_the_host_is_found_and_no_other() -> None:
+def test_exactly_the_addresses_of_the_host_are_found() -> None:
     assert parse_local_addresses(FIB_TRIE) == ["10.1.1.1", "127.0.0.1", "192.168.7.9"]
 
 
-def test_network_of_the_loopback_is_there() -> None:
+def test_loopback_network_is_accepted() -> None:
     check_network("127.0.0.0/8")
     check_network("")
 
 
-def test_network_without_an_address_of_this_host_is_refused_with_those_it_has() -> None:
+def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses() -> None:
     with pytest.raises(InputError, match=r"203\.0\.113\.0/24: this host has no address in it.*127\.0\.0\.1"):
         check_network("203.0.113.0/24")

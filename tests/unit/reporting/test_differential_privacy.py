@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.reporting import differential_privacy
 from csdctl.reporting.differential_privacy import (
     check_accountant,
     compute_epsilon,
@@ -53,36 +52,33 @@ def test_epsilon_is_that_of_the_gaussian_mechanism_with_all_sums_at_once(
     assert delta_of(epsilon, multiplier, 2 * math.sqrt(count)) == pytest.approx(NOISE.delta, rel=1e-4)
 
 
-def test_many_sums_are_one_with_less_noise() -> None:
+def test_many_sums_equal_one_with_less_noise() -> None:
     assert compute_epsilon(NOISE, 16) == pytest.approx(
         compute_epsilon(replace(NOISE, noise_multiplier=8.0 / 4), 1)
     )
 
 
-def test_epsilon_is_that_of_the_accountant_which_composes_by_itself() -> None:
+def test_epsilon_equals_that_of_the_composing_accountant() -> None:
     import dp_accounting
     from dp_accounting.pld import PLDAccountant
 
-    # It knows by itself that replacing one sample moves a sum by twice the norm.
+    # For REPLACE_ONE, one sample moves a sum by twice the norm.
     accountant = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_ONE)
     accountant.compose(dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(8.0), 10))
     assert compute_epsilon(NOISE, 10) == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-3)
 
 
-def test_clipping_norm_does_not_change_epsilon_and_nothing_released_costs_nothing() -> None:
+def test_epsilon_is_independent_of_the_clipping_norm_and_0_without_releases() -> None:
     assert compute_epsilon(replace(NOISE, l2_norm_clip=0.01), 5) == compute_epsilon(NOISE, 5)
     assert compute_epsilon(NOISE, 0) == 0.0
 
 
-def test_missing_accountant_is_told_with_the_command_that_installs_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_accountant_is_reported_with_the_command_that_installs_it() -> None:
     check_accountant()
-    monkeypatch.setattr(differential_privacy, "_has_accountant", lambda: False)
     with pytest.raises(InputError, match="dp-accounting, which is not installed") as caught:
-        check_accountant()
+        check_accountant(lambda: False)
     assert caught.value.remedy == "pip install 'csdctl[privacy]'"
-    found = measure_privacy(MANIFEST, [joined(1), ended(1), finished()])
+    found = measure_privacy(MANIFEST, [joined(1), ended(1), finished()], lambda: False)
     assert found
     assert [(node.num_releases, node.epsilon) for node in found.nodes] == [(1, None), (3, None)]
 
@@ -106,15 +102,15 @@ def lost(epoch: int) -> LinkLost:
 PROGRESS = Progress(0, "host", 1, 1, 1, 1, 1.0, 1.0, 1.0)
 PAUSED = Paused(0, "host", 1)
 
-WAYS: dict[str, tuple[list[Event], int]] = {
+SEQUENCES: dict[str, tuple[list[Event], int]] = {
     "nothing": ([], 0),
     "three epochs": ([joined(1), ended(1), ended(2), ended(3), finished()], 3),
-    "with progress told": ([joined(1), PROGRESS, ended(1), PROGRESS, ended(2), finished()], 2),
-    "stopped early by itself": ([joined(1), ended(1), ended(2), finished(EARLY_STOPPING)], 2),
+    "with progress reported": ([joined(1), PROGRESS, ended(1), PROGRESS, ended(2), finished()], 2),
+    "ended by early stopping": ([joined(1), ended(1), ended(2), finished(EARLY_STOPPING)], 2),
     "ended within an epoch": ([joined(1), ended(1), ended(2), finished(MAX_STEPS)], 2),
     "stopped within the second epoch": ([joined(1), ended(1), finished(STOPPED)], 2),
     "paused, then with another group": ([joined(1), ended(1), PAUSED, joined(2), ended(2), finished()], 2),
-    "an epoch that a new group goes on with": (
+    "an epoch that a new group resumes": (
         [joined(1), PROGRESS, lost(1), joined(1, 3), ended(1), finished()],
         2,
     ),
@@ -126,22 +122,22 @@ WAYS: dict[str, tuple[list[Event], int]] = {
         [joined(1), ended(1), PROGRESS, joined(2, 3), ended(2), finished()],
         3,
     ),
-    "csdctl killed, and the ranks went on unheard": ([joined(1), joined(3, 2), ended(3), finished()], 4),
+    "csdctl killed, and the ranks continued unreported": ([joined(1), joined(3, 2), ended(3), finished()], 4),
     "resumed from a checkpoint before": (
         [joined(1), ended(1), ended(2), PROGRESS, joined(2, 5), ended(2), ended(3), finished()],
         5,
     ),
-    "words break off after an epoch": ([joined(1), ended(1)], 2),
+    "events break off after an epoch": ([joined(1), ended(1)], 2),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_reading_that_may_have_begun_counts(way: str) -> None:
-    events, expected = WAYS[way]
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_every_pass_that_may_have_begun_counts(name: str) -> None:
+    events, expected = SEQUENCES[name]
     assert count_passes(events, 3) == [expected] * 3
 
 
-def test_node_that_was_away_released_nothing_then() -> None:
+def test_absent_node_releases_nothing() -> None:
     events = [
         joined(1),
         lost(1),
@@ -156,12 +152,12 @@ def test_node_that_was_away_released_nothing_then() -> None:
     assert count_passes(events, 3) == [4, 4, 2]
 
 
-def test_words_of_other_ranks_add_nothing() -> None:
-    others = [replace(event, rank=1) for event in WAYS["three epochs"][0]]
-    assert count_passes([*WAYS["three epochs"][0], *others], 3) == [3] * 3
+def test_events_of_other_ranks_add_nothing() -> None:
+    others = [replace(event, rank=1) for event in SEQUENCES["three epochs"][0]]
+    assert count_passes([*SEQUENCES["three epochs"][0], *others], 3) == [3] * 3
 
 
-def test_group_that_only_a_node_told_of_counts_for_it() -> None:
+def test_group_that_only_a_node_reported_counts_for_that_node() -> None:
     first = replace(joined(1), rank=2)
     events = [first, joined(1), replace(joined(1), rank=1), first, ended(1), finished()]
     assert count_passes(events, 3) == [1, 1, 2]
@@ -177,8 +173,8 @@ MANIFEST: dict[str, Any] = {
 }
 
 
-def test_samples_that_are_read_again_are_in_more_sums() -> None:
-    found = measure_privacy(MANIFEST, WAYS["three epochs"][0])
+def test_repeated_samples_are_in_more_sums() -> None:
+    found = measure_privacy(MANIFEST, SEQUENCES["three epochs"][0])
     assert found
     assert [(node.node, node.num_private, node.num_releases) for node in found.nodes] == [
         ("csd0", 40, 3),
@@ -187,7 +183,7 @@ def test_samples_that_are_read_again_are_in_more_sums() -> None:
     assert found.nodes[1].epsilon == compute_epsilon(NOISE, 9)
 
 
-def test_run_without_noise_promises_nothing() -> None:
+def test_run_without_noise_has_no_guarantee() -> None:
     assert measure_privacy({"placed": []}, []) is None
     assert measure_privacy({"noise": None, "placed": []}, []) is None
     assert plan_privacy(SPEC, []) is None
@@ -209,7 +205,7 @@ SPEC = RunSpec(
 )
 
 
-def test_plan_is_for_all_epochs_and_for_what_a_resumed_run_released_before() -> None:
+def test_planned_privacy_covers_all_epochs_and_earlier_releases_of_a_resumed_run() -> None:
     spec = replace(SPEC, noise=NOISE)
     new, resumed = plan_privacy(spec, []), plan_privacy(spec, [joined(1), ended(1), PROGRESS])
     assert new

@@ -1,4 +1,4 @@
-"""A run of two epochs on a host and two nodes, added up by hand.
+"""A run of two epochs on a host and two nodes, with hand-computed totals.
 
 The host: 2 × 600 samples; each node: 2 × 100. An epoch takes 10 s.
 """
@@ -77,8 +77,8 @@ def summary(events: list[Event] = WHOLE, manifest: dict[str, Any] = MANIFEST) ->
     return summarize("20260101-000000-abcd", manifest, events)
 
 
-def without(kind: type[Event], rank: int) -> list[Event]:
-    return [event for event in WHOLE if not (isinstance(event, kind) and event.rank == rank)]
+def without(event_type: type[Event], rank: int) -> list[Event]:
+    return [event for event in WHOLE if not (isinstance(event, event_type) and event.rank == rank)]
 
 
 def without_speed(rank: int) -> dict[str, Any]:
@@ -97,18 +97,18 @@ def test_whole_run_is_added_up_over_its_epochs() -> None:
     assert found.step_samples_per_s == pytest.approx(1600 / 18)
 
 
-def test_efficiency_is_the_speed_over_what_the_ranks_reach_alone() -> None:
+def test_efficiency_is_the_rate_over_the_rates_of_the_ranks_alone() -> None:
     assert summary().alone_samples_per_s == pytest.approx(100.0)
     assert summary().efficiency == pytest.approx(0.8)
 
 
-def test_loss_and_accuracy_are_those_of_the_last_epoch() -> None:
+def test_loss_and_accuracy_come_from_the_last_epoch() -> None:
     found = summary()
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))
     assert (found.validation_loss, found.validation_accuracy) == pytest.approx((1.25, 0.6))
 
 
-def test_every_rank_has_its_samples_rate_and_waiting() -> None:
+def test_each_rank_has_samples_rate_and_waiting_time() -> None:
     host, csd0, csd1 = summary().ranks
     assert (host.node, host.batch_size, host.num_private, host.num_public) == ("host", 60, 0, 600)
     assert (csd0.num_private, csd0.num_public, csd1.num_private) == (40, 60, 100)
@@ -124,20 +124,20 @@ def test_run_with_every_completion_record_is_done() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_run_that_lacks_one_completion_record_has_failed(rank: int) -> None:
+def test_run_without_one_completion_record_has_failed(rank: int) -> None:
     assert summary(without(Finished, rank)).state == "failed"
 
 
-def test_same_completion_record_twice_does_not_stand_for_another() -> None:
+def test_duplicate_completion_record_does_not_replace_another() -> None:
     assert summary([*without(Finished, 2), finished(1)]).state == "failed"
 
 
-def test_failures_are_told_with_their_node() -> None:
+def test_failures_are_listed_with_their_node() -> None:
     found = summary([*WHOLE[:6], Failed(1, "csd0", "the loss became nan", "lower the rate")])
     assert (found.state, found.failures) == ("failed", ("csd0: the loss became nan",))
 
 
-def test_weights_that_agree_at_every_epochs_end_are_identical() -> None:
+def test_equal_hashes_at_every_epochs_end_mean_identical_weights() -> None:
     assert summary().identical_weights
 
 
@@ -146,12 +146,12 @@ def test_different_weights_after_one_epoch_are_not_identical() -> None:
     assert not summary(events).identical_weights
 
 
-def test_weights_that_one_rank_did_not_report_are_not_identical() -> None:
+def test_missing_hash_of_one_rank_means_not_identical() -> None:
     assert not summary([event for event in WHOLE if event != epoch_end(2, 2)]).identical_weights
 
 
 @pytest.mark.parametrize("events", [[], WHOLE[:3]])
-def test_run_that_ended_before_its_first_epoch_claims_nothing(events: list[Event]) -> None:
+def test_run_that_ended_before_its_first_epoch_has_no_results(events: list[Event]) -> None:
     found = summary(events)
     assert (found.state, found.epochs, found.samples, found.samples_per_s) == ("failed", 0, 0, 0.0)
     assert (found.efficiency, found.loss, found.validation_accuracy) == (None, None, None)
@@ -160,7 +160,7 @@ def test_run_that_ended_before_its_first_epoch_claims_nothing(events: list[Event
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_without_every_ranks_own_speed_there_is_no_efficiency(rank: int) -> None:
+def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
     found = summary(manifest=without_speed(rank))
     assert (found.alone_samples_per_s, found.efficiency) == (None, None)
     assert found.samples_per_s == pytest.approx(80.0)
@@ -181,13 +181,13 @@ LOST: list[Event] = [
 
 
 @pytest.mark.fault(20)
-def test_run_that_went_on_without_a_node_is_done_and_says_what_was_not_read() -> None:
+def test_run_that_continued_without_a_node_is_done_and_counts_unread_samples() -> None:
     found = summary(LOST)
     assert (found.state, found.lost_nodes, found.num_private_unread) == ("done", ("csd1",), 100)
     assert found.identical_weights
 
 
-def test_run_that_was_asked_to_stop_is_stopped_and_one_that_was_resumed_is_done() -> None:
+def test_stopped_run_is_stopped_and_done_after_it_was_resumed() -> None:
     stopped = [*WHOLE[:8], *(replace(finished(rank), reason=STOPPED) for rank in range(3))]
     assert summary(stopped).state == "stopped"
     resumed = [*stopped, *(joined(rank, 0, 1, 2) for rank in range(3))]

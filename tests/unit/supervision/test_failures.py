@@ -48,7 +48,7 @@ def test_run_without_checkpoints_is_not_to_be_resumed() -> None:
 
 
 def test_mpirun_failure_names_the_node_and_the_logs() -> None:
-    outcome = JobOutcome(last_words=["process rank 1 with PID 7 exited on signal 9"])
+    outcome = JobOutcome(stderr_tail=["process rank 1 with PID 7 exited on signal 9"])
     error = failures.mpirun_failure(outcome, ["host", "csd1"], LOGS)
     assert error.node == "csd1"
     assert error.remedy.endswith("; logs: runs/7/logs")

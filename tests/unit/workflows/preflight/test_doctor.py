@@ -1,4 +1,4 @@
-"""What an examination comes to: exit codes, and why a hello was not heard."""
+"""The exit code of an examination, and the diagnosis of a failed MPI check."""
 
 from pathlib import Path
 
@@ -9,15 +9,16 @@ from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.model import Fleet, Node
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, MpiChecked, Ready, Started
-from csdctl.workflows.preflight.doctor import DoctorOptions, Examination
-from csdctl.workflows.preflight.mpi_check import judge_mpi_check
+from csdctl.workflows.preflight.doctor import DoctorOptions
+from csdctl.workflows.preflight.examination import Examination
+from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 MACHINES = ["host", "csd0", "csd1"]
 
 
 def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
-    """What `csdctl doctor` ends with when these checks of machines are red."""
+    """Return the exit code of `csdctl doctor` when these checks of machines are red."""
     examination = Examination(FLEET, lambda check: None, overdue=overdue)
     examination.add(Check("csd0", "clock", Status.WARN, "+3 s off"))
     for machine, name in red:
@@ -29,7 +30,7 @@ def exit_code(*red: tuple[str, str], overdue: str = "") -> int:
     return 0
 
 
-def test_amber_is_no_failure() -> None:
+def test_amber_is_not_a_failure() -> None:
     assert exit_code() == ExitCode.DONE
 
 
@@ -45,18 +46,18 @@ def test_amber_is_no_failure() -> None:
         ([("csd0", "reach"), ("csd1", "reach")], ExitCode.UNREACHABLE),
     ],
 )
-def test_exit_code_says_how_much_is_red(red: list[tuple[str, str]], code: ExitCode) -> None:
+def test_exit_code_depends_on_the_red_machines(red: list[tuple[str, str]], code: ExitCode) -> None:
     assert exit_code(*red) == code
 
 
-def test_deadline_that_passed_has_an_exit_code_of_its_own() -> None:
+def test_passed_deadline_has_its_own_exit_code() -> None:
     assert exit_code(("csd1", "MPI"), overdue="connecting") == ExitCode.DEADLINE
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
-def test_deadline_must_be_a_second_at_least(seconds: float) -> None:
-    with pytest.raises(InputError, match="hello deadline"):
-        DoctorOptions(hello_deadline_s=seconds)
+def test_deadline_must_be_at_least_one_second(seconds: float) -> None:
+    with pytest.raises(InputError, match="--hello-deadline"):
+        DoctorOptions(mpi_deadline_s=seconds)
 
 
 def judge(events: list[Event], outcome: JobOutcome) -> Check:
@@ -68,25 +69,25 @@ def judge(events: list[Event], outcome: JobOutcome) -> Check:
     return judge_mpi_check(MACHINES, events, outcome, 60, Path("logs"))
 
 
-def of_all(*kinds: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
-    """Events of all machines."""
+def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event]:
+    """Return events of these types from all machines."""
     make = {
         Started: lambda rank, name: Started(rank, name, name),
         Ready: lambda rank, name: Ready(rank, name, 0, 1.0),
         MpiChecked: lambda rank, name: MpiChecked(rank, name, library, 1 << 20, 0.003),
         Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
     }
-    return [make[kind](rank, name) for kind in kinds for rank, name in enumerate(MACHINES)]
+    return [make[one](rank, name) for one in types for rank, name in enumerate(MACHINES)]
 
 
-def test_hello_of_all_tells_mpi_and_the_time_of_a_sum() -> None:
+def test_successful_check_shows_mpi_and_the_time_of_a_sum() -> None:
     check = judge(of_all(Started, Ready, MpiChecked, Finished), JobOutcome())
     assert check.status == Status.OK
     assert check.found == "3 ranks, Open MPI v5.0.11, a sum of 1 MiB in 3.0 ms"
 
 
 @pytest.mark.fault(49)
-def test_two_kinds_of_mpi_are_red_even_when_they_talk() -> None:
+def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
     events = of_all(Started, Ready, MpiChecked, Finished)
     events[6] = MpiChecked(0, "host", "Open MPI v5.0.10", 1 << 20, 0.003)
     check = judge(events, JobOutcome())
@@ -98,17 +99,17 @@ def test_two_kinds_of_mpi_are_red_even_when_they_talk() -> None:
 def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     events = of_all(Started)
     check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
-    assert check.found == "csd0, csd1 started, and did not come through MPI_Init within 60 s"
+    assert check.found == "csd0, csd1 started, and did not complete MPI_Init within 60 s"
     assert "network:" in check.remedy
 
 
-def test_machines_that_never_said_hello_are_named() -> None:
+def test_machines_that_never_started_a_rank_are_named() -> None:
     check = judge([Started(0, "host", "server")], JobOutcome(overdue="start"))
     assert check.found == "csd0, csd1 never started a rank within 60 s"
     assert "prted" in check.remedy
 
 
-def test_rank_that_gives_up_is_told_in_its_own_words() -> None:
+def test_failed_rank_is_reported_with_its_own_message() -> None:
     failed = Failed(1, "csd0", "MPI cannot be entered: ImportError: no libmpi", "reinstall mpi4py")
     check = judge(of_all(Started), JobOutcome(failed={1: failed}))
     assert check.found == "csd0: MPI cannot be entered: ImportError: no libmpi"

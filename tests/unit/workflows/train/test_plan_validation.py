@@ -1,4 +1,4 @@
-"""A plan that no longer fits is refused, and says what has changed."""
+"""A plan that no longer fits is rejected, with a list of the changes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +10,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
-from csdctl.workflows.train.plan_validation import MOST_SHOWN, check_plan, describe_made_for, find_left_out
+from csdctl.workflows.train.plan_validation import MAX_SHOWN, check_plan, describe_made_for, find_left_out
 
 JOB = """\
 model: mine.py:build
@@ -32,7 +32,7 @@ def job(tmp_path: Path) -> Job:
 
 @pytest.fixture
 def plan(job: Job, tmp_path: Path) -> Plan:
-    """As it comes from its file."""
+    """A plan as loaded from its file."""
     ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in FACTS]
     made = Plan(job="job", job_fingerprint=job.fingerprint(), method="fit", ranks=ranks)
     made_for = describe_made_for(made, job, FACTS)
@@ -56,7 +56,7 @@ def test_plan_that_fits_is_accepted(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, FACTS)
 
 
-def test_values_of_the_job_that_changed_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
+def test_changed_values_of_the_job_are_listed(plan: Plan, job: Job, tmp_path: Path) -> None:
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5, optimizer: adam"))
     assert refusal(plan, changed) == (
         f"the plan does not fit {changed.path}: changed since tuning:"
@@ -64,17 +64,17 @@ def test_values_of_the_job_that_changed_are_listed(plan: Plan, job: Job, tmp_pat
     )
 
 
-def test_file_of_the_model_that_changed_is_named(plan: Plan, job: Job, tmp_path: Path) -> None:
+def test_changed_model_file_is_named(plan: Plan, job: Job, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def build(): return 1\n")
     assert refusal(plan, job).endswith("\n  mine.py has changed")
 
 
-def test_machine_that_changed_is_named_with_what_is_different(plan: Plan, job: Job) -> None:
+def test_changed_machine_is_named_with_the_difference(plan: Plan, job: Job) -> None:
     slower = {**FACTS, "csd1": replace(FACTS["csd1"], num_cores=2)}
     assert refusal(plan, job, slower).endswith("changed since tuning:\n  csd1: 2 cores, was 4 cores")
 
 
-def test_machine_that_nobody_has_looked_at_is_no_change(plan: Plan, job: Job) -> None:
+def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, {"host": FACTS["host"]})
 
 
@@ -85,35 +85,35 @@ def test_long_list_is_cut(plan: Plan, job: Job, tmp_path: Path) -> None:
     )
     changed = written(tmp_path, JOB.replace("epochs: 3, learning_rate: 0.1", recipe))
     lines = refusal(plan, changed).splitlines()
-    assert len(lines) == 1 + MOST_SHOWN + 1
+    assert len(lines) == 1 + MAX_SHOWN + 1
     assert lines[-1] == "  and 2 more"
 
 
-def test_plan_by_hand_is_judged_by_its_fingerprint_as_ever(plan: Plan, job: Job, tmp_path: Path) -> None:
-    by_hand = plan.model_copy(update={"made_for": None})
+def test_manually_written_plan_is_judged_by_its_job_fingerprint(plan: Plan, job: Job, tmp_path: Path) -> None:
+    manual = plan.model_copy(update={"made_for": None})
     slower = {name: replace(facts, num_cores=1) for name, facts in FACTS.items()}
-    check_plan(by_hand, job, FLEET, slower)
+    check_plan(manual, job, FLEET, slower)
     changed = written(tmp_path, JOB.replace("epochs: 3", "epochs: 5"))
-    assert refusal(by_hand, changed).endswith("job, model or recipe changed since tuning")
+    assert refusal(manual, changed).endswith("job, model or recipe changed since tuning")
 
 
-def test_fingerprint_that_changed_without_a_reason_is_refused_as_well(plan: Plan, job: Job) -> None:
+def test_changed_fingerprint_without_a_known_change_is_rejected(plan: Plan, job: Job) -> None:
     older = plan.model_copy(update={"job_fingerprint": "of an older csdctl"})
     assert refusal(older, job).endswith("job, model or recipe changed since tuning")
 
 
-def test_node_that_the_plan_does_not_know_is_named(plan: Plan, job: Job) -> None:
+def test_node_missing_from_the_plan_is_named(plan: Plan, job: Job) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2]})
-    with pytest.raises(InputError, match="nothing for csd1") as raised:
+    with pytest.raises(InputError, match="does not include csd1") as raised:
         check_plan(smaller, job, FLEET, FACTS)
     assert "--exclude csd1" in raised.value.remedy
 
 
-def test_node_that_the_plan_leaves_out_is_not_missing(plan: Plan, job: Job) -> None:
+def test_node_left_out_by_the_plan_is_not_missing(plan: Plan, job: Job) -> None:
     smaller = plan.model_copy(update={"ranks": plan.ranks[:2], "left_out": ["csd1"]})
     check_plan(smaller, job, FLEET, FACTS)
     assert find_left_out(smaller, FLEET) == ["csd1"]
 
 
-def test_node_that_was_written_in_by_hand_is_not_left_out(plan: Plan) -> None:
+def test_node_that_was_added_manually_is_not_left_out(plan: Plan) -> None:
     assert find_left_out(plan.model_copy(update={"left_out": ["csd1"]}), FLEET) == []

@@ -1,4 +1,4 @@
-"""What a command that visits every node ends with, and what it remembers for `--failed-from`."""
+"""The end of a command on many nodes: its exit code, and what it saves for `--failed-from`."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude, load_failed
 
 MACHINES = ["host", "csd0", "csd1"]
-DOWN = UnreachableError("does not answer", remedy="look at it")
+DOWN = UnreachableError("does not answer", remedy="check it")
 FLEET = "nodes: [{name: 'csd[0-3]', address: '10.0.0.[1-4]'}]"
 
 
@@ -33,24 +33,24 @@ def test_some_nodes_failed_is_partial(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [DOWN, HostKeyError("changed"), JumpHostError("gate is down")])
-def test_no_node_reached_has_a_code_of_its_own(tmp_path: Path, error: CsdctlError) -> None:
+def test_no_reachable_node_has_its_own_exit_code(tmp_path: Path, error: CsdctlError) -> None:
     assert code_of(tmp_path, {"csd0": DOWN, "csd1": error}) == ExitCode.UNREACHABLE
 
 
-def test_every_machine_failed_otherwise_is_a_failure(tmp_path: Path) -> None:
+def test_failure_of_every_machine_is_not_partial(tmp_path: Path) -> None:
     errors = dict.fromkeys(MACHINES, RemoteCommandError("no python3"))
     assert code_of(tmp_path, dict(errors)) == ExitCode.FAILED
 
 
-def test_failed_nodes_are_remembered_until_all_is_well(tmp_path: Path) -> None:
+def test_failed_nodes_are_saved_until_the_command_succeeds(tmp_path: Path) -> None:
     code_of(tmp_path, {"host": DOWN, "csd1": DOWN})
     project = ProjectDirectory(tmp_path)
-    assert load_failed(project.failed) == "csd1", "the host is always visited"
+    assert load_failed(project.failed) == "csd1", "the host always takes part"
     conclude(project, "clean", MACHINES, {})
     assert not project.failed.exists()
 
 
-def test_failed_from_and_limit_hold_together(tmp_path: Path) -> None:
+def test_failed_from_and_other_selections_combine(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     (tmp_path / "failed.json").write_text('{"failed": {"csd1": {}, "csd2": {}}}')
     path = tmp_path / "fleet.yaml"
@@ -61,7 +61,7 @@ def test_failed_from_and_limit_hold_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(36)
-def test_failed_from_of_another_fleet_or_cut_short_is_bad_input(tmp_path: Path) -> None:
+def test_failed_from_of_another_fleet_or_truncated_is_bad_input(tmp_path: Path) -> None:
     (tmp_path / "fleet.yaml").write_text(FLEET)
     for content in ('{"failed": {"other": {}}}', '{"failed": {"cs'):
         (tmp_path / "failed.json").write_text(content)

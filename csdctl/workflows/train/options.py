@@ -1,0 +1,40 @@
+"""What a user may change in one run."""
+
+from dataclasses import dataclass
+
+from csdctl.errors import InputError
+from csdctl.launch.mpi_job import Deadlines
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+
+MEASURED = "auto"
+"""The ranks measure which collective is faster."""
+COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Options of one run; raises InputError for values that cannot be used."""
+
+    deadlines: Deadlines = Deadlines()
+    max_steps: int | None = None
+    min_nodes: int = 1
+    """The run ends when fewer nodes are left; it can be resumed."""
+    is_balanced: bool = True
+    """Whether batch sizes move when a node's speed changes."""
+    checkpoint_interval_s: float = 600.0
+    num_checkpoints: int = 3
+    """Checkpoints to keep, besides the best one."""
+    collective: str = MEASURED
+
+    def __post_init__(self) -> None:
+        if self.collective not in COLLECTIVES:
+            raise InputError(
+                f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
+            )
+        for name, value, least in (
+            ("min-nodes", self.min_nodes, 0),
+            ("checkpoint-seconds", self.checkpoint_interval_s, 1),
+            ("keep", self.num_checkpoints, 1),
+        ):
+            if not value >= least:
+                raise InputError(f"--{name} must be at least {least}, received {value:g}")

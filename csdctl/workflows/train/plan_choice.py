@@ -1,0 +1,56 @@
+"""Choosing the plan to follow: the one on disk, checked, or the same batch size on every rank."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.notify import Say
+from csdctl.tuning.plan import Plan, RankPlan, load_plan
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.train.plan_validation import check_plan, find_left_out
+from csdctl.workflows.workspace.workspace import Workspace
+
+
+def choose_plan(
+    job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
+) -> Plan:
+    """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
+
+    Reports the nodes that the plan leaves out. Raises InputError for a plan that is missing or does not fit.
+    """
+    if batch_size:
+        return build_equal_plan(job, space.fleet, space.facts, batch_size)
+    plan = load_checked_plan(path or space.project.plan(job.name), job, space)
+    if left_out := find_left_out(plan, space.fleet):
+        say(f"the plan leaves out {', '.join(left_out)}: they would cost more time than they gain")
+    return plan
+
+
+def load_checked_plan(path: Path, job: Job, space: Workspace) -> Plan:
+    """Read a plan and check that it fits the job and the fleet as they are now; raises InputError."""
+    plan = load_plan(path)
+    check_plan(plan, job, space.fleet, space.facts)
+    return plan
+
+
+def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:
+    """Return a plan without tuning: `batch_size` on the host and on every node of `fleet`."""
+    return Plan(
+        job=job.name,
+        job_fingerprint=job.fingerprint(),
+        method="equal",
+        emulated=fleet.emulated,
+        ranks=[
+            RankPlan(node=name, batch_size=batch_size, threads=default_runtime(name, fleet, facts).threads)
+            for name in fleet.machines
+        ],
+    )
+
+
+def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runtime:
+    """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
+    if name == HOST_NAME and fleet.host.threads:
+        return Runtime(fleet.host.threads)
+    return Runtime(facts[name].num_threads if name in facts else 1)

@@ -1,0 +1,24 @@
+"""Preparing a job inside an open workspace, with a view of the progress."""
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from csdctl.job.model import Job
+from csdctl.workflows.data.prepare import OnProgress, Prepared, prepare_job
+from csdctl.workflows.workspace.workspace import Workspace
+
+
+class PreparationObserver(Protocol):
+    """Shows messages and the progress of preparing."""
+
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
+    def preparing(self) -> AbstractContextManager[OnProgress]:
+        """Open a view of the progress; closed before anything else is shown."""
+
+
+def prepare_in(space: Workspace, job: Job, observer: PreparationObserver) -> Prepared:
+    """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+    with observer.preparing() as on_progress:
+        return prepare_job(job, space.fleet, space.sessions, space.project, observer.say, on_progress)

@@ -1,0 +1,124 @@
+"""The ranks of one run: deliver what is missing, start, supervise, end, and add up what was sent.
+
+Whatever happens, nothing of the run is left on any machine: processes that carry its id are ended over SSH.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.launch.leftovers import end_run
+from csdctl.launch.mpirun import prepare_mpirun
+from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
+from csdctl.runs.directory import RunDirectory
+from csdctl.shipping.store import store_bytes
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_process import AttachRank
+from csdctl.supervision.rank_starter import RankStarter
+from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.supervisor import Supervisor
+from csdctl.worker.protocol.events import Event, Joined, Traffic
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
+from csdctl.workflows.train.placement import ShardFiles
+from csdctl.workflows.workspace.workspace import Workspace
+
+OnEvent = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class RunInputs:
+    """What the ranks of one run need: the spec, and the files it names."""
+
+    directory: RunDirectory
+    spec: RunSpec
+    prepared: Prepared
+    shards: ShardFiles
+
+
+def run_ranks(
+    inputs: RunInputs,
+    space: Workspace,
+    options: TrainOptions,
+    on_delivery: OnDelivery,
+    on_event: OnEvent,
+    attached: Mapping[str, AttachRank] | None = None,
+) -> bool:
+    """Run the ranks to their end; returns whether the user stopped them.
+
+    On machines in `attached` no process is started: the one that is running takes part, and stays afterwards.
+    Raises RunError, DeadlineError, InputError or PartialError.
+    """
+    spec, prepared, run, fleet = inputs.spec, inputs.prepared, inputs.directory, space.fleet
+    stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
+    present = set(fleet.machines)
+    nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
+    files = {name: [*common_files(prepared), *inputs.shards.get(name, ()), stored_spec] for name in nodes}
+    deploy_files(files, fleet, space.sessions, on_delivery)
+    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, space.project.ssh_config)
+    pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
+    traffic: list[Traffic] = []
+
+    def take(event: Event) -> None:
+        if isinstance(event, Traffic):
+            traffic.append(event)
+        on_event(event)
+
+    with ExitStack() as stack:
+        starter = RankStarter(
+            spec,
+            stored_spec.path,
+            prepared.worker.path,
+            fleet,
+            space.sessions,
+            mpirun,
+            space.project.root,
+            stack,
+            attached or {},
+            space.ledger.add,
+        )
+        supervisor = Supervisor(_build_setup(inputs, starter, options, nodes), take)
+        try:
+            supervisor.run()
+        finally:
+            # End all processes first: a full disk must not prevent that.
+            end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
+            space.ledger.run = run.run_id
+            space.ledger.add(add_rank_traffic(traffic, [rank.node for rank in spec.ranks]))
+            space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
+    return supervisor.is_stopping
+
+
+def _build_setup(
+    inputs: RunInputs, starter: RankStarter, options: TrainOptions, nodes: Sequence[str]
+) -> RunSetup:
+    """Return what the supervisor needs; `nodes` are the nodes that take part."""
+    ranks = inputs.spec.ranks
+    return RunSetup(
+        run_id=inputs.directory.run_id,
+        nodes=[rank.node for rank in ranks],
+        start_rank=starter.start,
+        restart_rank=starter.restart,
+        start_links=starter.start_links,
+        log_directory=inputs.directory.logs,
+        # A host that sits out cannot continue alone.
+        min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
+        is_resumable=inputs.spec.num_checkpoints > 0,
+        patience=Patience(start_s=options.deadlines.start_s, silence_s=options.deadlines.silence_s),
+        collective=_choose_collective(inputs.directory, options),
+        absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
+    )
+
+
+def _choose_collective(run: RunDirectory, options: TrainOptions) -> str:
+    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical results."""
+    if options.collective != MEASURED:
+        return options.collective
+    if not run.events.exists():
+        return ""
+    joined = [event for _, event in run.read_events() if isinstance(event, Joined)]
+    return joined[0].collective if joined and joined[0].collective in COLLECTIVES else ""

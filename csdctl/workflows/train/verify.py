@@ -1,0 +1,88 @@
+"""`verify`: one step of all ranks, compared with the same step in one process."""
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import RunError
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import Job
+from csdctl.launch.tools import check_tools
+from csdctl.tuning.plan import Plan
+from csdctl.worker.protocol.events import Event, Verified
+from csdctl.worker.protocol.tasks import VERIFY, Task
+from csdctl.workflows.data.deploy import cut_shards
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import place_plan
+from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
+from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
+from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+DEFAULT_BATCH_SIZE = 16
+"""Of every rank when there is no plan."""
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """What `csdctl verify` was asked to do."""
+
+    job: Job
+    fleet: Fleet
+    directory: Path
+    plan_path: Path | None = None
+    """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The comparison, and the machine of every rank."""
+
+    nodes: tuple[str, ...]
+    result: Verified
+
+
+def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
+    """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
+    check_tools()
+    job = request.job
+    with open_workspace(
+        request.directory, request.fleet, "verify", is_locking=True, say=observer.say
+    ) as space:
+        plan = _choose_plan(request, space)
+        prepared = prepare_in(space, job, observer)
+        observer.say(f"starting {len(plan.ranks)} ranks")
+        if job.noise:
+            observer.say("compared without clipping and noise: the samples are random, and none is private")
+        result = verify(job, plan, prepared, space)
+    return Verification(tuple(rank.node for rank in plan.ranks), result)
+
+
+def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
+    path = request.plan_path or space.project.plan(request.job.name)
+    if request.plan_path or path.exists():
+        return load_checked_plan(path, request.job, space)
+    return build_equal_plan(request.job, space.fleet, space.facts, DEFAULT_BATCH_SIZE)
+
+
+def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace) -> Verified:
+    """Run one step of all ranks and return how it compares with one process; raises what `train` raises."""
+    placed = place_plan(plan, prepared, job, space.fleet)
+    run = space.project.new_scratch()
+    shards = cut_shards(placed, prepared.public, job, space.project)
+    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = dataclasses.replace(spec, validation=None, task=Task(VERIFY), num_checkpoints=0)
+    results: list[Verified] = []
+
+    def record(event: Event) -> None:
+        if isinstance(event, Verified):
+            results.append(event)
+
+    run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, record)
+    shutil.rmtree(run.path, ignore_errors=True)
+    if not results:
+        raise RunError("the ranks ended without a comparison")
+    return results[0]

@@ -1,0 +1,77 @@
+"""The shards of a plan's ranks, and what each rank reads."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.job.model import Job, load_job
+from csdctl.shipping.store import StoredFile
+from csdctl.transport.meter import TrafficClass
+from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.run_spec import DatasetSlice
+from csdctl.workflows.data.prepare import CarriedModel, Prepared
+from csdctl.workflows.train.placement import build_rank_specs, place_plan
+
+FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))
+PLAN = Plan(
+    job="job",
+    job_fingerprint="",
+    method="equal",
+    ranks=[RankPlan(node=name, batch_size=10, threads=4) for name in (HOST_NAME, "csd0", "csd1")],
+)
+FILE = StoredFile("ab" * 32, ".npy", Path("file"), TrafficClass.PUBLIC)
+MODEL = CarriedModel(ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax"), FILE, FILE)
+PUBLIC = DatasetInfo("data/public", 100, (4, 4, 1), "uint8", (), 9, "public")
+PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "private")
+PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: keras.applications:MobileNetV2\ndata: {public: {path: data}, private: {path: ~/private}}\n"
+        "recipe: {epochs: 3, learning_rate: 0.1, seed: 7}\n"
+    )
+    return load_job(path)
+
+
+def test_private_samples_stay_and_public_ones_fill_the_shards(job: Job) -> None:
+    placed = place_plan(PLAN, PREPARED, job, FLEET)
+    assert [shard.name for shard in placed] == [HOST_NAME, "csd0", "csd1"]
+    assert [shard.num_private for shard in placed] == [0, 20, 0]
+    assert [shard.num_samples for shard in placed] == [40, 40, 40]
+
+
+def test_plan_for_a_node_outside_the_fleet_is_rejected(job: Job) -> None:
+    with pytest.raises(InputError, match="the plan needs csd1, not among the nodes"):
+        place_plan(PLAN, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
+
+
+def test_plan_without_any_sample_is_rejected(job: Job) -> None:
+    empty = replace(PREPARED, public=replace(PUBLIC, num_samples=0), private={})
+    with pytest.raises(InputError) as raised:
+        place_plan(PLAN, empty, job, FLEET)
+    assert raised.value.remedy == "change the plan's batch sizes or the data"
+
+
+def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job: Job) -> None:
+    placed = place_plan(PLAN, PREPARED, job, FLEET)
+    host, csd0, csd1 = build_rank_specs(PLAN, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
+    assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7)
+    assert csd0.public is None
+    assert csd0.private == DatasetSlice("data/private/images.npy", "data/private/labels.npy")
+    assert csd1.public == DatasetSlice(FILE.path, FILE.path)
+    assert csd1.private is None
+
+
+def test_nodes_that_see_all_public_data_read_their_part_of_it(job: Job) -> None:
+    placed = place_plan(PLAN, PREPARED, job, FLEET)
+    specs = build_rank_specs(PLAN, placed, PREPARED, {}, replace(job, is_everywhere=True))
+    parts = [(spec.public.start, spec.public.stop) for spec in specs if spec.public]
+    assert parts == [(shard.public_start, shard.public_stop) for shard in placed]

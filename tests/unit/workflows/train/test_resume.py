@@ -1,0 +1,81 @@
+"""Finding the run to resume, and recognizing one that is complete."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.job.model import Job, load_job
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
+from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete
+
+FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
+JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
+FINISHED = Finished(0, "host", 3, 30, "hash", 1)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    path = tmp_path / "job.yaml"
+    path.write_text(
+        "model: keras.applications:MobileNetV2\ndata: {public: {path: data}}\n"
+        "recipe: {epochs: 3, learning_rate: 0.1}\n"
+    )
+    return load_job(path)
+
+
+@pytest.fixture
+def run(tmp_path: Path, job: Job) -> RunDirectory:
+    """A run of the host, csd0 and csd7."""
+    run = ProjectDirectory(tmp_path).new_run()
+    ranks = [{"node": name} for name in ("host", "csd0", "csd7")]
+    run.save_manifest({"plan": {"job": job.name, "ranks": ranks}})
+    return run
+
+
+def record(run: RunDirectory, *events: Event) -> RunDirectory:
+    log = EventLog(run)
+    for event in events:
+        log.append(0.0, event)
+    log.close()
+    return run
+
+
+def test_latest_run_is_found_and_nodes_that_do_not_take_part_are_reported(
+    tmp_path: Path, run: RunDirectory, job: Job
+) -> None:
+    said: list[str] = []
+    assert find_resumable(ProjectDirectory(tmp_path), LATEST, job, FLEET, said.append) == run
+    assert said[0].startswith("resuming without csd7")
+    assert said[1].startswith("csd1 did not take part")
+
+
+def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: Job) -> None:
+    run.save_manifest({"plan": {"job": "other", "ranks": []}})
+    with pytest.raises(InputError, match=r"belongs to job other, not to job"):
+        find_resumable(ProjectDirectory(tmp_path), run.run_id, job, FLEET, print)
+
+
+@pytest.mark.parametrize(
+    ("events", "expected"),
+    [
+        ([JOINED], False),
+        ([JOINED, FINISHED], True),
+        ([JOINED, replace(FINISHED, epochs=2)], False),
+        ([JOINED, replace(FINISHED, epochs=1, reason=EARLY_STOPPING)], True),
+        ([JOINED, replace(FINISHED, reason=STOPPED)], False),
+        ([JOINED, FINISHED, JOINED], False),
+        ([JOINED, FINISHED, replace(JOINED, rank=1)], True),
+    ],
+)
+def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
+    run: RunDirectory, job: Job, events: list[Event], expected: bool
+) -> None:
+    assert is_complete(record(run, *events), job) is expected
+
+
+def test_run_without_events_is_not_complete(run: RunDirectory, job: Job) -> None:
+    assert not is_complete(run, job)
