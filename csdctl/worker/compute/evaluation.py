@@ -18,7 +18,7 @@ def evaluate(
     """Mean loss and metrics of all of `validation`, as the fields of an EpochEnd."""
     results: list[Sums] = []
     spoken = time.monotonic()
-    for batch in validation.in_order(EVALUATION_BATCH):
+    for batch in validation.batches(EVALUATION_BATCH):
         results.append(step.evaluate(*batch))
         if time.monotonic() - spoken >= progress_interval_s:
             spoken = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.recipe import Noise
 
 CHUNK = 1 << 18

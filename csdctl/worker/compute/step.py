@@ -21,7 +21,7 @@ import numpy as np
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.recipe import make_loss, make_metrics, make_optimizer
 from csdctl.worker.compute.statistics import MovingStatistics, Seeds
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 

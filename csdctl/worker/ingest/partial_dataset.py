@@ -19,8 +19,8 @@ from typing import IO
 
 import numpy as np
 
+from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
-from csdctl.worker.data.prepared import Array, as_labels
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_aside, sync_directory, sync_file

@@ -10,8 +10,8 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
-from csdctl.worker.data.prepared import Array, as_labels
 from csdctl.worker.ingest.partial_dataset import Part, PartRecord, count_labels, writing
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.finding import find_kind, open_source, settings_of

@@ -27,8 +27,8 @@ class DatasetInfo:
     """Classes that have files here, not one of which could be used."""
 
     @property
-    def form(self) -> "DatasetInfo":
-        """Without its classes and what was left out: what computing with such samples needs."""
+    def element_spec(self) -> "DatasetInfo":
+        """Shapes and types, which is what computing needs, without classes and skipped samples."""
         return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=())
 
 

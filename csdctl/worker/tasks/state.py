@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import sync_directory

@@ -21,7 +21,8 @@ from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights, load
 from csdctl.worker.compute.recipe import load_own_metrics
 from csdctl.worker.compute.step import Step, Sums
-from csdctl.worker.data.prepared import Array, EpochReader, PreparedSamples
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import EpochReader, PreparedSamples
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator, SoloCommunicator
@@ -95,7 +96,7 @@ class RankTraining:
                 if self._orders.has_group:
                     raise LinkLostError
                 if self._spec.is_verified:
-                    self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.example())
+                    self._digest = verify(self._spec, self._me, ranks, self._step, self._reader.empty_batch())
                     self._teller.traffic(ranks, group)
                     ranks.close()
                     self._finish("verified")
@@ -145,7 +146,7 @@ class RankTraining:
         return Step(
             load(Path(spec.architecture), Path(spec.weights), self._keras),
             spec.recipe,
-            self._reader.example(),
+            self._reader.empty_batch(),
             self._tf,
             self._keras,
             rank=me.rank,
@@ -222,7 +223,7 @@ class RankTraining:
         elif {share.rank for share in leg.shares} != set(group.ranks):
             leg = change_segment(leg, position.step, sizes)
         self._position = dataclasses.replace(position, leg=leg)
-        self._reader.begin(position.epoch)
+        self._reader.set_epoch(position.epoch)
 
     def _num_lost(self, group: FormGroup) -> int:
         """Private samples of ranks that are away."""
@@ -271,9 +272,9 @@ class RankTraining:
         begun = time.perf_counter()
         number = position.step - leg.start_step
         mine = next(share for share in leg.shares if share.rank == me).batch(number)
-        borrowed = self._exchange_borrowed(ranks, leg, number, mine)
+        reassigned = self._exchange_reassigned(ranks, leg, number, mine)
         received = time.perf_counter()
-        images, labels = self._reader.read(mine, borrowed)
+        images, labels = self._reader.read(mine, reassigned)
         self._step.set_step(position.total_steps, self._rate())
         copies = self._reader.private_copies(mine) if self._step.has_noise else None
         if ranks.size == 1:
@@ -299,15 +300,15 @@ class RankTraining:
         compute_s = computed - received + self._apply_s
         return len(images), compute_s, summed - computed + received - begun, sums, is_stopping
 
-    def _exchange_borrowed(
+    def _exchange_reassigned(
         self, ranks: Communicator, leg: Segment, number: int, mine: Share
     ) -> bytes | bytearray | None:
-        """Rank 0 sends what the others have borrowed for this step; they receive it."""
+        """Rank 0 sends the samples reassigned to other ranks in this step; they receive it."""
         if not self._is_root:
-            return ranks.receive(0) if mine.borrowed else None
+            return ranks.receive(0) if mine.reassigned else None
         for index, share in enumerate(leg.shares[1:], start=1):
-            if share.borrowed and (pieces := share.batch(number).borrowed):
-                ranks.send(index, self._reader.pack_borrowed(pieces), SAMPLES)
+            if share.reassigned and (pieces := share.batch(number).reassigned):
+                ranks.send(index, self._reader.pack_reassigned(pieces), SAMPLES)
         return None
 
     def _rate(self) -> float:

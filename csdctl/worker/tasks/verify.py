@@ -10,8 +10,8 @@ import numpy as np
 
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_samples
-from csdctl.worker.data.prepared import Array
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit

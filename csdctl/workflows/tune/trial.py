@@ -75,7 +75,7 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
-        made=prepared.public.form,
+        made=prepared.public.element_spec,
     )
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)

@@ -14,8 +14,8 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
+from csdctl.worker.data.arrays import Array, as_labels, map_array
 from csdctl.worker.data.element_spec import is_numeric
-from csdctl.worker.data.prepared import Array, as_labels, map_array
 from csdctl.worker.ingest.sources.source import BLOCK_BYTES, Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.pictures import PictureDecoder
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
 from csdctl.worker.ingest.sources.tree import DataFile, Tree

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.arrays import ArraySource, InMemory
 from csdctl.worker.ingest.sources.pictures import PictureDecoder, known_shape
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, SampleSource, decode_blocks

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.gif import first_frame
 from csdctl.worker.ingest.sources.headers import Header, read_header
 from csdctl.worker.ingest.sources.source import UnusableError

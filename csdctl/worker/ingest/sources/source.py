@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 
 BLOCK_SAMPLES = 256
 BLOCK_BYTES = 32 << 20

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.sources.pictures import PictureDecoder, known_shape
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
 from csdctl.worker.ingest.sources.tree import DataFile, Tree

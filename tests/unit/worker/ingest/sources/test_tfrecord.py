@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec, RecordSchema
