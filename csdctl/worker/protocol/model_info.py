@@ -18,7 +18,7 @@ class ModelInfo:
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Shape of each input by name, if there are several."""
     num_operations: int = 0
-    """Floating-point operations (FLOPs) of the forward pass for one sample, in matrix products and convolutions;
-    a multiply-accumulate counts as two. 0 if unknown."""
+    """Floating-point operations (FLOPs) of the forward pass for one sample, in matrix products and
+    convolutions; a multiply-accumulate counts as two. 0 if unknown."""
     stateful_layers: tuple[str, ...] = ()
     """Layers that keep state of the samples they train on, such as batch norm."""

@@ -54,8 +54,8 @@ class Recipe:
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""
     decay: str = "none"
-    """How the learning rate falls to zero from the end of the warm-up to the end of the last epoch: 'linear' or
-    'cosine'; with 'none' it does not fall."""
+    """How the learning rate falls to zero from the end of the warm-up to the end of the last epoch: 'linear'
+    or 'cosine'; with 'none' it does not fall."""
     metrics: tuple[str, ...] = ()
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None

@@ -1,7 +1,7 @@
-"""Run by mpirun in test_exact_gradient.py: sums the ranks' vectors for several ways to share the samples.
+"""Program run by mpirun in test_exact_gradient.py: sums vectors of ranks for several divisions of the samples.
 
-For the models of several directories. Saves, for each way, what every rank ended with; rank 0 adds what one
-process gives for all samples.
+For the models in several directories. Saves the results of every rank for each division; rank 0 also saves
+the results of one process for all samples.
 """
 
 import json
@@ -23,7 +23,7 @@ RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate
 
 
 def sum_in_all_ways(directory: Path) -> None:
-    """What the model in `directory` comes to, for all ways."""
+    """Save the results of the model in `directory`, for all ways."""
     keras.utils.set_random_seed(1)
     images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 
