@@ -13,7 +13,7 @@ import pytest
 from csdctl.worker.ingest.sources.source import num_threads
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from csdctl.worker.protocol.json_codec import to_json
-from tests.unit.worker.ingest.sources.made_pictures import jpeg, png, tensorflow
+from tests.unit.worker.ingest.sources.encoded_images import jpeg, png, tensorflow
 
 pytestmark = pytest.mark.bench
 

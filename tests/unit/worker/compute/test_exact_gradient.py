@@ -40,7 +40,7 @@ def build(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Run all WAYS with all MODELS by real ranks in one mpirun; return a directory with one for each model."""
+    """Run all WAYS with all MODELS by real ranks in one mpirun; return the parent of their directories."""
     directory = tmp_path_factory.mktemp("ranks")
     generator = np.random.default_rng(11)
     images = generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8)

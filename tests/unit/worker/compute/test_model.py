@@ -5,6 +5,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +55,11 @@ QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(autouse=True)
-def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def restored_path() -> Iterator[None]:
     """Undo the change to sys.path: the directory of user code is added to it."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 def refusal(directory: Path, reference: str, **recipe: Any) -> str:
