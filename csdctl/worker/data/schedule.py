@@ -38,13 +38,8 @@ class Share:
     private_stop: int
     public_start: int
     public_stop: int
-    borrowed: tuple[Span, ...] = ()
-    """`reassigned`, under the name that it has in checkpoints and step files."""
-
-    @property
-    def reassigned(self) -> tuple[Span, ...]:
-        """Public samples of other ranks that this rank reads in their place."""
-        return self.borrowed
+    reassigned: tuple[Span, ...] = ()
+    """Public samples of other ranks that this rank reads in their place."""
 
     @property
     def num_private(self) -> int:
@@ -78,7 +73,7 @@ class Share:
             self,
             private_start=self.private_start + private,
             public_start=self.public_start + public,
-            borrowed=slice_spans(self.reassigned, reassigned, self.num_reassigned),
+            reassigned=slice_spans(self.reassigned, reassigned, self.num_reassigned),
         )
 
     def batch(self, number: int) -> "Share":
@@ -92,7 +87,7 @@ class Share:
             private_stop=self.private_start + private_stop,
             public_start=self.public_start + public,
             public_stop=self.public_start + public_stop,
-            borrowed=slice_spans(self.reassigned, reassigned, reassigned_stop),
+            reassigned=slice_spans(self.reassigned, reassigned, reassigned_stop),
         )
 
     def _split(self, count: int) -> tuple[int, int, int]:
@@ -199,11 +194,11 @@ def _divide(shares: Sequence[Share], absent: Sequence[Span]) -> tuple[Share, ...
         if num_own < share.num_public:
             free.append(Span(share.rank, share.public_start + num_own, share.public_stop))
         spans = slice_spans(share.reassigned, 0, num_reassigned)
-        kept.append(replace(share, public_stop=share.public_start + num_own, borrowed=spans))
+        kept.append(replace(share, public_stop=share.public_start + num_own, reassigned=spans))
     divided, num_given = [], 0
     for share, target in zip(kept, targets, strict=True):
         missing = target - share.num_public - share.num_reassigned
         spans = (*share.reassigned, *slice_spans(free, num_given, num_given + missing))
-        divided.append(replace(share, borrowed=spans))
+        divided.append(replace(share, reassigned=spans))
         num_given += missing
     return tuple(divided)

@@ -1,4 +1,4 @@
-"""Program run by mpirun in test_exact_gradient.py: sums the vectors of ranks for several divisions of samples.
+"""Program run by mpirun in test_exact_gradient.py: sums the ranks' vectors for several divisions of samples.
 
 For the models in several directories. Saves the results of every rank for each division; rank 0 also saves
 the results of one process for all samples.
