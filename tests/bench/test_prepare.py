@@ -28,10 +28,10 @@ def photograph(height: int, width: int, seed: int) -> np.ndarray:
 PROGRAM = """
 import re, sys, time
 from pathlib import Path
-from csdctl.worker.backend import load_tensorflow
-from csdctl.worker.protocol.datasets import PrepareSpec\n"
-            "from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.prepare import prepare
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.json_codec import from_json
 load_tensorflow()
 started = time.perf_counter()
 prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))
