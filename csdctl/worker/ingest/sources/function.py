@@ -11,8 +11,9 @@ import numpy as np
 from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.sources.arrays import ArraySource, InMemoryRows
+from csdctl.worker.ingest.sources.arrays import ArraySource
 from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
+from csdctl.worker.ingest.sources.rows import InMemoryRows
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, SampleSource, decode_blocks
 from csdctl.worker.ingest.sources.tree import Tree
 from csdctl.worker.process.errors import WorkerError, describe

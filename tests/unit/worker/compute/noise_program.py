@@ -73,7 +73,7 @@ out["clipped_penalty"] = step(NO_NOISE, model=build(penalty=PENALTY)).local(
 out["kernel"] = build(penalty=PENALTY).layers[0].kernel.numpy().reshape(-1)
 
 out["mixed"] = step(NO_NOISE).local(images, labels, private_copies=ones)
-out["mixed_pieces"] = step(NO_NOISE, micro_batch_size=2).local(images, labels, private_copies=ones)
+out["mixed_micro_batches"] = step(NO_NOISE, micro_batch_size=2).local(images, labels, private_copies=ones)
 out["mixed_weight"] = step(NO_NOISE, weight=0.25).local(images, labels, private_copies=ones)
 out["public_of_5"] = step(None).local(images[7:], labels[7:])
 out["whole"] = step(None).local(images, labels)

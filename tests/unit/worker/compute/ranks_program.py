@@ -39,7 +39,7 @@ def sum_in_all_ways(directory: Path) -> None:
         np.save(directory / "alone.npy", alone.local(images, labels))
         after = alone.model.get_weights()
         assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-        np.save(directory / "pieces.npy", load_step(micro_batch_size=5).local(images, labels))
+        np.save(directory / "micro_batches.npy", load_step(micro_batch_size=5).local(images, labels))
         some = slice(0, 10)
         np.save(directory / "once.npy", load_step().local(images[some], labels[some]))
         doubled = [np.concatenate([array[some], array[some]]) for array in (images, labels)]

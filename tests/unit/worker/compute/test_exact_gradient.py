@@ -113,9 +113,9 @@ def test_weights_of_all_ranks_are_bit_identical_after_a_step(results: Path, way:
 
 
 def test_micro_batches_give_the_same_gradient(results: Path) -> None:
-    alone, pieces = np.load(results / "alone.npy"), np.load(results / "pieces.npy")
-    assert relative_difference(mean_gradient(pieces), mean_gradient(alone)) <= TOLERANCE
-    assert pieces[-1] == NUM_SAMPLES
+    alone, micro_batches = np.load(results / "alone.npy"), np.load(results / "micro_batches.npy")
+    assert relative_difference(mean_gradient(micro_batches), mean_gradient(alone)) <= TOLERANCE
+    assert micro_batches[-1] == NUM_SAMPLES
 
 
 def test_samples_read_twice_at_half_weight_count_once(results: Path) -> None:

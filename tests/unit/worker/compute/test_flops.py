@@ -1,4 +1,4 @@
-"""FLOPs of models, against counts by hand; TensorFlow runs in a process of its own."""
+"""FLOPs of models, against manual counts; TensorFlow runs in a process of its own."""
 
 import json
 import os
@@ -83,7 +83,7 @@ EXPECTED_MACS = {
     "any size": 0,
     "broken": 0,
 }
-"""Multiply-accumulates of one sample, counted by hand."""
+"""Multiply-accumulates of one sample, counted manually."""
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,7 @@ def counted() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", EXPECTED_MACS)
-def test_flops_equal_those_counted_by_hand(counted: dict[str, int], name: str) -> None:
+def test_flops_equal_manual_counts(counted: dict[str, int], name: str) -> None:
     assert counted[name] == 2 * EXPECTED_MACS[name]
 
 

@@ -1,4 +1,4 @@
-"""User models: what is transferred to the nodes, and what is refused."""
+"""User models: the files transferred to the nodes, and models that are refused."""
 
 import json
 import os

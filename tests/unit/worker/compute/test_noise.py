@@ -60,7 +60,7 @@ def test_loss_and_metrics_exclude_private_samples(out: Out) -> None:
 
 
 def test_micro_batches_and_weights_do_not_change_clipping(out: Out) -> None:
-    assert is_near(out["mixed_pieces"], out["mixed"])
+    assert is_near(out["mixed_micro_batches"], out["mixed"])
     assert is_near(out["mixed_weight"], 0.25 * out["mixed"])
 
 

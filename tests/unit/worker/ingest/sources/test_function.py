@@ -43,7 +43,7 @@ def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(
-    "given",
+    "statement",
     [
         "return raw, np.arange(5)",
         "return ((image, label) for label, image in enumerate(raw))",
@@ -51,8 +51,8 @@ def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
         "yield from zip(raw, range(5))",
     ],
 )
-def test_arrays_and_iterators_are_accepted(spec: PrepareSpec, given: str) -> None:
-    write(spec, READ + given)
+def test_arrays_and_iterators_are_accepted(spec: PrepareSpec, statement: str) -> None:
+    write(spec, READ + statement)
     images, labels = arrays(prepare(spec))
     assert images.shape == (5, 4, 4, 3)
     assert images[1, 0, 0].tolist() == [0, 1, 2]
