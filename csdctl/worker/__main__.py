@@ -95,7 +95,7 @@ def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
     from csdctl.worker.process.output import GuardedOutput
 
-    voice = GuardedOutput()
+    output = GuardedOutput()
     latest = PrepareProgress()
 
     def note(progress: PrepareProgress) -> None:
@@ -107,17 +107,17 @@ def _prepare(_: argparse.Namespace) -> int:
 
     try:
         spec = from_json(PrepareSpec, sys.stdin.readline())
-        with voice.repeating(working):
+        with output.heartbeat(working):
             info = prepare(spec, on_progress=note)
-        voice.say(working())
-        voice.say(ANSWER_PREFIX + to_json(info))
+        output.write_line(working())
+        output.write_line(ANSWER_PREFIX + to_json(info))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
-    voice.complain(_error_line(failed))
+    output.write_error(_error_line(failed))
     return failed.exit_code
 
 
@@ -162,7 +162,7 @@ def _redirect_output(run_id: str, rank: int) -> str:
 
     path = f".csdctl/logs/{run_id}-rank-{rank}.log"
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    set_event_sink(GuardedOutput(path).say)
+    set_event_sink(GuardedOutput(path).write_line)
     return path
 
 

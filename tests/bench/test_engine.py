@@ -307,10 +307,10 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
 ALONE = """
 import statistics, sys, time
 import numpy as np
-from csdctl.worker.backend import load_backend
+from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
-from csdctl.worker.contract import Recipe
-from csdctl.worker.step import Step
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.recipe import Recipe
 
 SIZE, STEPS, ROUNDS = 32, 12, 9
 recipe = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.01)

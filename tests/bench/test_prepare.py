@@ -13,7 +13,7 @@ import pytest
 from csdctl.worker.ingest.sources.source import num_threads
 from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, RecordSchema
 from csdctl.worker.protocol.json_codec import to_json
-from tests.unit.worker.ingest.sources.made_pictures import jpeg, png, tensorflow
+from tests.unit.worker.ingest.sources.encoded_images import jpeg, png, tensorflow
 
 pytestmark = pytest.mark.bench
 
@@ -28,10 +28,10 @@ def photograph(height: int, width: int, seed: int) -> np.ndarray:
 PROGRAM = """
 import re, sys, time
 from pathlib import Path
-from csdctl.worker.backend import load_tensorflow
-from csdctl.worker.protocol.datasets import PrepareSpec\n"
-            "from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.prepare import prepare
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.json_codec import from_json
 load_tensorflow()
 started = time.perf_counter()
 prepare(from_json(PrepareSpec, sys.argv[1]), threads=int(sys.argv[2]))

@@ -15,10 +15,11 @@ import pytest
 PROGRAM = """
 import json, sys, time
 import numpy as np
-from csdctl.worker.backend import load_backend, peak_memory_bytes
-from csdctl.worker.contract import Noise, Recipe
-from csdctl.worker.noise import secret_normal
-from csdctl.worker.step import Step
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.noise import secret_normal
+from csdctl.worker.compute.step import Step
+from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.protocol.recipe import Noise, Recipe
 name, count, has_noise = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "noise"
 tf, keras = load_backend()
 layers = keras.layers

@@ -17,31 +17,32 @@ NUM_ROWS = 20_000
 PROGRAM = """
 import json, re, sys, time
 from pathlib import Path
-from csdctl.worker.backend import load_backend
-from csdctl.worker.contract import Runtime, RankSpec, Recipe, RunSpec, ShardPart
-from csdctl.worker.data import EpochReader
-from csdctl.worker.schedule import Own, begin_epoch
-from csdctl.worker.step import Step
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.step import Step
+from csdctl.worker.data.prepared import EpochReader
+from csdctl.worker.data.schedule import OwnSamples, begin_epoch
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 directory, num_rows = Path(sys.argv[1]), int(sys.argv[2])
-part = ShardPart(str(directory / "images.npy"), str(directory / "labels.npy"), 0, num_rows, 7)
+part = DatasetSlice(str(directory / "images.npy"), str(directory / "labels.npy"), 0, num_rows, 7)
 rank = RankSpec(0, "host", 32, Runtime(1), None, part, 0, num_rows)
 spec = RunSpec("bench", "", "", Recipe(learning_rate=0.01), (rank,), part, None, "")
 reader = EpochReader(spec, 0)
-reader.begin(1)
-leg = begin_epoch([Own(0, num_rows)], {0: 32})
+reader.set_epoch(1)
+segment = begin_epoch([OwnSamples(0, num_rows)], {0: 32})
 tf, keras = load_backend()
 model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
-step = Step(model, spec.recipe, reader.example(), tf, keras)
+step = Step(model, spec.recipe, reader.empty_batch(), tf, keras)
 for number in range(3):
-    step.alone(*reader.read(leg.batch(number)[0]))
+    step.alone(*reader.read(segment.batch(number)[0]))
 started = time.perf_counter()
 for number in range(3, 23):
-    step.alone(*reader.read(leg.batch(number)[0]))
+    step.alone(*reader.read(segment.batch(number)[0]))
 training = 20 * 32 / (time.perf_counter() - started)
 started = time.perf_counter()
-for number in range(leg.stop_step - 1):
-    reader.read(leg.batch(number)[0])
-reading = (leg.stop_step - 1) * 32 / (time.perf_counter() - started)
+for number in range(segment.stop_step - 1):
+    reader.read(segment.batch(number)[0])
+reading = (segment.stop_step - 1) * 32 / (time.perf_counter() - started)
 # Pages of the mapped file are the page cache's: the kernel takes them back when anybody needs memory.
 own = int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 print(json.dumps({"training": training, "reading": reading, "own_mib": own}))

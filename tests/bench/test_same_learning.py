@@ -28,35 +28,36 @@ KERAS = """
 import json, sys
 import numpy as np
 import keras
-from csdctl.worker.contract import RunSpec, from_json
-from csdctl.worker.data import EpochReader
-from csdctl.worker.schedule import Own, Piece, begin_epoch
+from csdctl.worker.data.prepared import EpochReader
+from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
+from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import RunSpec
 sys.path.insert(0, ".")
 from fashion_cnn import build
 spec = from_json(RunSpec, open(sys.argv[1] + "/spec.json").read())
 recipe, reader = spec.recipe, EpochReader(spec, 0)
-leg = begin_epoch(
-    [Own(one.num_private, one.num_public) for one in spec.ranks],
+segment = begin_epoch(
+    [OwnSamples(one.num_private, one.num_public) for one in spec.ranks],
     {one.rank: one.batch_size for one in spec.ranks},
 )
 def batches():
     for epoch in range(1, recipe.epochs + 1):
-        reader.begin(epoch)
-        for step in range(leg.stop_step):
-            pieces = [Piece(one.rank, one.public_start, one.public_stop) for one in leg.batch(step)]
-            images, labels = reader.read_borrowed(pieces)
+        reader.set_epoch(epoch)
+        for step in range(segment.stop_step):
+            spans = [Span(one.rank, one.public_start, one.public_stop) for one in segment.batch(step)]
+            images, labels = reader.read_reassigned(spans)
             yield images / np.float32(255), labels
 keras.utils.set_random_seed(recipe.seed)
 model = build()
-warm = leg.stop_step * recipe.warmup_epochs
-falling = leg.stop_step * recipe.epochs - warm
-target = recipe.learning_rate * leg.global_batch / recipe.reference_batch
+warm = segment.stop_step * recipe.warmup_epochs
+falling = segment.stop_step * recipe.epochs - warm
+target = recipe.learning_rate * segment.global_batch / recipe.reference_batch
 rate = keras.optimizers.schedules.CosineDecay(
     recipe.learning_rate, falling, warmup_target=target, warmup_steps=warm
 )
 sgd = keras.optimizers.SGD(rate, momentum=recipe.optimizer_args["momentum"])
 model.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"])
-done = model.fit(batches(), steps_per_epoch=leg.stop_step, epochs=recipe.epochs, verbose=0)
+done = model.fit(batches(), steps_per_epoch=segment.stop_step, epochs=recipe.epochs, verbose=0)
 images, labels = (np.load(f"data/validation/{name}.npy") for name in ("images", "labels"))
 images = images.reshape(len(images), 28, 28, 1) / np.float32(255)
 loss, accuracy = model.evaluate(images, labels, batch_size=500, verbose=0)

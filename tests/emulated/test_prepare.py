@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import csdctl
-from tests.unit.worker.ingest.sources.made_pictures import colours, gif, huge_png, jpeg, png
+from tests.unit.worker.ingest.sources.encoded_images import colours, gif, huge_png, jpeg, png
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 

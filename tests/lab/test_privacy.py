@@ -12,7 +12,7 @@ import pytest
 from tests.lab.capture import Capture, captured
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
-from tests.unit.worker.ingest.sources.made_pictures import png
+from tests.unit.worker.ingest.sources.encoded_images import png
 
 pytestmark = pytest.mark.lab
 

@@ -30,7 +30,7 @@ def verify(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Prove on your model and fleet that the ranks compute what one process would."""
+    """Check on your model and fleet that the ranks compute what one process would."""
     from csdctl.cli.render.training import PreparationScreen
     from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
     from csdctl.job.model import load_job

@@ -1,4 +1,4 @@
-"""TensorFlow, loaded once, quietly, with the threads a rank may use."""
+"""TensorFlow, loaded once, quietly, with the threads that a rank may use."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ DEFAULT = Runtime()
 
 
 def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
-    """Import TensorFlow and Keras as `load_tensorflow` does; returns both modules."""
+    """Import TensorFlow and Keras as `load_tensorflow` does; return both modules."""
     tf = load_tensorflow(runtime)
     import keras
 
@@ -17,9 +17,9 @@ def load_backend(runtime: Runtime = DEFAULT) -> tuple[Any, Any]:
 
 
 def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
-    """Import TensorFlow; returns the module.
+    """Import TensorFlow and return the module.
 
-    Must come before any other import of it or of Keras in the process.
+    Must be called before anything else in the process imports TensorFlow or Keras.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")

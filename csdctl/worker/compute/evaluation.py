@@ -1,4 +1,4 @@
-"""Rank 0 evaluates the model on the validation data, a batch at a time, and says how far it is."""
+"""Evaluation of the model on the validation data, by rank 0, a batch at a time."""
 
 import time
 from typing import Any
@@ -15,15 +15,15 @@ EVALUATION_BATCH = 256
 def evaluate(
     step: Step, validation: PreparedSamples, me: RankSpec, progress_interval_s: float
 ) -> dict[str, Any]:
-    """Mean loss and metrics of all of `validation`, as the fields of an EpochEnd."""
+    """Return mean loss and metrics over `validation` as fields of an EpochEnd; emit progress meanwhile."""
     results: list[Sums] = []
-    spoken = time.monotonic()
-    for batch in validation.in_order(EVALUATION_BATCH):
+    reported = time.monotonic()
+    for batch in validation.batches(EVALUATION_BATCH):
         results.append(step.evaluate(*batch))
-        if time.monotonic() - spoken >= progress_interval_s:
-            spoken = time.monotonic()
-            done = sum(int(result.samples) for result in results)
-            emit(Evaluating(me.rank, me.node, done, len(validation)))
+        if time.monotonic() - reported >= progress_interval_s:
+            reported = time.monotonic()
+            num_done = sum(int(result.samples) for result in results)
+            emit(Evaluating(me.rank, me.node, num_done, len(validation)))
     mean = mean_of(results)
     metrics = dict(zip(step.evaluated_names, mean.metrics, strict=True))
     return {

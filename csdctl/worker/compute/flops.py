@@ -1,10 +1,9 @@
-"""How much a model computes: the floating-point operations of its forward pass for one sample.
+"""FLOPs of a model: the floating-point operations of its forward pass for one sample.
 
-Counted in the graph that TensorFlow makes of the model, so that it does not matter which layers it has:
-matrix products and convolutions, a multiply-accumulate as two. What goes over the numbers one by one
-(activations, batch normalization, pooling) is left out: a few percent, and bound by memory rather than by
-arithmetic. TensorFlow's own profiler does not look into loops (recurrent layers) and compiled parts
-(grouped convolutions).
+Counted in the TensorFlow graph of the model, so that any layer is covered: matrix products and convolutions,
+a multiply-accumulate as two operations. Element-wise operations (activations, batch normalization, pooling)
+are left out: they amount to a few percent, and are bound by memory rather than by arithmetic. TensorFlow's
+own profiler does not look into loops (recurrent layers) and compiled functions (grouped convolutions).
 """
 
 import math
@@ -14,60 +13,62 @@ FUNCTION_ATTRIBUTES = {"PartitionedCall": "f", "StatefulPartitionedCall": "f"}
 LOOPS = ("While", "StatelessWhile")
 
 
-def count_operations(model: Any) -> int:
-    """Operations of one sample; 0 when they cannot be told, as for inputs of any size. Raises nothing."""
+def count_flops(model: Any) -> int:
+    """Return the FLOPs of one sample; 0 if unknown, as for inputs of variable size. Raises nothing."""
     import tensorflow as tf
 
     def forward(*inputs: Any) -> Any:
         return model(list(inputs) if len(inputs) > 1 else inputs[0], training=False)
 
     try:
-        specs = [tf.TensorSpec((1, *one.shape[1:]), one.dtype) for one in model.inputs]
+        specs = [tf.TensorSpec((1, *tensor.shape[1:]), tensor.dtype) for tensor in model.inputs]
         graph = tf.function(forward, autograph=False).get_concrete_function(*specs).graph
         return 2 * _count(graph, tf)
-    except Exception:  # whatever a user's model does here, it can be trained without this number
+    except Exception:  # whatever a user's model raises here, it can be trained without this number
         return 0
 
 
 def _count(graph: Any, tf: Any) -> int:
-    """Multiply-accumulates of a graph; raises ValueError when a shape or a loop's length is not known."""
-    return sum(_count_one(operation, tf) for operation in _needed(graph))
+    """Return the multiply-accumulates of a graph; raises ValueError if a shape or loop length is unknown."""
+    return sum(_count_operation(operation, tf) for operation in _reachable(graph))
 
 
-def _needed(graph: Any) -> list[Any]:
-    """What the outputs depend on: Keras leaves a step of a recurrent layer behind that never runs."""
-    pending, needed = [one.op for one in graph.outputs], {}
+def _reachable(graph: Any) -> list[Any]:
+    """Return the operations that the outputs depend on: Keras leaves an unused step of recurrent layers."""
+    pending, reachable = [tensor.op for tensor in graph.outputs], {}
     while pending:
         operation = pending.pop()
-        if operation.name not in needed:
-            needed[operation.name] = operation
-            pending += [one.op for one in operation.inputs]
-    return list(needed.values())
+        if operation.name not in reachable:
+            reachable[operation.name] = operation
+            pending += [tensor.op for tensor in operation.inputs]
+    return list(reachable.values())
 
 
-def _count_one(operation: Any, tf: Any) -> int:
-    kind = operation.type
-    if kind in FUNCTION_ATTRIBUTES:
-        return _count(_function(operation, FUNCTION_ATTRIBUTES[kind]), tf)
-    if kind in LOOPS:
+def _count_operation(operation: Any, tf: Any) -> int:
+    op_type = operation.type
+    if op_type in FUNCTION_ATTRIBUTES:
+        return _count(_function(operation, FUNCTION_ATTRIBUTES[op_type]), tf)
+    if op_type in LOOPS:
         return _loop_length(operation, tf) * _count(_function(operation, "body"), tf)
-    shapes = [one.shape for one in operation.inputs]
-    if kind in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
-        is_turned = operation.get_attr("transpose_a" if kind == "MatMul" else "adj_x")
-        return _size(operation.outputs[0].shape) * _size(shapes[0][-2:-1] if is_turned else shapes[0][-1:])
-    if kind == "Einsum":
+    shapes = [tensor.shape for tensor in operation.inputs]
+    if op_type in ("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"):
+        is_transposed = operation.get_attr("transpose_a" if op_type == "MatMul" else "adj_x")
+        return _size(operation.outputs[0].shape) * _size(
+            shapes[0][-2:-1] if is_transposed else shapes[0][-1:]
+        )
+    if op_type == "Einsum":
         return _count_einsum(operation.get_attr("equation").decode(), shapes)
-    if kind in ("Conv2D", "Conv3D"):  # filter: (…, channels in a group, filters)
+    if op_type in ("Conv2D", "Conv3D"):  # filter: (…, channels in a group, filters)
         return _size(operation.outputs[0].shape) * _size(shapes[1][:-1])
-    if kind == "DepthwiseConv2dNative":  # filter: (height, width, channels, multiplier)
+    if op_type == "DepthwiseConv2dNative":  # filter: (height, width, channels, multiplier)
         return _size(operation.outputs[0].shape) * _size(shapes[1][:2])
-    if kind in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution, forward
+    if op_type in ("Conv2DBackpropInput", "Conv3DBackpropInputV2"):  # a transposed convolution, forward
         return _size(shapes[2]) * _size(shapes[1][:-1])
     return 0
 
 
 def _count_einsum(equation: str, shapes: list[Any]) -> int:
-    """The product of all letters' sizes; what `...` stands for is counted once, from the longest operand."""
+    """Return the product of the sizes of all letters; `...` counts once, from the longest operand."""
     sizes: dict[str, int] = {}
     rest = 1
     for letters, shape in zip(equation.partition("->")[0].split(","), shapes, strict=True):
@@ -80,20 +81,20 @@ def _count_einsum(equation: str, shapes: list[Any]) -> int:
 
 
 def _loop_length(operation: Any, tf: Any) -> int:
-    """Rounds of a loop over a sequence, which goes on while its counter is less than a number."""
+    """Return the iterations of a loop over a sequence, which runs while its counter is below a constant."""
     condition = _function(operation, "cond").get_operations()
     limits = [tf.get_static_value(one.inputs[1]) for one in condition if one.type == "Less"]
     return min(int(limit) for limit in limits if limit is not None)
 
 
 def _function(operation: Any, attribute: str) -> Any:
-    """The graph of a function that `operation` calls."""
+    """Return the graph of a function that `operation` calls."""
     return operation.graph._get_function(operation.get_attr(attribute).name).graph
 
 
 def _size(shape: Any) -> int:
-    """The number of elements; raises ValueError when it is not known."""
+    """Return the number of elements; raises ValueError if it is unknown."""
     size = shape.num_elements()
     if size is None:
-        raise ValueError(f"no known size: {shape}")
+        raise ValueError(f"unknown size: {shape}")
     return int(size)

@@ -1,4 +1,4 @@
-"""The learning rate of every step: scaled by the global batch, warmed up, capped, falling; pure."""
+"""Learning rate of a step: scaled by the global batch, warmed up, capped and decayed. Pure."""
 
 import math
 
@@ -6,10 +6,10 @@ from csdctl.worker.protocol.recipe import Recipe
 
 
 def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> float:
-    """The rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples a step.
+    """Return the rate after `epochs_done` epochs, such as 1.25, at `global_batch` samples per step.
 
-    Linear scaling lr · N / reference_batch, ramped from lr over the warm-up (Goyal et al. 2017, 2.1–2.2;
-    paper, section IV), not above the recipe's cap, and falling to zero as the recipe's `decay` says
+    Linear scaling lr · N / reference_batch, ramped up from lr during the warm-up (Goyal et al. 2017, 2.1–2.2;
+    paper, section IV), capped at the recipe's maximum, and decayed to zero as the recipe's `decay` says
     (cosine: Loshchilov and Hutter 2017, equation 5, without restarts).
     """
     target = recipe.learning_rate * global_batch / recipe.reference_batch
@@ -21,9 +21,9 @@ def learning_rate(recipe: Recipe, global_batch: int, epochs_done: float) -> floa
 
 
 def decay(recipe: Recipe, epochs_done: float) -> float:
-    """The share of the learning rate that is left after `epochs_done` epochs, 1…0."""
-    falling = recipe.epochs - recipe.warmup_epochs
-    if recipe.decay == "none" or falling <= 0:
+    """Return the factor of the learning rate after `epochs_done` epochs, from 1 down to 0."""
+    num_decaying = recipe.epochs - recipe.warmup_epochs
+    if recipe.decay == "none" or num_decaying <= 0:
         return 1.0
-    done = min(1.0, max(0.0, (epochs_done - recipe.warmup_epochs) / falling))
+    done = min(1.0, max(0.0, (epochs_done - recipe.warmup_epochs) / num_decaying))
     return 1.0 - done if recipe.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

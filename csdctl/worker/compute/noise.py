@@ -1,11 +1,11 @@
 """Differential privacy of a rank's private samples, by DP-SGD (Abadi et al., 2016), on the rank itself.
 
-The gradient of each private sample is clipped to an L2 norm, over all trainable variables together; the
-clipped ones are summed, and Gaussian noise is added to the sum once a step, before it is put where anything
-else can read it. Nobody needs to be trusted but the node: not the host, not the other ranks.
+The gradient of each private sample is clipped to an L2 norm over all trainable variables together. The
+clipped gradients are summed, and Gaussian noise is added to the sum once per step, before anything else can
+read it. Only the node needs to be trusted: neither the host nor the other ranks.
 
 The noise comes from the kernel's random bytes. The recipe's seed would not do: the host knows it, and could
-subtract what it draws. That Gaussian samples are floating point numbers remains (Mironov, 2012).
+subtract the noise. The known weakness of Gaussian samples in floating point remains (Mironov, 2012).
 """
 
 import os
@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.recipe import Noise
 
 CHUNK = 1 << 18
-"""Elements of the vector that get their noise at once: a slow node has little memory."""
+"""Elements of the vector that receive noise at a time: a slow node has little memory."""
 
 
 class NoisySums:
-    """Sums the clipped gradients of private samples, with noise."""
+    """Sums of clipped gradients of private samples, with noise."""
 
     def __init__(
         self,
@@ -33,9 +33,9 @@ class NoisySums:
         signature: Sequence[Any],
         tf: Any,
     ) -> None:
-        """`objective` (images, labels) is what one sample, alone in its batch, adds to the loss.
+        """`objective` (images, labels) returns what a sample, alone in its batch, adds to the loss.
 
-        `penalty` is the regularisation of the weights, which no sample has a part in; None without any.
+        `penalty` returns the regularization of the weights, which does not depend on samples, or None.
         """
         self._noise = noise
         self._variables = variables
@@ -48,7 +48,8 @@ class NoisySums:
     def add_to(self, vector: Array, images: Any, labels: Any, copies: Array, weight: float) -> None:
         """Add the noisy sum, times `weight`, to `vector`, shape (num_gradients,).
 
-        `copies`, shape (n,): how often each sample is in this batch; all its copies together keep the norm.
+        `copies`, shape (n,), has how often each sample occurs in this batch: the norm limits all its copies
+        together.
         """
         clip = self._noise.l2_norm_clip
         sums = np.asarray(self._sum(images, labels, (clip / copies).astype(np.float32)))
@@ -58,7 +59,7 @@ class NoisySums:
             vector[part] += (weight * (sums[part] + noise)).astype(np.float32)
 
     def _sum_graph(self, images: Any, labels: Any, limits: Any) -> Any:
-        """The clipped sum, flat. One sample after another: memory for one gradient, however many samples."""
+        """Return the clipped sum, flat. Samples are processed one by one, in memory for one gradient."""
         tf = self._tf
         count = tf.shape(limits)[0]
 
@@ -70,14 +71,14 @@ class NoisySums:
                 )
             gradients = self._gradients(tape, objective)
             norm = tf.linalg.global_norm(gradients)
-            # A gradient that is not finite must not show in the sum either: it counts as zero.
+            # A gradient that is not finite must not be visible in the sum either: it counts as zero.
             factor = tf.where(tf.math.is_finite(norm), tf.minimum(1.0, limits[number] / norm), 0.0)
             clipped = [tf.math.multiply_no_nan(gradient, factor) for gradient in gradients]
             return number + 1, [so_far + new for so_far, new in zip(total, clipped, strict=True)]
 
-        nothing = [tf.zeros(variable.shape) for variable in self._variables]
+        zeros = [tf.zeros(variable.shape) for variable in self._variables]
         _, total = tf.while_loop(
-            lambda number, _: number < count, add_one, (tf.constant(0), nothing), parallel_iterations=1
+            lambda number, _: number < count, add_one, (tf.constant(0), zeros), parallel_iterations=1
         )
         with tf.GradientTape() as tape:
             penalty = self._penalty()
@@ -89,18 +90,18 @@ class NoisySums:
 
     def _gradients(self, tape: Any, objective: Any) -> list[Any]:
         tf = self._tf
-        found = tape.gradient(objective, [variable.value for variable in self._variables])
+        gradients = tape.gradient(objective, [variable.value for variable in self._variables])
         return [
             tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
-            for gradient, variable in zip(found, self._variables, strict=True)
+            for gradient, variable in zip(gradients, self._variables, strict=True)
         ]
 
 
 def secret_normal(count: int) -> Array:
-    """Standard normal numbers, shape (count,), float64, that nobody can draw again (Box and Muller, 1958).
+    """Return standard normal numbers, shape (count,), float64, that nobody can reproduce (Box, Muller 1958).
 
-    From `os.urandom`, the kernel's generator for keys: the states of numpy's and TensorFlow's generators
-    could be found from what they gave.
+    From `os.urandom`, the kernel's cryptographic generator: the state of numpy's and TensorFlow's generators
+    could be recovered from their output.
     """
     pairs = (count + 1) // 2
     bits = np.frombuffer(os.urandom(16 * pairs), np.uint64).reshape(2, pairs) >> np.uint64(11)

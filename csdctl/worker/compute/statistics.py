@@ -1,26 +1,28 @@
-"""State of a model that is not trained by gradients: batch norm's moving statistics, and dropout's seeds.
+"""Model state that gradients do not train: moving statistics of batch norm, and random seeds of dropout.
 
-Moving statistics travel with the gradient, so that every rank has those of the pooled batch after every
-step (docs/explanation/exact-gradients.md):
+Moving statistics travel with the gradient, so that after every step each rank has those of the pooled batch
+(docs/explanation/exact-gradients.md):
 
     μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + (μ_k − μ)²) / N
 
-What moves is Δ_k = (1 − m)(μ_k − moving mean) with m the layer's momentum: sums of small differences keep
-their digits where sums of squares would lose them.
+Ranks exchange Δ_k = (1 − m)(μ_k − moving mean), with m the layer's momentum: sums of small differences keep
+their precision, sums of squares would lose it.
 """
 
 import zlib
 from typing import Any
 
+from csdctl.worker.compute.keras_internals import flatten_layers, seed_generators
+
 
 class MovingStatistics:
-    """The batch norm layers of a model, as one flat vector of differences."""
+    """Batch norm layers of a model, as one flat vector of differences."""
 
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
         self._layers = [
             layer
-            for layer in _all_layers(model)
+            for layer in flatten_layers(model)
             if isinstance(layer, keras.layers.BatchNormalization) and layer.momentum < 1
         ]
         self._variables = [
@@ -30,12 +32,12 @@ class MovingStatistics:
         self.size = sum(2 * int(mean.shape[0]) for mean, _, _ in self._variables)
 
     def read(self) -> list[Any]:
-        """The statistics as they are, to be given to `take_changes`; inside a graph."""
+        """Return the current statistics, for `take_changes`; inside a graph."""
         tf = self._tf
         return [(tf.identity(mean), tf.identity(variance)) for mean, variance, _ in self._variables]
 
     def take_changes(self, before: list[Any], count: Any) -> list[Any]:
-        """What a forward pass changed, times `count`; puts the statistics back; inside a graph."""
+        """Return the changes by a forward pass, times `count`, and restore the statistics; inside a graph."""
         changes = []
         for (old_mean, old_variance), (mean, variance, rate) in zip(before, self._variables, strict=True):
             moved = mean - old_mean
@@ -46,49 +48,38 @@ class MovingStatistics:
         return changes
 
     def apply_changes(self, changes: Any) -> None:
-        """Let the statistics move by the mean `changes`, shape (size,), of all ranks; inside a graph."""
+        """Update the statistics by the mean `changes` of all ranks, shape (size,); inside a graph."""
         tf = self._tf
         sizes = [int(mean.shape[0]) for mean, _, _ in self._variables for _ in range(2)]
         if not sizes:
             return
-        pieces = tf.split(changes, sizes)
+        parts = tf.split(changes, sizes)
         for (mean, variance, rate), moved, spread in zip(
-            self._variables, pieces[::2], pieces[1::2], strict=True
+            self._variables, parts[::2], parts[1::2], strict=True
         ):
             mean.assign_add(moved)
             variance.assign(tf.maximum(variance + spread - moved * moved / rate, 0.0))
 
 
 class Seeds:
-    """The random states of a model's layers (dropout, augmentation), a function of seed, rank and step.
+    """Random states of a model's layers (dropout, augmentation), as a function of seed, rank and step.
 
-    A run that goes on from a step draws what it would have drawn.
+    A run that resumes at a step draws the same numbers as one that was never interrupted.
     """
 
     def __init__(self, model: Any, seed: int, rank: int) -> None:
         self._states = []
-        for number, generator in enumerate(_seed_generators(model)):
+        for number, generator in enumerate(seed_generators(model)):
             key = zlib.crc32(f"{seed}/{rank}/{number}".encode())
             self._states.append((generator.state, key))
 
     @property
     def is_needed(self) -> bool:
-        """Whether the model draws anything."""
+        """Whether the model has random layers."""
         return bool(self._states)
 
     def set_step(self, step: int) -> None:
-        """Before step `step` of the run, from 0."""
+        """Set the random states for step `step` of the run, counted from 0."""
         for state, key in self._states:
-            # A layer draws a few times a step; the counter of the next step is far from its own.
+            # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
             state.assign([key, (step << 10) & 0xFFFFFFFF])
-
-
-def _all_layers(model: Any) -> list[Any]:
-    """Layers of `model`, and of models nested in it, each once, in a fixed order."""
-    return [
-        layer for layer in model._flatten_layers(include_self=False, recursive=True) if layer is not model
-    ]
-
-
-def _seed_generators(model: Any) -> list[Any]:
-    return [generator for layer in _all_layers(model) for generator in getattr(layer, "_seed_generators", ())]

@@ -15,11 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.recipe import make_loss, make_metrics, make_optimizer
 from csdctl.worker.compute.statistics import MovingStatistics, Seeds
 from csdctl.worker.compute.vector import VectorLayout
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
@@ -244,11 +245,11 @@ class Step:
         tf = self._tf
         loss = tf.cast(self._loss(labels, self.model(self._inputs(images), training=True)), tf.float32)
         added = self.model.losses
-        sample_losses = added[: len(added) - len(self.model._get_regularization_losses())]
+        sample_losses = added[: len(added) - len(regularization_losses(self.model))]
         return loss + tf.add_n(sample_losses) if sample_losses else loss
 
     def _penalty(self) -> Any:
-        penalties = self.model._get_regularization_losses()
+        penalties = regularization_losses(self.model)
         return self._tf.add_n(penalties) if penalties else None
 
     def _local_graph(self, images: Any, labels: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Code of the user's own, by reference `FILE.py:NAME`; run on the host alone."""
+"""User code by reference `FILE.py:NAME`; run on the host only."""
 
 import importlib.util
 import sys
@@ -10,7 +10,7 @@ from csdctl.worker.process.errors import WorkerError, describe
 
 
 def load_function(reference: str) -> Any:
-    """The function that `reference` names; raises WorkerError, exit code 2, when there is none."""
+    """Return the function that `reference` names; raises WorkerError, exit code 2, if there is none."""
     path, _, name = reference.rpartition(":")
     function = getattr(_import(Path(path)), name, None)
     if not callable(function):
@@ -18,13 +18,15 @@ def load_function(reference: str) -> Any:
     return function
 
 
-def run_user_code(what: str, code: Callable[[], Any]) -> Any:
-    """Whatever a user's code does, even leaving the process, becomes a WorkerError that names it."""
+def run_user_code(description: str, code: Callable[[], Any]) -> Any:
+    """Return what `code` returns; whatever it raises, even SystemExit, becomes a WorkerError."""
     try:
         return code()
     except BaseException as error:
         raise WorkerError(
-            f"{what} fails: {describe(error)}", remedy="mend the model's code, or model_args", exit_code=2
+            f"{description} fails: {describe(error)}",
+            remedy="fix the model's code, or model_args",
+            exit_code=2,
         ) from None
 
 

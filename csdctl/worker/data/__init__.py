@@ -1,1 +1,1 @@
-"""Prepared data: reading it, the schedule of an epoch, and the shares of the ranks."""
+"""Prepared data: reading it, the schedule of an epoch, and the share of each rank."""

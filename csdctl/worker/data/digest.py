@@ -1,21 +1,23 @@
-"""What this machine sees of a prepared data set that others use too, on a file system they share."""
+"""A digest of a prepared data set, to check that machines with a shared file system see the same data."""
 
 import hashlib
 
 import numpy as np
 
-from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.protocol.datasets import DatasetDigest
 
 NUM_ROWS = 64
-"""Of the samples, so many are compared; of the labels, all."""
+"""Samples that are hashed, evenly spaced; labels are all hashed."""
 
 
 def compute_digest(directory: str) -> DatasetDigest:
-    """What is in `directory`; raises WorkerError when its arrays cannot be read."""
-    images, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
-    digest = hashlib.sha256(repr((images.shape, str(images.dtype), labels.shape, str(labels.dtype))).encode())
+    """Return the digest of the data set in `directory`; raises WorkerError if it cannot be read."""
+    samples, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
+    digest = hashlib.sha256(
+        repr((samples.shape, str(samples.dtype), labels.shape, str(labels.dtype))).encode()
+    )
     digest.update(labels.tobytes())
-    for row in np.linspace(0, len(images) - 1, min(NUM_ROWS, len(images)), dtype=np.int64):
-        digest.update(images[row].tobytes())
-    return DatasetDigest(len(images), digest.hexdigest())
+    for row in np.linspace(0, len(samples) - 1, min(NUM_ROWS, len(samples)), dtype=np.int64):
+        digest.update(samples[row].tobytes())
+    return DatasetDigest(len(samples), digest.hexdigest())

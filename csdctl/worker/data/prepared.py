@@ -1,24 +1,26 @@
 """Prepared data and its shards, read a batch at a time.
 
-A prepared data set is a directory with images.npy, labels.npy and dataset.json. The arrays are mapped,
-never loaded: a rank's memory does not grow with its shard.
+A prepared data set is a directory with images.npy, labels.npy and dataset.json. The arrays are memory-mapped,
+never loaded: the memory that a rank needs does not grow with its shard.
 """
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.data.arrays import Array, as_labels, open_arrays
 from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
 
-Array = np.ndarray[Any, Any]
+# The last element of the seed of an order: it keeps the order of a rank's private samples apart from that of
+# its public ones.
+_PRIVATE, _PUBLIC = 0, 1
 
 
 def rows_of(part: DatasetSlice, num_rows: int) -> Array:
-    """The row numbers, shape (n,), that `part` means in a data set of `num_rows` rows; sorted."""
+    """Return the sorted row numbers, shape (n,), that `part` selects from a data set of `num_rows` rows."""
     if part.stop is None:
         return np.arange(num_rows)
     permutation = np.random.default_rng(part.permutation_seed).permutation(num_rows)
@@ -26,35 +28,36 @@ def rows_of(part: DatasetSlice, num_rows: int) -> Array:
 
 
 class PreparedSamples:
-    """A prepared data set, or a part of one: rows of mapped images and labels."""
+    """A prepared data set, or a slice of one: rows of memory-mapped samples and labels."""
 
     def __init__(self, part: DatasetSlice) -> None:
-        """Raises WorkerError when the files cannot be read."""
-        self._images, self._labels = open_arrays(part.images, part.labels)
-        self._rows = rows_of(part, len(self._images))
+        """Raise WorkerError if the files cannot be read."""
+        self._samples, self._labels = open_arrays(part.images, part.labels)
+        self._rows = rows_of(part, len(self._samples))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def read(self, places: Array) -> tuple[Array, Array]:
-        """Images (n, …) and labels (n, …) at `places`, shape (n,), in the order of the file."""
-        rows = self._rows[np.sort(places)]
-        return self._images[rows], as_labels(self._labels[rows])
+    def read(self, indices: Array) -> tuple[Array, Array]:
+        """Return samples (n, …) and labels (n, …) at `indices`, shape (n,), in the order of the file."""
+        rows = self._rows[np.sort(indices)]
+        return self._samples[rows], as_labels(self._labels[rows])
 
-    def in_order(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
-        """All samples once, in their order: for evaluation."""
+    def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
+        """Yield all samples once, in the order of the file: for evaluation."""
         for start in range(0, len(self), batch_size):
             yield self.read(np.arange(start, min(len(self), start + batch_size)))
 
 
 class EpochReader:
-    """What a rank reads in an epoch, and, on rank 0, what the others have borrowed.
+    """Reads the samples of one rank in an epoch and, on rank 0, those reassigned to other ranks.
 
-    The order is a permutation of (seed, epoch, rank, kind), so that any step can be read again.
+    The order is a permutation seeded by (seed, epoch, rank, private or public), so that any step can be read
+    again.
     """
 
     def __init__(self, spec: RunSpec, rank: int) -> None:
-        """Raises WorkerError when data is missing or is not as much as the plan says."""
+        """Raise WorkerError if data is missing or differs in size from what the plan says."""
         me = spec.ranks[rank]
         self._spec = spec
         self._rank = rank
@@ -71,135 +74,115 @@ class EpochReader:
             )
         self._epoch = 0
         self._orders: dict[tuple[int, int], Array] = {}
-        self._parts: dict[int, Array] = {}
+        self._public_rows: dict[int, Array] = {}
 
-    def example(self) -> tuple[Array, Array]:
-        """No images, shape (0, …), and no labels: for their shapes and types."""
+    def empty_batch(self) -> tuple[Array, Array]:
+        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
         source = self._private or self._public
         if source is None:
-            raise WorkerError("this rank has no data at all", remedy="run `csdctl tune` again")
+            raise WorkerError("this rank has no data", remedy="run `csdctl tune` again")
         return source.read(np.zeros(0, np.int64))
 
     def first(self, count: int) -> tuple[Array, Array]:
-        """The first `count` samples there are, fewer when there are fewer: to warm up."""
+        """Return the first `count` samples, or all if there are fewer: to warm up."""
         source = self._private if self._private and len(self._private) else self._public
         if source is None or len(source) == 0:
-            return self.example()
+            return self.empty_batch()
         return source.read(np.arange(min(count, len(source))))
 
-    def begin(self, epoch: int) -> None:
-        """From now on epoch `epoch` is read."""
+    def set_epoch(self, epoch: int) -> None:
+        """Read the samples of epoch `epoch` from now on."""
         self._epoch = epoch
         self._orders = {}
 
-    def read(self, share: Share, borrowed: bytes | bytearray | None = None) -> tuple[Array, Array]:
-        """The samples of one step. `borrowed` is what rank 0 sent; rank 0 itself reads what it borrowed."""
-        pieces = []
+    def read(self, share: Share, reassigned: bytes | bytearray | None = None) -> tuple[Array, Array]:
+        """Return the samples of one step, private ones first, reassigned ones last.
+
+        `reassigned` has the packed samples that rank 0 sent; rank 0 reads its own from the public data.
+        """
+        batches = []
         if share.num_private and self._private:
-            places = self._order(self._rank, _PRIVATE)[share.private_start : share.private_stop]
-            pieces.append(self._private.read(places))
+            batches.append(self._private.read(self._private_indices(share)))
         if share.num_public and self._public:
-            places = self._order(self._rank, _PUBLIC)[share.public_start : share.public_stop]
-            pieces.append(self._public.read(places))
-        if share.num_borrowed:
-            lent = self.read_borrowed(share.borrowed) if borrowed is None else self._unpack(borrowed)
-            pieces.append(lent)
-        if not pieces:
-            return self.example()
-        if len(pieces) == 1:
-            return pieces[0]
-        images, labels = zip(*pieces, strict=True)
-        return np.concatenate(images), np.concatenate(labels)
+            order = self._order(self._rank, _PUBLIC)
+            batches.append(self._public.read(order[share.public_start : share.public_stop]))
+        if share.num_reassigned:
+            batches.append(
+                self.read_reassigned(share.reassigned) if reassigned is None else self._unpack(reassigned)
+            )
+        if not batches:
+            return self.empty_batch()
+        if len(batches) == 1:
+            return batches[0]
+        samples, labels = zip(*batches, strict=True)
+        return np.concatenate(samples), np.concatenate(labels)
 
     def private_copies(self, share: Share) -> Array:
-        """How often each private sample of a step is among them, shape (n,), in the order of `read`."""
+        """Return how often the step has each of its private samples, shape (n,), in the order of `read`."""
         if not share.num_private:
             return np.zeros(0, np.int64)
-        places = np.sort(self._order(self._rank, _PRIVATE)[share.private_start : share.private_stop])
-        _, place, counts = np.unique(places, return_inverse=True, return_counts=True)
-        copies: Array = counts[place]
+        indices = np.sort(self._private_indices(share))
+        _, inverse, counts = np.unique(indices, return_inverse=True, return_counts=True)
+        copies: Array = counts[inverse]
         return copies
 
-    def read_borrowed(self, pieces: Sequence[Span]) -> tuple[Array, Array]:
-        """Rank 0: the samples of `pieces`, from the host's public data."""
+    def read_reassigned(self, spans: Sequence[Span]) -> tuple[Array, Array]:
+        """Return the samples of `spans` from the host's public data; for rank 0 only."""
         if self._all_public is None:
-            raise WorkerError("samples were lent to a rank that cannot read them")
-        places = [
-            self._part(piece.rank)[self._order(piece.rank, _PUBLIC)[piece.start : piece.stop]]
-            for piece in pieces
+            raise WorkerError("samples were reassigned to a rank that cannot read them")
+        indices = [
+            self._rows_of_rank(span.rank)[self._order(span.rank, _PUBLIC)[span.start : span.stop]]
+            for span in spans
         ]
-        return self._all_public.read(np.concatenate(places))
+        return self._all_public.read(np.concatenate(indices))
 
-    def pack_borrowed(self, pieces: Sequence[Span]) -> bytes:
-        """Rank 0: the samples of `pieces` as bytes, for the rank that borrowed them."""
-        images, labels = self.read_borrowed(pieces)
-        return images.tobytes() + labels.tobytes()
+    def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
+        """Return the samples of `spans` as bytes, for the rank they were reassigned to; for rank 0 only."""
+        samples, labels = self.read_reassigned(spans)
+        return samples.tobytes() + labels.tobytes()
 
     def _unpack(self, packed: bytes | bytearray) -> tuple[Array, Array]:
-        images, labels = self.example()
-        sizes = [one.dtype.itemsize * int(np.prod(one.shape[1:])) for one in (images, labels)]
-        count = len(packed) // sum(sizes)
-        split = count * sizes[0]
+        samples, labels = self.empty_batch()
+        sample_bytes, label_bytes = (
+            array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in (samples, labels)
+        )
+        count = len(packed) // (sample_bytes + label_bytes)
+        split = count * sample_bytes
         return (
-            np.frombuffer(packed, images.dtype, offset=0, count=split // images.dtype.itemsize).reshape(
-                count, *images.shape[1:]
+            np.frombuffer(packed, samples.dtype, offset=0, count=split // samples.dtype.itemsize).reshape(
+                count, *samples.shape[1:]
             ),
             np.frombuffer(packed, labels.dtype, offset=split).reshape(count, *labels.shape[1:]),
         )
 
-    def _order(self, rank: int, kind: int) -> Array:
-        key = (rank, kind)
+    def _private_indices(self, share: Share) -> Array:
+        return self._order(self._rank, _PRIVATE)[share.private_start : share.private_stop]
+
+    def _order(self, rank: int, visibility: int) -> Array:
+        """Return the order in which rank `rank` reads its private or public samples in this epoch."""
+        key = (rank, visibility)
         if key not in self._orders:
-            of_rank = self._spec.ranks[rank]
-            generator = np.random.default_rng([self._spec.recipe.seed, self._epoch, rank, kind])
-            if kind == _PUBLIC:
-                self._orders[key] = generator.permutation(of_rank.num_public)
+            spec = self._spec.ranks[rank]
+            generator = np.random.default_rng([self._spec.recipe.seed, self._epoch, rank, visibility])
+            if visibility == _PUBLIC:
+                self._orders[key] = generator.permutation(spec.num_public)
             else:
-                different = of_rank.num_private - of_rank.num_repeated
-                self._orders[key] = repeated_permutation(generator, different, of_rank.num_private)
+                num_distinct = spec.num_private - spec.num_repeated
+                self._orders[key] = repeated_permutation(generator, num_distinct, spec.num_private)
         return self._orders[key]
 
-    def _part(self, rank: int) -> Array:
-        """The rows of all public samples that are rank `rank`'s, in the order of its own file."""
-        if rank not in self._parts:
-            of_rank = self._spec.ranks[rank]
+    def _rows_of_rank(self, rank: int) -> Array:
+        """Return the rows of all public data that belong to rank `rank`, in the order of its own file."""
+        if rank not in self._public_rows:
+            spec = self._spec.ranks[rank]
             assert self._all_public is not None
-            start = of_rank.public_start
-            whole = DatasetSlice("", "", start, start + of_rank.num_public, self._spec.recipe.seed)
-            self._parts[rank] = rows_of(whole, len(self._all_public))
-        return self._parts[rank]
+            start = spec.public_start
+            part = DatasetSlice("", "", start, start + spec.num_public, self._spec.recipe.seed)
+            self._public_rows[rank] = rows_of(part, len(self._all_public))
+        return self._public_rows[rank]
 
 
-_PRIVATE, _PUBLIC = 0, 1
-
-
-def repeated_permutation(generator: Any, num_different: int, count: int) -> Array:
-    """`count` places, shape (count,): all of `num_different` in turn again and again, each time anew."""
-    rounds = [generator.permutation(num_different) for _ in range(-(-count // max(1, num_different)))]
-    return np.concatenate([np.zeros(0, np.int64), *rounds])[:count]
-
-
-def as_labels(labels: Array) -> Array:
-    """Labels in the one type that every rank uses: int32 for whole numbers, else float32."""
-    return labels.astype(np.int32 if labels.dtype.kind in "iu" else np.float32)
-
-
-def map_array(path: str | Path) -> Array:
-    """Map one .npy file; raises OSError, or ValueError for what is no array of samples. Never unpickles."""
-    array: Array = np.lib.format.open_memmap(Path(path).expanduser(), mode="r")
-    if array.ndim == 0:
-        raise ValueError("one number is no array of samples")
-    return array
-
-
-def open_arrays(images_path: str | Path, labels_path: str | Path) -> tuple[Array, Array]:
-    """Map two .npy files; raises WorkerError, which names neither, when they cannot be read."""
-    try:
-        images, labels = map_array(images_path), map_array(labels_path)
-    except (OSError, ValueError) as error:
-        raise WorkerError(
-            f"data set cannot be read: {type(error).__name__}", remedy="run `csdctl prepare` again"
-        ) from None
-    if len(images) != len(labels):
-        raise WorkerError(f"data set is damaged: {len(images)} images but {len(labels)} labels")
-    return images, labels
+def repeated_permutation(generator: Any, num_distinct: int, count: int) -> Array:
+    """Return `count` indices, shape (count,): permutations of `num_distinct`, one after another."""
+    permutations = [generator.permutation(num_distinct) for _ in range(-(-count // max(1, num_distinct)))]
+    return np.concatenate([np.zeros(0, np.int64), *permutations])[:count]

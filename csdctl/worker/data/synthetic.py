@@ -1,45 +1,45 @@
-"""Random samples in place of data: what a trial of the whole fleet computes with."""
+"""Random samples in place of real data, for trials of the whole fleet."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
-from csdctl.worker.data.prepared import Array
 from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.protocol.datasets import DatasetInfo
 
 
 class SyntheticReader:
-    """Reads as `data.EpochReader` does, and finds random samples; of one size always the same."""
+    """Stands in for `EpochReader`: returns random samples, the same ones for every request."""
 
-    def __init__(self, form: DatasetInfo, rank: int) -> None:
-        self._form = form
+    def __init__(self, element_spec: DatasetInfo, rank: int) -> None:
+        self._element_spec = element_spec
         self._generator = np.random.default_rng(rank)
-        self._made: tuple[Array, Array] = random_batch(self._generator, form, 0)
+        self._batch: tuple[Array, Array] = random_batch(self._generator, element_spec, 0)
 
-    def example(self) -> tuple[Array, Array]:
-        """No images, shape (0, …), and no labels: for their shapes and types."""
+    def empty_batch(self) -> tuple[Array, Array]:
+        """Return zero samples, shape (0, …), and zero labels: for their shapes and types."""
         return self.first(0)
 
     def first(self, count: int) -> tuple[Array, Array]:
-        """`count` samples."""
-        if len(self._made[0]) < count:
-            self._made = random_batch(self._generator, self._form, count)
-        images, labels = self._made
-        return images[:count], labels[:count]
+        """Return `count` samples and their labels."""
+        if len(self._batch[0]) < count:
+            self._batch = random_batch(self._generator, self._element_spec, count)
+        samples, labels = self._batch
+        return samples[:count], labels[:count]
 
-    def begin(self, epoch: int) -> None:
-        """Nothing: every epoch is alike."""
+    def set_epoch(self, epoch: int) -> None:
+        """Do nothing: all epochs are the same."""
 
-    def read(self, share: Share, borrowed: bytes | bytearray | None = None) -> tuple[Array, Array]:
-        """As many samples as `share` has."""
+    def read(self, share: Share, reassigned: bytes | bytearray | None = None) -> tuple[Array, Array]:
+        """Return as many samples as `share` has."""
         return self.first(share.num_samples)
 
     def private_copies(self, share: Share) -> Array:
-        """That many of them stand for private samples, each of them once."""
+        """Return 1 for each sample that stands for a private one, shape (n,)."""
         return np.ones(share.num_private, np.int64)
 
-    def pack_borrowed(self, pieces: Sequence[Span]) -> bytes:
-        """Nothing is lent: batch sizes do not move in a trial."""
+    def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
+        """Raise NotImplementedError: batch sizes do not change in a trial."""
         raise NotImplementedError

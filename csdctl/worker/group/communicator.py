@@ -2,7 +2,7 @@
 
 from typing import Any, Protocol
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.events import SentBytes
 
 

@@ -1,1 +1,1 @@
-"""People's data into prepared data."""
+"""Converts users' data into prepared data sets."""

@@ -1,8 +1,8 @@
-"""A data set while it is being prepared: a directory that an interrupted `prepare` goes on with.
+"""A data set that is being prepared: a directory from which an interrupted `prepare` resumes.
 
-Samples are appended to images.npy and labels.npy, never written through a map: a disk that is full is then
-an error and not the end of the process. Every few seconds the files are synced and record.json says how far
-they count; what was written after that is cut off when work goes on.
+Samples are appended to images.npy and labels.npy, never written through a memory map: a full disk is then an
+error instead of a signal that kills the process. Every few seconds the files are synced, and record.json
+states how much of them is valid; anything written later is truncated on resume.
 """
 
 import errno
@@ -19,22 +19,20 @@ from typing import IO
 
 import numpy as np
 
+from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
-from csdctl.worker.data.prepared import Array, as_labels
+from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_aside, sync_directory, sync_file
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
-LOCK_DEADLINE_S = 10.0
-"""A worker whose csdctl was ended may take a moment to end too."""
-
 _RECORD = "record.json"
 
 
 @dataclass(frozen=True)
-class PartRecord:
-    """How far a data set is; `num_read` samples were looked at, `num_samples` of them are in the files."""
+class IngestRecord:
+    """Progress of a data set: `num_read` samples were processed, the files have `num_samples` of them."""
 
     fingerprint: str
     num_read: int = 0
@@ -49,115 +47,120 @@ class PartRecord:
     class_counts: tuple[int, ...] = ()
 
 
-class Part:
-    """A part directory, held by one process at a time."""
+class PartialDataset:
+    """The directory of an unfinished data set, locked by one process at a time."""
 
-    def __init__(self, directory: Path, fingerprint: str, num_classes: int) -> None:
-        """Open what an earlier call left of the same `fingerprint`, else begin.
+    def __init__(
+        self, directory: Path, fingerprint: str, num_classes: int, limits: IngestLimits = DEFAULT_LIMITS
+    ) -> None:
+        """Resume the work of an earlier call with the same `fingerprint`, or start from scratch.
 
-        Raises WorkerError when another process is at it, or the disk refuses.
+        Raises WorkerError if another process has the lock, or the disk fails.
         """
         self._directory = directory
-        with writing():
-            self._lock = _take_lock(directory)
+        self._sync_interval_s = limits.sync_interval_s
+        with convert_write_errors():
+            self._lock = _lock_directory(directory, limits.lock_deadline_s)
             self.record = _load_record(directory, fingerprint)
             if self.record.num_read == 0:
-                self.record = PartRecord(fingerprint, class_counts=(0,) * num_classes)
+                self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
             self._files: list[IO[bytes]] = [
                 (directory / name).open("r+b" if self.record.num_samples else "w+b")
                 for name in ("images.npy", "labels.npy")
             ]
-            self._cut()
+            self._truncate_to_record()
         self._synced_at = time.monotonic()
 
-    def append(self, block: Block, *, sync_interval_s: float) -> None:
-        """Add a block; raises WorkerError when its samples are of another form than those before."""
-        with writing():
-            if len(block.images):
+    def append(self, block: Block) -> None:
+        """Add a block; raises WorkerError if its samples differ in shape or type from earlier ones."""
+        with convert_write_errors():
+            if len(block.samples):
                 labels = as_labels(block.labels)
-                self._take_form(block.images, labels)
-                for file, array in zip(self._files, (block.images, labels), strict=True):
+                self._check_shapes(block.samples, labels)
+                for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
                 self.record = count_labels(self.record, labels)
             skipped = Counter(self.record.num_skipped) + block.skipped
             self.record = replace(
                 self.record,
                 num_read=self.record.num_read + block.num_read,
-                num_samples=self.record.num_samples + len(block.images),
+                num_samples=self.record.num_samples + len(block.samples),
                 num_skipped=dict(sorted(skipped.items())),
             )
-            if time.monotonic() - self._synced_at >= sync_interval_s:
+            if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
     def sync(self) -> None:
-        """Put what there is on the disk, then the record that counts it."""
+        """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
         save_aside(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
     def finish(self, target: Path, description: str) -> None:
-        """Make it `target`, with `description` as its dataset.json; a reader never sees half of it."""
-        with writing():
-            for file, shape, dtype in self._forms():
+        """Rename the directory to `target`, with `description` as dataset.json, in one atomic step."""
+        with convert_write_errors():
+            for file, shape, dtype in self._headers():
                 file.seek(0)
                 _write_header(file, shape, dtype)
                 sync_file(file)
             save_aside(self._directory / "dataset.json", description)
             (self._directory / _RECORD).unlink(missing_ok=True)
-            shutil.rmtree(target, ignore_errors=True)  # it has no dataset.json: not ours, or damaged
+            shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
             sync_directory(target.parent)
         self.close()
 
     def discard(self) -> None:
-        """Remove it."""
+        """Delete the directory and release the lock."""
         shutil.rmtree(self._directory, ignore_errors=True)
         self.close()
 
     def close(self) -> None:
-        """Let another process have it."""
+        """Release the lock and leave the directory to be resumed."""
         for file in self._files:
-            with suppress(OSError):  # the disk is full, which was said before
+            with suppress(OSError):  # the disk is full, which was reported before
                 file.close()
         os.close(self._lock)
 
-    def _forms(self) -> list[tuple[IO[bytes], tuple[int, ...], str]]:
+    def _headers(self) -> list[tuple[IO[bytes], tuple[int, ...], str]]:
+        """Return each file with its shape and dtype."""
         record = self.record
-        images, labels = self._files
+        samples, labels = self._files
         return [
-            (images, (record.num_samples, *record.sample_shape), record.dtype),
+            (samples, (record.num_samples, *record.sample_shape), record.dtype),
             (labels, (record.num_samples, *record.label_shape), record.label_dtype),
         ]
 
-    def _cut(self) -> None:
-        """Drop what was written behind the record."""
+    def _truncate_to_record(self) -> None:
+        """Drop what was written after the record."""
         if not self.record.num_samples:
             return
-        for file, shape, dtype in self._forms():
+        for file, shape, dtype in self._headers():
             file.seek(0)
             np.lib.format.read_magic(file)
             np.lib.format.read_array_header_1_0(file)
             file.truncate(file.tell() + dtype_from_text(dtype).itemsize * int(np.prod(shape)))
             file.seek(0, os.SEEK_END)
 
-    def _take_form(self, images: Array, labels: Array) -> None:
+    def _check_shapes(self, samples: Array, labels: Array) -> None:
+        """Take shapes and types from the first samples; raise WorkerError if later ones differ."""
         record = self.record
-        form = (images.shape[1:], dtype_to_text(images.dtype), labels.shape[1:], str(labels.dtype))
+        found = (samples.shape[1:], dtype_to_text(samples.dtype), labels.shape[1:], str(labels.dtype))
         if record.num_samples == 0:
             self.record = replace(
-                record, sample_shape=form[0], dtype=form[1], label_shape=form[2], label_dtype=form[3]
+                record, sample_shape=found[0], dtype=found[1], label_shape=found[2], label_dtype=found[3]
             )
-            for file, shape, dtype in self._forms():
+            for file, shape, dtype in self._headers():
                 file.seek(0)
                 file.truncate()
                 _write_header(file, shape, dtype)
-        elif form != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
+        elif found != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
             raise WorkerError("the data has samples or labels of different shapes or types", exit_code=2)
 
 
-def count_labels(record: PartRecord, labels: Array) -> PartRecord:
-    """`record` with the range of `labels` and, when they are class numbers, how many each class has."""
+def count_labels(record: IngestRecord, labels: Array) -> IngestRecord:
+    """Return `record` with the range of `labels` and, if they are class indices, the count of each class."""
     if labels.dtype.kind != "i" or not labels.size:
         return record
     low, high = int(labels.min()), int(labels.max())
@@ -173,47 +176,49 @@ def count_labels(record: PartRecord, labels: Array) -> PartRecord:
 
 
 @contextmanager
-def writing() -> Iterator[None]:
-    """Turn what a disk refuses into a WorkerError that names no file."""
+def convert_write_errors() -> Iterator[None]:
+    """Convert errors of the disk to a WorkerError that names no file."""
     try:
         yield
     except OSError as error:
-        words = error.strerror or "no room for all of it"
-        remedy = "mend the disk or its permissions"
+        reason = error.strerror or "not enough disk space"
+        remedy = "fix the disk or its permissions"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None):
-            remedy = "make room on the disk"
-        raise WorkerError(f"prepared data cannot be written: {words}", remedy=remedy) from None
+            remedy = "free disk space"
+        raise WorkerError(f"prepared data cannot be written: {reason}", remedy=remedy) from None
 
 
-def _take_lock(directory: Path) -> int:
-    """Make `directory` and lock it. The lock ends with this process, however it ends.
+def _lock_directory(directory: Path, deadline_s: float) -> int:
+    """Create `directory` and lock it. The kernel releases the lock when this process ends.
 
-    Raises WorkerError when another process has it.
+    Raises WorkerError if another process has the lock until `deadline_s` has passed.
     """
-    deadline = time.monotonic() + LOCK_DEADLINE_S
+    deadline = time.monotonic() + deadline_s
     while True:
         directory.mkdir(parents=True, exist_ok=True)
         lock = os.open(directory, os.O_RDONLY)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), directory.stat()):  # not renamed by who had it before
+            if os.path.samestat(os.fstat(lock), directory.stat()):  # not renamed by the previous holder
                 return lock
         os.close(lock)
         if time.monotonic() > deadline:
-            raise WorkerError("another csdctl prepares the same data", remedy="wait until it is done")
+            raise WorkerError(
+                "another csdctl is preparing the same data", remedy="wait until it has finished"
+            )
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str) -> PartRecord:
-    """What an earlier call left; nothing of it counts when the data or the job has changed since."""
+def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
+    """Return the record of an earlier call, or an empty one if the data or the job has changed since."""
     try:
-        record = from_json(PartRecord, (directory / _RECORD).read_text())
+        record = from_json(IngestRecord, (directory / _RECORD).read_text())
     except (OSError, ProtocolError, UnicodeDecodeError):
-        return PartRecord(fingerprint)
-    return record if record.fingerprint == fingerprint else PartRecord(fingerprint)
+        return IngestRecord(fingerprint)
+    return record if record.fingerprint == fingerprint else IngestRecord(fingerprint)
 
 
 def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
-    """numpy leaves room for the number of rows to grow: the header of any count is as long."""
+    """Write the .npy header, which is as long for any number of rows: numpy pads it so that it can grow."""
     described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})

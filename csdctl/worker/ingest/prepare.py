@@ -1,7 +1,7 @@
-"""`prepare`: turns what people have into a prepared data set, where the data lies.
+"""`prepare`: converts a user's data into a prepared data set, on the machine that has the data.
 
-Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint go back:
-messages name classes, and no file below the root.
+Private data is prepared on its own node by this code, and only counts, shapes and a fingerprint are returned:
+messages may name classes, but no file below the root.
 """
 
 import hashlib
@@ -10,20 +10,23 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
-from csdctl.worker.data.prepared import Array, as_labels
-from csdctl.worker.ingest.partial_dataset import Part, PartRecord, count_labels, writing
+from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
+from csdctl.worker.ingest.partial_dataset import (
+    IngestRecord,
+    PartialDataset,
+    convert_write_errors,
+    count_labels,
+)
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
-from csdctl.worker.ingest.sources.finding import find_kind, open_source, settings_of
+from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
 from csdctl.worker.ingest.sources.source import SampleSource, num_threads
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_aside
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
-
-SYNC_INTERVAL_S = 5.0
-"""So much work at the most is done again after an interruption."""
 
 _LABELS_AT_ONCE = 1 << 20
 
@@ -32,61 +35,62 @@ def prepare(
     spec: PrepareSpec,
     *,
     threads: int = 0,
-    sync_interval_s: float = SYNC_INTERVAL_S,
+    limits: IngestLimits = DEFAULT_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> DatasetInfo:
-    """Prepare `spec.source` below `spec.store`; done before with the same content: nothing happens.
+    """Prepare `spec.source` below `spec.store`; do nothing if the same content has been prepared before.
 
-    `threads` 0 means one for each core. What was interrupted is gone on with. Raises WorkerError: exit code 2
-    when the source is missing, empty, of no known format, or does not fit the job; 1 when the disk refuses.
+    `threads` 0 means one per core. An interrupted call is resumed. Raises WorkerError: exit code 2 if the
+    source is missing, empty, in an unsupported format, or does not fit the job; 1 if the disk fails.
     """
     tree = read_tree(spec.source)
-    kind = find_kind(tree, spec)
-    fingerprint = tree.fingerprint(settings_of(kind, tree, spec))
+    source_format = detect_format(tree, spec)
+    fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
-    record = target / "dataset.json"
-    if record.exists():
-        return from_json(DatasetInfo, record.read_text())
-    if kind == "npy":
-        images, labels = open_npy_pair(tree.root, spec)
-        if images.ndim != 3:
-            return _use_in_place(tree, images, labels, spec, target)
-    source = open_source(kind, tree, spec, threads or num_threads())
-    part = Part(_part_directory(tree, spec), fingerprint, len(source.class_names or ()))
+    description = target / "dataset.json"
+    if description.exists():
+        return from_json(DatasetInfo, description.read_text())
+    if source_format == "npy":
+        samples, labels = open_npy_pair(tree.root, spec)
+        if samples.ndim != 3:
+            return _use_in_place(tree, samples, labels, spec, target)
+    source = open_source(source_format, tree, spec, threads or num_threads())
+    directory = _partial_directory(tree, spec)
+    partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
     try:
-        if record.exists():  # whom we waited for has done it
-            part.discard()
-            return from_json(DatasetInfo, record.read_text())
-        _check_room(source, part.record, spec.store)
-        _fill(part, source, sync_interval_s, on_progress)
-        info = _describe(part.record, source.class_names, source.files_of_class, spec, str(target))
-        part.finish(target, to_json(info))
+        if description.exists():  # the process that held the lock has prepared it
+            partial.discard()
+            return from_json(DatasetInfo, description.read_text())
+        _check_free_space(source, partial.record, spec.store)
+        _fill(partial, source, limits, on_progress)
+        info = _describe(partial.record, source.class_names, source.files_of_class, spec, str(target))
+        partial.finish(target, to_json(info))
     except WorkerError:
-        part.discard()
+        partial.discard()
         raise
     except BaseException:
-        part.close()
+        partial.close()
         raise
     return info
 
 
-def _use_in_place(tree: Tree, images: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
-    """The source serves as it is: only its description is written."""
-    record = PartRecord(
-        target.name,
-        len(images),
-        len(images),
-        images.shape[1:],
-        dtype_to_text(images.dtype),
-        labels.shape[1:],
-        str(as_labels(labels[:0]).dtype),
+def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
+    """Describe a source that can be read as it is; nothing is copied."""
+    record = IngestRecord(
+        fingerprint=target.name,
+        num_read=len(samples),
+        num_samples=len(samples),
+        sample_shape=samples.shape[1:],
+        dtype=dtype_to_text(samples.dtype),
+        label_shape=labels.shape[1:],
+        label_dtype=str(as_labels(labels[:0]).dtype),
         class_counts=(0,) * len(spec.classes or ()),
     )
     for start in range(0, len(labels), _LABELS_AT_ONCE):
         record = count_labels(record, as_labels(labels[start : start + _LABELS_AT_ONCE]))
     info = _describe(record, spec.classes, (), spec, str(tree.root))
-    aside = _part_directory(tree, spec)
-    with writing():
+    aside = _partial_directory(tree, spec)
+    with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         save_aside(aside / "dataset.json", to_json(info))
@@ -95,55 +99,58 @@ def _use_in_place(tree: Tree, images: Array, labels: Array, spec: PrepareSpec, t
     return info
 
 
-def _part_directory(tree: Tree, spec: PrepareSpec) -> Path:
-    """One for each place, so that what is no longer wanted of it does not stay."""
+def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
+    """Return the directory for unfinished work: one for each source, so that an outdated one is replaced."""
     place = hashlib.sha256(os.fsencode(tree.root.resolve())).hexdigest()[:32]
     return Path(spec.store) / f".part-{place}"
 
 
 def _fill(
-    part: Part, source: SampleSource, sync_interval_s: float, on_progress: Callable[[PrepareProgress], None]
+    partial: PartialDataset,
+    source: SampleSource,
+    limits: IngestLimits,
+    on_progress: Callable[[PrepareProgress], None],
 ) -> None:
-    def tell() -> None:
-        record = part.record
+    def report() -> None:
+        record = partial.record
         num_skipped = sum(record.num_skipped.values())
         on_progress(PrepareProgress(record.num_read, source.num_samples, num_skipped))
 
-    tell()
-    for block in source.blocks(part.record.num_read):
-        part.append(block, sync_interval_s=sync_interval_s)
-        tell()
+    report()
+    for block in source.blocks(partial.record.num_read, limits):
+        partial.append(block)
+        report()
 
 
-def _check_room(source: SampleSource, record: PartRecord, store: str) -> None:
-    """Raise WorkerError before hours of work that could not be kept."""
+def _check_free_space(source: SampleSource, record: IngestRecord, store: str) -> None:
+    """Raise WorkerError if the disk is too small, before hours of work are spent in vain."""
     needed_bytes = source.sample_bytes * (source.num_samples - record.num_read)
     free_bytes = shutil.disk_usage(store).free
     if needed_bytes > free_bytes:
         raise WorkerError(
-            f"prepared data cannot be written: it takes {needed_bytes / 1e9:.1f} GB, "
+            f"prepared data cannot be written: it needs {needed_bytes / 1e9:.1f} GB, "
             f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="make room on the disk",
+            remedy="free disk space",
         )
 
 
 def _describe(
-    record: PartRecord,
+    record: IngestRecord,
     class_names: tuple[str, ...] | None,
     files_of_class: tuple[int, ...],
     spec: PrepareSpec,
     path: str,
 ) -> DatasetInfo:
-    """What was prepared; raises WorkerError, exit code 2, when it is nothing or does not fit the classes."""
+    """Return the description; raises WorkerError, exit code 2, if it is empty or does not fit the classes."""
     names = class_names or ()
     if record.num_samples == 0:
-        raise _nothing_usable(record, spec)
-    has_numbers = record.label_dtype == "int32" and record.min_label >= 0
-    if names and not record.label_shape and not (has_numbers and record.max_label < len(names)):
+        raise _no_usable_samples(record, spec)
+    has_indices = record.label_dtype == "int32" and record.min_label >= 0
+    if names and not record.label_shape and not (has_indices and record.max_label < len(names)):
         raise WorkerError(
-            f"data at {spec.source} has labels that are no class: the job has {len(names)} classes, "
-            f"so labels are whole numbers from 0 to {len(names) - 1}",
-            remedy="mend the labels, or data.classes in job.yaml",
+            f"data at {spec.source} has labels that are not classes: the job has {len(names)} classes, "
+            f"so labels must be integers from 0 to {len(names) - 1}",
+            remedy="fix the labels, or data.classes in job.yaml",
             exit_code=2,
         )
     has_classes = bool(names) and not record.label_shape
@@ -154,7 +161,7 @@ def _describe(
         sample_shape=record.sample_shape,
         dtype=record.dtype,
         label_shape=record.label_shape,
-        max_label=len(names) - 1 if has_classes else record.max_label if has_numbers else -1,
+        max_label=len(names) - 1 if has_classes else record.max_label if has_indices else -1,
         fingerprint=record.fingerprint,
         num_skipped=record.num_skipped,
         class_counts=dict(zip(names, record.class_counts, strict=True)) if has_classes else {},
@@ -162,10 +169,10 @@ def _describe(
     )
 
 
-def _nothing_usable(record: PartRecord, spec: PrepareSpec) -> WorkerError:
-    kinds = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in record.num_skipped.items())
+def _no_usable_samples(record: IngestRecord, spec: PrepareSpec) -> WorkerError:
+    reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in record.num_skipped.items())
     return WorkerError(
-        f"data at {spec.source} has no sample that can be used" + (f": {kinds}" if kinds else ""),
-        remedy="mend the data, or data.image and data.tfrecord in job.yaml",
+        f"data at {spec.source} has no usable samples" + (f": {reasons}" if reasons else ""),
+        remedy="fix the data, or data.image and data.tfrecord in job.yaml",
         exit_code=2,
     )

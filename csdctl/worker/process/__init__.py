@@ -1,1 +1,1 @@
-"""What a worker process has of its machine: errors, output, files and memory."""
+"""What a worker process needs from its machine: errors, output, files and memory."""

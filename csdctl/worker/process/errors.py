@@ -1,8 +1,8 @@
-"""The one error that a worker raises on purpose, and how an unforeseen one is described."""
+"""The error that a worker raises deliberately, and a description for unexpected ones."""
 
 
 class WorkerError(Exception):
-    """The worker cannot go on; the message and the remedy are for people."""
+    """The worker cannot continue; the message and the remedy are shown to the user."""
 
     def __init__(self, message: str, *, remedy: str = "", exit_code: int = 1) -> None:
         super().__init__(message)
@@ -12,7 +12,7 @@ class WorkerError(Exception):
 
 
 def describe(error: BaseException) -> str:
-    """Type and first line of an error; Keras and TensorFlow add pages of their own stack to theirs."""
+    """Return type and first line of an error, without the pages of stack that Keras and TensorFlow append."""
     try:
         lines = str(error).strip().splitlines()
     except Exception:

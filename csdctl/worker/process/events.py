@@ -1,4 +1,4 @@
-"""Printing events: one line each on standard output, flushed, so that nothing is lost when we die."""
+"""Printing events on standard output: one line each, flushed, so that none is lost if the process dies."""
 
 import os
 import sys
@@ -11,12 +11,12 @@ from csdctl.worker.protocol.events import Event, Failed, event_to_line
 
 
 def emit(event: Event) -> None:
-    """Print `event` in one write: lines of two threads never mix."""
-    _speaker.say(event_to_line(event))
+    """Print `event` in a single write, so that lines of two threads never mix."""
+    _sink.write_line(event_to_line(event))
 
 
 def exit_with_failure(rank: int, node: str, error: BaseException, private_log: str = "") -> NoReturn:
-    """Say why this rank ends, and leave at once; what is private is told in `private_log` alone."""
+    """Report why this rank fails and exit immediately; private details go to `private_log` only."""
     failed = _as_worker_error(error, private_log)
     emit(Failed(rank, node, failed.message, failed.remedy, failed.exit_code))
     sys.stderr.flush()
@@ -24,21 +24,21 @@ def exit_with_failure(rank: int, node: str, error: BaseException, private_log: s
 
 
 def _as_worker_error(error: BaseException, private_log: str) -> WorkerError:
-    """`error` as it may be told; what was not foreseen is described where that shows nothing private."""
+    """Return `error` as it may be reported; log an unexpected one on this node, where it exposes nothing."""
     if isinstance(error, WorkerError):
         return error
     traceback.print_exc()
     if not private_log:
         return WorkerError(describe(error), remedy="see this rank's log")
     return WorkerError(
-        f"{type(error).__name__}; what it says may show private data and stays there",
+        f"{type(error).__name__}; its message may contain private data and stays on the node",
         remedy=f"see {private_log} on that node",
     )
 
 
-def set_event_sink(say: Callable[[str], None]) -> None:
-    """From now on events are lines that `say` says."""
-    _speaker.say = say
+def set_event_sink(write_line: Callable[[str], None]) -> None:
+    """Pass the lines of all further events to `write_line`."""
+    _sink.write_line = write_line
 
 
 def _print(line: str) -> None:
@@ -46,8 +46,8 @@ def _print(line: str) -> None:
     sys.stdout.flush()
 
 
-class _Speaker:
-    say: Callable[[str], None] = staticmethod(_print)
+class _EventSink:
+    write_line: Callable[[str], None] = staticmethod(_print)
 
 
-_speaker = _Speaker()
+_sink = _EventSink()

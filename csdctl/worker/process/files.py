@@ -1,4 +1,4 @@
-"""Files that survive a crash: written aside, synced, renamed."""
+"""Crash-safe files: written to a temporary file, synced, renamed."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import IO
 
 
 def save_aside(path: Path, text: str) -> None:
-    """Write `text` to `path` aside, sync it, and rename it into place."""
+    """Write `text` to a temporary file beside `path`, sync it, and rename it to `path`."""
     aside = path.with_name(f".{path.name}.new")
     with aside.open("wb") as file:
         file.write(text.encode())
@@ -21,7 +21,7 @@ def sync_file(file: IO[bytes]) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Put on the disk which names `directory` has."""
+    """Sync the entries of `directory` to disk, so that renames in it survive a crash."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)

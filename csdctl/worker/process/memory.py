@@ -1,8 +1,8 @@
-"""The memory of this process."""
+"""Memory of this process."""
 
 import resource
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size this process has had."""
+    """Return the peak resident set size of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

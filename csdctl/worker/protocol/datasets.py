@@ -1,4 +1,4 @@
-"""Prepared data sets: what `prepare` is asked to do, and what it reports."""
+"""Prepared data sets: the request to `prepare` one, and the results."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """A prepared data set, as `prepare` describes it: no file name and no sample in it.
+    """Description of a prepared data set; has no file names and no samples.
 
-    `path` is where its images.npy and labels.npy lie, absolute or relative to the session's home.
+    `path` is the directory of its images.npy and labels.npy, absolute or relative to the session's home.
     """
 
     path: str
@@ -17,65 +17,65 @@ class DatasetInfo:
     dtype: str
     label_shape: tuple[int, ...]
     max_label: int
-    """The largest label, or that of the last class; -1 when labels are not integers from 0."""
+    """The largest label, or the label of the last class; -1 if labels are not non-negative integers."""
     fingerprint: str
     num_skipped: dict[str, int] = field(default_factory=dict)
-    """What was left out, by reason: 'undecodable', 'too_large', …; docs/how-to/prepare-data.md has all."""
+    """Skipped samples by reason, such as 'undecodable'; docs/how-to/prepare-data.md lists all reasons."""
     class_counts: dict[str, int] = field(default_factory=dict)
-    """Samples of each of the job's classes, in the order of their labels; empty when they have no names."""
+    """Samples of each of the job's classes, in the order of their labels; empty if classes have no names."""
     unusable_classes: tuple[str, ...] = ()
-    """Classes that have files here, not one of which could be used."""
+    """Classes that have files here, none of which is usable."""
 
     @property
-    def form(self) -> "DatasetInfo":
-        """Without its classes and what was left out: what computing with such samples needs."""
+    def element_spec(self) -> "DatasetInfo":
+        """Shapes and types, which is what computing needs, without classes and skipped samples."""
         return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=())
 
 
 @dataclass(frozen=True)
 class ImageRule:
-    """What pictures become: uint8 of `shape`, (height, width, channels)."""
+    """How images are converted: to uint8 of `shape`, (height, width, channels)."""
 
     shape: tuple[int, ...] | None = None
-    """None, or with a 0 in it: not known; pictures cannot be prepared then, arrays can."""
+    """If None, or with a 0 in it: unknown; images cannot be prepared then, arrays can."""
     fit: str = "stretch"
-    """'stretch', 'crop' (the middle) or 'pad' (white bars), for pictures of other proportions."""
+    """'stretch', 'crop' (to the centre) or 'pad' (with white bars), for images of another aspect ratio."""
     max_pixels: int = 100_000_000
-    """Pictures with more are left out before they are decoded."""
+    """Images with more pixels are skipped without decoding."""
 
 
 @dataclass(frozen=True)
 class RecordSchema:
-    """Which features of a TFRecord's examples hold a sample."""
+    """Features of a TFRecord example that hold a sample."""
 
     image: str
     label: str
     shape: tuple[int, ...] | None = None
-    """None: the image is an encoded picture; else raw numbers of this shape."""
+    """None if the image is encoded, otherwise the shape of its raw values."""
     dtype: str = "uint8"
 
 
 @dataclass(frozen=True)
 class PrepareSpec:
-    """What `prepare` is to do on one machine; the first line on its standard input."""
+    """What to `prepare` on one machine; the first line of its standard input."""
 
     source: str
     store: str
     picture: ImageRule = field(default_factory=ImageRule)
     classes: tuple[str, ...] | None = None
-    """The job's classes in the order of their labels; None when it lists none."""
+    """The job's classes in the order of their labels; None if the job lists none."""
     names_classes: bool = False
-    """When the job lists none, its classes are the class folders found here, sorted by name."""
+    """If the job lists no classes, the class folders found here define them, sorted by name."""
     records: RecordSchema | None = None
     function: str = ""
-    """FILE.py:NAME of the user's function that reads `source`; '' when csdctl does."""
+    """FILE.py:NAME of the user's function that reads `source`; '' if csdctl reads it."""
     is_private: bool = False
-    """Errors of the user's function are then told by their type alone."""
+    """If True, errors of the user's function are reported by type only."""
 
 
 @dataclass(frozen=True)
 class DatasetDigest:
-    """What a machine sees of a prepared data set: equal answers mean the same data."""
+    """Digest of a prepared data set as a machine sees it; equal digests mean equal data."""
 
     num_samples: int
     digest: str
@@ -83,7 +83,7 @@ class DatasetDigest:
 
 @dataclass(frozen=True)
 class PrepareProgress:
-    """How far `prepare` is: samples looked at, of `num_total` (0: not known), and those left out."""
+    """Progress of `prepare`: samples processed, out of `num_total` (0 if unknown), and samples skipped."""
 
     num_done: int = 0
     num_total: int = 0

@@ -1,18 +1,18 @@
-"""Equation 1 of the STANNIS paper, as arithmetic: public samples so that all ranks end together; pure.
+"""Equation 1 of the STANNIS paper: divide the public samples so that all ranks finish together. Pure.
 
     steps per epoch = samples_k / batch_size_k, the same for every rank k
 
-Used before a run (`csdctl.placement`) and within one, when batch sizes move.
+Used before a run (`csdctl.placement`) and during one, when batch sizes change.
 """
 
 from collections.abc import Sequence
 
 
 def public_shares(batch_sizes: Sequence[int], num_private: Sequence[int], num_public: int) -> list[int]:
-    """Public samples of each rank: all its samples ∝ its batch size, private ones first.
+    """Return the public samples of each rank, such that its samples in total are ∝ its batch size.
 
-    A rank whose private samples alone are more than its part gets no public ones, and so does one that sits
-    out, with batch size 0. One at least is above 0; the sum of what is returned is `num_public`.
+    A rank gets no public samples if its private ones alone exceed its part, or if it sits out with batch
+    size 0. At least one batch size must be above 0. The returned numbers add up to `num_public`.
     """
     open_ranks = [rank for rank, size in enumerate(batch_sizes) if size]
     while True:

@@ -1,24 +1,24 @@
-"""What `build` found out about a model."""
+"""Properties of a model that `build` determined."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model as `build` found it: what must fit the data, and its size."""
+    """Size of a model, and the shapes that data must fit."""
 
     name: str
     input_shape: tuple[int, ...]
-    """Of the only input; () when there are several."""
+    """Of the only input; () if there are several."""
     output_shape: tuple[int, ...]
     num_parameters: int
     num_trainable: int
     output_activation: str
-    """Of the last layer: 'softmax', 'linear', …; '' when it has none that is known."""
+    """Of the last layer: 'softmax', 'linear', …; '' if unknown."""
     inputs: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """The shape of each input by its name, when there are several."""
+    """Shape of each input by name, if there are several."""
     num_operations: int = 0
-    """Floating-point operations of the forward pass for one sample, of matrix products and convolutions;
-    a multiply-accumulate is two. 0: not known."""
+    """Floating-point operations (FLOPs) of the forward pass for one sample, in matrix products and
+    convolutions; a multiply-accumulate counts as two. 0 if unknown."""
     stateful_layers: tuple[str, ...] = ()
-    """Layers that keep something of the samples they train on: batch norm and such."""
+    """Layers that keep state of the samples they train on, such as batch norm."""

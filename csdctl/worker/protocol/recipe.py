@@ -5,19 +5,19 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Noise:
-    """Differential privacy of private samples, by the terms of DP-SGD."""
+    """Differential privacy of private samples, in the terms of DP-SGD."""
 
     l2_norm_clip: float
-    """The largest L2 norm of one sample's gradient."""
+    """Upper limit of the L2 norm of one sample's gradient."""
     noise_multiplier: float
-    """The noise's standard deviation over `l2_norm_clip`."""
+    """Standard deviation of the noise divided by `l2_norm_clip`."""
     delta: float
-    """For which ε is told; it changes nothing in training."""
+    """The δ for which ε is reported; it does not affect training."""
 
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """End the run after `patience` epochs in which `monitor` did not get better by more than `min_delta`."""
+    """End the run after `patience` epochs in which `monitor` improved by no more than `min_delta`."""
 
     monitor: str = "validation_loss"
     patience: int = 5
@@ -26,14 +26,14 @@ class EarlyStopping:
 
 @dataclass(frozen=True)
 class ReduceOnPlateau:
-    """Multiply the learning rate by `factor` after `patience` epochs without a gain in `monitor`."""
+    """Multiply the learning rate by `factor` after `patience` epochs without improvement of `monitor`."""
 
     monitor: str = "validation_loss"
     patience: int = 3
     factor: float = 0.1
     min_delta: float = 0.0001
     min_factor: float = 0.0001
-    """The learning rate never falls below this share of the recipe's."""
+    """Lower limit of the learning rate, relative to the recipe's."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Recipe:
     loss: str = "sparse_categorical_crossentropy"
     from_logits: bool = False
     input_range: tuple[float, float] | None = (0.0, 1.0)
-    """What uint8 0…255 becomes; None leaves the values as they are."""
+    """Range to which uint8 0…255 is scaled; None leaves the values unchanged."""
     seed: int = 0
     max_learning_rate: float | None = None
-    """However large the global batch is, the learning rate is at most this."""
+    """Upper limit of the learning rate, however large the global batch is."""
     decay: str = "none"
-    """How the learning rate falls from the end of the warm-up to the end of the last epoch: 'none', 'linear'
-    or 'cosine', to zero."""
+    """How the learning rate falls to zero from the end of the warm-up to the end of the last epoch: 'linear'
+    or 'cosine'; with 'none' it does not fall."""
     metrics: tuple[str, ...] = ()
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None

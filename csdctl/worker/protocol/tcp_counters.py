@@ -1,4 +1,4 @@
-"""What the kernel has counted of a process's TCP connections."""
+"""Byte counters that the kernel keeps for the TCP connections of a process."""
 
 import contextlib
 import ctypes
@@ -8,15 +8,15 @@ import struct
 from dataclasses import dataclass
 
 _PIDFD_GETFD = 438
-"""The number of pidfd_getfd(2) on every architecture; Linux 5.6 and newer."""
-_COUNTS = struct.Struct("=QQ")
-_COUNTS_PLACE = 120
-"""tcpi_bytes_acked and tcpi_bytes_received within struct tcp_info, the same since Linux 4.1."""
+"""System call number of pidfd_getfd(2) on every architecture; Linux 5.6 or newer."""
+_COUNTERS = struct.Struct("=QQ")
+_COUNTERS_OFFSET = 120
+"""Offset of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info, unchanged since Linux 4.1."""
 
 
 @dataclass(frozen=True)
 class Connection:
-    """One TCP connection: its ends, as 'address port', and the bytes it has carried in each direction."""
+    """One TCP connection: its endpoints as 'address port', and the bytes sent in each direction."""
 
     local: str
     peer: str
@@ -25,45 +25,47 @@ class Connection:
 
 
 def list_connections(pid: int = 0) -> list[Connection]:
-    """The TCP connections that process `pid`, 0 for this one, has open; none where that may not be seen."""
+    """Return the open TCP connections of process `pid` (0: this process); none without permission."""
     found = []
-    place = f"/proc/{pid or 'self'}/fd"
+    directory = f"/proc/{pid or 'self'}/fd"
     with contextlib.suppress(OSError):
-        for name in os.listdir(place):
+        for name in os.listdir(directory):
             with contextlib.suppress(OSError):
-                if os.readlink(f"{place}/{name}").startswith("socket:"):
-                    found.append(_read(_borrow(pid, int(name))))
-    return [one for one in found if one]
+                if os.readlink(f"{directory}/{name}").startswith("socket:"):
+                    found.append(_read_connection(_duplicate(pid, int(name))))
+    return [connection for connection in found if connection]
 
 
-def _borrow(pid: int, descriptor: int) -> int:
-    """A descriptor of this process for what is `descriptor` in process `pid`; raises OSError."""
+def _duplicate(pid: int, descriptor: int) -> int:
+    """Duplicate file descriptor `descriptor` of process `pid` into this process; raises OSError."""
     if not pid:
         return os.dup(descriptor)
     process = os.pidfd_open(pid)
     try:
-        borrowed: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
+        duplicate: int = ctypes.CDLL(None, use_errno=True).syscall(_PIDFD_GETFD, process, descriptor, 0)
     finally:
         os.close(process)
-    if borrowed < 0:
+    if duplicate < 0:
         raise OSError(ctypes.get_errno(), "pidfd_getfd")
-    return borrowed
+    return duplicate
 
 
-def _read(descriptor: int) -> Connection | None:
-    """What is known of a socket; None when it is not a TCP connection. Closes `descriptor`."""
-    with socket.socket(fileno=descriptor) as one:
-        if one.family not in (socket.AF_INET, socket.AF_INET6) or one.type != socket.SOCK_STREAM:
+def _read_connection(descriptor: int) -> Connection | None:
+    """Return the connection of a socket, or None if it is not a TCP connection. Closes `descriptor`."""
+    with socket.socket(fileno=descriptor) as found:
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             return None
         try:
-            peer = one.getpeername()
-        except OSError:  # it listens
+            peer = found.getpeername()
+        except OSError:  # a listening socket
             return None
-        counts = one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _COUNTS_PLACE + _COUNTS.size)
-        if len(counts) < _COUNTS_PLACE + _COUNTS.size:
+        size = _COUNTERS_OFFSET + _COUNTERS.size
+        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, size)
+        if len(info) < size:
             return None
-        return Connection(_show(one.getsockname()), _show(peer), *_COUNTS.unpack_from(counts, _COUNTS_PLACE))
+        counters = _COUNTERS.unpack_from(info, _COUNTERS_OFFSET)
+        return Connection(_endpoint(found.getsockname()), _endpoint(peer), *counters)
 
 
-def _show(end: tuple[object, ...]) -> str:
-    return f"{end[0]} {end[1]}"
+def _endpoint(address: tuple[object, ...]) -> str:
+    return f"{address[0]} {address[1]}"

@@ -58,7 +58,7 @@ class ModelTask:
         return Step(
             load(Path(spec.architecture), Path(spec.weights), keras),
             spec.recipe,
-            self.reader.example(),
+            self.reader.empty_batch(),
             tf,
             keras,
             rank=me.rank,

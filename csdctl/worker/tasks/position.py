@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json

@@ -14,8 +14,8 @@ import numpy as np
 
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
-from csdctl.worker.data.prepared import Array
 from csdctl.worker.process.events import exit_with_failure
 from csdctl.worker.process.memory import peak_memory_bytes
 from csdctl.worker.protocol.json_codec import from_json, to_json

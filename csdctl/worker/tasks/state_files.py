@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.files import sync_directory
 from csdctl.worker.tasks.position import MAX_POSITION_BYTES, Position, pack
 

@@ -16,7 +16,8 @@ from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.recipe import load_own_metrics
 from csdctl.worker.compute.step import Sums
-from csdctl.worker.data.prepared import Array, PreparedSamples
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.data.schedule import Share
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import WorkerError
@@ -102,7 +103,7 @@ class Train(ModelTask):
     def _run_epoch(self, communicator: Communicator) -> str:
         """Run the rest of the epoch; returns why the run ends within it, or ''."""
         progress, max_steps = self.progress, self.spec.max_steps
-        self.reader.begin(progress.position.epoch)
+        self.reader.set_epoch(progress.position.epoch)
         self._epoch_totals, since_report = StepTotals(), StepTotals()
         while progress.position.step < progress.segment.stop_step:
             step = self._run_step(communicator)
@@ -121,9 +122,9 @@ class Train(ModelTask):
         began = time.perf_counter()
         global_samples = self.progress.global_samples
         share = self.progress.share_of(self.me.rank)
-        borrowed = self._exchange_borrowed(communicator, share)
+        reassigned = self._exchange_reassigned(communicator, share)
         received = time.perf_counter()
-        images, labels = self.reader.read(share, borrowed)
+        images, labels = self.reader.read(share, reassigned)
         self.step.set_step(self.progress.position.total_steps, self._learning_rate())
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.size == 1:
@@ -154,14 +155,14 @@ class Train(ModelTask):
         wait_s = summed - computed + received - began
         return StepResult(len(images), global_samples, compute_s, wait_s, sums, is_stopping=is_stopping)
 
-    def _exchange_borrowed(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
+    def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         if not self.is_root:
-            return communicator.receive(0) if share.borrowed else None
+            return communicator.receive(0) if share.reassigned else None
         progress = self.progress
         for index, other in enumerate(progress.segment.shares[1:], start=1):
-            if other.borrowed and (spans := other.batch(progress.step_in_segment).borrowed):
-                communicator.send(index, self.reader.pack_borrowed(spans), SAMPLES)
+            if other.reassigned and (spans := other.batch(progress.step_in_segment).reassigned):
+                communicator.send(index, self.reader.pack_reassigned(spans), SAMPLES)
         return None
 
     def _learning_rate(self) -> float:

@@ -11,8 +11,8 @@ import numpy as np
 from csdctl.worker.compute.model import hash_weights
 from csdctl.worker.compute.step import Step
 from csdctl.worker.compute.vector import VectorLayout
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_samples
-from csdctl.worker.data.prepared import Array
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import VERIFIED, Verified
@@ -64,7 +64,7 @@ class Verify(ModelTask):
         self.reporter.finished(self.progress.position, self._weights_hash, None, reason)
 
     def _draw_samples(self, rank: int, sizes: list[int]) -> tuple[Array, Array]:
-        return draw_samples(self.spec.recipe.seed, rank, sizes[rank], self.reader.example(), self.step)
+        return draw_samples(self.spec.recipe.seed, rank, sizes[rank], self.reader.empty_batch(), self.step)
 
     def _compare(self, total: Array, sizes: list[int]) -> tuple[float, float | None]:
         """Return the relative differences to all batches in turn, and to one batch of all samples."""

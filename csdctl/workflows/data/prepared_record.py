@@ -39,7 +39,7 @@ def save_prepared(
     """Leave the note of `job`."""
     note = PreparedData(
         _key(job),
-        public.form,
+        public.element_spec,
         {name: info.num_samples for name, info in private.items()},
     )
     save_text(project.prepared(job.name), to_json(note) + "\n")

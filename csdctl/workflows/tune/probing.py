@@ -42,7 +42,7 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
         prepared.model.weights.path,
         job.recipe,
         runtime,
-        prepared.public.form,  # it goes on a command line
+        prepared.public.element_spec,  # it goes on a command line
         noise=job.noise,
         is_private=name in prepared.private,
     )

@@ -78,7 +78,7 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
-        task=Task(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.form)}),
+        task=Task(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)}),
     )
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)

@@ -26,21 +26,21 @@ from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.workspace.workspace import open_workspace
 
-MADE = "csdctl/worker/made.py"
+SYNTHETIC = "csdctl/worker/data/synthetic.py"
 VISITING = """
 
 import time
 
 
-class VisitingReader(MadeReader):
-    def __init__(self, form, rank):
-        super().__init__(form, rank)
+class VisitingReader(SyntheticReader):
+    def __init__(self, element_spec, rank):
+        super().__init__(element_spec, rank)
         self._is_root = rank == 0
         self._sizes = [sizes[rank] for sizes, num_steps in {visits} for _ in range(num_steps)]
         self._step = 0
         self.first(max(self._sizes))
 
-    def read(self, share, borrowed=None):
+    def read(self, share, reassigned=None):
         if self._is_root:
             with open({times!r}, "a") as file:
                 print(time.perf_counter(), file=file)
@@ -48,7 +48,7 @@ class VisitingReader(MadeReader):
         return self.first(self._sizes[self._step - 1])
 
 
-MadeReader = VisitingReader
+SyntheticReader = VisitingReader
 """
 
 
@@ -58,7 +58,7 @@ def pack_visiting_worker(visits: list[tuple[list[int], int]], times: Path) -> by
     with zipfile.ZipFile(io.BytesIO(pack_worker())) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
             content = source.read(entry)
-            if entry.filename == MADE:
+            if entry.filename == SYNTHETIC:
                 content += VISITING.format(visits=visits, times=str(times)).encode()
             target.writestr(entry, content)
     return packed.getvalue()

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
+from csdctl.launch.mpi_job import MpiJob
 from csdctl.supervision.links import Links
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
@@ -274,7 +275,8 @@ class Fleet:
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         self.linked.append(tuple(ranks))
         command = self.mpirun.get(generation, SLEEPING)
-        return self.links_type(command, len(ranks), self._log_path, self.directory)
+        job = MpiJob(command, len(ranks), self._log_path, self.directory, os.environ)
+        return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:
         return self.directory / ("mpirun.log" if rank is None else f"rank-{rank}.log")

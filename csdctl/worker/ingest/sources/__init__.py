@@ -1,4 +1,4 @@
-"""What people have, as blocks of samples: a file for each kind of source, and what they share.
+"""Users' data as blocks of samples: a module for each format, and what the formats share.
 
-Everything here reads private data on its own node: no error names a file or shows a sample.
+All code here reads private data on its own node: no error names a file or contains a sample.
 """

@@ -1,39 +1,40 @@
-"""A tree with a folder for each class; files may lie at any depth below it."""
+"""A tree with a folder for each class; files may be at any depth below it."""
 
 import unicodedata
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.prepared import Array
-from csdctl.worker.ingest.sources.pictures import PictureDecoder
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.sources.images import ImageDecoder
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, UnusableError, decode_blocks
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 BYTES_PER_PIXEL = 8
-"""Of the largest file that a picture of so many pixels may reasonably have: 16 bits of four channels."""
+"""Upper limit of the file size of an image, per pixel: 16 bits in four channels."""
 
 _SPARE_BYTES = 1 << 20
-_SHOWN_CLASSES = 5
+_MAX_NAMED_CLASSES = 5
 
 
 class ClassFolders:
-    """Pictures in class folders, class by class and sorted by path."""
+    """Images in class folders, class by class and sorted by path."""
 
     def __init__(self, tree: Tree, spec: PrepareSpec, threads: int) -> None:
-        """Raises WorkerError, exit code 2, for a folder that is not one of the job's classes."""
+        """Raise WorkerError, exit code 2, for a folder that is not one of the job's classes."""
         if spec.classes is None and not spec.names_classes:
             raise WorkerError(
-                f"data at {spec.source} is class folders, and the job does not number its classes",
-                remedy="list them as data.classes in job.yaml; public data of class folders does it too",
+                f"data at {spec.source} consists of class folders, but the job does not list its classes",
+                remedy="list them as data.classes in job.yaml, or use public data of class folders",
                 exit_code=2,
             )
         self.class_names: tuple[str, ...] | None = spec.classes or tuple(
-            sorted(_class_of(name) for name in tree.folders)
+            sorted(_normalize(name) for name in tree.folders)
         )
-        self._label_of = {_class_of(name): label for label, name in enumerate(self.class_names)}
+        self._label_of = {_normalize(name): label for label, name in enumerate(self.class_names)}
         _check_folders(tree.folders, self._label_of, spec.source)
         self._tree = tree
         self._threads = threads
@@ -45,17 +46,19 @@ class ClassFolders:
                 counts[self._label(file)] += 1
         self.files_of_class = tuple(counts)
         self.num_samples = len(self._files)
-        self._decoder = PictureDecoder(spec.picture, load_tensorflow())
+        self._decoder = ImageDecoder(spec.picture, load_tensorflow())
         self.sample_bytes = self._decoder.sample_bytes
 
-    def blocks(self, start: int) -> Iterator[Block]:
-        """All pictures from the one numbered `start` on."""
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all images from index `start` on."""
         candidates = (EncodedSample(file, self._label(file)) for file in self._files[start:])
-        return decode_blocks(candidates, self._decode, threads=self._threads, sample_bytes=self.sample_bytes)
+        return decode_blocks(
+            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+        )
 
     def _label(self, file: DataFile) -> int:
-        """Its class's number; files beside the class folders come last."""
-        return self._label_of[_class_of(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
+        """Return the index of the file's class; files beside the class folders come last."""
+        return self._label_of[_normalize(file.parts[0])] if len(file.parts) > 1 else len(self._label_of)
 
     def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
         file: DataFile = candidate.content
@@ -70,13 +73,13 @@ class ClassFolders:
         return self._decoder.decode(content), candidate.label
 
 
-def shown(name: str) -> str:
-    """A folder's name as it may be printed anywhere."""
+def printable_name(name: str) -> str:
+    """Return a folder's name with unprintable characters escaped."""
     return name if name.isprintable() else ascii(name)
 
 
-def _class_of(folder: str) -> str:
-    """One form for names that look alike: some systems take letters and accents apart."""
+def _normalize(folder: str) -> str:
+    """Return the NFC form of a name: some file systems store letters and accents separately."""
     return unicodedata.normalize("NFC", folder)
 
 
@@ -84,17 +87,17 @@ def _check_folders(folders: Sequence[str], label_of: dict[str, int], source: str
     unprintable = [name for name in folders if not name.isprintable()]
     if unprintable:
         raise WorkerError(
-            f"data at {source} has a class folder {shown(unprintable[0])}, which is no text",
-            remedy="give the folder another name",
+            f"data at {source} has a class folder with an unprintable name, {printable_name(unprintable[0])}",
+            remedy="rename the folder",
             exit_code=2,
         )
-    unknown = [name for name in folders if _class_of(name) not in label_of]
+    unknown = [name for name in folders if _normalize(name) not in label_of]
     if unknown:
-        more = f" and {len(unknown) - _SHOWN_CLASSES} more" if len(unknown) > _SHOWN_CLASSES else ""
-        named = ", ".join(unknown[:_SHOWN_CLASSES]) + more
+        num_more = len(unknown) - _MAX_NAMED_CLASSES
+        named = ", ".join(unknown[:_MAX_NAMED_CLASSES]) + (f" and {num_more} more" if num_more > 0 else "")
         raise WorkerError(
             f"data at {source} has {'classes' if len(unknown) > 1 else 'class'} {named}, "
             f"not among the job's {len(label_of)} classes",
-            remedy="add it to data.classes in job.yaml, or mend the folder's name",
+            remedy="add it to data.classes in job.yaml, or rename the folder",
             exit_code=2,
         )

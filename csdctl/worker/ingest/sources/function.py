@@ -1,4 +1,4 @@
-"""The user's own function, `FILE.py:NAME`: called with the data's path, it gives all samples."""
+"""The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples."""
 
 import importlib.util
 import itertools
@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.prepared import Array
-from csdctl.worker.ingest.sources.arrays import ArraySource, InMemory
-from csdctl.worker.ingest.sources.pictures import PictureDecoder, known_shape
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.sources.arrays import ArraySource
+from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
+from csdctl.worker.ingest.sources.rows import InMemoryRows
 from csdctl.worker.ingest.sources.source import Block, EncodedSample, SampleSource, decode_blocks
 from csdctl.worker.ingest.sources.tree import Tree
 from csdctl.worker.process.errors import WorkerError, describe
@@ -22,31 +24,31 @@ EXPECTED = "it must return (images, labels) or an iterator of (image, label)"
 
 
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """What the function gave, as a source.
+    """Call the user's function and return its result as a source.
 
-    Raises WorkerError, exit code 2, when it fails or gives something else.
+    Raises WorkerError, exit code 2, if it fails or returns something else.
     """
-    users = UserCode(spec)
-    given = users.call(lambda: users.load_function()(str(tree.root)))
-    if isinstance(given, tuple) and len(given) == 2 and all(hasattr(one, "shape") for one in given):
-        images, labels = (np.asarray(one) for one in given)
-        return ArraySource(InMemory(images), InMemory(labels), spec)
+    function = UserFunction(spec)
+    returned = function.guard(lambda: function.load()(str(tree.root)))
+    if isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(one, "shape") for one in returned):
+        samples, labels = (np.asarray(one) for one in returned)
+        return ArraySource(InMemoryRows(samples), InMemoryRows(labels), spec)
     try:
-        iterator = iter(given)
+        iterator = iter(returned)
     except TypeError:
-        raise users.error(f"gave a {type(given).__name__}") from None
-    return IteratedSamples(users, iterator, spec, threads)
+        raise function.error(f"returned a {type(returned).__name__}") from None
+    return IteratedSamples(function, iterator, spec, threads)
 
 
-class UserCode:
-    """Code of the user, whose every way to end becomes a WorkerError that shows no private data."""
+class UserFunction:
+    """The user's function; all its failures become a WorkerError that exposes no private data."""
 
     def __init__(self, spec: PrepareSpec) -> None:
         self._path, _, self._name = spec.function.rpartition(":")
         self._is_private = spec.is_private
 
-    def load_function(self) -> Callable[[str], Any]:
-        """The function itself; raises what its file raises."""
+    def load(self) -> Callable[[str], Any]:
+        """Import the function; raises whatever its file raises."""
         specification = importlib.util.spec_from_file_location("csdctl_users_data", Path(self._path))
         assert specification is not None
         assert specification.loader is not None
@@ -55,67 +57,71 @@ class UserCode:
         function: Callable[[str], Any] = getattr(module, self._name)
         return function
 
-    def call(self, code: Callable[[], Any]) -> Any:
-        """What `code` returns; raises WorkerError for whatever it raises."""
+    def guard(self, code: Callable[[], Any]) -> Any:
+        """Return what `code` returns; raises WorkerError for whatever it raises."""
         try:
             return code()
         except BaseException as error:
-            # The text may name a private file or show what is in it.
-            words = type(error).__name__ if self._is_private else describe(error)
+            # The message may name a private file or contain private data.
+            reason = type(error).__name__ if self._is_private else describe(error)
             raise WorkerError(
-                f"the function {self._name} fails: {words}", remedy="mend its file", exit_code=2
+                f"the function {self._name} fails: {reason}", remedy="fix its file", exit_code=2
             ) from None
 
-    def error(self, what: str) -> WorkerError:
-        """For something that the function should not have given."""
-        return WorkerError(f"the function {self._name} {what}", remedy=EXPECTED, exit_code=2)
+    def error(self, problem: str) -> WorkerError:
+        """Return the error for a result that is not samples."""
+        return WorkerError(f"the function {self._name} {problem}", remedy=EXPECTED, exit_code=2)
 
 
 class IteratedSamples:
-    """Samples one by one; uint8 pictures are fitted, everything else stays as it is."""
+    """Samples from an iterator; uint8 images are converted to the job's shape, others stay unchanged."""
 
     num_samples = 0
     files_of_class: tuple[int, ...] = ()
 
-    def __init__(self, users: UserCode, given: Iterator[Any], spec: PrepareSpec, threads: int) -> None:
+    def __init__(
+        self, function: UserFunction, iterator: Iterator[Any], spec: PrepareSpec, threads: int
+    ) -> None:
         self.class_names = spec.classes
         self.sample_bytes = 0
-        self._users = users
-        self._given = given
+        self._function = function
+        self._iterator = iterator
         self._threads = threads
         self._rule = spec.picture
-        self._decoder: PictureDecoder | None = None
+        self._decoder: ImageDecoder | None = None
 
-    def blocks(self, start: int) -> Iterator[Block]:
-        """All samples from the one numbered `start` on."""
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
         candidates: Iterable[EncodedSample] = itertools.islice(self._candidates(), start, None)
-        return decode_blocks(candidates, self._decode, threads=self._threads, sample_bytes=self.sample_bytes)
+        return decode_blocks(
+            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+        )
 
     def _candidates(self) -> Iterator[EncodedSample]:
-        form = None
-        while (sample := self._users.call(lambda: next(self._given, _END))) is not _END:
-            candidate = self._as_candidate(sample)
-            image, label = candidate.content, candidate.label
-            is_picture = image.dtype == np.uint8 and image.ndim == 3 and known_shape(self._rule)
-            if is_picture and self._decoder is None:
-                self._decoder = PictureDecoder(self._rule, load_tensorflow())
-            now = (None if is_picture else image.shape, image.dtype, label.shape, label.dtype.kind)
-            if form is not None and now != form:
-                raise self._users.error("gives samples of different shapes or types")
-            form = now
+        expected = None
+        while (returned := self._function.guard(lambda: next(self._iterator, _END))) is not _END:
+            candidate = self._as_candidate(returned)
+            sample, label = candidate.content, candidate.label
+            is_image = sample.dtype == np.uint8 and sample.ndim == 3 and known_shape(self._rule)
+            if is_image and self._decoder is None:
+                self._decoder = ImageDecoder(self._rule, load_tensorflow())
+            found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype.kind)
+            if expected is not None and found != expected:
+                raise self._function.error("yields samples of different shapes or types")
+            expected = found
             yield candidate
 
-    def _as_candidate(self, sample: Any) -> EncodedSample:
+    def _as_candidate(self, returned: Any) -> EncodedSample:
         try:
-            image, label = sample
-            content, number = np.asarray(image), np.asarray(label)
+            first, second = returned
+            sample, label = np.asarray(first), np.asarray(second)
         except (TypeError, ValueError):
-            raise self._users.error("gives something that is no (image, label)") from None
-        if content.dtype.kind not in "uif" or number.dtype.kind not in "uif":
-            raise self._users.error(f"gives samples of {content.dtype} with labels of {number.dtype}")
-        if content.dtype == np.uint8 and content.ndim == 2:
-            content = content[..., np.newaxis]
-        return EncodedSample(content, number)
+            raise self._function.error("yields something that is not (image, label)") from None
+        if sample.dtype.kind not in "uif" or label.dtype.kind not in "uif":
+            raise self._function.error(f"yields samples of {sample.dtype} with labels of {label.dtype}")
+        if sample.dtype == np.uint8 and sample.ndim == 2:
+            sample = sample[..., np.newaxis]
+        return EncodedSample(sample, label)
 
     def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
         if self._decoder:

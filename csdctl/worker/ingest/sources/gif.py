@@ -1,6 +1,6 @@
-"""GIFs, cut down to their first frame before a decoder sees them.
+"""GIF files, reduced to their first frame before they are decoded.
 
-A decoder takes memory for all frames of a file at once, and a frame may be larger than the header says.
+The decoder allocates memory for all frames of a file at once, and a frame may be larger than the header says.
 """
 
 import struct
@@ -12,33 +12,33 @@ _GRAPHIC_CONTROL = 0xF9
 
 @dataclass(frozen=True)
 class _FirstFrame:
-    """Where things stand in a GIF's bytes."""
+    """Size of the first frame, and byte offsets of its parts."""
 
     end: int
     width: int
     height: int
     palette: int
-    """Where the colours of the frame begin."""
+    """Offset of the frame's palette."""
     num_colours: int
     control: int
-    """Where the graphic control extension of the frame begins; 0 when it has none."""
+    """Offset of the frame's graphic control extension; 0 if it has none."""
 
 
 def frame_size(content: bytes) -> tuple[int, int]:
-    """Width and height of what the first frame needs; raises ValueError or IndexError when it is damaged."""
+    """Return width and height that the first frame needs; raises ValueError or IndexError if damaged."""
     frame = _find_first_frame(content)
     return frame.width, frame.height
 
 
 def first_frame(content: bytes) -> bytes:
-    """The same GIF with the first frame alone, its transparent parts white; raises as `frame_size` does."""
+    """Return the GIF with its first frame only, transparent parts in white; raises as `frame_size` does."""
     frame = _find_first_frame(content)
     changed = bytearray(content[: frame.end])
     if frame.control and changed[frame.control + 3] & 1:
         transparent = changed[frame.control + 6]
         if transparent < frame.num_colours:
-            place = frame.palette + 3 * transparent
-            changed[place : place + 3] = b"\xff\xff\xff"
+            entry = frame.palette + 3 * transparent
+            changed[entry : entry + 3] = b"\xff\xff\xff"
         changed[frame.control + 3] &= 0xFE
     changed.append(_END)
     return bytes(changed)
@@ -53,13 +53,13 @@ def _find_first_frame(content: bytes) -> _FirstFrame:
             control = position
         position = _skip_blocks(content, position + 2)
     if content[position] != _IMAGE:
-        raise ValueError("gif without a frame")
+        raise ValueError("GIF without a frame")
     left, top, width, height = struct.unpack_from("<HHHH", content, position + 1)
     own_position, own_palette, own_colours = _skip_palette(content[position + 9], position + 10)
     if own_colours:
         palette, num_colours = own_palette, own_colours
     return _FirstFrame(
-        end=_skip_blocks(content, own_position + 1),  # behind the byte with the size of codes
+        end=_skip_blocks(content, own_position + 1),  # after the byte with the minimum code size
         width=max(screen_width, left + width),
         height=max(screen_height, top + height),
         palette=palette,
@@ -69,13 +69,13 @@ def _find_first_frame(content: bytes) -> _FirstFrame:
 
 
 def _skip_palette(flags: int, position: int) -> tuple[int, int, int]:
-    """Where things go on behind a palette, where it begins, and its number of colours, 0 without one."""
+    """Return the offset after a palette, its own offset, and its number of colours (0 without a palette)."""
     num_colours = 2 << (flags & 7) if flags & 0x80 else 0
     return position + 3 * num_colours, position, num_colours
 
 
 def _skip_blocks(content: bytes, position: int) -> int:
-    """Where things go on behind a row of blocks, each of which begins with its length."""
+    """Return the offset after a sequence of sub-blocks, each of which starts with its length."""
     while content[position]:
         position += 1 + content[position]
     return position + 1

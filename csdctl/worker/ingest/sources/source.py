@@ -1,4 +1,4 @@
-"""What every source gives, and decoding many pictures at once, in order."""
+"""The interface of a source, and parallel decoding of samples in order."""
 
 import os
 from collections import Counter
@@ -9,15 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from csdctl.worker.data.prepared import Array
-
-BLOCK_SAMPLES = 256
-BLOCK_BYTES = 32 << 20
-"""Of what is held of a block at a time: encoded pictures on one side, samples on the other."""
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.ingest.limits import IngestLimits
 
 
 class UnusableError(Exception):
-    """One sample cannot be used; `reason` is the kind under which it is counted."""
+    """A sample cannot be used; it is skipped and counted under `reason`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -26,88 +23,92 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive samples: `num_read` were looked at, images (n, …) and labels (n, …) are left of them."""
+    """Consecutive samples: of `num_read` processed ones, samples (n, …) and labels (n, …) are usable."""
 
     num_read: int
-    images: Array
+    samples: Array
     labels: Array
     skipped: Counter[str] = field(default_factory=Counter)
 
 
 class SampleSource(Protocol):
-    """Samples in an order that depends on nothing but the source's files and what the job says of them."""
+    """Samples in an order that is determined by the source's files and the job alone."""
 
     num_samples: int
-    """How many there are to look at; 0 when that is not known beforehand."""
+    """Samples to process; 0 if unknown in advance."""
     sample_bytes: int
-    """Of one prepared sample; 0 when that is not known beforehand."""
+    """Bytes of one prepared sample; 0 if unknown in advance."""
     class_names: tuple[str, ...] | None
     files_of_class: tuple[int, ...]
-    """How many files each class has; empty when the source has no such thing."""
+    """Number of files of each class; empty for sources without class folders."""
 
-    def blocks(self, start: int) -> Iterator[Block]:
-        """All samples from the one numbered `start` on."""
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
 
 
 @dataclass(frozen=True)
 class EncodedSample:
-    """A sample before it is decoded: a path, bytes, an array, or None where one could not be read."""
+    """A sample before decoding: a file, bytes, an array, or None if it could not be read."""
 
     content: Any
     label: Any
 
     @property
     def held_bytes(self) -> int:
-        """The memory it takes until it is decoded."""
+        """Memory that the encoded sample takes."""
         return getattr(self.content, "nbytes", 0) or (
             len(self.content) if isinstance(self.content, bytes) else 0
         )
 
 
 def num_threads() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def decode_blocks(
     candidates: Iterable[EncodedSample],
     decode: Callable[[EncodedSample], tuple[Array, Any]],
+    limits: IngestLimits,
     *,
     threads: int,
     sample_bytes: int,
 ) -> Iterator[Block]:
-    """Decode with `threads` threads; what raises UnusableError is counted and left out.
+    """Decode with `threads` threads; samples that raise UnusableError are counted and skipped.
 
-    However many threads there are, the samples and their order are the same.
+    Samples and their order do not depend on the number of threads.
     """
 
-    def try_one(candidate: EncodedSample) -> tuple[Array, Any] | str:
+    def decode_or_reason(candidate: EncodedSample) -> tuple[Array, Any] | str:
         try:
             return decode(candidate)
         except UnusableError as error:
             return error.reason
 
+    max_samples = max(1, min(limits.block_samples, limits.block_bytes // max(1, sample_bytes)))
     with ThreadPoolExecutor(threads, thread_name_prefix="decode") as pool:
-        for group in _groups(candidates, max(1, min(BLOCK_SAMPLES, BLOCK_BYTES // max(1, sample_bytes)))):
-            yield _as_block(list(pool.map(try_one, group)))
+        for group in _groups(candidates, max_samples, limits.block_bytes):
+            yield _as_block(list(pool.map(decode_or_reason, group)))
 
 
 def _as_block(outcomes: list[tuple[Array, Any] | str]) -> Block:
-    samples = [outcome for outcome in outcomes if not isinstance(outcome, str)]
+    usable = [outcome for outcome in outcomes if not isinstance(outcome, str)]
     skipped = Counter(outcome for outcome in outcomes if isinstance(outcome, str))
-    if not samples:
+    if not usable:
         return Block(len(outcomes), np.zeros((0,)), np.zeros((0,)), skipped)
-    images, labels = zip(*samples, strict=True)
-    return Block(len(outcomes), np.stack(images), np.stack(labels), skipped)
+    samples, labels = zip(*usable, strict=True)
+    return Block(len(outcomes), np.stack(samples), np.stack(labels), skipped)
 
 
-def _groups(candidates: Iterable[EncodedSample], num_most: int) -> Iterator[list[EncodedSample]]:
+def _groups(
+    candidates: Iterable[EncodedSample], max_samples: int, max_bytes: int
+) -> Iterator[list[EncodedSample]]:
     group: list[EncodedSample] = []
     held_bytes = 0
     for candidate in candidates:
         group.append(candidate)
         held_bytes += candidate.held_bytes
-        if len(group) >= num_most or held_bytes >= BLOCK_BYTES:
+        if len(group) >= max_samples or held_bytes >= max_bytes:
             yield group
             group, held_bytes = [], 0
     if group:

@@ -1,4 +1,4 @@
-"""The files below a root, in one order on every machine, and none that leads out of it."""
+"""The files below a root, in the same order on every machine; links out of the root are refused."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 from csdctl.worker.process.errors import WorkerError
 
 IGNORED = ("lost+found",)
-"""What a file system puts at its own root; names that begin with a dot are passed over too."""
+"""Directories that a file system creates in its own root; names that begin with a dot are ignored too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +28,19 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Tree:
-    """What lies below `root`, sorted; a root that is a file has one file without parts below it."""
+    """Files below `root`, sorted. If the root itself is a file, it is the only one and has no parts."""
 
     root: Path
     files: tuple[DataFile, ...]
     folders: tuple[str, ...]
-    """The names of the folders directly below the root."""
+    """Names of the folders directly below the root."""
 
     def path_of(self, file: DataFile) -> Path:
-        """Where `file` lies."""
+        """Return the path of `file`."""
         return self.root.joinpath(*file.parts)
 
     def fingerprint(self, settings: str) -> str:
-        """Changes with `settings`, and whenever a file is added, removed or written to."""
+        """Return a hash that changes with `settings` and whenever a file is added, removed or modified."""
         digest = hashlib.sha256(f"3\0{settings}\0".encode() + os.fsencode(self.root.resolve()))
         for file in self.files:
             digest.update(b"\0".join(os.fsencode(part) for part in file.parts))
@@ -49,16 +49,16 @@ class Tree:
 
 
 def read_tree(source: str) -> Tree:
-    """List what lies at `source`, as written in the job.
+    """List the files at `source`, a path as written in the job.
 
-    Raises WorkerError, exit code 2, when there is nothing, or a link leads out of it or to a directory.
+    Raises WorkerError, exit code 2, if nothing exists there, or a link leads out of it or to a directory.
     """
     try:
         root = Path(source).expanduser()
     except RuntimeError:
         raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
     if not root.exists():
-        raise WorkerError(f"there is no data at {source}", remedy="mend the path in job.yaml", exit_code=2)
+        raise WorkerError(f"there is no data at {source}", remedy="fix the path in job.yaml", exit_code=2)
     try:
         if root.is_file():
             status = root.stat()
@@ -68,7 +68,7 @@ def read_tree(source: str) -> Tree:
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     except OSError as error:
         raise WorkerError(
-            f"data at {source} cannot be read: {error.strerror}", remedy="mend its permissions", exit_code=2
+            f"data at {source} cannot be read: {error.strerror}", remedy="fix its permissions", exit_code=2
         ) from None
     return Tree(root, files, folders)
 
@@ -90,21 +90,21 @@ def _walk(directory: Path, parts: tuple[str, ...], within: str, source: str) -> 
         if entry.is_file():
             status = entry.stat()
             yield DataFile(here, status.st_size, status.st_mtime_ns)
-        elif entry.is_symlink():  # it leads to nothing, which is found, and counted, when it is read
+        elif entry.is_symlink():  # dangling, which is detected and counted when it is read
             yield DataFile(here, 0, 0)
 
 
 def _check_link(entry: os.DirEntry[str], within: str, source: str) -> None:
-    """A link may lead to a file below the same root, and nowhere else."""
+    """Raise WorkerError unless a link points to a file below the same root."""
     if not os.path.realpath(entry.path).startswith(within):
         raise WorkerError(
             f"data at {source} has a link that leads out of it",
-            remedy="put the file itself there, or remove the link",
+            remedy="replace the link with the file itself, or remove it",
             exit_code=2,
         )
     if entry.is_dir():
         raise WorkerError(
             f"data at {source} has a link to a directory",
-            remedy="put the directory itself there, or remove the link",
+            remedy="replace the link with the directory itself, or remove it",
             exit_code=2,
         )

@@ -1,4 +1,4 @@
-"""Models for tests of the worker, made in the tests' own process, which loads TensorFlow once."""
+"""Models for tests of the worker, built in the test process, which loads TensorFlow once."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ def keras() -> Any:
 
 
 def carry(model: Any, directory: Path) -> tuple[str, str]:
-    """Write `model` as a job carries it; returns the paths of architecture and weights."""
+    """Write `model` as it is transferred to nodes; return the paths of architecture and weights."""
     architecture, weights = directory / "architecture.json", directory / "weights.npz"
     architecture.write_text(model.to_json())
     save_weights(weights, model.get_weights())

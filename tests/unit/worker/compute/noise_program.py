@@ -1,4 +1,4 @@
-"""Run by test_noise.py: steps with and without noise of one small model, saved for the tests to compare."""
+"""Program run by test_noise.py: saves steps of a small model with and without noise."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 
 CLIP = 3.2
 NO_NOISE = 1e-12
-"""A multiplier that shows the clipped sum as it is."""
+"""A multiplier so small that the clipped sum is unchanged."""
 PENALTY = 0.01
 directory = Path(sys.argv[1])
 tf, keras = load_backend()
@@ -47,7 +47,7 @@ def step(multiplier: float | None, *, clip: float = CLIP, model: Any = None, **o
 
 
 def naive(count: int, **model: Any) -> np.ndarray[Any, Any]:
-    """Each sample's own gradient by the step without noise, clipped and summed in float64."""
+    """Return the float64 sum of clipped gradients of single samples, from the step without noise."""
     plain, total = step(None, model=build(**model)), 0.0
     for number in range(count):
         one = slice(number, number + 1)
@@ -73,7 +73,7 @@ out["clipped_penalty"] = step(NO_NOISE, model=build(penalty=PENALTY)).local(
 out["kernel"] = build(penalty=PENALTY).layers[0].kernel.numpy().reshape(-1)
 
 out["mixed"] = step(NO_NOISE).local(images, labels, private_copies=ones)
-out["mixed_pieces"] = step(NO_NOISE, micro_batch_size=2).local(images, labels, private_copies=ones)
+out["mixed_micro_batches"] = step(NO_NOISE, micro_batch_size=2).local(images, labels, private_copies=ones)
 out["mixed_weight"] = step(NO_NOISE, weight=0.25).local(images, labels, private_copies=ones)
 out["public_of_5"] = step(None).local(images[7:], labels[7:])
 out["whole"] = step(None).local(images, labels)

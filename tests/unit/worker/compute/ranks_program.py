@@ -1,7 +1,7 @@
-"""Run by mpirun in test_exact_gradient.py: sums the ranks' vectors for several ways to share the samples.
+"""Program run by mpirun in test_exact_gradient.py: sums the ranks' vectors for several divisions of samples.
 
-For the models of several directories. Saves, for each way, what every rank ended with; rank 0 adds what one
-process gives for all samples.
+For the models in several directories. Saves the results of every rank for each division; rank 0 also saves
+the results of one process for all samples.
 """
 
 import json
@@ -24,7 +24,7 @@ RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate
 
 
 def sum_in_all_ways(directory: Path) -> None:
-    """What the model in `directory` comes to, for all ways."""
+    """Save the results of the model in `directory`, for all ways."""
     keras.utils.set_random_seed(1)
     images, labels = np.load(directory / "images.npy"), np.load(directory / "labels.npy")
 
@@ -40,7 +40,7 @@ def sum_in_all_ways(directory: Path) -> None:
         np.save(directory / "alone.npy", alone.local(images, labels))
         after = alone.model.get_weights()
         assert all(np.array_equal(one, two) for one, two in zip(before, after, strict=True))
-        np.save(directory / "pieces.npy", load_step(micro_batch_size=5).local(images, labels))
+        np.save(directory / "micro_batches.npy", load_step(micro_batch_size=5).local(images, labels))
         some = slice(0, 10)
         np.save(directory / "once.npy", load_step().local(images[some], labels[some]))
         doubled = [np.concatenate([array[some], array[some]]) for array in (images, labels)]

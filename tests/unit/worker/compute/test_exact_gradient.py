@@ -1,6 +1,6 @@
-"""N ranks with unequal batches give the gradient of one process on the union.
+"""N ranks with unequal batches compute the gradient of one process on the union.
 
-The mathematics: docs/explanation/exact-gradients.md.
+See docs/explanation/exact-gradients.md for the mathematics.
 """
 
 import json
@@ -24,38 +24,38 @@ TOLERANCE = 1e-6
 NUM_SUMS = 3
 """Loss, accuracy and count at the end of a vector."""
 STATISTICS = (4, 5)
-"""Where the model's weights have the moving mean and variance: after the convolution's and BN's own."""
-KINDS = ("without batch norm", "batch norm frozen", "batch norm trained")
+"""Indices of moving mean and variance among the weights, after the convolution's and BN's γ and β."""
+MODELS = ("without batch norm", "batch norm frozen", "batch norm trained")
 
 
-def build(kind: str) -> Any:
+def build(name: str) -> Any:
     """A small convolutional network; its regularizer counts in the gradient."""
     layers = keras().layers
     inner = [layers.Conv2D(8, 3, kernel_regularizer=keras().regularizers.L2(0.01))]
-    if kind != "without batch norm":
-        inner.append(layers.BatchNormalization(trainable=kind != "batch norm frozen"))
+    if name != "without batch norm":
+        inner.append(layers.BatchNormalization(trainable=name != "batch norm frozen"))
     inner += [layers.ReLU(), layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax")]
     return keras().Sequential([keras().Input((9, 9, 3)), *inner])
 
 
 @pytest.fixture(scope="module")
-def results_of_all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every way of WAYS with every kind of model, by real ranks in one mpirun; a directory for each kind."""
+def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all WAYS with all MODELS by real ranks in one mpirun; return the parent of their directories."""
     directory = tmp_path_factory.mktemp("ranks")
     generator = np.random.default_rng(11)
     images = generator.integers(0, 256, (NUM_SAMPLES, 9, 9, 3), dtype=np.uint8)
-    # Uneven classes: with even ones the samples' gradients of an untrained model cancel almost wholly, and
-    # what a relative difference then shows is the rounding inside TensorFlow's kernels, not the ranks.
+    # Unbalanced classes: with balanced ones the gradients of an untrained model nearly cancel, and a relative
+    # difference would measure rounding inside TensorFlow's kernels instead of the ranks.
     labels = generator.choice(5, NUM_SAMPLES, p=[0.6, 0.1, 0.1, 0.1, 0.1])
-    for kind in KINDS:
-        (directory / kind).mkdir()
+    for name in MODELS:
+        (directory / name).mkdir()
         keras().utils.set_random_seed(3)
-        carry(build(kind), directory / kind)
-        np.save(directory / kind / "images.npy", images)
-        np.save(directory / kind / "labels.npy", labels.astype(np.int32))
+        carry(build(name), directory / name)
+        np.save(directory / name / "images.npy", images)
+        np.save(directory / name / "labels.npy", labels.astype(np.int32))
     mpirun = Path(sys.prefix) / "bin" / "mpirun"
     options = ["--map-by", ":OVERSUBSCRIBE", "--mca", "pml", "ob1", "--mca", "coll", "^han"]
-    directories = [str(directory / kind) for kind in KINDS]
+    directories = [str(directory / name) for name in MODELS]
     program = [sys.executable, str(PROGRAM), json.dumps(list(WAYS.values())), *directories]
     done = subprocess.run(
         [str(mpirun), *options, "-np", str(NUM_RANKS), *program],
@@ -70,8 +70,8 @@ def results_of_all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["without batch norm", "batch norm frozen"])
-def results(request: pytest.FixtureRequest, results_of_all_kinds: Path) -> Path:
-    return results_of_all_kinds / str(request.param)
+def results(request: pytest.FixtureRequest, results_of_all_models: Path) -> Path:
+    return results_of_all_models / str(request.param)
 
 
 def mean_gradient(vector: np.ndarray) -> np.ndarray:
@@ -83,7 +83,7 @@ def relative_difference(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_with_unequal_batches_give_the_gradient_of_one_process(results: Path, way: str) -> None:
+def test_ranks_with_unequal_batches_compute_the_gradient_of_one_process(results: Path, way: str) -> None:
     alone = np.load(results / "alone.npy")
     total = np.load(results / f"way-{list(WAYS).index(way)}-rank-0.npz")["total"]
     difference = relative_difference(mean_gradient(total), mean_gradient(alone))
@@ -94,7 +94,7 @@ def test_ranks_with_unequal_batches_give_the_gradient_of_one_process(results: Pa
 
 
 def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
-    """The measure used above would notice the plain mean that others take."""
+    """The tolerance above is tight enough to detect a plain mean of gradients."""
     locals_ = [np.load(results / f"way-0-rank-{rank}.npz")["local"] for rank in range(NUM_RANKS)]
     mean_of_means = np.mean([mean_gradient(vector) for vector in locals_], axis=0)
     assert (
@@ -103,7 +103,7 @@ def test_mean_of_means_differs_from_the_exact_gradient(results: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_all_ranks_hold_the_same_bits_after_a_step(results: Path, way: str) -> None:
+def test_weights_of_all_ranks_are_bit_identical_after_a_step(results: Path, way: str) -> None:
     number = list(WAYS).index(way)
     weights = [
         list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)
@@ -112,10 +112,10 @@ def test_all_ranks_hold_the_same_bits_after_a_step(results: Path, way: str) -> N
         assert all(np.array_equal(one, its) for one, its in zip(weights[0], other, strict=True))
 
 
-def test_batch_computed_in_micro_batches_gives_the_same_gradient(results: Path) -> None:
-    alone, pieces = np.load(results / "alone.npy"), np.load(results / "pieces.npy")
-    assert relative_difference(mean_gradient(pieces), mean_gradient(alone)) <= TOLERANCE
-    assert pieces[-1] == NUM_SAMPLES
+def test_micro_batches_give_the_same_gradient(results: Path) -> None:
+    alone, micro_batches = np.load(results / "alone.npy"), np.load(results / "micro_batches.npy")
+    assert relative_difference(mean_gradient(micro_batches), mean_gradient(alone)) <= TOLERANCE
+    assert micro_batches[-1] == NUM_SAMPLES
 
 
 def test_samples_read_twice_at_half_weight_count_once(results: Path) -> None:
@@ -130,9 +130,9 @@ def test_single_rank_takes_the_same_step_in_one_graph(results: Path) -> None:
         assert np.allclose(one, its, rtol=1e-5, atol=1e-7)
 
 
-def test_moving_statistics_are_those_of_the_pooled_batch_on_all_ranks(results_of_all_kinds: Path) -> None:
-    """The bits are the same on all ranks, and mean and spread those of all samples together."""
-    results = results_of_all_kinds / "batch norm trained"
+def test_moving_statistics_on_all_ranks_are_those_of_the_pooled_batch(results_of_all_models: Path) -> None:
+    """They are bit-identical on all ranks, and mean and variance are those of all samples together."""
+    results = results_of_all_models / "batch norm trained"
     for number in range(len(WAYS)):
         weights = [
             list(np.load(results / f"way-{number}-weights-{rank}.npz").values()) for rank in range(NUM_RANKS)

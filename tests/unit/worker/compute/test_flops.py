@@ -1,4 +1,4 @@
-"""How much models compute, against counts by hand; TensorFlow is loaded in a process of its own."""
+"""FLOPs of models, against manual counts; TensorFlow runs in a process of its own."""
 
 import json
 import os
@@ -12,7 +12,7 @@ COUNT = """
 import json
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
-from csdctl.worker.compute.flops import count_operations
+from csdctl.worker.compute.flops import count_flops
 from keras import Input, Model, Sequential, layers
 
 
@@ -63,9 +63,9 @@ models = {
     "any size": Sequential([Input((None, None, 3)), layers.Conv2D(4, 3)]),
     "broken": Broken(),
 }
-print(json.dumps({name: count_operations(model) for name, model in models.items()}))
+print(json.dumps({name: count_flops(model) for name, model in models.items()}))
 """
-BY_HAND = {
+EXPECTED_MACS = {
     "dense": 16 * 3,
     "convolution": 4 * 4 * 6 * 3 * 3 * 4,
     "channels in groups": 8 * 8 * 6 * 3 * 3 * 2,
@@ -83,7 +83,7 @@ BY_HAND = {
     "any size": 0,
     "broken": 0,
 }
-"""Multiply-accumulates of one sample."""
+"""Multiply-accumulates of one sample, counted manually."""
 
 
 @pytest.fixture(scope="module")
@@ -100,14 +100,14 @@ def counted() -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_operations_are_those_counted_by_hand(counted: dict[str, int], name: str) -> None:
-    assert counted[name] == 2 * BY_HAND[name]
+@pytest.mark.parametrize("name", EXPECTED_MACS)
+def test_flops_equal_manual_counts(counted: dict[str, int], name: str) -> None:
+    assert counted[name] == 2 * EXPECTED_MACS[name]
 
 
 def test_mobilenet_has_the_300_million_multiply_accumulates_of_its_paper(counted: dict[str, int]) -> None:
     assert counted["MobileNetV2"] == pytest.approx(2 * 300e6, rel=0.01)
 
 
-def test_model_inside_a_model_is_counted_with_the_size_it_has_there(counted: dict[str, int]) -> None:
+def test_nested_model_is_counted_at_its_actual_input_size(counted: dict[str, int]) -> None:
     assert counted["MobileNetV2 without top"] == counted["MobileNetV2"]

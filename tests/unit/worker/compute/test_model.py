@@ -1,10 +1,11 @@
-"""Models that a user brings: what is carried to the nodes, and what is refused."""
+"""User models: the files transferred to the nodes, and models that are refused."""
 
 import json
 import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,15 @@ QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(autouse=True)
-def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a user's code lies is put on the path."""
-    monkeypatch.setattr(sys, "path", sys.path.copy())
+def restored_path() -> Iterator[None]:
+    """Undo the change to sys.path: the directory of user code is added to it."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 def refusal(directory: Path, reference: str, **recipe: Any) -> str:
-    """Why the model cannot be used, a fault of the input."""
+    """Return the message of the error, exit code 2, with which the model is refused."""
     with pytest.raises(WorkerError) as caught:
         build(reference, {}, Recipe(**recipe), directory, keras())
     assert caught.value.exit_code == 2
@@ -68,7 +71,7 @@ def refusal(directory: Path, reference: str, **recipe: Any) -> str:
 
 
 def build_in_a_worker(directory: Path, reference: str) -> tuple[ModelInfo | None, str]:
-    """What the worker's `build` tells of the model, or why not."""
+    """Run the worker's `build`; return the model's properties, or None and the error message."""
     output = directory / "output"
     output.mkdir(exist_ok=True)
     arguments = ["--reference", reference, "--recipe", to_json(Recipe()), "--output", str(output)]
@@ -94,7 +97,7 @@ def save_keras_file(path: Path, middle: Any) -> str:
     return str(path)
 
 
-def test_keras_file_is_carried_as_architecture_and_weights(tmp_path: Path) -> None:
+def test_keras_file_is_transferred_as_architecture_and_weights(tmp_path: Path) -> None:
     file = save_keras_file(tmp_path / "model.keras", keras().layers.Rescaling(2.0))
     info, _ = build_in_a_worker(tmp_path, file)
     assert info
@@ -113,7 +116,7 @@ def test_keras_file_with_code_in_it_is_refused(tmp_path: Path) -> None:
     assert "not a model that can be loaded safely" in why
 
 
-def test_what_the_users_code_has_left_for_the_end_is_done(tmp_path: Path) -> None:
+def test_atexit_handlers_of_user_code_run(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     assert build_in_a_worker(tmp_path, f"{tmp_path}/mine.py:with_an_end")[0]
     assert (tmp_path / "at-the-end").exists()
@@ -135,25 +138,23 @@ def test_pickle_under_the_name_of_a_keras_file_is_refused_and_not_run(tmp_path: 
 @pytest.mark.parametrize("function", ["with_lambda", "own_layer"])
 def test_layer_that_only_the_users_code_knows_is_refused(tmp_path: Path, function: str) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    assert "cannot be carried" in refusal(tmp_path, f"{tmp_path}/mine.py:{function}")
+    assert "cannot be transferred" in refusal(tmp_path, f"{tmp_path}/mine.py:{function}")
 
 
 @pytest.mark.parametrize(
     ("metrics", "why"),
     [
-        (("AUC",), "no mean over samples"),
+        (("AUC",), "not a mean over samples"),
         (("nonsense",), "cannot be used"),
-        (("Precision",), "no mean over samples"),
+        (("Precision",), "not a mean over samples"),
     ],
 )
-def test_metric_that_cannot_be_added_up_is_refused(
-    tmp_path: Path, metrics: tuple[str, ...], why: str
-) -> None:
+def test_metric_that_is_not_a_mean_is_refused(tmp_path: Path, metrics: tuple[str, ...], why: str) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     assert why in refusal(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
 
 
-def test_metrics_by_either_name_are_taken(tmp_path: Path) -> None:
+def test_metrics_are_accepted_by_either_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     metrics = ("accuracy", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
     assert build(f"{tmp_path}/mine.py:fine", {}, Recipe(metrics=metrics), tmp_path, keras()).output_shape == (
@@ -162,7 +163,7 @@ def test_metrics_by_either_name_are_taken(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("reference", "num_operations"), [("fine", 2 * 4 * 3), ("any_size", 0)])
-def test_built_model_says_how_much_it_computes(tmp_path: Path, reference: str, num_operations: int) -> None:
+def test_built_model_has_its_flops(tmp_path: Path, reference: str, num_operations: int) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     info = build(f"{tmp_path}/mine.py:{reference}", {}, Recipe(), tmp_path, keras())
     assert info.num_operations == num_operations

@@ -1,4 +1,4 @@
-"""Clipping and noise of private samples, against what a simple program computes sample by sample."""
+"""Clipping and noise of private samples, against a naive computation sample by sample."""
 
 import os
 import subprocess
@@ -37,21 +37,21 @@ def is_near(found: np.ndarray, expected: np.ndarray) -> bool:
     return bool(np.linalg.norm(found - expected) <= TOLERANCE * np.linalg.norm(expected))
 
 
-def test_every_private_sample_is_clipped_by_itself_over_all_variables(out: Out) -> None:
-    assert out["norms"].min() < CLIP < out["norms"].max(), "the test needs samples of both kinds"
+def test_every_private_sample_is_clipped_separately_over_all_variables(out: Out) -> None:
+    assert out["norms"].min() < CLIP < out["norms"].max(), "the test needs samples above and below the limit"
     assert is_near(out["clipped"][:-NUM_SUMS], out["naive"])
 
 
-def test_what_a_layer_adds_for_a_sample_is_clipped_with_it(out: Out) -> None:
+def test_activity_loss_of_a_sample_is_clipped_with_it(out: Out) -> None:
     assert is_near(out["clipped_activity"][:-NUM_SUMS], out["naive_activity"])
 
 
-def test_penalty_of_weights_is_not_clipped_and_counts_for_every_sample(out: Out) -> None:
+def test_weight_penalty_is_not_clipped_and_counts_for_every_sample(out: Out) -> None:
     added = (out["clipped_penalty"] - out["clipped"])[: len(out["kernel"])]
     assert np.allclose(added, 12 * 2 * PENALTY * out["kernel"], atol=1e-4)
 
 
-def test_private_samples_have_no_part_in_loss_and_metrics(out: Out) -> None:
+def test_loss_and_metrics_exclude_private_samples(out: Out) -> None:
     loss, accuracy, num_public, count = out["mixed"][-NUM_SUMS:]
     assert (loss, accuracy, num_public) == pytest.approx(tuple(out["public_of_5"][-3:]))
     assert count == 12
@@ -59,42 +59,41 @@ def test_private_samples_have_no_part_in_loss_and_metrics(out: Out) -> None:
     assert is_near(out["mixed"][:-NUM_SUMS], out["naive_of_7"] + out["public_of_5"][:-3])
 
 
-def test_pieces_and_weights_of_a_batch_do_not_change_what_is_clipped(out: Out) -> None:
-    assert is_near(out["mixed_pieces"], out["mixed"])
+def test_micro_batches_and_weights_do_not_change_clipping(out: Out) -> None:
+    assert is_near(out["mixed_micro_batches"], out["mixed"])
     assert is_near(out["mixed_weight"], 0.25 * out["mixed"])
 
 
-def test_rank_without_private_samples_computes_what_it_would_without_noise(out: Out) -> None:
+def test_rank_without_private_samples_computes_the_same_as_without_noise(out: Out) -> None:
     found = out["whole_of_a_rank_without_private"]
     assert np.array_equal(found[:-NUM_SUMS], out["whole"][:-3])
     assert found[-1] == found[-2] == out["whole"][-1] == 12
 
 
-def test_sample_that_a_batch_has_twice_counts_no_more_than_once(out: Out) -> None:
+def test_sample_that_occurs_twice_in_a_batch_counts_once(out: Out) -> None:
     assert is_near(out["twice"][:-NUM_SUMS], out["once"][:-NUM_SUMS])
     assert out["twice"][-1] == 8
 
 
-def test_gradient_that_is_not_finite_does_not_show(out: Out) -> None:
+def test_gradient_that_is_not_finite_counts_as_zero(out: Out) -> None:
     assert np.isfinite(out["spoilt"]).all()
     difference = out["spoilt"] - out["clipped"]
     assert 0 < np.linalg.norm(difference[:-NUM_SUMS]) <= CLIP * (1 + TOLERANCE)
 
 
-def test_rank_alone_takes_the_same_step(out: Out) -> None:
+def test_single_rank_takes_the_same_step(out: Out) -> None:
     assert np.array_equal(out["alone"], out["summed"])
 
 
-def test_step_of_private_samples_alone_is_taken_and_has_no_loss(out: Out) -> None:
+def test_step_of_only_private_samples_is_applied_and_has_no_loss(out: Out) -> None:
     assert tuple(out["sums_of_private_only"]) == (0, 0)
     moved = out["weights_of_private_only"] - out["weights_before"]
     assert np.allclose(moved, -0.1 * out["naive"] / 12, atol=1e-6)
 
 
-def test_noise_has_the_standard_deviation_that_is_stated_and_is_new_in_every_step(out: Out) -> None:
-    noise = out[
-        "noise"
-    ]  # 400 steps × more than 300 elements: the estimate is within 0.2%, 2% is ten times that
+def test_noise_has_the_stated_standard_deviation_and_differs_in_every_step(out: Out) -> None:
+    # 400 steps × more than 300 elements: the estimate is within 0.2%, 2% is ten times that.
+    noise = out["noise"]
     assert noise.size > 100_000
     assert noise.std() == pytest.approx(MULTIPLIER * CLIP, rel=0.02)
     assert abs(noise.mean()) < 0.03 * MULTIPLIER * CLIP
@@ -112,7 +111,7 @@ def test_secret_numbers_are_normal(out: Out) -> None:
     assert (normal > 0).mean() == pytest.approx(0.5, abs=0.01)
 
 
-def test_layers_that_keep_something_of_samples_are_found(program: tuple[Out, dict[str, int]]) -> None:
+def test_stateful_layers_are_found(program: tuple[Out, dict[str, int]]) -> None:
     assert program[1] == {
         "batch norm": 1,
         "nested": 1,

@@ -1,4 +1,4 @@
-"""Whether two machines see the same data."""
+"""Digests by which machines compare the data they see."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def write(directory: Path, images: np.ndarray, labels: np.ndarray) -> str:
     return str(directory)
 
 
-def test_same_data_is_seen_alike_and_other_data_is_not(tmp_path: Path) -> None:
+def test_equal_data_has_equal_digests_and_different_data_has_not(tmp_path: Path) -> None:
     images = np.random.default_rng(3).integers(0, 256, (200, 3, 3, 1), np.uint8)
     labels = np.arange(200) % 5
     first = compute_digest(write(tmp_path / "a", images, labels))

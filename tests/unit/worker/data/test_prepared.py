@@ -1,4 +1,4 @@
-"""Shards over small data sets whose labels number the rows."""
+"""Reading shards of small data sets in which the label of a sample is its row number."""
 
 import dataclasses
 from itertools import chain, pairwise
@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.worker.data.prepared import EpochReader, PreparedSamples, open_arrays, rows_of
+from csdctl.worker.data.arrays import open_arrays
+from csdctl.worker.data.prepared import EpochReader, PreparedSamples, rows_of
 from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -22,7 +23,7 @@ from csdctl.workflows.data.deploy import cut_shards
 
 
 def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
-    """Images that hold their own label in each pixel."""
+    """Write images of which every pixel has the value of the label."""
     directory.mkdir(parents=True, exist_ok=True)
     labels = np.arange(first_label, first_label + num_rows, dtype=np.int32)
     images = np.broadcast_to(labels.astype(np.uint8).reshape(-1, 1, 1, 1), (num_rows, 2, 2, 1))
@@ -41,26 +42,26 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> DatasetSlice:
     return write(tmp_path_factory.mktemp("other"), 20, first_label=100)
 
 
-def some(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> DatasetSlice:
+def rows_from(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> DatasetSlice:
     return DatasetSlice(part.images, part.labels, start, stop, seed)
 
 
 def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int]) -> RunSpec:
-    """A run of one rank with so many private and public samples."""
+    """Return a run of one rank; `sizes` are its numbers of private and public samples."""
     rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
     whole = DatasetSlice(public.images, public.labels) if public else None
     return RunSpec("run", "", "", Recipe(seed=7), (rank,), whole, None, "")
 
 
 def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> list[list[int]]:
-    """The labels of every batch of an epoch."""
+    """Return the labels of every batch of an epoch."""
     me = spec.ranks[rank]
     reader = EpochReader(spec, rank)
-    reader.begin(epoch)
-    leg = begin_epoch([OwnSamples(me.num_private, me.num_public)], {0: batch_size})
+    reader.set_epoch(epoch)
+    segment = begin_epoch([OwnSamples(me.num_private, me.num_public)], {0: batch_size})
     batches = []
-    for step in range(leg.stop_step):
-        images, labels = reader.read(leg.batch(step)[0])
+    for step in range(segment.stop_step):
+        images, labels = reader.read(segment.batch(step)[0])
         assert images.shape == (len(labels), 2, 2, 1)
         assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
         batches.append(labels.tolist())
@@ -72,7 +73,7 @@ def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> l
 def test_epoch_reads_every_row_exactly_once(
     part: DatasetSlice, other: DatasetSlice, start: int, stop: int, batch_size: int, epoch: int
 ) -> None:
-    mine = some(part, start, stop)
+    mine = rows_from(part, start, stop)
     spec = one_rank(other, mine, (20, max(0, stop - start)))
     expected = [*rows_of(mine, 60).tolist(), *range(100, 120)]
     assert sorted(chain(*epoch_of(spec, batch_size, epoch))) == sorted(expected)
@@ -80,14 +81,14 @@ def test_epoch_reads_every_row_exactly_once(
 
 @settings(deadline=None)
 @given(st.lists(st.integers(0, 60), max_size=5), st.integers(0, 2**31))
-def test_parts_that_share_a_permutation_share_no_row_and_leave_none(cuts: list[int], seed: int) -> None:
+def test_slices_of_one_permutation_are_disjoint_and_complete(cuts: list[int], seed: int) -> None:
     edges = [0, *sorted(cuts), 60]
     rows = [rows_of(DatasetSlice("", "", start, stop, seed), 60) for start, stop in pairwise(edges)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(60))
     assert all(np.array_equal(one, np.sort(one)) for one in rows)
 
 
-def test_order_follows_epoch_and_comes_again(part: DatasetSlice) -> None:
+def test_order_depends_on_epoch_and_seed_only(part: DatasetSlice) -> None:
     spec = one_rank(None, part, (0, 60))
     assert epoch_of(spec, 7, 1) != epoch_of(spec, 7, 2)
     assert epoch_of(spec, 7, 1) == epoch_of(spec, 7, 1)
@@ -95,12 +96,12 @@ def test_order_follows_epoch_and_comes_again(part: DatasetSlice) -> None:
     assert epoch_of(spec, 7, 1) != epoch_of(other_seed, 7, 1)
 
 
-def test_rank_without_data_on_its_disk_is_refused(part: DatasetSlice) -> None:
-    with pytest.raises(WorkerError, match="no data at all"):
-        EpochReader(one_rank(None, None, (0, 0)), 0).example()
+def test_rank_without_data_is_refused(part: DatasetSlice) -> None:
+    with pytest.raises(WorkerError, match="this rank has no data"):
+        EpochReader(one_rank(None, None, (0, 0)), 0).empty_batch()
 
 
-def test_shard_of_another_size_than_planned_is_refused(part: DatasetSlice) -> None:
+def test_shard_whose_size_differs_from_the_plan_is_refused(part: DatasetSlice) -> None:
     with pytest.raises(WorkerError, match="0 private and 60 public samples, the plan says 0 and 59"):
         EpochReader(one_rank(None, part, (0, 59)), 0)
 
@@ -111,37 +112,35 @@ def test_private_and_public_samples_are_mixed_within_batches(part: DatasetSlice,
         assert sum(label >= 100 for label in batch) == len(batch) // 4
 
 
-def test_what_others_borrowed_is_read_on_the_host_as_they_would_have_read_it(
-    part: DatasetSlice, tmp_path: Path
-) -> None:
-    """Rank 1 has public[40:60]; the host lends it what rank 1 itself would have taken from its own file."""
+def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlice, tmp_path: Path) -> None:
+    """Rank 1 has public[40:60]; the host reads the rows that rank 1 would have read from its own file."""
     ranks = (
-        RankSpec(0, "host", 8, Runtime(1), None, some(part, 0, 40, 7), 0, 40),
+        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
     )
     whole = DatasetSlice(part.images, part.labels)
     spec = RunSpec("run", "", "", Recipe(seed=7), ranks, whole, None, "")
     host = EpochReader(spec, 0)
-    host.begin(3)
-    images, labels = host.read_borrowed([Span(1, 5, 12)])
-    its_rows = rows_of(some(part, 40, 60, 7), 60)
-    assert set(labels.tolist()) <= set(its_rows.tolist())
+    host.set_epoch(3)
+    images, labels = host.read_reassigned([Span(1, 5, 12)])
+    rows_of_rank_1 = rows_of(rows_from(part, 40, 60, 7), 60)
+    assert set(labels.tolist()) <= set(rows_of_rank_1.tolist())
     assert len(set(labels.tolist())) == 7
     assert np.array_equal(images[:, 0, 0, 0], labels.astype(np.uint8))
-    packed = host.pack_borrowed([Span(1, 5, 12)])
+    packed = host.pack_reassigned([Span(1, 5, 12)])
     share = Share(0, 8, 0, 0, 0, 0, (Span(1, 5, 12),))
     unpacked = host.read(share, packed)
     assert np.array_equal(unpacked[0], images)
     assert np.array_equal(unpacked[1], labels)
 
 
-def test_evaluation_reads_all_in_order(part: DatasetSlice) -> None:
-    batches = [labels.tolist() for _, labels in PreparedSamples(part).in_order(25)]
+def test_evaluation_reads_all_samples_in_order(part: DatasetSlice) -> None:
+    batches = [labels.tolist() for _, labels in PreparedSamples(part).batches(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]
     assert list(chain(*batches)) == list(range(60))
 
 
-def test_rows_of_a_part_without_stop_are_all_rows() -> None:
+def test_slice_without_a_stop_selects_all_rows() -> None:
     assert rows_of(DatasetSlice("", ""), 5).tolist() == [0, 1, 2, 3, 4]
 
 
@@ -151,14 +150,14 @@ def test_arrays_are_mapped_not_loaded(part: DatasetSlice) -> None:
         assert array.mode == "r"
 
 
-def test_home_directory_may_be_written_as_a_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "data", 3)
     monkeypatch.setenv("HOME", str(tmp_path))
     images, _ = open_arrays("~/data/images.npy", "~/data/labels.npy")
     assert len(images) == 3
 
 
-def test_what_a_node_is_sent_is_what_the_host_would_read(tmp_path: Path) -> None:
+def test_shard_sent_to_a_node_is_what_the_host_would_read(tmp_path: Path) -> None:
     part = write(tmp_path / "prepared", 50)
     public = DatasetInfo("prepared", 50, (2, 2, 1), "uint8", (), 49, "fingerprint")
     placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 50)
@@ -168,18 +167,18 @@ def test_what_a_node_is_sent_is_what_the_host_would_read(tmp_path: Path) -> None
         == {}
     )
     cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))
-    assert set(cut) == {"csd0"}  # csd1 is full of private samples and needs no empty file
+    assert set(cut) == {"csd0"}  # csd1 has private samples only, and gets no empty file
     images, labels = (np.load(file.source) for file in cut["csd0"])
-    on_host = some(part, placed[1].public_start, placed[1].public_stop, seed=9)
+    on_host = rows_from(part, placed[1].public_start, placed[1].public_stop, seed=9)
     rows = rows_of(on_host, 50)
     assert labels.tolist() == rows.tolist() == np.load(part.labels)[rows].tolist()
     assert np.array_equal(images, np.load(part.images)[rows])
     sent = DatasetSlice(*(str(file.source) for file in cut["csd0"]))
-    places = np.arange(len(rows))
-    assert np.array_equal(PreparedSamples(sent).read(places)[1], PreparedSamples(on_host).read(places)[1])
-    assert sorted(rows.tolist() + rows_of(some(part, 0, placed[0].public_stop, seed=9), 50).tolist()) == list(
-        range(50)
-    )
+    indices = np.arange(len(rows))
+    assert np.array_equal(PreparedSamples(sent).read(indices)[1], PreparedSamples(on_host).read(indices)[1])
+    assert sorted(
+        rows.tolist() + rows_of(rows_from(part, 0, placed[0].public_stop, seed=9), 50).tolist()
+    ) == list(range(50))
 
 
 @pytest.mark.parametrize("damage", ["missing", "empty", "short", "text", "pickle", "one number", "zip"])
@@ -203,16 +202,16 @@ def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: 
     assert "labels" not in raised.value.message
 
 
-def test_images_without_as_many_labels_are_refused_with_both_numbers(tmp_path: Path) -> None:
+def test_different_numbers_of_samples_and_labels_are_refused_and_named(tmp_path: Path) -> None:
     part = write(tmp_path, 5)
     np.save(part.labels, np.zeros(4))
-    with pytest.raises(WorkerError, match="5 images but 4 labels"):
+    with pytest.raises(WorkerError, match="5 samples but 4 labels"):
         PreparedSamples(part)
 
 
 @settings(deadline=None)
 @given(st.integers(0, 60), st.integers(1, 30), st.integers(1, 99))
-def test_repeated_private_samples_come_equally_often_and_each_time_in_another_order(
+def test_repeated_private_samples_are_read_equally_often(
     part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int, epoch: int
 ) -> None:
     spec = one_rank(other, part, (20 + num_repeated, 60))
@@ -227,16 +226,16 @@ def test_repeated_private_samples_come_equally_often_and_each_time_in_another_or
 
 @settings(deadline=None)
 @given(st.integers(0, 70), st.integers(1, 60))
-def test_private_samples_stand_first_in_a_batch_and_their_copies_are_known(
+def test_private_samples_come_first_in_a_batch_and_their_copies_are_counted(
     part: DatasetSlice, other: DatasetSlice, num_repeated: int, batch_size: int
 ) -> None:
     spec = one_rank(other, part, (20 + num_repeated, 60))
     rank = dataclasses.replace(spec.ranks[0], num_repeated=num_repeated)
     reader = EpochReader(dataclasses.replace(spec, ranks=(rank,)), 0)
-    reader.begin(1)
-    leg = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
-    for step in range(leg.stop_step):
-        share = leg.batch(step)[0]
+    reader.set_epoch(1)
+    segment = begin_epoch([OwnSamples(20 + num_repeated, 60)], {0: batch_size})
+    for step in range(segment.stop_step):
+        share = segment.batch(step)[0]
         labels = reader.read(share)[1].tolist()
         copies = reader.private_copies(share)
         private = labels[: len(copies)]

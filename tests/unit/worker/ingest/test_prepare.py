@@ -1,4 +1,4 @@
-"""Every form of data that people have, as real files; what is wrong never names a file below the root."""
+"""Every format of data, as real files; errors never name a file below the root."""
 
 import gzip
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.ingest.prepare import prepare as prepare_spec
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
@@ -73,7 +73,7 @@ class TestFormats:
 
     @pytest.mark.parametrize(("images", "labels"), [("x", "y"), ("images", "labels")])
     @pytest.mark.parametrize("is_in_directory", [True, False])
-    def test_npz_file_itself_or_alone_in_a_directory(
+    def test_npz_file_or_directory_with_one(
         self, root: Path, store: Path, images: str, labels: str, is_in_directory: bool
     ) -> None:
         file = root / f"{SECRET}.npz"
@@ -83,21 +83,21 @@ class TestFormats:
         assert np.array_equal(arrays_of(info)[0], COLOUR)
         assert arrays_of(info)[1].tolist() == LABELS.tolist()
 
-    def test_npy_pair_of_the_right_shape_is_used_where_it_lies(self, root: Path, store: Path) -> None:
+    def test_npy_pair_of_the_right_shape_is_used_in_place(self, root: Path, store: Path) -> None:
         write_npy(root)
         info = prepare(str(root), str(store))
         assert info.path == str(root)
         assert [path.name for path in store.rglob("*") if path.is_file()] == ["dataset.json"]
         assert np.array_equal(arrays_of(info)[0], COLOUR)
 
-    def test_grey_pictures_get_a_channel(self, root: Path, store: Path) -> None:
+    def test_grayscale_images_get_a_channel(self, root: Path, store: Path) -> None:
         write_npy(root, images=GREY)
         info = prepare(str(root), str(store))
         assert info.sample_shape == (4, 5, 1)
         assert arrays_of(info)[0].shape == (6, 4, 5, 1)
         assert np.load(root / "images.npy").shape == (6, 4, 5)
 
-    def test_rows_of_numbers_stay_rows(self, root: Path, store: Path) -> None:
+    def test_rows_of_numbers_are_unchanged(self, root: Path, store: Path) -> None:
         write_npy(root, images=np.ones((6, 12), np.float32), labels=np.ones((6, 2), np.float32))
         info = prepare(str(root), str(store))
         assert (info.sample_shape, info.label_shape, info.max_label) == ((12,), (2,), -1)
@@ -113,8 +113,8 @@ class TestFormats:
         assert info.path == f".csdctl/data/{info.fingerprint}"
 
 
-class TestAgain:
-    def test_second_call_touches_nothing(self, root: Path, store: Path) -> None:
+class TestRepeatedCalls:
+    def test_second_call_writes_nothing(self, root: Path, store: Path) -> None:
         write_idx_pair(root)
         first = prepare(str(root), str(store))
 
@@ -125,7 +125,7 @@ class TestAgain:
         assert prepare(str(root), str(store)) == first
         assert times() == before
 
-    def test_changed_source_is_another_data_set(self, root: Path, store: Path) -> None:
+    def test_changed_source_gets_another_fingerprint(self, root: Path, store: Path) -> None:
         write_idx_pair(root)
         first = prepare(str(root), str(store))
         labels = root / f"{SECRET}-labels-idx1-ubyte"
@@ -136,14 +136,14 @@ class TestAgain:
         assert arrays_of(second)[1].tolist() == LABELS[::-1].tolist()
         assert arrays_of(first)[1].tolist() == LABELS.tolist()
 
-    def test_another_place_is_another_data_set(self, root: Path, store: Path, tmp_path: Path) -> None:
+    def test_moved_source_gets_another_fingerprint(self, root: Path, store: Path, tmp_path: Path) -> None:
         write_npy(root)
         other = tmp_path / "other"
         root_info = prepare(str(root), str(store))
         root.rename(other)
         assert prepare(str(other), str(store)).fingerprint != root_info.fingerprint
 
-    def test_nothing_is_left_of_a_failed_call(self, root: Path, store: Path) -> None:
+    def test_failed_call_leaves_no_files(self, root: Path, store: Path) -> None:
         write_npy(root, labels=LABELS[:2])
         with pytest.raises(WorkerError):
             prepare(str(root), str(store))
@@ -156,12 +156,12 @@ def truncated_idx(root: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-def stub_of_idx(root: Path) -> None:
+def idx_of_4_bytes(root: Path) -> None:
     write_idx_pair(root)
     (root / f"{SECRET}-images-idx3-ubyte").write_bytes(b"\0\0\x08")
 
 
-def idx_of_other_numbers(root: Path) -> None:
+def idx_of_floats(root: Path) -> None:
     write_idx_pair(root)
     (root / f"{SECRET}-labels-idx1-ubyte").write_bytes(b"\0\0\x0d\x01" + bytes(28))
 
@@ -225,8 +225,8 @@ def one_number_npz(root: Path) -> None:
 
 UNREADABLE = [
     truncated_idx,
-    stub_of_idx,
-    idx_of_other_numbers,
+    idx_of_4_bytes,
+    idx_of_floats,
     truncated_gzip,
     garbled_gzip,
     not_gzip,
@@ -241,12 +241,12 @@ UNREADABLE = [
 
 
 def names_no_file(error: WorkerError, root: Path) -> bool:
-    said = f"{error.message} {error.remedy}".replace(str(root), "")
-    return SECRET not in said and "images-" not in said and "/" not in said
+    text = f"{error.message} {error.remedy}".replace(str(root), "")
+    return SECRET not in text and "images-" not in text and "/" not in text
 
 
 class TestProblems:
-    def test_images_without_labels_are_told(self, root: Path, store: Path) -> None:
+    def test_images_without_labels_are_reported(self, root: Path, store: Path) -> None:
         npy_without_labels(root)
         with pytest.raises(WorkerError, match=r"lacks one of images\.npy and labels\.npy") as raised:
             prepare(str(root), str(store))
@@ -261,39 +261,39 @@ class TestProblems:
         assert names_no_file(raised.value, root)
 
     @pytest.mark.parametrize(
-        ("write", "said"),
+        ("write", "message"),
         [
             (lambda root: write_npy(root, COLOUR[:0], LABELS[:0]), "is empty"),
-            (lambda root: write_npy(root, labels=LABELS[:4]), "6 samples, 4 labels"),
+            (lambda root: write_npy(root, labels=LABELS[:4]), "6 samples but 4 labels"),
             (lambda root: write_npy(root, labels=np.array(list("abcdef"))), "is not numeric: uint8 and <U1"),
             (lambda root: np.savez(root / f"{SECRET}.npz", a=COLOUR, b=LABELS), "no arrays x and y"),
-            (one_number_npz, "one number, not samples"),
-            (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "of no known format"),
+            (one_number_npz, "single number, not an array of samples"),
+            (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "not in a supported format"),
             (lambda root: None, "is empty"),
-            (lambda root: [write_idx_pair(root), write_idx_pair(root, ".gz")], "of no known format"),
+            (lambda root: [write_idx_pair(root), write_idx_pair(root, ".gz")], "not in a supported format"),
         ],
         ids=["empty", "mismatched", "text", "other names", "one number", "pictures", "nothing", "two pairs"],
     )
     def test_unfit_data_is_bad_input(
-        self, root: Path, store: Path, write: Callable[[Path], object], said: str
+        self, root: Path, store: Path, write: Callable[[Path], object], message: str
     ) -> None:
         write(root)
-        with pytest.raises(WorkerError, match=said) as raised:
+        with pytest.raises(WorkerError, match=message) as raised:
             prepare(str(root), str(store))
         assert raised.value.exit_code == 2
         assert names_no_file(raised.value, root)
 
-    def test_missing_data_is_bad_input_and_names_the_path_as_written(self, store: Path) -> None:
+    def test_missing_data_is_bad_input_and_its_path_is_named_as_written(self, store: Path) -> None:
         with pytest.raises(WorkerError, match="there is no data at ~/not/here") as raised:
             prepare("~/not/here", str(store))
         assert raised.value.exit_code == 2
 
-    def test_file_of_another_kind_is_bad_input(self, root: Path, store: Path) -> None:
+    def test_file_of_another_format_is_bad_input(self, root: Path, store: Path) -> None:
         (root / "a.csv").write_text("1,2\n")
-        with pytest.raises(WorkerError, match="of no known format"):
+        with pytest.raises(WorkerError, match="not in a supported format"):
             prepare(str(root / "a.csv"), str(store))
 
-    def test_full_disk_is_said_and_leaves_nothing(self, root: Path, store: Path) -> None:
+    def test_full_disk_is_reported_and_leaves_no_files(self, root: Path, store: Path) -> None:
         images = np.zeros((6, 64, 64), np.uint8)
         write_npy(root, images=images)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -305,14 +305,14 @@ class TestProblems:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)
-        assert "room" in raised.value.remedy
+        assert raised.value.remedy == "free disk space"
         assert list(store.iterdir()) == []
 
     def test_command_prints_one_line_and_returns_2(self, root: Path, store: Path) -> None:
         truncated_idx(root)
         command = [sys.executable, "-m", "csdctl.worker", "prepare"]
-        told = to_json(PrepareSpec(str(root), str(store))) + "\n"
-        done = subprocess.run(command, input=told, capture_output=True, text=True, check=False)
+        request = to_json(PrepareSpec(str(root), str(store))) + "\n"
+        done = subprocess.run(command, input=request, capture_output=True, text=True, check=False)
         assert done.returncode == 2
         assert done.stdout == ""
         assert done.stderr.startswith("@csdctl-error {")

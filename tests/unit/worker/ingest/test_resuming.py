@@ -1,4 +1,4 @@
-"""An interrupted `prepare` goes on where it was, and whoever prepares gets the same bytes."""
+"""An interrupted `prepare` resumes where it stopped, and always writes the same bytes."""
 
 import errno
 import fcntl
@@ -16,26 +16,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from csdctl.worker.ingest import partial_dataset as part_module
-from csdctl.worker.ingest.partial_dataset import Part
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.partial_dataset import PartialDataset
 from csdctl.worker.ingest.prepare import prepare
-from csdctl.worker.ingest.sources import source as source_module
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
-from tests.unit.worker.ingest.sources.made_pictures import colours, png
+from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
-NUM_PICTURES = 600
+NUM_IMAGES = 600
+SYNC_ALWAYS = IngestLimits(sync_interval_s=0)
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tree of 600 pictures in two classes, every seventh of them damaged."""
-    root = tmp_path_factory.mktemp("pictures")
+def image_tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tree of 600 images in two classes, every seventh of them damaged."""
+    root = tmp_path_factory.mktemp("images")
     for name in ("cat", "dog"):
         (root / name).mkdir()
-    for number in range(NUM_PICTURES):
+    for number in range(NUM_IMAGES):
         content = png(colours(8 + number % 5, 9, seed=number))
         kept = len(content) - 40 * (number % 7 == 0)
         (root / ("cat", "dog")[number % 2] / f"{number}.png").write_bytes(content[:kept])
@@ -43,55 +43,52 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def spec(pictures: Path, tmp_path: Path) -> PrepareSpec:
-    return PrepareSpec(str(pictures), str(tmp_path / "store"), ImageRule((5, 5, 3)), names_classes=True)
+def spec(image_tree: Path, tmp_path: Path) -> PrepareSpec:
+    return PrepareSpec(str(image_tree), str(tmp_path / "store"), ImageRule((5, 5, 3)), names_classes=True)
 
 
 @pytest.fixture(scope="module")
-def whole(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
-    """What `spec` asks for, prepared without an interruption by one thread."""
+def whole(image_tree: Path, tmp_path_factory: pytest.TempPathFactory) -> DatasetInfo:
+    """Return the result of `spec`, prepared without interruption by one thread."""
     store = str(tmp_path_factory.mktemp("whole"))
-    return prepare(PrepareSpec(str(pictures), store, ImageRule((5, 5, 3)), names_classes=True), threads=1)
+    return prepare(PrepareSpec(str(image_tree), store, ImageRule((5, 5, 3)), names_classes=True), threads=1)
 
 
 def content(info: DatasetInfo) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(info.path).iterdir() if path.suffix == ".npy"}
 
 
-def parts(spec: PrepareSpec) -> list[Path]:
+def partial_directories(spec: PrepareSpec) -> list[Path]:
     return list(Path(spec.store).glob(".part-*"))
 
 
-class StopHereError(Exception):
-    """In place of a power cut."""
+class InterruptionError(Exception):
+    """Stands for a power failure."""
 
 
-def interrupt(spec: PrepareSpec, after: int, sync_interval_s: float = 0) -> None:
+def interrupt(spec: PrepareSpec, after: int, limits: IngestLimits = SYNC_ALWAYS) -> None:
     def stop(progress: PrepareProgress) -> None:
         if progress.num_done >= after:
-            raise StopHereError
+            raise InterruptionError
 
-    with pytest.raises(StopHereError):
-        prepare(spec, sync_interval_s=sync_interval_s, on_progress=stop)
+    with pytest.raises(InterruptionError):
+        prepare(spec, limits=limits, on_progress=stop)
 
 
 class TestSameBytes:
     @pytest.mark.parametrize("threads", [2, 5])
-    def test_any_number_of_threads_gives_the_same_bytes(
+    def test_bytes_do_not_depend_on_the_number_of_threads(
         self, spec: PrepareSpec, whole: DatasetInfo, threads: int
     ) -> None:
         many = prepare(spec, threads=threads)
         assert content(many) == content(whole)
         assert replace(many, path="") == replace(whole, path="")
-        assert whole.num_skipped == {"undecodable": len(range(0, NUM_PICTURES, 7))}
+        assert whole.num_skipped == {"undecodable": len(range(0, NUM_IMAGES, 7))}
 
-    def test_any_size_of_blocks_gives_the_same_bytes(
-        self, spec: PrepareSpec, whole: DatasetInfo, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(source_module, "BLOCK_SAMPLES", 7)
-        assert content(prepare(spec)) == content(whole)
+    def test_bytes_do_not_depend_on_the_block_size(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
+        assert content(prepare(spec, limits=IngestLimits(block_samples=7))) == content(whole)
 
-    def test_another_rule_is_another_data_set(self, spec: PrepareSpec) -> None:
+    def test_fingerprint_depends_on_image_rule_and_classes(self, spec: PrepareSpec) -> None:
         rules = [ImageRule((5, 5, 3)), ImageRule((5, 5, 1)), ImageRule((5, 5, 3), "pad")]
         rules.append(ImageRule((5, 5, 3), max_pixels=80))
         made = [prepare(replace(spec, picture=rule)) for rule in rules]
@@ -100,9 +97,9 @@ class TestSameBytes:
         assert prepare(spec) == made[0]
 
 
-class TestGoingOn:
+class TestResume:
     @pytest.mark.parametrize("after", [1, 256, 512])
-    def test_what_was_done_is_not_done_again_and_the_bytes_are_the_same(
+    def test_finished_work_is_not_repeated_and_the_bytes_are_the_same(
         self, spec: PrepareSpec, whole: DatasetInfo, after: int
     ) -> None:
         interrupt(spec, after)
@@ -111,47 +108,49 @@ class TestGoingOn:
         assert seen[0] >= after
         assert content(info) == content(whole)
         assert replace(info, path="") == replace(whole, path="")
-        assert parts(spec) == []
+        assert partial_directories(spec) == []
 
-    def test_what_was_written_behind_the_last_record_is_cut_off(
+    def test_data_written_after_the_last_record_is_truncated(
         self, spec: PrepareSpec, whole: DatasetInfo
     ) -> None:
         interrupt(spec, after=1)
         for name in ("images.npy", "labels.npy"):
-            with (parts(spec)[0] / name).open("ab") as file:
+            with (partial_directories(spec)[0] / name).open("ab") as file:
                 file.write(b"half a sample")
         assert content(prepare(spec)) == content(whole)
 
     @pytest.mark.parametrize("record", ["", "{", "[]", '{"fingerprint": "another"}'])
-    def test_with_a_record_that_is_of_no_use_it_begins_again(
+    def test_unusable_record_starts_from_scratch(
         self, spec: PrepareSpec, whole: DatasetInfo, record: str
     ) -> None:
         interrupt(spec, after=1)
-        (parts(spec)[0] / "record.json").write_text(record)
+        (partial_directories(spec)[0] / "record.json").write_text(record)
         assert content(prepare(spec)) == content(whole)
 
-    def test_part_of_data_that_has_changed_since_is_dropped(
-        self, spec: PrepareSpec, pictures: Path, tmp_path: Path
+    def test_partial_data_is_dropped_if_the_source_has_changed(
+        self, spec: PrepareSpec, image_tree: Path, tmp_path: Path
     ) -> None:
         root = tmp_path / "copy"
-        shutil.copytree(pictures, root)
+        shutil.copytree(image_tree, root)
         changing = replace(spec, source=str(root))
         interrupt(changing, after=1)
         (root / "cat" / "0.png").unlink()
         info = prepare(changing)
-        assert info.num_samples + sum(info.num_skipped.values()) == NUM_PICTURES - 1
-        assert parts(changing) == []
+        assert info.num_samples + sum(info.num_skipped.values()) == NUM_IMAGES - 1
+        assert partial_directories(changing) == []
 
-    def test_killed_worker_is_gone_on_with(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
+    def test_work_of_a_killed_worker_is_resumed(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
         program = (
             "import os, signal, sys\n"
             "from csdctl.worker.protocol.datasets import PrepareSpec\n"
             "from csdctl.worker.protocol.json_codec import from_json\n"
+            "from csdctl.worker.ingest.limits import IngestLimits\n"
             "from csdctl.worker.ingest.prepare import prepare\n"
+            "limits = IngestLimits(sync_interval_s=0)\n"
             "def stop(progress):\n"
             "    if progress.num_done >= 256:\n"
             "        os.kill(os.getpid(), signal.SIGKILL)\n"
-            "prepare(from_json(PrepareSpec, sys.argv[1]), sync_interval_s=0, on_progress=stop)\n"
+            "prepare(from_json(PrepareSpec, sys.argv[1]), limits=limits, on_progress=stop)\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", program, to_json(spec)], check=False, capture_output=True
@@ -162,79 +161,73 @@ class TestGoingOn:
         assert seen[0] == 256
         assert content(info) == content(whole)
 
-    def test_arrays_are_gone_on_with_too(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("csdctl.worker.ingest.sources.arrays.BLOCK_BYTES", 100)
+    def test_arrays_are_resumed_too(self, tmp_path: Path) -> None:
+        limits = IngestLimits(block_bytes=100, sync_interval_s=0)
         (tmp_path / "data").mkdir()
         images = colours(50, 6, 4).reshape(50, 6, 4)
         np.savez_compressed(tmp_path / "data" / "a.npz", x=images, y=np.arange(50))
         spec = PrepareSpec(str(tmp_path / "data"), str(tmp_path / "store"))
-        interrupt(spec, after=17)
-        written = Path(prepare(spec).path)
+        interrupt(spec, after=17, limits=limits)
+        written = Path(prepare(spec, limits=limits).path)
         assert np.array_equal(np.load(written / "images.npy")[..., 0], images)
         assert np.load(written / "labels.npy").tolist() == list(range(50))
 
 
-class TestPart:
-    def test_another_process_waits_and_is_then_told(
-        self, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(part_module, "LOCK_DEADLINE_S", 0.2)
+class TestPartialDataset:
+    def test_second_process_waits_for_the_lock_and_then_fails(self, spec: PrepareSpec) -> None:
         interrupt(spec, after=1)
-        lock = os.open(parts(spec)[0], os.O_RDONLY)
+        lock = os.open(partial_directories(spec)[0], os.O_RDONLY)
         fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            with pytest.raises(WorkerError, match="another csdctl prepares the same data"):
-                prepare(spec)
+            with pytest.raises(WorkerError, match="another csdctl is preparing the same data"):
+                prepare(spec, limits=IngestLimits(lock_deadline_s=0.2))
         finally:
             os.close(lock)
         assert prepare(spec).num_samples > 0
 
-    def test_full_disk_is_said_before_the_work(
-        self, spec: PrepareSpec, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        usage = shutil.disk_usage(Path.cwd())
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(WorkerError, match="it takes 0.0 GB, 0.0 GB are free") as raised:
-            prepare(spec)
-        assert (raised.value.exit_code, raised.value.remedy) == (1, "make room on the disk")
-        assert parts(spec) == []
+    def test_disk_that_is_too_small_is_reported_before_the_work(self, spec: PrepareSpec) -> None:
+        petabytes = replace(spec, picture=ImageRule((1_000_000, 1_000_000, 3)))
+        with pytest.raises(WorkerError, match=r"it needs 1800000\.0 GB, \d+\.\d GB are free") as raised:
+            prepare(petabytes)
+        assert (raised.value.exit_code, raised.value.remedy) == (1, "free disk space")
+        assert partial_directories(spec) == []
 
-    def test_disk_that_fills_up_is_an_error_that_names_no_file(self, tmp_path: Path) -> None:
-        part = Part(tmp_path / "part", "f", 0)
-        part._files[0] = FullDisk()  # type: ignore[call-overload]
+    def test_error_of_a_disk_that_fills_up_names_no_file(self, tmp_path: Path) -> None:
+        partial = PartialDataset(tmp_path / "part", "f", 0, SYNC_ALWAYS)
+        partial._files[0] = FullDisk()  # type: ignore[call-overload]
         with pytest.raises(WorkerError, match="prepared data cannot be written: No space left") as raised:
-            part.append(Block(1, colours(1, 2, 2), np.zeros(1, np.int64)), sync_interval_s=0)
-        assert raised.value.remedy == "make room on the disk"
-        part.discard()
+            partial.append(Block(1, colours(1, 2, 2), np.zeros(1, np.int64)))
+        assert raised.value.remedy == "free disk space"
+        partial.discard()
         assert list(tmp_path.iterdir()) == []
 
     @settings(max_examples=50, deadline=None)
     @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), max_size=12))
-    def test_however_blocks_come_and_it_is_reopened_the_file_is_their_sum(
+    def test_file_has_all_blocks_however_often_it_is_reopened(
         self, tmp_path_factory: pytest.TempPathFactory, blocks: list[tuple[int, bool]]
     ) -> None:
         directory = tmp_path_factory.mktemp("store")
-        part, expected = Part(directory / "part", "f", 3), []
+        partial, expected = PartialDataset(directory / "part", "f", 3, SYNC_ALWAYS), []
         for number, (count, is_reopened) in enumerate(blocks):
             expected += [number % 3] * count
             labels = np.full(count, number % 3)
-            part.append(Block(count + 1, np.full((count, 2), number, np.float32), labels), sync_interval_s=0)
+            partial.append(Block(count + 1, np.full((count, 2), number, np.float32), labels))
             if is_reopened:
-                part.close()
-                part = Part(directory / "part", "f", 3)
-        record = part.record
+                partial.close()
+                partial = PartialDataset(directory / "part", "f", 3, SYNC_ALWAYS)
+        record = partial.record
         assert (record.num_samples, record.num_read) == (len(expected), len(expected) + len(blocks))
         assert list(record.class_counts) == [expected.count(label) for label in range(3)]
         if expected:
-            part.finish(directory / "whole", "{}")
+            partial.finish(directory / "whole", "{}")
             assert np.load(directory / "whole" / "labels.npy").tolist() == expected
             assert np.load(directory / "whole" / "images.npy", mmap_mode="r").shape == (len(expected), 2)
         else:
-            part.discard()
+            partial.discard()
 
 
 class FullDisk:
-    """A file on a disk without room."""
+    """A file on a full disk."""
 
     def seek(self, *_: int) -> int:
         return 0
@@ -249,7 +242,7 @@ class FullDisk:
         pass
 
 
-def test_worker_whose_csdctl_is_gone_ends(spec: PrepareSpec, tmp_path: Path) -> None:
+def test_worker_exits_if_csdctl_is_gone(spec: PrepareSpec, tmp_path: Path) -> None:
     function = tmp_path / "slow.py"
     function.write_text("import time\n\n\ndef load(path):\n    time.sleep(60)\n")
     process = subprocess.Popen(

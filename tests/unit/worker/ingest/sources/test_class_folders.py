@@ -1,4 +1,4 @@
-"""Trees of class folders: matched by name, whatever lies in them."""
+"""Trees of class folders: matching of class names, unusable files, links."""
 
 import os
 from dataclasses import replace
@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec
-from tests.unit.worker.ingest.sources.made_pictures import colours, flat, huge_png, jpeg, png
+from tests.unit.worker.ingest.sources.encoded_images import colours, flat, huge_png, jpeg, png
 
 SECRET = "patient-4711"
 
@@ -47,7 +47,7 @@ def refusal(spec: PrepareSpec) -> WorkerError:
 
 
 class TestClasses:
-    def test_public_folders_sorted_by_name_are_the_classes(self, root: Path, spec: PrepareSpec) -> None:
+    def test_public_folders_sorted_by_name_define_the_classes(self, root: Path, spec: PrepareSpec) -> None:
         for name in ("dog/b.png", "cat/a.png", "dog/a.jpg", "ant/a.png"):
             put(root, name, jpeg(colours(8, 8)) if name.endswith("jpg") else None)
         info = prepare(spec)
@@ -60,7 +60,7 @@ class TestClasses:
             2,
         )
 
-    def test_listed_classes_number_the_folders_and_may_be_missing(
+    def test_listed_classes_define_the_labels_and_may_have_no_folder(
         self, root: Path, spec: PrepareSpec
     ) -> None:
         put(root, "cat/a.png")
@@ -71,7 +71,7 @@ class TestClasses:
         assert info.max_label == 2
         assert info.unusable_classes == ()
 
-    def test_files_in_nested_folders_count_for_the_class(self, root: Path, spec: PrepareSpec) -> None:
+    def test_files_in_nested_folders_belong_to_the_class(self, root: Path, spec: PrepareSpec) -> None:
         put(root, "cat/wild/old/a.png")
         put(root, "dog/a.png")
         assert prepare(spec).class_counts == {"cat": 1, "dog": 1}
@@ -87,31 +87,29 @@ class TestClasses:
             put(root, f"c{number}/{SECRET}.png")
         assert "classes c0, c1, c2, c3, c4 and 4 more" in refusal(replace(spec, classes=("cat",))).message
 
-    def test_folders_without_a_list_of_classes_are_refused_where_they_do_not_make_one(
-        self, root: Path, spec: PrepareSpec
-    ) -> None:
+    def test_folders_are_refused_without_a_list_of_classes(self, root: Path, spec: PrepareSpec) -> None:
         put(root, f"cat/{SECRET}.png")
         assert "data.classes" in refusal(replace(spec, names_classes=False)).remedy
 
-    def test_names_that_look_alike_are_one(self, root: Path, spec: PrepareSpec) -> None:
+    def test_unicode_forms_of_a_name_are_the_same_class(self, root: Path, spec: PrepareSpec) -> None:
         put(root, "caf\u0065\u0301/a.png")
         assert prepare(replace(spec, classes=("caf\u00e9",))).num_samples == 1
 
     @pytest.mark.parametrize("name", [b"a\x1b[31mb", b"\xff\xfe"])
-    def test_folder_whose_name_is_no_text_is_refused(
+    def test_folder_with_an_unprintable_name_is_refused(
         self, root: Path, spec: PrepareSpec, name: bytes
     ) -> None:
         put(root, f"{os.fsdecode(name)}/a.png")
         assert refusal(spec).message.isprintable()
 
-    def test_hidden_folders_and_lost_and_found_are_no_classes(self, root: Path, spec: PrepareSpec) -> None:
+    def test_hidden_folders_and_lost_and_found_are_ignored(self, root: Path, spec: PrepareSpec) -> None:
         for name in ("cat/a.png", "cat/.thumbnails/a.png", ".git/a.png", "lost+found/a.png"):
             put(root, name)
         assert prepare(spec).class_counts == {"cat": 1}
 
 
-class TestLeftOut:
-    def test_everything_that_cannot_be_used_is_counted_by_kind(self, root: Path, spec: PrepareSpec) -> None:
+class TestUnusable:
+    def test_unusable_files_are_counted_by_reason(self, root: Path, spec: PrepareSpec) -> None:
         for name, content in {
             "cat/a.png": None,
             "cat/b.png": png(colours(9, 9))[:-30],
@@ -134,21 +132,21 @@ class TestLeftOut:
         assert info.class_counts == {"cat": 1, "dog": 0}
         assert info.unusable_classes == ("dog",)
 
-    def test_file_too_large_for_any_picture_is_not_even_read(self, root: Path, spec: PrepareSpec) -> None:
+    def test_file_too_large_for_any_image_is_not_read(self, root: Path, spec: PrepareSpec) -> None:
         put(root, "cat/a.png")
         put(root, "cat/b.png")
         os.truncate(root / "cat" / "b.png", 1 << 40)
         assert prepare(spec).num_skipped == {"too_large": 1}
 
     @pytest.mark.parametrize("content", [None, b"text"])
-    def test_no_usable_sample_is_bad_input(
+    def test_data_without_usable_samples_is_bad_input(
         self, root: Path, spec: PrepareSpec, content: bytes | None
     ) -> None:
         (root / "cat").mkdir()
         if content:
             put(root, f"cat/{SECRET}", content)
         message = refusal(spec).message
-        assert "no sample that can be used" in message
+        assert "no usable samples" in message
         assert ("1 other format" in message) == bool(content)
 
 
@@ -170,7 +168,7 @@ class TestLinks:
         (root / "dog").symlink_to("cat")
         assert "a link to a directory" in refusal(spec).message
 
-    def test_link_by_way_of_another_that_leads_out_is_refused(
+    def test_chain_of_links_that_leads_out_is_refused(
         self, root: Path, spec: PrepareSpec, tmp_path: Path
     ) -> None:
         put(tmp_path, "outside.png")
@@ -179,7 +177,7 @@ class TestLinks:
         (root / "cat" / "b.png").symlink_to(".hidden")
         assert "leads out" in refusal(spec).message
 
-    def test_link_to_a_file_below_the_root_counts_as_that_file(self, root: Path, spec: PrepareSpec) -> None:
+    def test_link_to_a_file_below_the_root_is_followed(self, root: Path, spec: PrepareSpec) -> None:
         put(root, "cat/a.png", png(flat(4, 4, 7, 7, 7)))
         (root / "dog").mkdir()
         (root / "dog" / "a.png").symlink_to("../cat/a.png")
@@ -187,7 +185,7 @@ class TestLinks:
         assert info.class_counts == {"cat": 1, "dog": 1}
         assert np.unique(open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")[0]).tolist() == [7]
 
-    def test_root_may_be_a_link_itself(self, root: Path, spec: PrepareSpec, tmp_path: Path) -> None:
+    def test_root_may_be_a_link(self, root: Path, spec: PrepareSpec, tmp_path: Path) -> None:
         put(root, "cat/a.png")
         (tmp_path / "link").symlink_to(root)
         assert prepare(replace(spec, source=str(tmp_path / "link"))).num_samples == 1

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.worker.data.prepared import open_arrays
+from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.ingest.prepare import prepare
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, ImageRule, PrepareSpec, RecordSchema
-from tests.unit.worker.ingest.sources.made_pictures import colours, png, tensorflow
+from tests.unit.worker.ingest.sources.encoded_images import colours, png, tensorflow
 
 SECRET = "patient-4711"
-PICTURES = [colours(6, 6, seed=number) for number in range(5)]
+IMAGES = [colours(6, 6, seed=number) for number in range(5)]
 RAW = RecordSchema("image", "label", (6, 6, 3))
 
 
@@ -55,41 +55,41 @@ def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
     return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
 
 
-ENCODED = [example(image=png(picture), label=number) for number, picture in enumerate(PICTURES)]
+ENCODED = [example(image=png(image), label=number) for number, image in enumerate(IMAGES)]
 
 
 @pytest.mark.parametrize("compression", ["", "GZIP"])
-def test_encoded_pictures_of_all_shards_in_order(spec: PrepareSpec, compression: str) -> None:
+def test_encoded_images_of_all_shards_are_read_in_order(spec: PrepareSpec, compression: str) -> None:
     for shard, records in enumerate((ENCODED[:3], ENCODED[3:])):
         write(Path(spec.source) / f"train-{shard:05d}-of-00002", records, compression)
     images, labels = arrays(prepare(spec))
-    assert np.array_equal(images, PICTURES)
+    assert np.array_equal(images, IMAGES)
     assert labels.tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("name", ["a.tfrecord", "a.tfrecords", "a.tfrec", "a.tfrecord.gz"])
-def test_one_file_may_be_the_root(spec: PrepareSpec, name: str) -> None:
+def test_root_may_be_a_single_file(spec: PrepareSpec, name: str) -> None:
     path = Path(spec.source) / name
     write(path, ENCODED, "GZIP" if name.endswith("gz") else "")
     assert prepare(replace(spec, source=str(path))).num_samples == 5
     assert prepare(spec).num_samples == 5
 
 
-def test_plain_file_that_begins_like_a_gzip_one_is_read_as_plain(spec: PrepareSpec) -> None:
+def test_plain_file_with_the_gzip_magic_is_read_as_plain(spec: PrepareSpec) -> None:
     length = 0x088B1F  # the first bytes of a record are its length: 1f 8b 08
-    trial = example(image=png(PICTURES[0]), label=1, filler=bytes(length - 1000))
-    record = example(image=png(PICTURES[0]), label=1, filler=bytes(2 * length - 1000 - len(trial)))
+    trial = example(image=png(IMAGES[0]), label=1, filler=bytes(length - 1000))
+    record = example(image=png(IMAGES[0]), label=1, filler=bytes(2 * length - 1000 - len(trial)))
     assert len(record) == length
     write(Path(spec.source) / "a.tfrecord", [record])
     assert prepare(spec).num_samples == 1
 
 
-def test_raw_pictures_are_fitted_and_raw_numbers_stay(spec: PrepareSpec, tmp_path: Path) -> None:
+def test_raw_images_are_fitted_and_raw_numbers_are_unchanged(spec: PrepareSpec, tmp_path: Path) -> None:
     write(
         Path(spec.source) / "a.tfrecord",
-        [example(image=one.tobytes(), label=number) for number, one in enumerate(PICTURES)],
+        [example(image=one.tobytes(), label=number) for number, one in enumerate(IMAGES)],
     )
-    assert np.array_equal(arrays(prepare(replace(spec, records=RAW)))[0], PICTURES)
+    assert np.array_equal(arrays(prepare(replace(spec, records=RAW)))[0], IMAGES)
     smaller = replace(spec, records=RAW, picture=ImageRule((3, 3, 1)))
     assert prepare(smaller).sample_shape == (3, 3, 1)
 
@@ -102,21 +102,21 @@ def test_raw_pictures_are_fitted_and_raw_numbers_stay(spec: PrepareSpec, tmp_pat
     assert np.array_equal(arrays(prepare(rows))[0], vectors)
 
 
-def test_label_may_be_the_name_of_a_class(spec: PrepareSpec) -> None:
-    records = [example(image=png(PICTURES[0]), label=name) for name in (b"dog", b"cat", SECRET.encode())]
+def test_label_may_be_a_class_name(spec: PrepareSpec) -> None:
+    records = [example(image=png(IMAGES[0]), label=name) for name in (b"dog", b"cat", SECRET.encode())]
     write(Path(spec.source) / "a.tfrecord", records)
     info = prepare(replace(spec, classes=("cat", "dog")))
     assert arrays(info)[1].tolist() == [1, 0]
     assert (info.num_skipped, info.class_counts) == ({"no_label": 1}, {"cat": 1, "dog": 1})
 
 
-def test_what_cannot_be_used_is_counted_by_kind(spec: PrepareSpec) -> None:
+def test_unusable_examples_are_counted_by_reason(spec: PrepareSpec) -> None:
     records = [
         *ENCODED,
-        example(image=png(PICTURES[0])[:-30], label=1),
+        example(image=png(IMAGES[0])[:-30], label=1),
         example(other=1, label=1),
         example(image=1, label=1),
-        example(image=png(PICTURES[0]), label=SECRET.encode()),
+        example(image=png(IMAGES[0]), label=SECRET.encode()),
         b"no example",
     ]
     write(Path(spec.source) / "a.tfrecord", records)
@@ -125,7 +125,7 @@ def test_what_cannot_be_used_is_counted_by_kind(spec: PrepareSpec) -> None:
     assert info.num_skipped == {"no_feature": 1, "no_label": 1, "undecodable": 3}
 
 
-def test_of_a_damaged_file_what_comes_before_the_damage_counts(spec: PrepareSpec) -> None:
+def test_records_before_the_damage_in_a_file_are_used(spec: PrepareSpec) -> None:
     for number in (1, 2):
         write(Path(spec.source) / f"{number}.tfrecord", ENCODED)
     path = Path(spec.source) / "1.tfrecord"
@@ -135,17 +135,17 @@ def test_of_a_damaged_file_what_comes_before_the_damage_counts(spec: PrepareSpec
 
 
 @pytest.mark.parametrize(
-    ("records", "said"),
+    ("records", "message"),
     [
-        (None, "the job does not say what is in them"),
-        (RecordSchema("picture", "label"), "no sample that can be used: 5 no feature"),
+        (None, "the job does not describe them"),
+        (RecordSchema("picture", "label"), "no usable samples: 5 no feature"),
     ],
 )
-def test_files_without_a_fitting_schema_are_bad_input(
-    spec: PrepareSpec, records: RecordSchema | None, said: str
+def test_files_without_a_matching_schema_are_bad_input(
+    spec: PrepareSpec, records: RecordSchema | None, message: str
 ) -> None:
     write(Path(spec.source) / f"{SECRET}.tfrecord", ENCODED)
-    with pytest.raises(WorkerError, match=said) as raised:
+    with pytest.raises(WorkerError, match=message) as raised:
         prepare(replace(spec, records=records))
     assert raised.value.exit_code == 2
     assert SECRET not in raised.value.message
@@ -154,5 +154,5 @@ def test_files_without_a_fitting_schema_are_bad_input(
 
 def test_label_beyond_the_classes_is_bad_input(spec: PrepareSpec) -> None:
     write(Path(spec.source) / "a.tfrecord", ENCODED)
-    with pytest.raises(WorkerError, match="labels that are no class: the job has 2 classes"):
+    with pytest.raises(WorkerError, match="labels that are not classes: the job has 2 classes"):
         prepare(replace(spec, classes=("cat", "dog")))

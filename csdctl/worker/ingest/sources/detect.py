@@ -1,4 +1,4 @@
-"""What kind of data lies at a root, and the source for each kind."""
+"""Detection of the format of a user's data, and the source that reads each format."""
 
 import hashlib
 import json
@@ -7,30 +7,31 @@ from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
-from csdctl.worker.ingest.sources.arrays import empty, open_idx_pair, open_npy_files, open_npz
+from csdctl.worker.ingest.sources.arrays import empty_data_error, open_idx_pair, open_npy_files, open_npz
 from csdctl.worker.ingest.sources.class_folders import ClassFolders
 from csdctl.worker.ingest.sources.function import call_function
 from csdctl.worker.ingest.sources.source import SampleSource
-from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_shard
+from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareSpec
 
-FORMATS = (
-    "folders named by class with PNG, JPEG, BMP or GIF in them, TFRecord files, images.npy and labels.npy, "
-    "an .npz file with x and y, or a pair of IDX files"
+SUPPORTED_DATA = (
+    "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
+    "labels.npy, an .npz file with x and y, or a pair of IDX files"
 )
-KINDS = ("function", "npy", "npz", "idx", "tfrecord", "class folders")
+FORMATS = ("function", "npy", "npz", "idx", "tfrecord", "class folders")
+"""Part of every fingerprint: renaming one prepares all data of that format again."""
 _IDX_PATTERNS = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
 
 
-def find_kind(tree: Tree, spec: PrepareSpec) -> str:
-    """One of KINDS; raises WorkerError, exit code 2, when there is nothing that we know."""
+def detect_format(tree: Tree, spec: PrepareSpec) -> str:
+    """Return one of FORMATS; raises WorkerError, exit code 2, if the data is empty or not supported."""
     if spec.function:
         return "function"
     if not tree.files and not tree.folders:
-        raise empty(spec.source)
-    top = [file for file in tree.files if len(file.parts) < 2]
+        raise empty_data_error(spec.source)
+    top = _top_level_files(tree)
     names = {file.name for file in top if file.parts}
     if names & {"images.npy", "labels.npy"}:
         return "npy"
@@ -38,34 +39,36 @@ def find_kind(tree: Tree, spec: PrepareSpec) -> str:
         return "npz"
     if all(len(found) == 1 for found in _idx_files(top)):
         return "idx"
-    shards = [file for file in tree.files if is_shard(file, tree)]
-    if any(file in shards for file in top) or (shards and spec.records):
+    record_files = [file for file in tree.files if is_record_file(file, tree)]
+    if any(file in record_files for file in top) or (record_files and spec.records):
         return "tfrecord"
     if tree.folders:
         return "class folders"
     raise WorkerError(
-        f"data at {spec.source} is of no known format", remedy=f"expected {FORMATS}", exit_code=2
+        f"data at {spec.source} is not in a supported format",
+        remedy=f"expected {SUPPORTED_DATA}",
+        exit_code=2,
     )
 
 
-def settings_of(kind: str, tree: Tree, spec: PrepareSpec) -> str:
-    """All that decides the prepared bytes besides the files: text for the fingerprint."""
-    settings: dict[str, object] = {"kind": kind, "classes": spec.classes}
-    if kind in ("tfrecord", "class folders", "function"):
+def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> str:
+    """Return, as text, everything besides the files that determines the prepared bytes."""
+    settings: dict[str, object] = {"kind": source_format, "classes": spec.classes}
+    if source_format in ("tfrecord", "class folders", "function"):
         settings["picture"] = asdict(spec.picture)
-    if kind == "class folders":
+    if source_format == "class folders":
         settings["folders"] = tree.folders
-    if kind == "tfrecord":
+    if source_format == "tfrecord":
         settings["records"] = asdict(spec.records) if spec.records else None
-    if kind == "function":
+    if source_format == "function":
         path, _, name = spec.function.rpartition(":")
         settings["function"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest(), name]
     return json.dumps(settings, sort_keys=True)
 
 
-def open_source(kind: str, tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
-    """The source of `kind`; raises WorkerError, exit code 2, when it cannot be read or used."""
-    top = [file for file in tree.files if len(file.parts) < 2]
+def open_source(source_format: str, tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
+    """Return the source that reads `source_format`; raises WorkerError, exit code 2, if it cannot be used."""
+    top = _top_level_files(tree)
     npz, idx = _npz_files(top, tree), _idx_files(top)
     openers: dict[str, Callable[[], SampleSource]] = {
         "function": lambda: call_function(tree, spec, threads),
@@ -75,7 +78,11 @@ def open_source(kind: str, tree: Tree, spec: PrepareSpec, threads: int) -> Sampl
         "tfrecord": lambda: RecordFiles(tree, spec, threads),
         "class folders": lambda: ClassFolders(tree, spec, threads),
     }
-    return openers[kind]()
+    return openers[source_format]()
+
+
+def _top_level_files(tree: Tree) -> list[DataFile]:
+    return [file for file in tree.files if len(file.parts) < 2]
 
 
 def _npz_files(top: list[DataFile], tree: Tree) -> list[DataFile]:

@@ -1,4 +1,4 @@
-"""Encoded pictures for tests: TensorFlow's encoders, and by hand what it cannot encode."""
+"""Encoded images for tests: by TensorFlow, and byte by byte what it cannot encode."""
 
 import base64
 import struct
@@ -31,22 +31,22 @@ def flat(height: int, width: int, *colour: int) -> np.ndarray:
     return np.tile(np.array(colour, np.uint8), (height, width, 1))
 
 
-def png(picture: np.ndarray) -> bytes:
-    return bytes(tensorflow().io.encode_png(picture).numpy())
+def png(image: np.ndarray) -> bytes:
+    return bytes(tensorflow().io.encode_png(image).numpy())
 
 
-def jpeg(picture: np.ndarray) -> bytes:
-    return bytes(tensorflow().io.encode_jpeg(picture, quality=100).numpy())
+def jpeg(image: np.ndarray) -> bytes:
+    return bytes(tensorflow().io.encode_jpeg(image, quality=100).numpy())
 
 
 def _chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
 
-def png_by_hand(
+def raw_png(
     width: int, height: int, rows: bytes, *, depth: int = 8, colour_type: int = 3, extra: bytes = b""
 ) -> bytes:
-    """`rows` without the filter byte that begins each."""
+    """Return a PNG of `rows`, given without the filter byte that starts each row."""
     size = len(rows) // height
     filtered = b"".join(b"\0" + rows[start : start + size] for start in range(0, len(rows), size))
     header = struct.pack(">IIBBBBB", width, height, depth, colour_type, 0, 0, 0)
@@ -54,29 +54,29 @@ def png_by_hand(
     return b"\x89PNG\r\n\x1a\n" + parts
 
 
-def palette_png(numbers: np.ndarray, *, transparent: int | None = None) -> bytes:
+def palette_png(indices: np.ndarray, *, transparent: int | None = None) -> bytes:
     extra = _chunk(b"PLTE", bytes(value for colour in PALETTE for value in colour))
     if transparent is not None:
         extra += _chunk(b"tRNS", bytes(0 if n == transparent else 255 for n in range(len(PALETTE))))
-    height, width = numbers.shape
-    return png_by_hand(width, height, numbers.astype(np.uint8).tobytes(), extra=extra)
+    height, width = indices.shape
+    return raw_png(width, height, indices.astype(np.uint8).tobytes(), extra=extra)
 
 
 def huge_png(width: int, height: int) -> bytes:
-    """A small file whose header claims a size; there is next to nothing behind it."""
-    return png_by_hand(1, 1, b"\0\0\0", colour_type=2).replace(
+    """Return a small file with a header that claims a large size."""
+    return raw_png(1, 1, b"\0\0\0", colour_type=2).replace(
         struct.pack(">II", 1, 1), struct.pack(">II", width, height), 1
     )
 
 
-def bmp(picture: np.ndarray, *, palette: list[tuple[int, int, int]] | None = None, packing: int = 0) -> bytes:
-    """`picture` is (h, w, 3), (h, w, 4), or with a palette (h, w) numbers."""
-    height, width = picture.shape[:2]
-    depth = 8 if palette else 8 * picture.shape[2]
+def bmp(image: np.ndarray, *, palette: list[tuple[int, int, int]] | None = None, packing: int = 0) -> bytes:
+    """`image` is (h, w, 3), (h, w, 4) or, with a palette, (h, w) indices."""
+    height, width = image.shape[:2]
+    depth = 8 if palette else 8 * image.shape[2]
     table = b"".join(bytes((blue, green, red, 0)) for red, green, blue in palette or ())
-    turned = picture[::-1] if palette else picture[::-1, :, [2, 1, 0, 3][: picture.shape[2]]]
+    flipped = image[::-1] if palette else image[::-1, :, [2, 1, 0, 3][: image.shape[2]]]
     num_colours = len(table) // 4
-    rows = b"".join(row.tobytes() + bytes(-len(row.tobytes()) % 4) for row in turned)
+    rows = b"".join(row.tobytes() + bytes(-len(row.tobytes()) % 4) for row in flipped)
     begin = 54 + len(table)
     return (
         b"BM"
@@ -88,17 +88,17 @@ def bmp(picture: np.ndarray, *, palette: list[tuple[int, int, int]] | None = Non
 
 
 def gif(*frames: np.ndarray, transparent: int | None = None, screen: tuple[int, int] | None = None) -> bytes:
-    """Frames of numbers into PALETTE, of at most 100 pixels each; `screen` is (width, height)."""
+    """Return a GIF of frames, indices into PALETTE, of at most 100 pixels; `screen` is (width, height)."""
     height, width = frames[0].shape
     begin = b"GIF89a" + struct.pack("<HH", *(screen or (width, height))) + b"\x81\0\0"
     begin += bytes(value for colour in PALETTE for value in colour)
     return begin + b"".join(_gif_frame(frame, transparent) for frame in frames) + b";"
 
 
-def _gif_frame(numbers: np.ndarray, transparent: int | None) -> bytes:
-    """Codes of 8 bits throughout: the table of codes does not grow beyond them within 100 pixels."""
-    height, width = numbers.shape
-    codes = bytes([0x80, *numbers.astype(np.uint8).reshape(-1).tolist(), 0x81])
+def _gif_frame(indices: np.ndarray, transparent: int | None) -> bytes:
+    """Use 8-bit codes only: within 100 pixels the code table does not outgrow them."""
+    height, width = indices.shape
+    codes = bytes([0x80, *indices.astype(np.uint8).reshape(-1).tolist(), 0x81])
     blocks = b"".join(
         bytes([len(codes[at : at + 255])]) + codes[at : at + 255] for at in range(0, len(codes), 255)
     )

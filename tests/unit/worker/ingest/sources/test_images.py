@@ -1,4 +1,4 @@
-"""Every kind of picture by its rule, from real files."""
+"""Decoding and fitting of images in every format, from real files."""
 
 import struct
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from csdctl.worker.ingest.sources.gif import first_frame
 from csdctl.worker.ingest.sources.headers import Header, read_header
-from csdctl.worker.ingest.sources.pictures import PictureDecoder
+from csdctl.worker.ingest.sources.images import ImageDecoder
 from csdctl.worker.ingest.sources.source import UnusableError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import ImageRule
-from tests.unit.worker.ingest.sources.made_pictures import (
+from tests.unit.worker.ingest.sources.encoded_images import (
     CMYK_RED_JPEG,
     PALETTE,
     bmp,
@@ -24,17 +24,17 @@ from tests.unit.worker.ingest.sources.made_pictures import (
     jpeg,
     palette_png,
     png,
-    png_by_hand,
+    raw_png,
     tensorflow,
 )
 
-NUMBERS = np.array([[0, 1, 2], [3, 2, 1]])
-FROM_PALETTE = np.array(PALETTE, np.uint8)[NUMBERS]
+INDICES = np.array([[0, 1, 2], [3, 2, 1]])
+FROM_PALETTE = np.array(PALETTE, np.uint8)[INDICES]
 WHITE = (255, 255, 255)
 
 
 def decode(content: bytes, *shape: int, fit: str = "stretch", max_pixels: int = 10_000) -> np.ndarray:
-    return PictureDecoder(ImageRule(shape, fit, max_pixels), tensorflow()).decode(content)
+    return ImageDecoder(ImageRule(shape, fit, max_pixels), tensorflow()).decode(content)
 
 
 def reason(content: bytes, max_pixels: int = 10_000) -> str:
@@ -43,65 +43,65 @@ def reason(content: bytes, max_pixels: int = 10_000) -> str:
     return raised.value.reason
 
 
-class TestKinds:
-    def test_picture_of_the_right_size_is_not_changed(self) -> None:
-        picture = colours(5, 7)
-        for content in (png(picture), bmp(picture)):
-            assert np.array_equal(decode(content, 5, 7, 3), picture)
+class TestFormats:
+    def test_image_of_the_right_shape_is_unchanged(self) -> None:
+        image = colours(5, 7)
+        for content in (png(image), bmp(image)):
+            assert np.array_equal(decode(content, 5, 7, 3), image)
 
-    def test_jpeg_is_read_with_its_losses(self) -> None:
+    def test_jpeg_is_decoded_up_to_compression_losses(self) -> None:
         assert np.abs(decode(jpeg(flat(16, 16, 200, 100, 50)), 4, 4, 3) - np.array([200, 100, 50])).max() <= 2
 
-    def test_cmyk_becomes_rgb(self) -> None:
+    def test_cmyk_is_converted_to_rgb(self) -> None:
         red = decode(CMYK_RED_JPEG, 8, 8, 3)[4, 4].tolist()
         assert red[0] > 240
         assert max(red[1:]) < 15
 
-    def test_grey_becomes_rgb_and_rgb_becomes_grey(self) -> None:
+    def test_grayscale_and_rgb_are_converted_to_each_other(self) -> None:
         grey = colours(3, 3, 1)
         assert np.array_equal(decode(png(grey), 3, 3, 3), np.repeat(grey, 3, axis=2))
         assert decode(png(flat(3, 3, 200, 100, 50)), 3, 3, 1)[0, 0, 0] == round(
             0.299 * 200 + 0.587 * 100 + 0.114 * 50
         )
 
-    def test_of_16_bits_the_upper_8_count(self) -> None:
+    def test_upper_8_of_16_bits_are_used(self) -> None:
         rows = struct.pack(">6H", 0x12FF, 0x8000, 0xFFFF, 0, 0x0100, 0x00FF)
-        content = png_by_hand(3, 2, rows, depth=16, colour_type=0)
+        content = raw_png(3, 2, rows, depth=16, colour_type=0)
         assert decode(content, 2, 3, 1)[..., 0].tolist() == [[0x12, 0x80, 0xFF], [0, 1, 0]]
 
-    def test_palette_becomes_its_colours(self) -> None:
-        assert np.array_equal(decode(palette_png(NUMBERS), 2, 3, 3), FROM_PALETTE)
-        assert np.array_equal(decode(bmp(NUMBERS.astype(np.uint8), palette=PALETTE), 2, 3, 3), FROM_PALETTE)
-        assert np.array_equal(decode(gif(NUMBERS), 2, 3, 3), FROM_PALETTE)
+    def test_palette_is_resolved(self) -> None:
+        assert np.array_equal(decode(palette_png(INDICES), 2, 3, 3), FROM_PALETTE)
+        assert np.array_equal(decode(bmp(INDICES.astype(np.uint8), palette=PALETTE), 2, 3, 3), FROM_PALETTE)
+        assert np.array_equal(decode(gif(INDICES), 2, 3, 3), FROM_PALETTE)
 
-    def test_what_is_transparent_becomes_white(self) -> None:
+    def test_transparent_pixels_become_white(self) -> None:
         expected = FROM_PALETTE.copy()
-        expected[NUMBERS == 2] = WHITE
-        assert np.array_equal(decode(palette_png(NUMBERS, transparent=2), 2, 3, 3), expected)
-        assert np.array_equal(decode(gif(NUMBERS, transparent=2), 2, 3, 3), expected)
+        expected[INDICES == 2] = WHITE
+        assert np.array_equal(decode(palette_png(INDICES, transparent=2), 2, 3, 3), expected)
+        assert np.array_equal(decode(gif(INDICES, transparent=2), 2, 3, 3), expected)
         half = decode(png(flat(2, 2, 200, 0, 100, 128)), 2, 2, 3)[0, 0]
         assert half.tolist() == [round((c * 128 + 255 * 127) / 255) for c in (200, 0, 100)]
         assert decode(png(flat(2, 2, 10, 0)), 2, 2, 1).max() == 255
 
-    def test_fourth_byte_of_a_bmp_is_not_transparency(self) -> None:
-        picture = flat(2, 2, 10, 20, 30, 0)
-        assert np.array_equal(decode(bmp(picture), 2, 2, 3), picture[..., :3])
+    def test_fourth_byte_of_a_bmp_is_ignored(self) -> None:
+        image = flat(2, 2, 10, 20, 30, 0)
+        assert np.array_equal(decode(bmp(image), 2, 2, 3), image[..., :3])
 
-    def test_of_an_animation_the_first_frame_counts(self) -> None:
-        content = gif(NUMBERS, NUMBERS[::-1], np.full((9, 9), 3))
+    def test_first_frame_of_an_animation_is_used(self) -> None:
+        content = gif(INDICES, INDICES[::-1], np.full((9, 9), 3))
         assert np.array_equal(decode(content, 2, 3, 3), FROM_PALETTE)
-        assert len(first_frame(content)) == len(gif(NUMBERS))
+        assert len(first_frame(content)) == len(gif(INDICES))
 
 
-class TestLeftOut:
-    def test_huge_picture_is_not_decoded(self) -> None:
+class TestUnusable:
+    def test_huge_image_is_not_decoded(self) -> None:
         assert reason(huge_png(20_990, 29_700), max_pixels=100_000_000) == "too_large"
         assert reason(png(colours(10, 10)), max_pixels=99) == "too_large"
         assert decode(png(colours(10, 10)), 4, 4, 3, max_pixels=100).shape == (4, 4, 3)
 
-    def test_gif_is_as_large_as_its_first_frame(self) -> None:
-        assert read_header(gif(NUMBERS, screen=(1, 1))) == Header("gif", 3, 2)
-        assert read_header(gif(NUMBERS, screen=(4000, 3))) == Header("gif", 4000, 3)
+    def test_size_of_a_gif_covers_its_first_frame(self) -> None:
+        assert read_header(gif(INDICES, screen=(1, 1))) == Header("gif", 3, 2)
+        assert read_header(gif(INDICES, screen=(4000, 3))) == Header("gif", 4000, 3)
 
     @pytest.mark.parametrize(
         "content",
@@ -110,7 +110,7 @@ class TestLeftOut:
             png(colours(9, 9))[:-30],
             jpeg(colours(40, 40))[:-300],
             bmp(colours(9, 9))[:-30],
-            gif(NUMBERS)[:-8],
+            gif(INDICES)[:-8],
             huge_png(5, 5),
             png(colours(2, 2))[:20],
             b"\x89PNG\r\n\x1a\n" + bytes(40),
@@ -118,22 +118,22 @@ class TestLeftOut:
             b"\xff\xd8\xff\xe0",
             b"BM",
             b"GIF89a",
-            bmp(NUMBERS.astype(np.uint8), palette=PALETTE[:3]),
+            bmp(INDICES.astype(np.uint8), palette=PALETTE[:3]),
             bmp(colours(2, 2), packing=1),
             bmp(colours(2, 2, 4), packing=3),
         ],
         ids=lambda content: f"{content[:2]!r}-{len(content)}",
     )
-    def test_damaged_picture_is_undecodable(self, content: bytes) -> None:
+    def test_damaged_image_is_undecodable(self, content: bytes) -> None:
         assert reason(content) == "undecodable"
 
     @pytest.mark.parametrize("content", [b"RIFF0000WEBPVP8 ", b"II*\0", b"hello", b"\0" * 100])
-    def test_other_file_is_of_another_format(self, content: bytes) -> None:
+    def test_other_file_has_another_format(self, content: bytes) -> None:
         assert reason(content) == "other_format"
 
     @settings(max_examples=300, deadline=None)
     @given(st.sampled_from([b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF89a", b"BM"]), st.binary())
-    def test_whatever_follows_the_first_bytes_there_is_a_size_or_a_value_error(
+    def test_header_with_random_content_gives_a_size_or_a_value_error(
         self, begin: bytes, rest: bytes
     ) -> None:
         try:
@@ -145,9 +145,9 @@ class TestLeftOut:
 
     @settings(max_examples=60, deadline=None)
     @given(st.data())
-    def test_one_changed_byte_never_ends_the_process(self, data: st.DataObject) -> None:
+    def test_one_changed_byte_never_crashes_the_process(self, data: st.DataObject) -> None:
         whole = data.draw(
-            st.sampled_from([png(colours(6, 6)), jpeg(colours(8, 8)), gif(NUMBERS), CMYK_RED_JPEG])
+            st.sampled_from([png(colours(6, 6)), jpeg(colours(8, 8)), gif(INDICES), CMYK_RED_JPEG])
         )
         changed = bytearray(whole)
         changed[data.draw(st.integers(0, len(whole) - 1))] = data.draw(st.integers(0, 255))
@@ -159,23 +159,23 @@ class TestLeftOut:
 
 
 class TestFit:
-    def test_stretch_takes_the_whole_picture(self) -> None:
-        picture = np.concatenate([flat(20, 40, 0, 0, 0), flat(20, 40, 255, 255, 255)])
-        fitted = decode(png(picture), 4, 4, 3)
+    def test_stretch_uses_the_whole_image(self) -> None:
+        image = np.concatenate([flat(20, 40, 0, 0, 0), flat(20, 40, 255, 255, 255)])
+        fitted = decode(png(image), 4, 4, 3)
         assert fitted[0].max() == 0
         assert fitted[3].min() == 255
 
-    def test_crop_takes_the_middle(self) -> None:
+    def test_crop_keeps_the_centre(self) -> None:
         sides = flat(10, 10, 0, 0, 0)
-        picture = np.concatenate([sides, flat(10, 10, 9, 9, 9), sides], axis=1)
-        assert np.unique(decode(png(picture), 5, 5, 3, fit="crop")).tolist() == [9]
+        image = np.concatenate([sides, flat(10, 10, 9, 9, 9), sides], axis=1)
+        assert np.unique(decode(png(image), 5, 5, 3, fit="crop")).tolist() == [9]
 
     def test_pad_adds_white_bars(self) -> None:
         fitted = decode(png(flat(10, 40, 0, 0, 0)), 8, 8, 3, fit="pad")
         assert fitted[:3].min() == fitted[5:].min() == 255
         assert fitted[3:5].max() == 0
 
-    def test_small_picture_is_made_larger(self) -> None:
+    def test_small_image_is_enlarged(self) -> None:
         assert np.unique(decode(png(flat(1, 2, 7, 7, 7)), 8, 8, 3)).tolist() == [7]
 
     @settings(max_examples=60, deadline=None)
@@ -186,7 +186,7 @@ class TestFit:
         st.sampled_from([1, 3]),
         st.sampled_from(["stretch", "crop", "pad"]),
     )
-    def test_every_size_becomes_the_one_shape_and_white_stays_white(
+    def test_images_of_any_size_get_the_shape_and_white_stays_white(
         self, height: int, width: int, channels: int, wanted: int, fit: str
     ) -> None:
         fitted = decode(
@@ -196,14 +196,14 @@ class TestFit:
         assert fitted.dtype == np.uint8
         assert fitted.min() == 255
 
-    def test_large_picture_is_close_to_its_mean_in_every_place(self) -> None:
-        picture = colours(700, 500)
-        fitted = decode(png(picture), 5, 5, 3, max_pixels=1_000_000).astype(float)
-        blocks = picture.reshape(5, 140, 5, 100, 3).mean(axis=(1, 3))
+    def test_large_image_is_close_to_its_local_means(self) -> None:
+        image = colours(700, 500)
+        fitted = decode(png(image), 5, 5, 3, max_pixels=1_000_000).astype(float)
+        blocks = image.reshape(5, 140, 5, 100, 3).mean(axis=(1, 3))
         assert np.abs(fitted - blocks).max() < 6
 
     @pytest.mark.parametrize("shape", [None, (0, 0, 3), (8, 8), (8, 8, 2), (784,)])
-    def test_shape_that_pictures_cannot_have_is_bad_input(self, shape: tuple[int, ...] | None) -> None:
-        with pytest.raises(WorkerError, match="pictures cannot become") as raised:
-            PictureDecoder(ImageRule(shape), tensorflow())
+    def test_shape_that_images_cannot_have_is_bad_input(self, shape: tuple[int, ...] | None) -> None:
+        with pytest.raises(WorkerError, match="images cannot be converted") as raised:
+            ImageDecoder(ImageRule(shape), tensorflow())
         assert (raised.value.exit_code, "data.image.shape" in raised.value.remedy) == (2, True)
