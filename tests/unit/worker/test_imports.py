@@ -30,6 +30,6 @@ def test_every_module_of_the_worker_is_imported_without_the_rest_and_before_tens
         "protocol.events",
         "data.prepared",
         "ingest.prepare",
-        "ingest.sources.pictures",
+        "ingest.sources.images",
         "tasks.train",
     } <= set(done.stdout.split())

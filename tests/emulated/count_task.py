@@ -1,0 +1,44 @@
+"""A task as somebody would add it: it sums the ranks' sample counts step by step, and needs no model."""
+
+import time
+
+from csdctl.worker.compute.step import Sums
+from csdctl.worker.process.events import emit
+from csdctl.worker.protocol.events import EpochEnd
+from csdctl.worker.tasks.task import FINISHED, Group, Outcome, TaskContext
+
+STEP_S = 0.05
+
+
+class Count:
+    """Counts the samples that all ranks read in one epoch."""
+
+    is_resumable = True
+    num_elements = 1
+    variables: tuple[object, ...] = ()
+
+    def __init__(self, context: TaskContext) -> None:
+        self._me, self._progress, self._reporter = context.me, context.progress, context.reporter
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def run(self, group: Group) -> Outcome:
+        """Count until the epoch ends."""
+        progress, communicator = self._progress, group.communicator
+        while progress.position.step < progress.segment.stop_step:
+            time.sleep(STEP_S)
+            vector = communicator.local
+            vector[:] = progress.share_of(self._me.rank).num_samples
+            total = float(communicator.sum(vector)[0])
+            progress.end_step(Sums(0.0, (), total), progress.global_samples)
+        return FINISHED
+
+    def finish(self, reason: str) -> None:
+        """Report how many samples were summed, and how many the schedule has."""
+        totals = self._progress.position.totals
+        me = self._me
+        emit(
+            EpochEnd(me.rank, me.node, 1, totals.steps, int(totals.weight), 0.0, 0.0, 0.0, "", totals.samples)
+        )
+        self._reporter.finished(self._progress.position, "", None, reason)

@@ -1,0 +1,147 @@
+"""A new task is one file and its registration: a task that counts samples, in a group that loses a node.
+
+The package is copied, the task's file added and one line written into the registry; csdctl then packs, ships
+and runs this worker over real SSH and MPI.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import csdctl as package
+from tests.emulated.running import csdctl
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+NUM_PUBLIC, NUM_PRIVATE = 6000, 900
+JOB = """\
+model: model.py:build
+data:
+  public: {path: public.npz}
+  private: {path: ~/private.npz}
+recipe: {epochs: 1, learning_rate: 0.1, loss: mean_squared_error}
+"""
+MODEL = """\
+import keras
+
+
+def build():
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+"""
+REGISTRATION = '    "count": "csdctl.worker.tasks.count:Count",\n'
+PROGRAM = """
+import dataclasses, json, sys
+from pathlib import Path
+from csdctl.fleet.reading import load_fleet
+from csdctl.job.model import load_job
+from csdctl.worker.protocol.events import event_to_line
+from csdctl.worker.protocol.tasks import Task
+from csdctl.workflows.data.deploy import cut_shards
+from csdctl.workflows.data.prepare import prepare_job
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import place_plan
+from csdctl.workflows.train.plan_choice import build_equal_plan
+from csdctl.workflows.train.ranks import RunInputs, run_ranks
+from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.workspace.workspace import open_workspace
+
+def show(event):
+    print(event_to_line(event), flush=True)
+
+job, fleet = load_job(Path("job.yaml")), load_fleet(Path("fleet.yaml"))
+with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
+    prepared = prepare_job(job, fleet, space.sessions, space.project, lambda line: None)
+    plan = build_equal_plan(job, fleet, space.facts, 20)
+    placed = place_plan(plan, prepared, job, fleet)
+    run = space.project.new_scratch()
+    shards = cut_shards(placed, prepared.public, job, space.project)
+    spec = build_spec(run, job, plan, placed, prepared, shards, space)
+    spec = dataclasses.replace(spec, validation=None, task=Task("count"))
+    run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, show)
+"""
+
+
+def save_samples(path: Path, count: int) -> None:
+    np.savez(path, x=np.zeros((count, 2), np.float32), y=np.zeros((count, 1), np.float32))
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Iterator[Path]:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "model.py").write_text(MODEL)
+    save_samples(tmp_path / "public.npz", NUM_PUBLIC)
+    up = csdctl(tmp_path, "emulate", "up", "--nodes", "2", "--cpu", "1")
+    assert up.returncode == 0, up.stderr
+    for home in (tmp_path / ".csdctl/emulated/nodes").glob("*/home"):
+        save_samples(home / "private.npz", NUM_PRIVATE)
+    done = csdctl(tmp_path, "discover")
+    assert done.returncode == 0, done.stderr
+    yield tmp_path
+    csdctl(tmp_path, "emulate", "down")
+
+
+def add_task(site: Path) -> None:
+    """Copy the package to `site`, with one more file and one more line."""
+    shutil.copytree(Path(package.__file__).parent, site / "csdctl")
+    tasks = site / "csdctl" / "worker" / "tasks"
+    shutil.copy(Path(__file__).with_name("count_task.py"), tasks / "count.py")
+    registry = tasks / "registry.py"
+    before, opening, after = registry.read_text().partition("TASKS = {\n")
+    assert opening, "the registry has no table of tasks"
+    registry.write_text(before + opening + REGISTRATION + after)
+
+
+def kill_rank(project: Path, node: str) -> None:
+    """End the processes of the rank on an emulated node."""
+    for status in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = status.read_bytes().split(b"\0")
+            environment = (status.parent / "environ").read_bytes()
+        except OSError:
+            continue
+        is_rank = b"rank" in words and any(word.endswith(f"/{node}".encode()) for word in words)
+        if is_rank and str(project).encode() in environment:
+            os.kill(int(status.parent.name), 9)
+
+
+def test_new_task_runs_in_a_group_that_loses_a_node(
+    project: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    site = tmp_path_factory.mktemp("site")
+    add_task(site)
+    events: list[dict[str, Any]] = []
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(site)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as running:
+        assert running.stdout is not None
+        assert running.stderr is not None
+        for line in running.stdout:
+            events.append(json.loads(line.removeprefix("@csdctl ")))
+            joined = [event for event in events if event["event"] == "Joined"]
+            if len(joined) == 3 and events[-1]["event"] == "Joined":
+                kill_rank(project, "csd1")
+        errors = running.stderr.read()
+    assert running.returncode == 0, errors
+    assert [event["node"] for event in events if event["event"] == "NodeLost"] == ["csd1"]
+    ended = {event["node"]: event for event in events if event["event"] == "EpochEnd"}
+    assert set(ended) == {"host", "csd0"}
+    lost = {event["num_lost"] for event in events if event["event"] == "Joined" and event["generation"] == 2}
+    assert lost == {NUM_PRIVATE}, "the lost node's private samples are reported"
+    for event in ended.values():
+        assert event["samples"] == event["global_samples"], "the sum over MPI is that of the schedule"
+        # All public samples, csd0's private ones, and those that csd1 had read before it was lost.
+        assert NUM_PUBLIC + NUM_PRIVATE <= event["samples"] < NUM_PUBLIC + 2 * NUM_PRIVATE
+    assert len({event["samples"] for event in ended.values()}) == 1
