@@ -59,7 +59,10 @@ lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that
 	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS)
 
 docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
-	@$(DOCS)/bin/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+	if grep -rlE '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'; then
+	  echo "These pages load something from elsewhere; the site must work offline." >&2; exit 1
+	fi
 	echo "build/site/index.html"
 
 lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgrade)
