@@ -57,7 +57,7 @@ coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/cove
 
 lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that pyproject.toml allows
 	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) --deselect \
-	  tests/unit/test_docs.py::TestCommands::test_reference_is_what_the_command_tree_says # depends on Typer's version
+	  tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree # depends on Typer's version
 
 docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
