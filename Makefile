@@ -53,7 +53,8 @@ bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothin
 	@$(BIN)/pytest -s tests/bench $(ARGS)
 
 coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/coverage
-	@$(BIN)/pytest -n $(WORKERS) -q tests/unit --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
+	@rm -f .coverage .coverage.* # those of killed processes may be damaged
+	$(BIN)/pytest -n $(WORKERS) -q tests/unit --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
 
 lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that pyproject.toml allows
 	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) --deselect \
