@@ -118,7 +118,7 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	"$${pip[@]}" --quiet --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
-$(LOWEST)/.installed: requirements/lowest.txt pyproject.toml
+$(LOWEST)/.installed: requirements/lowest.txt
 	@echo "Installing the lowest versions in $(LOWEST)"
 	$(PYTHON) -m venv --clear $(LOWEST)
 	$(LOWEST)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/lowest.txt
