@@ -1,5 +1,5 @@
-# Two commands do most of it: `make demo` and `make test`. `make` alone lists them all.
-# More words for the tool behind a target: make test ARGS="-k tuning". Another Python: make setup PYTHON=python3.12
+# `make demo` and `make test` are the two to start with. `make` alone lists all targets.
+# ARGS passes arguments on to the tool: make test ARGS="-k tuning". Another Python: make setup PYTHON=python3.12
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -9,77 +9,102 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS := build/docs
+LOWEST := build/lowest
 UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
 ARGS ?=
-# A process for each core, to some degree; the tests of a file stay together, for what they share.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist loadfile
+# Emulated and lab tests mostly wait, so there are more processes than cores. The tests of a file stay in one
+# process, for the fixtures they share. Files start in the order of `testpaths`, the longest first; xdist would
+# otherwise begin with the files that have most tests.
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : cores < 8 ? cores : 8)))
+IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PIP_INSTALL := -m pip --disable-pip-version-check --no-input install
 
-# The first of these that csdctl can run on; python3 when none can, so that the message names it.
+# The first of these that csdctl can run on; python3 if there is none, so that the error message names it.
 IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test lab check bench lock build clean
+.PHONY: help setup demo test lab check bench coverage lowest docs lock build clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-6s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
 
-setup: $(STAMP) ## make .venv with csdctl and its locked dependencies
+setup: $(STAMP) ## create .venv with csdctl and its locked dependencies
 
-demo: $(STAMP) ## train on an emulated fleet on this machine
+demo: $(STAMP) ## train on an emulated fleet
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run all tests, side by side
-	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(SIDE_BY_SIDE))
+test: $(STAMP) ## run all tests in parallel
+	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
-lab: $(STAMP) ## the tests with network namespaces and real SSH servers alone; root on Debian
+lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)
 
-check: $(STAMP) ## lint, formatting, types, import rules, docs
+check: $(STAMP) ## check style, formatting, types, import rules and docs
 	@echo "== ruff check";        $(BIN)/ruff check .
 	echo "== ruff format --check"; $(BIN)/ruff format --check .
 	echo "== mypy";                $(BIN)/mypy
 	echo "== lint-imports";        $(BIN)/lint-imports --no-logo --no-cache
 	echo "== docs";                $(BIN)/pytest -q tests/unit/test_docs.py
 
-bench: $(STAMP) ## measure; prints numbers and judges nothing
+bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothing about them
 	@$(BIN)/pytest -s tests/bench $(ARGS)
 
-lock: $(UV) ## resolve requirements/*.txt again (newer versions: make lock ARGS=--upgrade)
+coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/coverage
+	@rm -f .coverage .coverage.* # those of killed processes may be damaged
+	$(BIN)/pytest -n $(WORKERS) -q tests/unit --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
+
+lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that pyproject.toml allows
+	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) --deselect \
+	  tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree # depends on Typer's version
+
+docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
+	if grep -rlE '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'; then
+	  echo "These pages load something from elsewhere; the site must work offline." >&2; exit 1
+	fi
+	echo "build/site/index.html"
+
+lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgrade)
 	@run() {
-	  $(UV) pip compile pyproject.toml --quiet --universal --python-version 3.11 --generate-hashes \
+	  $(UV) pip compile --quiet --universal --python-version 3.11 --generate-hashes \
 	    --no-emit-index-url --no-emit-find-links --custom-compile-command "make lock" $(ARGS) "$$@"
 	}
-	echo "requirements/runtime.txt: csdctl alone"
-	run --output-file requirements/runtime.txt
-	echo "requirements/dev.txt: with the emulator, the accountant and the tools"
-	run --output-file requirements/dev.txt --extra emulator --extra privacy --group dev --constraints requirements/runtime.txt
+	echo "requirements/runtime.txt: csdctl"
+	run pyproject.toml --output-file requirements/runtime.txt
+	echo "requirements/dev.txt: csdctl, its extras and the development tools"
+	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --group dev --constraints requirements/runtime.txt
+	echo "requirements/docs.txt: the site generator"
+	run --group docs --output-file requirements/docs.txt
+	echo "requirements/lowest.txt: the lowest versions that pyproject.toml allows"
+	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --group test
 
-build: $(STAMP) ## a wheel, in dist/
-	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
-	ls dist/*.whl
+build: $(STAMP) ## build the wheel and the source distribution in dist/
+	@rm -rf dist
+	$(BIN)/python -m hatchling build -d dist
 
-clean: ## remove .venv, dist and caches; what csdctl wrote (.csdctl) stays
-	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+clean: ## remove .venv, build, dist and caches; what csdctl wrote (.csdctl) stays
+	@rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache .coverage*
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	@python="$(PYTHON)"
 	fail() { printf '%s\n' "$$@" >&2; exit 1; }
-	command -v "$$python" >/dev/null || fail "There is no $$python here; csdctl needs Python 3.11, 3.12 or 3.13." \
-	  "  → install one (Debian: apt-get install python3 python3-venv), or name it: make setup PYTHON=/path/to/python3.11"
+	command -v "$$python" >/dev/null || fail "$$python was not found; csdctl needs Python 3.11, 3.12 or 3.13." \
+	  "  → install one (Debian: apt-get install python3 python3-venv), or name one: make setup PYTHON=/path/to/python3.11"
 	"$$python" -c '$(IS_USABLE)' || fail "$$python is $$("$$python" -V 2>&1); csdctl needs Python 3.11, 3.12 or 3.13." \
 	  "  → name one: make setup PYTHON=/path/to/python3.11"
-	"$$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$$python cannot make virtual environments." \
+	"$$python" -c 'import venv, ensurepip' 2>/dev/null || fail "$$python cannot create virtual environments." \
 	  "  → install its venv package (Debian: apt-get install python3-venv)"
 	if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then
-	  echo "Making $(VENV) with $$("$$python" -V 2>&1)"
+	  echo "Creating $(VENV) with $$("$$python" -V 2>&1)"
 	  "$$python" -m venv --clear $(VENV)
 	fi
-	pip=($(BIN)/python -m pip --disable-pip-version-check --no-input install)
+	pip=($(BIN)/python $(PIP_INSTALL))
 	total=$$(grep -c '^[a-z].*==' requirements/dev.txt)
-	echo "Installing $$total locked packages (TensorFlow is the large one: 250 MB; some minutes the first time)"
+	echo "Installing $$total locked packages (TensorFlow alone is 250 MB; this takes minutes the first time)"
 	if [ -t 1 ]; then
 	  "$${pip[@]}" --progress-bar off --require-hashes -r requirements/dev.txt | awk -v total="$$total" '
 	    /^(Collecting|Processing|Requirement already|Ignoring)/ { printf "\r\033[K  %d of %d", ++n, total }
@@ -89,10 +114,22 @@ $(STAMP): requirements/dev.txt pyproject.toml
 	else
 	  "$${pip[@]}" --quiet --require-hashes -r requirements/dev.txt
 	fi
-	echo "Installing csdctl itself"
+	echo "Installing csdctl"
 	"$${pip[@]}" --quiet --no-deps --no-build-isolation -e .
 	touch $(STAMP)
 
+$(LOWEST)/.installed: requirements/lowest.txt
+	@echo "Installing the lowest versions in $(LOWEST)"
+	$(PYTHON) -m venv --clear $(LOWEST)
+	$(LOWEST)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/lowest.txt
+	$(LOWEST)/bin/python $(PIP_INSTALL) --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(DOCS)/.installed: requirements/docs.txt
+	@$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/docs.txt
+	touch $@
+
 $(UV):
-	@python3 -m venv build/lock
-	build/lock/bin/python -m pip --disable-pip-version-check install --quiet uv==$(UV_VERSION)
+	@$(PYTHON) -m venv build/lock
+	build/lock/bin/python $(PIP_INSTALL) --quiet uv==$(UV_VERSION)

@@ -1,7 +1,6 @@
-"""The documentation is tested: commands, links, examples, keys, exit codes, decision records.
+"""The documentation is tested: commands, links, examples, keys, exit codes, navigation, decision records.
 
-docs/reference/cli.md is a golden file: what it must hold is generated, and its test says how to accept
-a change.
+docs/reference/cli.md is a golden file: its content is generated, and its test says how to accept a change.
 """
 
 import re
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from csdctl.cli.app import COMMANDS as TABLE
@@ -23,15 +23,14 @@ from csdctl.launch.mpi_command import COMMON_OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-PAGES = sorted(
-    [*DOCS.rglob("*.md"), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING"))]
-)
-BY_HAND = [page for page in PAGES if page.name != "cli.md"]
+TOP_PAGES = [ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")]
+PAGES = sorted([*DOCS.rglob("*.md"), *TOP_PAGES])
+HANDWRITTEN = [page for page in PAGES if page.name != "cli.md"]
 RECORDS = sorted((DOCS / "decisions").glob("*.md"))
 COMMANDS = dict(list_commands(app))
 LEAVES = [name for name, command in COMMANDS.items() if not getattr(command, "commands", None)]
 
-NOT_FOR_THE_PUBLIC = {
+PRIVATE_PATTERNS = {
     "a machine's own path": r"(?<![\w/.])/(?:work|root|tmp|home|Users|workspace)(?:/|\b)",
     "a loopback address with a port": r"127\.0\.0\.1:\d+",
     "a package index": r"pypi\.org|files\.pythonhosted|--(?:extra-)?index-url|--find-links (?!wheels\b)|file://",
@@ -39,12 +38,12 @@ NOT_FOR_THE_PUBLIC = {
 }
 
 
-def shown(page: Path) -> str:
+def display_path(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
 def blocks(page: Path, language: str) -> Iterator[str]:
-    """The fenced blocks of `page` that are marked as `language`."""
+    """Return the fenced blocks of `page` that are marked as `language`."""
     return (found[1] for found in re.finditer(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL))
 
 
@@ -53,13 +52,13 @@ def without_blocks(text: str) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings: lower case, no punctuation, spaces as hyphens."""
+    """Return the anchors of a page's headings: lower case, no punctuation, spaces as hyphens."""
     headings = re.findall(r"^#+ (.*)$", without_blocks(page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def keys_of(model: type[BaseModel]) -> set[str]:
-    """The names of all keys that a file of `model` may have, at any depth."""
+    """Return the names of all keys that a file of `model` may have, at any depth."""
     keys = set(model.model_fields)
     for field in model.model_fields.values():
         pending: list[Any] = [field.annotation]
@@ -72,9 +71,9 @@ def keys_of(model: type[BaseModel]) -> set[str]:
 
 
 def command_lines() -> list[tuple[str, str]]:
-    """Every `csdctl …` that a page shows, in a block or between backquotes, with the page."""
+    """Return every `csdctl …` that a page shows, in a block or in backquotes, with the page."""
     found = []
-    for page in BY_HAND:
+    for page in HANDWRITTEN:
         text = page.read_text()
         lines = [
             line
@@ -85,12 +84,12 @@ def command_lines() -> list[tuple[str, str]]:
         for line in lines:
             words = line.partition(" #")[0].strip()
             if re.match(r"(?:\S*/)?csdctl\s", words):
-                found.append((shown(page), re.sub(r"^\S*csdctl", "csdctl", words)))
+                found.append((display_path(page), re.sub(r"^\S*csdctl", "csdctl", words)))
     return found
 
 
 def named_command(words: str) -> str:
-    """The longest command's full name that `words` start with."""
+    """Return the longest full command name that `words` start with."""
     return max((name for name in COMMANDS if f"{words} ".startswith(f"{name} ")), key=len)
 
 
@@ -102,15 +101,15 @@ def options_of(name: str) -> set[str]:
 
 
 class TestCommands:
-    def test_reference_is_what_the_command_tree_says(self) -> None:
+    def test_reference_matches_the_command_tree(self) -> None:
         page = DOCS / "reference" / "cli.md"
         is_same = page.read_text() == render_reference(app)
         assert is_same, (
-            "docs/reference/cli.md is not what the commands say. If the change is wanted, accept it:\n"
+            "docs/reference/cli.md does not match the commands. If the change is intended, accept it:\n"
             "    .venv/bin/python -m csdctl.cli.reference > docs/reference/cli.md"
         )
 
-    def test_list_of_commands_says_what_their_own_help_says(self) -> None:
+    def test_list_of_commands_repeats_their_help(self) -> None:
         listed = {name: does for section in TABLE.values() for name, does in section.items()}
         assert listed == {name: command.help for name, command in COMMANDS["csdctl"].commands.items()}
 
@@ -123,13 +122,13 @@ class TestCommands:
         assert [p.name for p in COMMANDS[name].params if not getattr(p, "help", None)] == []
 
     @pytest.mark.parametrize("name", LEAVES)
-    def test_every_command_is_in_a_page_written_by_hand(self, name: str) -> None:
+    def test_every_command_is_in_a_handwritten_page(self, name: str) -> None:
         group = name.rpartition(" ")[0]
-        texts = [page.read_text() for page in BY_HAND]
+        texts = [page.read_text() for page in HANDWRITTEN]
         assert any(re.search(rf"\b{name}\b", text) or f"`{group}`" in text for text in texts)
 
     @pytest.mark.parametrize(("page", "line"), command_lines())
-    def test_every_command_and_option_that_is_shown_exists(self, page: str, line: str) -> None:
+    def test_every_command_and_option_in_a_page_exists(self, page: str, line: str) -> None:
         name = named_command(line)
         rest = line[len(name) :].split()
         is_complete = not rest or rest[0].startswith("-") or name in LEAVES
@@ -160,58 +159,85 @@ class TestFiles:
     def tables() -> str:
         return without_blocks((DOCS / "reference" / "files.md").read_text())
 
-    @pytest.mark.parametrize("page", BY_HAND, ids=shown)
-    def test_every_yaml_example_can_be_read(self, page: Path) -> None:
+    @pytest.mark.parametrize("page", HANDWRITTEN, ids=display_path)
+    def test_every_yaml_example_is_valid(self, page: Path) -> None:
         models: dict[str, type[BaseModel]] = {"# fleet.yaml": FleetFile, "# job.yaml": JobFile}
         for block in blocks(page, "yaml"):
-            parse_document(block, models[block.splitlines()[0]], name=shown(page))
+            parse_document(block, models[block.splitlines()[0]], name=display_path(page))
 
-    @pytest.mark.parametrize("page", BY_HAND, ids=shown)
+    @pytest.mark.parametrize("page", HANDWRITTEN, ids=display_path)
     def test_every_python_example_compiles(self, page: Path) -> None:
         for block in blocks(page, "python"):
-            compile(block, shown(page), "exec")
+            compile(block, display_path(page), "exec")
 
 
 class TestPages:
-    @pytest.mark.parametrize("page", PAGES, ids=shown)
-    def test_internal_links_live(self, page: Path) -> None:
+    @pytest.mark.parametrize("page", PAGES, ids=display_path)
+    def test_internal_links_resolve(self, page: Path) -> None:
         for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(page.read_text())):
             if re.match(r"https?:", target):
                 continue
             file, _, anchor = target.partition("#")
             linked = (page.parent / file).resolve() if file else page
-            assert linked.exists(), f"{shown(page)} links to {target}"
-            assert not anchor or anchor in anchors(linked), f"{shown(page)} links to {target}"
+            assert linked.exists(), f"{display_path(page)} links to {target}"
+            assert not anchor or anchor in anchors(linked), f"{display_path(page)} links to {target}"
 
     def test_every_page_is_in_the_index(self) -> None:
         index = (DOCS / "README.md").read_text()
         pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"README.md"}
         assert {page for page in pages if f"({page})" not in index} == set()
 
-    def test_pages_that_the_code_names_exist(self) -> None:
+    def test_every_page_is_in_the_navigation_of_the_site(self) -> None:
+        pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+        assert sorted(self.leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == sorted(pages)
+
+    @classmethod
+    def leaves(cls, tree: Any) -> Iterator[str]:
+        """Return the pages of a navigation tree."""
+        if isinstance(tree, str):
+            yield tree
+            return
+        for branch in tree.values() if isinstance(tree, dict) else tree:
+            yield from cls.leaves(branch)
+
+    @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=display_path)
+    def test_pages_of_the_site_link_only_to_each_other(self, page: Path) -> None:
+        for target in re.findall(r"\]\(([^)\s#]+)", without_blocks(page.read_text())):
+            is_elsewhere = re.match(r"https?:", target)
+            assert is_elsewhere or (page.parent / target).resolve().is_relative_to(DOCS), target
+
+    def test_pages_named_in_the_code_exist(self) -> None:
         for file in (ROOT / "csdctl").rglob("*.py"):
             for named in re.findall(r"docs/[\w/-]+(?:\.md)?", file.read_text()):
                 matches = list(ROOT.glob(named if named.endswith(".md") else f"{named}*"))
-                assert matches, f"{shown(file)} names {named}"
+                assert matches, f"{display_path(file)} names {named}"
 
-    @pytest.mark.parametrize("what", NOT_FOR_THE_PUBLIC)
-    @pytest.mark.parametrize("page", [*PAGES, ROOT / "pyproject.toml", ROOT / "Makefile"], ids=shown)
-    def test_page_holds_nothing_of_one_machine_or_person(self, page: Path, what: str) -> None:
+    @pytest.mark.parametrize("what", PRIVATE_PATTERNS)
+    @pytest.mark.parametrize(
+        "page",
+        [*PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml", "hatch_build.py"))],
+        ids=display_path,
+    )
+    def test_page_names_no_machine_or_person(self, page: Path, what: str) -> None:
         for number, line in enumerate(page.read_text().splitlines(), start=1):
-            assert not re.search(NOT_FOR_THE_PUBLIC[what], line), f"{shown(page)}:{number} has {what}: {line}"
+            assert not re.search(PRIVATE_PATTERNS[what], line), (
+                f"{display_path(page)}:{number} has {what}: {line}"
+            )
 
-    @pytest.mark.parametrize("name", ["runtime", "dev"])
-    def test_locked_requirements_have_hashes_and_no_index(self, name: str) -> None:
+    @pytest.mark.parametrize(
+        ("name", "num_least"), [("runtime", 40), ("dev", 40), ("lowest", 40), ("docs", 20)]
+    )
+    def test_locked_requirements_have_hashes_and_no_index(self, name: str, num_least: int) -> None:
         text = (ROOT / "requirements" / f"{name}.txt").read_text()
         assert "://" not in text
         assert not re.search(r"^-", text, re.MULTILINE)
         pinned = re.findall(r"^[a-z0-9][\w.-]*==.*?(?=^[a-z0-9]|\Z)", text, re.MULTILINE | re.DOTALL)
-        assert len(pinned) > 40
+        assert len(pinned) > num_least
         assert all("--hash=sha256:" in requirement for requirement in pinned)
 
 
 class TestDecisionRecords:
-    @pytest.mark.parametrize("record", RECORDS, ids=shown)
+    @pytest.mark.parametrize("record", RECORDS, ids=display_path)
     def test_record_has_date_status_context_decision_consequences(self, record: Path) -> None:
         text = record.read_text()
         assert re.match(rf"# {record.name[:4]}: .+\n\n\d{{4}}-\d\d-\d\d\n", text)
