@@ -9,6 +9,7 @@ import ast
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -140,7 +141,7 @@ def render_step() -> str:
     """Return the picture of a step as SVG."""
     width, wide = 640.0, 330.0
     boxes = [Box(GAP, GAP + row * 56, place, wide, True) for row, (place, _) in enumerate(STEP)]
-    arrows = [(upper.bottom, lower.top) for upper, lower in zip(boxes, boxes[1:], strict=False)]
+    arrows = [(upper.bottom, lower.top) for upper, lower in pairwise(boxes)]
     notes = [
         f'<text x="{GAP + wide + 16}" y="{box.y + 21}" class="note">{escape(note)}</text>'
         for box, (_, note) in zip(boxes, STEP, strict=True)

@@ -1,0 +1,1 @@
+"""Power sources: a file for each way to measure watts. None yet; perfmodel/energy.py computes with given powers."""
