@@ -1,8 +1,8 @@
 """What a fleet will reach with given batch sizes, and where its time goes; pure.
 
-    T = max_k (α_k + β_k b_k) · stretch + T_collective          samples/s = Σ b_k / T
+    T = max_k (α_k + β_k b_k) · overhead_factor + T_collective          samples/s = Σ b_k / T
 
-`stretch` is what being in step costs beyond the sum itself: the slowest of many noisy steps is slower than
+`overhead_factor` is what being in step costs beyond the sum itself: the slowest of many noisy steps is slower than
 their mean. It is measured (a trial's steps against this model), not assumed.
 """
 
@@ -35,14 +35,14 @@ class Prediction:
 
 
 def predict(
-    ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, stretch: float = 1.0
+    ranks: Sequence[RankModel], batch_sizes: Sequence[int], collective_s: float, overhead_factor: float = 1.0
 ) -> Prediction:
     """The step of `ranks`, the host first, with these batch sizes; `collective_s` for one sum."""
     times = [rank.step_time.at(size) for rank, size in zip(ranks, batch_sizes, strict=True)]
     slowest = max(times)
     if slowest <= 0:
         raise ValueError("no rank has a sample to train on")
-    step_s = slowest * stretch + collective_s
+    step_s = slowest * overhead_factor + collective_s
     training = [(size, time) for size, time in zip(batch_sizes, times, strict=True) if size]
     compute_share = sum(times) / (len(times) * step_s)
     communication_share = (step_s - slowest) / step_s

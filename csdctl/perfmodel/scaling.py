@@ -67,13 +67,13 @@ def predict_curve(
     sum_cost: SumCost,
     *,
     gradient_bytes: int = 0,
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
     power: Power | None = None,
 ) -> list[CurvePoint]:
     """The points for 0 to `max_nodes` nodes, at that index.
 
     The n-th node is nodes[n], and beyond their end they begin again: a larger fleet has the same mixture.
-    `stretch` as in `predict`; a host alone has nobody to be in step with. Raises ValueError when nodes are
+    `overhead_factor` as in `predict`; a host alone has nobody to be in step with. Raises ValueError when nodes are
     wanted and there is none.
     """
     if max_nodes and not nodes:
@@ -87,7 +87,7 @@ def predict_curve(
             global_batch += node.batch_size
             ceiling += node.samples_per_s
         sum_s = sum_cost.at(gradient_bytes, num_nodes + 1)
-        step_s = slowest_s * (stretch if num_nodes else 1.0) + sum_s
+        step_s = slowest_s * (overhead_factor if num_nodes else 1.0) + sum_s
         rates = Rates(global_batch / step_s, alone=host.samples_per_s, ceiling=ceiling)
         points.append(build_point(num_nodes, global_batch, sum_s, rates, power))
     return points

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
 
-LEAST_WORTH = 0.05
+MIN_GAIN = 0.05
 """Over the host alone. Less is within what two runs of the same job differ by."""
-LEAST_SHARE_OF_NODE = 0.1
+MIN_SHARE_OF_NODE = 0.1
 """What a further node has to add, of what it reaches alone."""
 
 
@@ -19,7 +19,7 @@ class Reason(StrEnum):
     SLOWER = "slower"
     """No faster than the host alone."""
     LITTLE_GAIN = "little_gain"
-    """Faster by less than LEAST_WORTH."""
+    """Faster by less than MIN_GAIN."""
     NO_ENERGY_SAVED = "no_energy_saved"
     """A sample takes as much energy as on the host alone, or more."""
 
@@ -33,7 +33,7 @@ class Verdict:
     worth_from: int | None
     """The least number, up to `num_nodes`, that is worth it; None: none is."""
     useful_nodes: int
-    """Beyond so many, every further node adds less than LEAST_SHARE_OF_NODE of its own speed."""
+    """Beyond so many, every further node adds less than MIN_SHARE_OF_NODE of its own speed."""
     least_energy_nodes: int | None
     """So many take the least energy for a sample; None where power is not known."""
 
@@ -69,7 +69,7 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
     reasons = []
     if point.speedup <= 1:
         reasons.append(Reason.SLOWER)
-    elif point.speedup < 1 + LEAST_WORTH:
+    elif point.speedup < 1 + MIN_GAIN:
         reasons.append(Reason.LITTLE_GAIN)
     if (
         point.joules_per_image is not None
@@ -84,6 +84,6 @@ def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> 
     """The last node that adds enough: a first one may cost more than it adds, and the next ones not."""
     for before, point in reversed(list(pairwise(curve))):
         added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
-        if added >= LEAST_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
+        if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
             return point.num_nodes
     return 0

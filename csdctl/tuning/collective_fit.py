@@ -6,8 +6,8 @@ from statistics import median
 import numpy as np
 
 from csdctl.perfmodel.collective import CollectiveCost
-from csdctl.tuning.fit import non_negative
 from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.step_time_fit import non_negative
 
 NUM_NEWEST = 5
 """Of one way to sum, so many of the newest times count: a fleet changes, and one sum may be lucky."""

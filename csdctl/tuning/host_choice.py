@@ -6,7 +6,7 @@ from contextlib import suppress
 from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 
-LEAST_GAIN_WITHOUT_HOST = 0.05
+MIN_GAIN_WITHOUT_HOST = 0.05
 """The host sits out when the nodes are faster by this share without it."""
 
 
@@ -15,7 +15,7 @@ def find_best_ranks(
     nodes: Sequence[RankCandidate],
     limits: Limits,
     sum_s: Callable[[int], float],
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
 ) -> BestPlan:
     """The fastest plan of the host and `nodes`; a host that sits out has no batch size in it.
 
@@ -23,12 +23,12 @@ def find_best_ranks(
     plan keeps to the limits.
     """
     if not nodes:
-        return find_best([host], limits, sum_s, stretch)
+        return find_best([host], limits, sum_s, overhead_factor)
     # Without all nodes the host has nobody to be in step with: it is not held against the fleet with a
-    # stretch that it would not have.
-    best = find_best([host, *nodes], limits, sum_s, stretch, lone_stretch=1.0)
+    # overhead_factor that it would not have.
+    best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
     with suppress(TuningError):
-        without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), stretch)
-        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
+        without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), overhead_factor)
+        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST):
             return without
     return best

@@ -25,7 +25,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
-    if given.most:
+    if given.largest_global_batch:
         return given
     most = LINEAR_SCALING * reference_batch
     if num_samples is not None:

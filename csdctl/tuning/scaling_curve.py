@@ -15,7 +15,7 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.host_choice import find_best_ranks
 from csdctl.tuning.search import BestPlan, Limits, RankCandidate
 
-LEAST_STRETCH = 0.5
+MIN_OVERHEAD_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Costs:
 
     sum_cost: SumCost
     vector_bytes: int
-    stretch: float = 1.0
+    overhead_factor: float = 1.0
     """As in `predict`; a host alone has nobody to be in step with."""
 
     def sum_s(self, num_ranks: int) -> float:
@@ -46,13 +46,13 @@ class Choice:
     """Ranks that do not train with that plan: nodes that it leaves out, or the host."""
 
 
-def calibrate_stretch(tried: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
-    """The stretch with which ranks of these step times and batch sizes take `step_s` together.
+def calibrate_overhead(tried: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
+    """The overhead_factor with which ranks of these step times and batch sizes take `step_s` together.
 
-    Below 1 when they were quicker than alone; never below LEAST_STRETCH, where the sum must be what is wrong.
+    Below 1 when they were quicker than alone; never below MIN_OVERHEAD_FACTOR, where the sum must be what is wrong.
     """
     slowest_s = max(step_time.at(size) for step_time, size in tried)
-    return max(LEAST_STRETCH, (step_s - sum_s) / slowest_s)
+    return max(MIN_OVERHEAD_FACTOR, (step_s - sum_s) / slowest_s)
 
 
 def choose_best(
@@ -72,7 +72,7 @@ def choose_best(
         candidates,
         choice.limits(num_nodes),
         costs.sum_s,
-        costs.stretch if num_nodes else 1.0,
+        costs.overhead_factor if num_nodes else 1.0,
     )
 
 
@@ -126,12 +126,12 @@ def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs
     host, *nodes = (rank.model.node for rank in ranks)
     training = [rank for rank in ranks if rank.model.node not in idle]
     num_ranks = len(training) + (host in idle)
-    stretch = costs.stretch if num_ranks > 1 else 1.0
+    overhead_factor = costs.overhead_factor if num_ranks > 1 else 1.0
     prediction = predict(
         [rank.model for rank in training],
         [rank.batch_size for rank in training],
         costs.sum_s(num_ranks),
-        stretch,
+        overhead_factor,
     )
     sizes = {rank.model.node: rank.batch_size for rank in training}
     return BestPlan(sizes, prediction, tuple(node for node in nodes if node in idle))

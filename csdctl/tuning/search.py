@@ -24,7 +24,7 @@ NUM_CUTS = 12
 """Fleets that are tried, each without some of the slowest nodes."""
 SLACK = 0.005
 """Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
-LEAST_GAIN_WITHOUT_NODES = 0.02
+MIN_GAIN_WITHOUT_NODES = 0.02
 """Nodes are left out when the others are faster by this share without them."""
 
 OPTIONS = {
@@ -68,7 +68,7 @@ class Limits:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
-    def most(self) -> int | None:
+    def largest_global_batch(self) -> int | None:
         """The largest global batch that they allow."""
         return self.global_batch or self.max_global_batch
 
@@ -86,12 +86,12 @@ def find_best(
     candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
-    stretch: float = 1.0,
-    lone_stretch: float | None = None,
+    overhead_factor: float = 1.0,
+    lone_overhead_factor: float | None = None,
 ) -> BestPlan:
     """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
 
-    `stretch` as in `predict`; `lone_stretch` is that of a plan with one rank, None: the same. Raises
+    `overhead_factor` as in `predict`; `lone_overhead_factor` is that of a plan with one rank, None: the same. Raises
     TuningError when no plan keeps to the limits.
     """
     if not candidates:
@@ -99,8 +99,8 @@ def find_best(
 
     def best_of(members: Sequence[RankCandidate], num_times: int) -> BestPlan | None:
         is_lone = len(members) == 1
-        its_stretch = lone_stretch if is_lone and lone_stretch is not None else stretch
-        return _best_of(members, limits, collective_s(len(members)), its_stretch, num_times)
+        own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
+        return _best_of(members, limits, collective_s(len(members)), own_factor, num_times)
 
     fleets = {len(members): members for members in _fleets(candidates)}
     looked = {
@@ -112,7 +112,7 @@ def find_best(
     best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
     if fastest < len(candidates) and len(candidates) in looked:
         whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
-        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
+        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_NODES):
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
     return BestPlan(best.batch_sizes, best.prediction, left_out)
@@ -122,18 +122,18 @@ def best_equal(
     candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
 ) -> float | None:
     """Images a second of the best single batch size for all ranks; None when the limits allow none."""
     sum_s = collective_s(len(candidates))
     most_s = inf if limits.max_step_s is None else limits.max_step_s
-    if limits.most is None:
-        largest = min(one.step_time.largest_within((most_s - sum_s) / stretch) for one in candidates)
+    if limits.largest_global_batch is None:
+        largest = min(one.step_time.largest_within((most_s - sum_s) / overhead_factor) for one in candidates)
     else:
-        largest = limits.most // len(candidates)
+        largest = limits.largest_global_batch // len(candidates)
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
-        step_s = max(one.step_time.at(size) for one in candidates) * stretch + sum_s
+        step_s = max(one.step_time.at(size) for one in candidates) * overhead_factor + sum_s
         if size <= largest and step_s <= most_s:
             speeds.append(size * len(candidates) / step_s)
     return max(speeds, default=None)
@@ -157,14 +157,18 @@ def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandid
 
 
 def _slowness(step_time: StepTime) -> float:
-    return step_time.beyond_s or step_time.per_sample_s
+    return step_time.above_knee_s or step_time.per_sample_s
 
 
 def _best_of(
-    members: Sequence[RankCandidate], limits: Limits, collective_s: float, stretch: float, num_times: int
+    members: Sequence[RankCandidate],
+    limits: Limits,
+    collective_s: float,
+    overhead_factor: float,
+    num_times: int,
 ) -> BestPlan | None:
     """The best plan in which all `members` train; None when the limits allow none."""
-    most = limits.most
+    most = limits.largest_global_batch
     if most is not None and most < len(members):
         return None
     counts = _count_kinds(members)
@@ -173,7 +177,7 @@ def _best_of(
         return sum(kind.largest_within(time_s) * count for kind, count in counts.items())
 
     least_s = max(kind.at(1) for kind in counts)
-    most_s = _longest_time(limits, collective_s, stretch, least_s, total)
+    most_s = _longest_time(limits, collective_s, overhead_factor, least_s, total)
     if most_s < least_s:
         return None
     # A rate needs a look at each kind only; the sizes of all members are written down for the best alone.
@@ -189,7 +193,7 @@ def _best_of(
             slowest_s = max(kind.at(size) for kind, size in within.items())
         if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
-        found.append((num_samples / (slowest_s * stretch + collective_s), time_s))
+        found.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
     if not found:
         return None
     fastest = max(rate for rate, _ in found)
@@ -197,7 +201,7 @@ def _best_of(
     time_s = next(time_s for rate, time_s in found if rate >= fastest * (1 - SLACK))
     sizes = _sizes_at(time_s, members, most)
     prediction = predict(
-        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, stretch
+        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, overhead_factor
     )
     return BestPlan({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
 
@@ -224,15 +228,15 @@ def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None)
 def _longest_time(
     limits: Limits,
     collective_s: float,
-    stretch: float,
+    overhead_factor: float,
     least_s: float,
     total: Callable[[float], int],
 ) -> float:
     """The longest T that the limits allow, found by halving; there is one limit at least."""
     most_s = inf
     if limits.max_step_s is not None:
-        most_s = (limits.max_step_s - collective_s) / stretch
-    most = limits.most
+        most_s = (limits.max_step_s - collective_s) / overhead_factor
+    most = limits.largest_global_batch
     if most is None:
         return most_s
     low, high = least_s, least_s

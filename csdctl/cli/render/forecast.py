@@ -8,7 +8,7 @@ from rich.table import Table
 
 from csdctl.cli.render.numbers import show_joules, show_rate, show_seconds, show_share
 from csdctl.perfmodel.scaling import CurvePoint
-from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
+from csdctl.perfmodel.verdict import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 
 MAX_ROWS = 40
@@ -108,7 +108,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
     sentences = {
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
-        f"(less than {LEAST_WORTH:.0%} is noise)",
+        f"(less than {MIN_GAIN:.0%} is noise)",
         Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
@@ -133,10 +133,10 @@ def _advice(verdict: Verdict) -> list[str]:
     elif verdict.worth_from is not None:
         advice.append(f"the least number that is worth it: {_nodes(verdict.worth_from)}")
     if verdict.useful_nodes == 0:
-        advice.append(f"no node adds {LEAST_SHARE_OF_NODE:.0%} of its own speed")
+        advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own speed")
     elif verdict.useful_nodes < verdict.num_nodes:
         advice.append(
-            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {LEAST_SHARE_OF_NODE:.0%} "
+            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {MIN_SHARE_OF_NODE:.0%} "
             "of its own speed: the sum over the ranks, or waiting, takes the rest"
         )
     if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:

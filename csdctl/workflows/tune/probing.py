@@ -24,10 +24,10 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.tune.options import PROBE_DEADLINE_S
 from csdctl.workflows.workspace.workspace import Workspace
 
 START_DEADLINE_S = 300.0
-PROBE_DEADLINE_S = 600.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
 BUSY_STEP_S = 0.5
@@ -222,7 +222,7 @@ class Prober:
         self._conversation: Conversation | None = None
         self.peaks: dict[int, int] = {}
         """Batch sizes larger than all before, and the most memory that the worker had held then, in bytes."""
-        self.killing: set[int] = set()
+        self.oom_sizes: set[int] = set()
         """Batch sizes that the worker died of."""
 
     @property
@@ -279,7 +279,7 @@ class Prober:
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
         except EOFError:
             if self._died_of_memory():
-                self.killing.add(request.batch_size)
+                self.oom_sizes.add(request.batch_size)
                 self.close()
                 return None
             raise self._why_it_ended() from None

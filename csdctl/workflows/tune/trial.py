@@ -8,13 +8,13 @@ training's do. No data is read, no private data in particular, none is sent, and
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
 from csdctl.launch.rank_process import AttachRank
 from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -25,23 +25,6 @@ from csdctl.workflows.workspace.workspace import Workspace
 SKIPPING_FROM = 10
 """With so many steps or more, those until a rank first tells of its progress do not count: the first is slow.
 Few are long ones, which have no slow first step."""
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """What the steps of a trial took, in order of rank."""
-
-    num_steps: int
-    step_s: float
-    """Of the whole fleet, from one step to the next."""
-    samples_per_s: float
-    compute_s: tuple[float, ...]
-    """Of each rank in a step."""
-    wall_s: float
-    """Of all steps, also those that do not count."""
-    collective: str
-    sum_s: float
-    """One sum of the model's vector over these ranks, as the ranks measured it when they met."""
 
 
 def run_trial(

@@ -43,15 +43,15 @@ planned = st.builds(
     st.integers(1, 9),
 )
 def test_every_point_is_what_predict_says(
-    host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, stretch: float, num_nodes: int
+    host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, overhead_factor: float, num_nodes: int
 ) -> None:
-    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, stretch=stretch)[num_nodes]
+    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, overhead_factor=overhead_factor)[num_nodes]
     ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
     said = predict(
         [rank.model for rank in ranks],
         [rank.batch_size for rank in ranks],
         cost.at(1000, len(ranks)),
-        stretch,
+        overhead_factor,
     )
     assert point.step_s == pytest.approx(said.step_s)
     assert point.samples_per_s == pytest.approx(said.samples_per_s)
@@ -60,9 +60,9 @@ def test_every_point_is_what_predict_says(
     assert point.global_batch == sum(rank.batch_size for rank in ranks)
 
 
-def test_host_alone_is_in_step_with_nobody_and_sums_nothing() -> None:
+def test_host_alone_is_from_trial_with_nobody_and_sums_nothing() -> None:
     cost = CollectiveCost(fixed_s=1.0, per_rank_s=1.0)
-    alone = predict_curve(HOST, [NODE], 1, cost, stretch=1.5)[0]
+    alone = predict_curve(HOST, [NODE], 1, cost, overhead_factor=1.5)[0]
     assert (alone.samples_per_s, alone.speedup, alone.efficiency) == (100.0, 1.0, 1.0)
 
 

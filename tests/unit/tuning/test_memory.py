@@ -1,6 +1,6 @@
 import pytest
 
-from csdctl.tuning.memory import largest_fitting, predict_peak_bytes
+from csdctl.tuning.memory import largest_within_memory, predict_peak_bytes
 
 
 def test_measured_size_is_not_predicted() -> None:
@@ -30,9 +30,9 @@ def test_highest_mark_of_a_process_does_not_fall() -> None:
 
 @pytest.mark.parametrize("peaks", [{8: 100}, {8: 100, 16: 100}])
 def test_without_a_line_memory_is_taken_to_grow_in_proportion(peaks: dict[int, int]) -> None:
-    assert largest_fitting(peaks, 250) == max(peaks) * 250 // 100
+    assert largest_within_memory(peaks, 250) == max(peaks) * 250 // 100
 
 
 def test_what_fits_is_where_the_line_meets_the_memory() -> None:
-    assert largest_fitting({8: 100, 16: 180}, 380) == 36
-    assert largest_fitting({}, 380) is None
+    assert largest_within_memory({8: 100, 16: 180}, 380) == 36
+    assert largest_within_memory({}, 380) is None

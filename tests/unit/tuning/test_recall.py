@@ -3,9 +3,9 @@
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import Point
 from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
 from csdctl.tuning.recall import points_with, recall_in_step, recall_points
+from csdctl.tuning.step_time_fit import Point
 
 TWO, ONE = RuntimeSettings(2), RuntimeSettings(1)
 LINE = StepTime(0.1, 0.01)

@@ -11,10 +11,10 @@ from csdctl.perfmodel.scaling import PlannedRank, predict_curve
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.host_choice import find_best_ranks
 from csdctl.tuning.scaling_curve import (
-    LEAST_STRETCH,
+    MIN_OVERHEAD_FACTOR,
     Choice,
     Costs,
-    calibrate_stretch,
+    calibrate_overhead,
     choose_best,
     predict_best_curve,
     size_ranks,
@@ -58,13 +58,13 @@ def test_nodes_beyond_those_that_are_there_begin_again() -> None:
 
 
 def test_host_alone_has_nobody_to_be_in_step_with() -> None:
-    slow = Costs(SUMS, 0, stretch=2.0)
+    slow = Costs(SUMS, 0, overhead_factor=2.0)
     alone = choose_best(HOST, [CSD], 0, WITHIN, slow)
     assert alone.prediction == choose_best(HOST, [CSD], 0, WITHIN, COSTS).prediction
 
 
 def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() -> None:
-    dear = Costs(CollectiveCost(per_rank_s=5.0), 0, stretch=1.5)
+    dear = Costs(CollectiveCost(per_rank_s=5.0), 0, overhead_factor=1.5)
     alone, pair = predict_best_curve(
         PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, Power(host_w=100.0, node_w=10.0)
     )
@@ -121,20 +121,20 @@ def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
     assert set(best.batch_sizes) == {"host", "csd0"}
 
 
-def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
+def test_node_is_from_trial_with_a_planned_host_that_sits_out() -> None:
     host, node = PLANNED[:2]
     idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
-    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, stretch=1.2))
+    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, overhead_factor=1.2))
     assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
 
 
 HOST_THERE = RankCandidate("host", HOST.step_time, is_required=True)
 
 
-def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> None:
+def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_overhead() -> None:
     """The nodes add a quarter; being in step costs more."""
     nodes = [RankCandidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
-    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, stretch=1.5)
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, overhead_factor=1.5)
     assert set(best.batch_sizes) == {"host"}
     assert best.left_out == ("csd0", "csd1", "csd2")
     alone = find_best_ranks(HOST_THERE, [], Limits(max_global_batch=512), COSTS.sum_s)
@@ -143,22 +143,24 @@ def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> N
 
 def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
     nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
-    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, stretch=1.1)
+    best = find_best_ranks(
+        HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, overhead_factor=1.1
+    )
     assert best.left_out == ()
 
 
 def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
     nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
     limits = Limits(max_step_s=0.03, max_global_batch=512)
-    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, stretch=1.5)
+    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, overhead_factor=1.5)
     assert set(best.batch_sizes) == {"host"}
 
 
 def test_stretch_is_what_makes_the_model_agree_with_a_trial() -> None:
     tried = [(HOST.step_time, 100), (CSD.step_time, 10)]
-    assert calibrate_stretch(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
-    assert calibrate_stretch(tried, 0.3 * 0.9 + 0.01, 0.01) == pytest.approx(0.9)
-    assert calibrate_stretch(tried, 0.3, 0.5) == LEAST_STRETCH
+    assert calibrate_overhead(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
+    assert calibrate_overhead(tried, 0.3 * 0.9 + 0.01, 0.01) == pytest.approx(0.9)
+    assert calibrate_overhead(tried, 0.3, 0.5) == MIN_OVERHEAD_FACTOR
 
 
 def test_rank_without_a_batch_size_is_given_what_it_could_do_meanwhile() -> None:

@@ -94,7 +94,7 @@ class TestTransfer:
         assert transfer_step_time(unknown, [(MODEL, STEP)]) is None
 
     def test_knee_is_not_carried_over(self) -> None:
-        found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, beyond_s=0.01))])
+        found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, above_knee_s=0.01))])
         assert found == STEP
 
     @given(features, st.lists(st.tuples(features, step_times), max_size=5))

@@ -99,8 +99,8 @@ def test_size_below_one_that_fitted_is_always_measured() -> None:
         assert prober.measure(ProbeRequest(16))
 
 
-def test_size_that_killed_the_worker_is_told_from_one_foreseen_not_to_fit() -> None:
+def test_size_that_killed_the_worker_is_recorded() -> None:
     with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
         prober.start()
         prober.measure(ProbeRequest(64))
-        assert prober.killing == {64}
+        assert prober.oom_sizes == {64}

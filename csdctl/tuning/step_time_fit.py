@@ -17,15 +17,15 @@ Array = npt.NDArray[np.float64]
 
 HUBER_K = 1.345
 """Residuals beyond so many standard deviations weigh less; 95% as efficient as least squares without any."""
-LEAST_SCALE = 0.01
+MIN_SCALE = 0.01
 """Residuals are never held against less noise than this."""
 MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
-KNEE_LEAST_SIZES = 5
+KNEE_MIN_SIZES = 5
 """So many different batch sizes before a knee is looked for: two lines fit four points always."""
-KNEE_LEAST_F = 50.0
+KNEE_MIN_F = 50.0
 """The F statistic beyond which a knee is believed; high, because it is the best of several places."""
-KNEE_LEAST_CHANGE = 0.1
+KNEE_MIN_CHANGE = 0.1
 """A second slope within this share of the first is the first."""
 
 
@@ -57,15 +57,15 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
         (slope,), _ = _fit(sizes[:, np.newaxis], times)
         return StepTime(0.0, slope)
     best = StepTime(line[0], line[1])
-    if len(distinct) < KNEE_LEAST_SIZES:
+    if len(distinct) < KNEE_MIN_SIZES:
         return best
     # F = (what the knee explains) / (what it leaves, for each probe that is free): solved for what it leaves.
     num_free = len(probes) - 3
-    least = error / (1 + KNEE_LEAST_F / num_free)
+    least = error / (1 + KNEE_MIN_F / num_free)
     for knee in distinct[1:-2]:
         columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
         bent, error = _fit(np.stack(columns, axis=1), times)
-        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_LEAST_CHANGE
+        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_MIN_CHANGE
         if is_bent and error < least:
             least = error
             best = StepTime(bent[0], bent[1], knee, bent[2])
@@ -83,12 +83,12 @@ def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
         coefficients = non_negative(columns * roots[:, np.newaxis], times * roots)
         before, fitted = fitted, columns @ np.array(coefficients)
         residuals = times / fitted - 1
-        scale = max(LEAST_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
+        scale = max(MIN_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
         weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
         if np.allclose(before, fitted, rtol=1e-4):
             break
     # Exact probes leave nothing, and no knee gains on that.
-    return coefficients, float(np.average(residuals**2, weights=weights)) + (LEAST_SCALE / 10) ** 2
+    return coefficients, float(np.average(residuals**2, weights=weights)) + (MIN_SCALE / 10) ** 2
 
 
 def non_negative(columns: Array, wanted: Array) -> list[float]:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import FitError, Point, fit_step_time
+from csdctl.tuning.step_time_fit import FitError, Point, fit_step_time
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 
@@ -24,7 +24,7 @@ def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) ->
 
 
 def test_knee_is_found_where_the_probes_show_one() -> None:
-    bent = StepTime(0.01, 0.001, knee=64, beyond_s=0.002)
+    bent = StepTime(0.01, 0.001, knee=64, above_knee_s=0.002)
     found = fit_step_time(measured(bent))
     assert found.knee == 64
     assert found.at(200) == pytest.approx(bent.at(200), rel=0.01)
