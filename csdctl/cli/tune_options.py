@@ -17,8 +17,8 @@ MaxGlobalBatchOption = Annotated[
     typer.Option(
         "--max-global-batch",
         min=1,
-        help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth of "
-        "an epoch's samples.",
+        help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth "
+        "of an epoch's samples.",
         show_default=False,
     ),
 ]

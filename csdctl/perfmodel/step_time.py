@@ -1,7 +1,7 @@
-"""How long a machine computes for a batch, alone: α + β·b, with a second slope beyond a knee; pure.
+"""The compute time of one machine by batch size: α + β·b, with a second slope beyond a knee; pure.
 
-α is what a step costs however small it is (the graph's overhead, the optimizer), β the time of one more
-sample. Beyond the knee, where a batch no longer fits into a cache, a sample may cost more or less.
+α is the fixed cost of a step (the graph's overhead, the optimizer), β the time of one more sample. Beyond the
+knee, where a batch no longer fits in a cache, a sample may cost more or less.
 """
 
 import math
@@ -17,19 +17,19 @@ class StepTime:
     per_sample_s: float
     """β, above 0."""
     knee: int | None = None
-    """Samples beyond this many cost `above_knee_s` each."""
+    """Samples beyond this number take `above_knee_s` each."""
     above_knee_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0 and self.per_sample_s > 0):
-            raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s a sample")
+            raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s per sample")
         if (self.knee is None) != (self.above_knee_s is None) or (
             self.above_knee_s is not None and self.above_knee_s <= 0
         ):
             raise ValueError("a knee needs a time above 0 for the samples beyond it")
 
     def at(self, batch_size: int) -> float:
-        """Seconds for `batch_size` samples; 0 for none, which is no step at all."""
+        """Return the seconds for `batch_size` samples; 0 for none."""
         if batch_size <= 0:
             return 0.0
         if self.knee is None or self.above_knee_s is None:
@@ -38,7 +38,7 @@ class StepTime:
         return self.fixed_s + self.per_sample_s * before + self.above_knee_s * (batch_size - before)
 
     def largest_within(self, time_s: float) -> int:
-        """The most samples that take no longer than `time_s`; 0 when not even one does."""
+        """Return the largest batch that takes at most `time_s`; 0 when one sample takes longer."""
         if time_s < self.at(1):
             return 0
         left = time_s - self.fixed_s
@@ -50,7 +50,7 @@ class StepTime:
         return nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
 
     def scaled(self, factor: float) -> "StepTime":
-        """The same machine, `factor` times as slow."""
+        """Return the step time of a machine that is `factor` times as slow."""
         above_knee_s = None if self.above_knee_s is None else self.above_knee_s * factor
         return replace(
             self,

@@ -1,7 +1,7 @@
-"""The measurements file: what was measured, by model, recipe, machine class and settings, for the next tuning.
+"""Stored measurements, by model, recipe, machine class and settings, for the next tuning.
 
-Values in and out are those of tuning/measurements.py; the caller gives the time. Of repeated measurements only
-the newest are kept (measurements_rows.py). measurements_file.py has the file itself and its errors.
+Values in and out are those of tuning/measurements.py; the caller gives the time. Of repeated measurements
+only the newest are kept (measurements_rows.py). measurements_file.py has the file itself and its errors.
 """
 
 import contextlib
@@ -139,7 +139,7 @@ class MeasurementStore:
         return self._read(rows.select_models)
 
     def find_models(self, wanted: str) -> list[ModelFeatures]:
-        """Return the models with this name, short or full, or this start of a hash; raises InputError for none."""
+        """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
         known = self.models()
         is_hash = len(wanted) >= MIN_HASH_LENGTH
         found = [
@@ -197,7 +197,7 @@ class MeasurementStore:
 
 @contextlib.contextmanager
 def open_measurements(path: Path) -> Iterator[MeasurementStore]:
-    """Open the measurements at `path`, and create the file when it is missing; raises as MeasurementsFile does."""
+    """Open the measurements at `path`, creating the file if missing; raises as MeasurementsFile does."""
     with contextlib.closing(MeasurementsFile(path)) as file:
         yield MeasurementStore(file)
 

@@ -3,7 +3,7 @@
 Machines of one class share what is measured on any of them. The host is a class of its own.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from csdctl.perfmodel.step_time import StepTime
@@ -15,7 +15,7 @@ from csdctl.tuning.step_time_fit import Point, fit_step_time
 MAX_PROBES = 8
 """Of one class, in one tuning."""
 OOM_RETRY_SHARE = 0.6
-"""After a rank ran out of memory in a trial, the next one computes at most this share of its samples at once."""
+"""The share of its samples that a rank computes at once after it ran out of memory in a trial."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ class ClassModel:
         """Return the peak memory of a rank with `batch_size`; None: too little was measured."""
         return predict_peak_bytes(self.peaks, self.limit_at_once(batch_size))
 
-    def with_probes(self, outcomes: Iterable[ProbeOutcome]) -> "ClassModel":
+    def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
         """Return the model with the outcomes of probes with its settings."""
-        points, peaks, too_large, count = list(self.points), self.peaks, self.too_large, 0
-        for count, outcome in enumerate(outcomes, start=1):
+        points, peaks, too_large = list(self.points), self.peaks, self.too_large
+        for outcome in outcomes:
             peaks = merge_peaks(peaks, outcome.peaks)
             if outcome.step_time_s is None:
                 too_large = min(outcome.batch_size, too_large or outcome.batch_size)
@@ -111,7 +111,7 @@ class ClassModel:
             points=tuple(points),
             peaks=peaks,
             too_large=too_large,
-            num_new_probes=self.num_new_probes + count,
+            num_new_probes=self.num_new_probes + len(outcomes),
         )
 
     def with_settings(self, settings: RuntimeSettings, time_ratio: float) -> "ClassModel":

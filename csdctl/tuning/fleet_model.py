@@ -21,7 +21,7 @@ class FleetModel:
     """What each rank gives to a sum."""
     required: frozenset[str] = frozenset()
     """Machines that no plan leaves out: the host, and nodes with private data."""
-    collective_cost: CollectiveCost = CollectiveCost()
+    collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
     """A step's time without the sum, over the compute time of its slowest rank."""
     outlier_factors: Mapping[str, float] = field(default_factory=dict)

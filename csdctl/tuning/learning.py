@@ -23,7 +23,7 @@ def learn_collectives(model: FleetModel, measured: Sequence[CollectiveMeasuremen
 def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
     """Return the model with one round of probes, by machine, with the settings of each machine's class."""
     classes = {
-        name: one.with_probes(outcomes[machine] for machine in one.machines if machine in outcomes)
+        name: one.with_probes([outcomes[machine] for machine in one.machines if machine in outcomes])
         for name, one in model.classes.items()
     }
     return replace(model, classes=classes)
@@ -63,7 +63,7 @@ def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
 
 
 def learn_out_of_memory(model: FleetModel, machine: str, batch_size: int) -> FleetModel:
-    """Return the model after a rank ran out of memory in a trial: its class computes smaller micro-batches."""
+    """Return the model after a rank ran out of memory: its class computes smaller micro-batches."""
     return model.with_class(model.class_name(machine), model.class_of(machine).with_out_of_memory(batch_size))
 
 

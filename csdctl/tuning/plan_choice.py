@@ -58,7 +58,7 @@ def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> 
 
 
 def predict_gain(model: FleetModel, limits: Limits, batch_sizes: Mapping[str, int]) -> float | None:
-    """Predict the gain of these batch sizes over the best equal one; None: no equal one keeps to the limits."""
+    """Predict the gain of these batch sizes over the best equal one; None: the limits allow no equal one."""
     equal = best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
     return predict_samples_per_s(model, batch_sizes) / equal - 1 if equal else None
 

@@ -30,7 +30,7 @@ MIN_SIZES = 2
 """Different sizes of a class, including earlier ones. More probes make the line surer and the plan hardly
 better, because the trial that follows shows how high it lies (tests/bench/test_planning.py, with noise)."""
 GUESSED_SHARES = (0.25, 0.5, 0.12)
-"""Shares of a planned size that is only guessed, by machine: a size that is too large costs time or memory."""
+"""Shares of a planned size that is only guessed, by machine: too large a probe costs time or memory."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
 
@@ -39,7 +39,7 @@ ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
 
 
 def limit_probes(model: FleetModel, limits: Limits, num_reserved: int = 0) -> FleetModel:
-    """Return the model with the largest batch a plan can give, and `num_reserved` probes held back per class."""
+    """Return the model with the largest batch a plan can give, and `num_reserved` probes less per class."""
     largest = limits.largest_global_batch
     max_size = max(1, largest - len(model.machines) + 1) if largest else None
     classes = {

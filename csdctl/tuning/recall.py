@@ -40,7 +40,7 @@ def guess_class(
     features: ModelFeatures,
     similar: Sequence[tuple[ModelFeatures, Sequence[ProbeMeasurement]]],
 ) -> ClassModel:
-    """Return `blank` with a guess from probes of `similar` models on the same machine class, nearest first."""
+    """Return `blank` with a guess from `similar` models on the same machine class, nearest first."""
     neighbours = [
         (other, fit_step_time(points))
         for other, probes in similar

@@ -26,8 +26,8 @@ def measured_basis(
 ) -> ForecastBasis:
     """Return a basis with the batch sizes of `plan` for the fleet as it is, the best for other numbers.
 
-    `num_samples` of an epoch, None: not known. `max_global_batch` applies without a plan; None: the default of
-    `tune`. Raises TuningError when the limits allow no plan.
+    `num_samples` of an epoch, None: not known. `max_global_batch` applies without a plan; None: the default
+    of `tune`. Raises TuningError when the limits allow no plan.
     """
     given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
     choice = _choice_of_tune(job, fleet, plan, num_samples, given)

@@ -12,7 +12,7 @@ from csdctl.workflows.train.plan_validation import RETUNE
 
 
 def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
-    """Return the batch sizes and speeds of the plan's ranks; raises InputError when they were not measured."""
+    """Return the batch sizes and speeds of the plan; raises InputError when they were not measured."""
     if not plan.ranks[0].batch_size:
         raise InputError(
             "the host sits out in the plan: its speed alone, which nodes are compared with, is not known",

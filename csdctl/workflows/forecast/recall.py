@@ -1,7 +1,7 @@
 """What the stored measurements say about a job's model on a fleet, without connecting to a machine.
 
-Measurements are found as `tune` finds them: by the model's architecture, the recipe, the form of the data, and
-the classes of the machines. Where this model was never measured, similar ones serve as a guess.
+Measurements are found as `tune` finds them: by the model's architecture, the recipe, the form of the data,
+and the classes of the machines. Where this model was never measured, similar ones serve as a guess.
 """
 
 from collections.abc import Mapping, Sequence

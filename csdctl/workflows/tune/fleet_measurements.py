@@ -1,7 +1,7 @@
-"""The stored measurements of one model, trained by one job on one fleet: read before, and added to by, a tuning.
+"""Stored measurements of one model, trained by one job on one fleet, as a tuning reads and adds to them.
 
-The model of the fleet is pure (csdctl/tuning/fleet_model.py); this module reads it from the measurements file,
-stamps what is new with the time, and writes it.
+The model of the fleet is pure (csdctl/tuning/fleet_model.py). This module builds it from the measurements
+file, and writes new measurements there with their time.
 """
 
 import hashlib
@@ -154,7 +154,7 @@ class FleetMeasurements:
             self._add_probes(machine, probes)
 
     def keep_trial(self, model: FleetModel, tried: TriedPlan) -> None:
-        """Keep a trial; `model` has learnt from it, so that outliers are kept with their class's step time."""
+        """Keep a trial that `model` has learnt from; outliers are kept with the step time of their class."""
         now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
@@ -201,7 +201,7 @@ class FleetMeasurements:
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:
-    """Hash what a step's time depends on besides the model: optimizer, loss, metrics, the form of the data."""
+    """Hash what a step's time depends on besides the model: optimizer, loss, metrics, form of the data."""
     recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],

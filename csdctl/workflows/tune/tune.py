@@ -79,7 +79,7 @@ def tune_job(
 def tune(
     job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
 ) -> Plan:
-    """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial's ranks raise."""
+    """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("a host that sits out needs nodes that train, and the method fit")
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit

@@ -49,7 +49,7 @@ def test_page_shows_what_the_command_prints() -> None:
 def test_verdict_names_nodes_that_are_worth_it() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24]))
     assert "24 nodes: worth it" in text
-    assert "the least number that is worth it: 2 nodes" in text
+    assert "the smallest number that is worth it: 2 nodes" in text
     assert "published figures" in text
 
 

@@ -63,7 +63,7 @@ class TestSpeedup:
         assert points[24].sum_s == pytest.approx(0.769, abs=0.001)
 
     def test_speedup_beyond_the_margin_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="cannot bring 3.0 times"):
+        with pytest.raises(ValueError, match="cannot reach 3.0 times"):
             fit_ring(speedup=3.0)
 
     def test_slowdown_of_a_node_fades_out_beyond_5_or_6_as_the_paper_saw(self) -> None:

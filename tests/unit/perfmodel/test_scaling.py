@@ -45,7 +45,9 @@ planned = st.builds(
 def test_every_point_is_what_predict_says(
     host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, overhead_factor: float, num_nodes: int
 ) -> None:
-    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, overhead_factor=overhead_factor)[num_nodes]
+    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, overhead_factor=overhead_factor)[
+        num_nodes
+    ]
     ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
     said = predict(
         [rank.model for rank in ranks],
@@ -79,7 +81,7 @@ def test_larger_fleet_has_the_same_mixture() -> None:
 
 
 def test_nodes_that_nobody_knows_are_refused() -> None:
-    with pytest.raises(ValueError, match="without one node"):
+    with pytest.raises(ValueError, match="without one to repeat"):
         predict_curve(HOST, [], 1, NOTHING)
     assert len(predict_curve(HOST, [], 0, NOTHING)) == 1
 
@@ -163,7 +165,7 @@ def test_number_with_the_least_energy_is_said() -> None:
 
 
 def test_host_alone_cannot_be_judged() -> None:
-    with pytest.raises(ValueError, match="nothing to judge"):
+    with pytest.raises(ValueError, match="has no verdict"):
         verdict(0)
 
 

@@ -261,7 +261,7 @@ class TestTroubles:
         connection.close()
         content = path.read_bytes()
         with (
-            pytest.raises(InputError, match=f"schema {SCHEMA + 1}, a newer csdctl") as raised,
+            pytest.raises(InputError, match=f"schema {SCHEMA + 1}, from a newer csdctl") as raised,
             open_measurements(path),
         ):
             pass

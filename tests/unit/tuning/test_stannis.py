@@ -191,7 +191,7 @@ def test_nothing_to_tune_is_refused() -> None:
 
 def test_steps_too_small_to_end_are_refused_after_a_bounded_number_of_rounds() -> None:
     engines = Engines({"host": linear(1e6), "csd0": linear(1, 0.1)})
-    with pytest.raises(TuningError, match="C = 1000000.0 makes steps too small"):
+    with pytest.raises(TuningError, match="C = 1000000.0 makes the steps too small"):
         engines.tune(step_divisor=1e6)
     assert len(engines.rounds) == len(LIST) + MAX_ROUNDS
 

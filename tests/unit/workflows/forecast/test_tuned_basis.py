@@ -375,4 +375,4 @@ class TestCommand:
         remember_probes(at)
         monkeypatch.chdir(at.project.root)
         done = CliRunner().invoke(app, ["forecast", "--sum-seconds", "1"])
-        assert "2 nodes of them left out: more time than they would bring" in done.stdout
+        assert "2 nodes left out: they would cost more time than they bring" in done.stdout

@@ -59,8 +59,8 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
-    enlist = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
-    assert enlist["csd0"]("spec.json", 1) is fleet.of_node()[0]
+    attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
+    assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
     assert json.loads(fleet.of_node()[0].sent[-1]) == {"spec": "spec.json", "rank": 1}
     assert len(fleet.of_node()) == 1
 
@@ -72,8 +72,8 @@ def test_usual_session_stays_beside_another_where_memory_has_room(fleet: Fleet, 
     fleet.probe()
     has_room = fleet.num_sessions == 2
     assert fleet.of_node()[0].is_closed == (not has_room)
-    enlist = fleet.rounds.prepare_trial({"csd0": taken})
-    used = enlist["csd0"]("spec.json", 0)
+    attach = fleet.rounds.prepare_trial({"csd0": taken})
+    used = attach["csd0"]("spec.json", 0)
     open_ones = [one for one in fleet.of_node() if not one.is_closed]
     assert open_ones == [used]
     assert len(fleet.of_node()) == (2 if taken == OTHER or has_room else 3)
