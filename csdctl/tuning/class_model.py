@@ -122,7 +122,7 @@ class ClassModel:
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
         """Return the model with one more trial: steps of `size` took `ratio` times as long as modelled.
 
-        All trials count alike.
+        All trials have the same weight.
         """
         sizes = (*self.trial_sizes, size)
         factor = self.in_step_factor * ratio ** (1 / len(sizes))

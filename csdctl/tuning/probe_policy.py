@@ -1,9 +1,8 @@
-"""Which batch sizes to probe next: few for each class of machines, where they tell most; pure.
+"""Which batch sizes to probe next: few for each machine class, where they inform the plan most; pure.
 
-Machines of one class share: in a round each of them may take another batch size. The first round spreads over
-small sizes, which are quick. After it the fits say which batch sizes the best plan would have, and the next
-rounds probe half of that and less, until every class was measured there: large steps take long, and a trial
-of the plan measures those.
+Machines of one class may take different batch sizes in a round. The first round spreads over small sizes,
+which are quick. Then the fits show which batch sizes the best plan would have, and the next rounds probe half
+of that and less, until every class was measured there: large steps take long, and a trial measures those.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,8 +21,8 @@ FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 MAX_GROWTH = 4
 """A probe's batch is at most this many times the largest that fitted: memory may end in between."""
 NEAR = 2.5
-"""A probe tells about sizes within this factor: a trial measures the planned size itself. Half of the planned
-size is probed, and the plan moves a little with the result."""
+"""A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
+planned size is probed, and the plan moves a little with the result."""
 MEMORY_NEAR = 1.25
 """At the end of memory, a larger size is not probed when it is within this factor of what was measured."""
 MIN_SIZES = 2

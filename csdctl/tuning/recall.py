@@ -17,7 +17,7 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 
 
 def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
-    """Return `blank` with what `known` says, oldest first, of this model, recipe and machine class.
+    """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
     Settings are those of the newest trial; with `threads` set by the user (0: not set), of the newest one
     with that many.

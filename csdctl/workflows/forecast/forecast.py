@@ -43,7 +43,7 @@ class Forecast:
 
 
 def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
-    """Forecast what `request` asks for; raises InputError when this basis cannot tell."""
+    """Forecast what `request` asks for; raises InputError when this basis does not allow it."""
     counts = range(basis.num_nodes + 1) if request.node_counts is None else request.node_counts
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:

@@ -1,4 +1,4 @@
-"""What the stored measurements say about a job's model on a fleet, without connecting to a machine.
+"""Stored measurements of a job's model on a fleet, read without connecting to a machine.
 
 Measurements are found as `tune` finds them: by the model's architecture, the recipe, the form of the data,
 and the classes of the machines. Where this model was never measured, similar ones serve as a guess.
@@ -32,7 +32,7 @@ NOT_PREPARED = ""
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why the measurements cannot tell."""
+    """Why the measurements cannot serve as a basis."""
 
     reason: str
     remedy: str
@@ -40,7 +40,7 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What the measurements say about one model on one fleet."""
+    """The measurements of one model on one fleet."""
 
     host: RankModel
     nodes: tuple[RankModel, ...]
@@ -64,7 +64,7 @@ def recall(
     data: PreparedData | None,
     say: Say,
 ) -> Recalled | Unknown:
-    """Return what the measurements of `project` say; raises what building a new model raises."""
+    """Recall the measurements of `project`; raises what building a new model raises."""
     machines = fleet.machines
     if undiscovered := [name for name in machines if name not in facts or not is_ready(facts[name])]:
         return Unknown(f"the facts of {show_names(undiscovered)} are not known yet", "run `csdctl discover`")
@@ -102,7 +102,7 @@ def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled 
 
 
 def _step_time(known: ClassModel) -> StepTime:
-    """Return the step time, or the guess as it is: the memory of another model says nothing."""
+    """Return the step time, or the unchanged guess: another model's memory is not known to bound it."""
     return known.guess if known.guess and not known.points else known.step_time()
 
 

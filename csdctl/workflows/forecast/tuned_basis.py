@@ -38,7 +38,7 @@ def tuned_basis(
     """Return what is known about how `job` trains on `fleet`; None: there is no fleet file.
 
     `num_samples` of an epoch, None: as prepared. `max_global_batch` replaces the limit that the plan was
-    tuned with, so that only the measurements can tell. Raises InputError with a remedy when nothing is known,
+    tuned with, so that the plan is not used. Raises InputError with a remedy when nothing is known,
     and what building a new model raises.
     """
     data = load_prepared(project, job)

@@ -114,8 +114,8 @@ def tune(
     is_exploring: bool = False,
 ) -> TunedFleet:
     with measurements_of(at) as measurements:
-        say = [].append if said is None else said.append
-        tuner = FitTuner(measurer, measurements, LIMITS, say, is_exploring)
+        lines: list[str] = [] if said is None else said
+        tuner = FitTuner(measurer, measurements, LIMITS, lines.append, is_exploring)
         return tuner.tune(measurements.recall_fleet())
 
 
