@@ -28,23 +28,11 @@ from tests.unit.workflows.measured_project import (
     build,
     facts_of,
     make_project,
-    remember_all,
     remember_probes,
     remember_sums,
     trial_step_s,
     write_job,
 )
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> MeasuredProject:
-    return make_project(tmp_path)
-
-
-@pytest.fixture
-def measured(at: MeasuredProject) -> MeasuredProject:
-    remember_all(at)
-    return at
 
 
 def basis_of(at: MeasuredProject, **options: Any) -> ForecastBasis:

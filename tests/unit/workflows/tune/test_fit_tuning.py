@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +24,6 @@ from tests.unit.workflows.measured_project import (
     SUMS,
     MeasuredProject,
     facts_of,
-    make_project,
-    remember_all,
 )
 
 LIMITS = Limits(global_batch=160)
@@ -86,17 +83,6 @@ class ScriptedMeasurer:
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         self.trials.append(ranks)
         return self.trial(ranks)
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> MeasuredProject:
-    return make_project(tmp_path)
-
-
-@pytest.fixture
-def measured(at: MeasuredProject) -> MeasuredProject:
-    remember_all(at)
-    return at
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """What a tuning recalls of earlier measurements."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -16,18 +15,12 @@ from tests.unit.workflows.measured_project import (
     MeasuredProject,
     class_of,
     facts_of,
-    make_project,
     remember_trial,
     settings_of,
 )
 
 LINE = StepTime(0.1, 0.01)
 EIGHT = settings_of(HOST_NAME)
-
-
-@pytest.fixture
-def at(tmp_path: Path) -> MeasuredProject:
-    return make_project(tmp_path)
 
 
 def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
