@@ -20,7 +20,7 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
     columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
     if basis.power:
-        columns += ["an image", "the job"]
+        columns += ["a sample", "the job"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for point in pick_evenly(forecast.points, MAX_ROWS):
@@ -109,7 +109,7 @@ def _reasons(forecast: Forecast) -> dict[Reason, str]:
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
         f"(less than {MIN_GAIN:.0%} is noise)",
-        Reason.NO_ENERGY_SAVED: f"an image takes {show_joules(point.joules_per_image)}, "
+        Reason.NO_ENERGY_SAVED: f"a sample takes {show_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
     return {reason: sentences[reason] for reason in forecast.verdict.reasons}
@@ -140,5 +140,5 @@ def _advice(verdict: Verdict) -> list[str]:
             "of its own speed: the sum over the ranks, or waiting, takes the rest"
         )
     if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
-        advice.append(f"least energy for an image: {_nodes(verdict.least_energy_nodes)}")
+        advice.append(f"least energy for a sample: {_nodes(verdict.least_energy_nodes)}")
     return advice

@@ -65,7 +65,7 @@ def test_verdict_names_energy_that_is_not_saved() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24], power=Power(300, 40)))
     assert "NOT worth it" in text
     assert "no less than on the host alone" in text
-    assert "least energy for an image: 0 nodes" in text
+    assert "least energy for a sample: 0 nodes" in text
 
 
 def test_advice_names_the_number_beyond_which_nodes_add_little() -> None:
