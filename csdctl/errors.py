@@ -3,7 +3,7 @@
 CsdctlError                 1  something failed
 ├── InputError              2  what a person wrote or asked for cannot be used
 │   ├── TuningError         2  no plan can be made (tuning/stannis.py)
-│   └── DamagedHistoryError 2  the history of measurements cannot be read
+│   └── DamagedMeasurementsError 2  the measurements file cannot be read
 ├── PartialError            3  done on some nodes only
 ├── NodeError               1  one node failed at one thing
 │   ├── UnreachableError    4  no connection: closed port, no answer, network
@@ -58,8 +58,8 @@ class InputError(CsdctlError):
     exit_code = ExitCode.BAD_INPUT
 
 
-class DamagedHistoryError(InputError):
-    """The file at the history's place is damaged, or is none."""
+class DamagedMeasurementsError(InputError):
+    """The measurements file is damaged, or is something else."""
 
 
 class PartialError(CsdctlError):

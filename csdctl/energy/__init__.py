@@ -1,1 +1,1 @@
-"""Power sources: a file for each way to measure watts. None yet; perfmodel/energy.py computes with given powers."""
+"""Power sources: a file for each way to measure watts. None yet: perfmodel/energy.py takes watts as given."""

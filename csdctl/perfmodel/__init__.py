@@ -1,1 +1,1 @@
-"""Pure: step time, link and energy; prediction."""
+"""Pure: step time, sums over the ranks, energy; prediction from them."""

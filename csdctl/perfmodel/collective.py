@@ -1,9 +1,9 @@
-"""How long a sum over the ranks takes, by bytes and ranks; pure.
+"""The time of a sum over the ranks, by bytes and ranks; pure.
 
     seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
-The star carries every rank's vector to the host and back, so that its time grows with ranks × bytes; a
-collective whose ranks send at the same time grows with the bytes alone. All four are at least 0.
+A star carries every rank's vector to the host and back: its time grows with ranks × bytes. The time of a
+collective whose ranks send simultaneously grows with the bytes alone. All four coefficients are at least 0.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CollectiveCost:
-    """Seconds of one sum on a fleet."""
+    """The coefficients of a sum on a fleet."""
 
     fixed_s: float = 0.0
     per_rank_s: float = 0.0
@@ -19,7 +19,7 @@ class CollectiveCost:
     per_rank_byte_s: float = 0.0
 
     def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank, which sums nothing."""
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
         if num_ranks < 2:
             return 0.0
         others = num_ranks - 1

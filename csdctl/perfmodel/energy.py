@@ -9,21 +9,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Power:
-    """Watts of a server whose nodes train, all at least 0."""
+    """Watts of a server with nodes that train, all at least 0."""
 
     host_w: float
-    """Whatever the number of nodes that train: the host at work, and what is in the chassis with it."""
+    """Independent of the number of nodes that train: the busy host and the rest of its chassis."""
     node_w: float
-    """What each node that trains adds."""
+    """Added by each node that trains."""
     without_nodes_w: float | None = None
-    """The host at work alone, where that is another machine: ordinary drives in place of the nodes."""
+    """The busy host alone, where that is another machine: with ordinary drives instead of nodes."""
 
     def __post_init__(self) -> None:
         if min(self.host_w, self.node_w, self.without_nodes_w or 0.0) < 0:
             raise ValueError(f"a power cannot be negative: {self}")
 
     def at(self, num_nodes: int, num_idle: int = 0) -> float:
-        """Watts of a server with `num_nodes` nodes, all training but `num_idle` of them."""
+        """Return the watts of a server with `num_nodes` nodes, of which `num_idle` do not train."""
         if num_nodes == 0 and self.without_nodes_w is not None:
             return self.without_nodes_w
         return self.host_w + (num_nodes - num_idle) * self.node_w
@@ -32,13 +32,13 @@ class Power:
 def fit_power(
     num_nodes: Sequence[int], joules_per_sample: Sequence[float], samples_per_s: Sequence[float]
 ) -> Power:
-    """The pair of powers with the least squares of relative errors in energy per sample.
+    """Fit the pair of powers by least squares of relative errors in energy per sample.
 
-    The three sequences belong together: one measured energy each. A node power below 0 becomes 0, and the
-    host's is fitted anew. Raises ValueError with fewer than two different numbers of nodes.
+    The three sequences have one element per measured energy. A node power below 0 becomes 0, and the host's
+    is fitted again. Raises ValueError with fewer than two different numbers of nodes.
     """
     if len(set(num_nodes)) < 2:
-        raise ValueError("one power pair needs energies at two different numbers of nodes")
+        raise ValueError("a pair of powers needs energies at two different numbers of nodes")
     # (host + n · node) / (energy · rate) should be 1: host_weight · host + node_weight · node = 1.
     host_weights = [
         1 / (energy * rate) for energy, rate in zip(joules_per_sample, samples_per_s, strict=True)

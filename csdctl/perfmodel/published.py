@@ -1,7 +1,7 @@
-"""What the STANNIS paper prints of Newport CSDs: Table I, Table II and the figures in its text; pure data.
+"""What the STANNIS paper prints about Newport CSDs: Table I, Table II and the figures in its text; pure data.
 
 HeydariGorji et al., *STANNIS: Low-Power Acceleration of Deep Neural Network Training Using Computational
-Storage Devices*. What of it fits together, and what does not: docs/explanation/the-papers-figures.md.
+Storage Devices*. Which figures are consistent, and which are not: docs/explanation/the-papers-figures.md.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ class Network(StrEnum):
 
 @dataclass(frozen=True)
 class PublishedNetwork:
-    """A row of Table I: one network, alone on the host and alone on one Newport."""
+    """A row of Table I: one network, on the host alone and on one Newport alone."""
 
     title: str
     num_parameters: int
@@ -39,17 +39,17 @@ class PublishedNetwork:
 
     @property
     def gradient_bytes(self) -> int:
-        """What every rank brings to a sum: float32, one number for each parameter."""
+        """Bytes every rank gives to a sum: one float32 for each parameter."""
         return self.num_parameters * BYTES_PER_PARAMETER
 
     @property
     def host(self) -> PlannedRank:
-        """The Xeon Silver 4108 at its batch size; at any other, this is the same speed."""
+        """The Xeon Silver 4108 at its batch size; the same speed at any other."""
         return _rank("host", self.host_batch_size, self.host_samples_per_s)
 
     @property
     def node(self) -> PlannedRank:
-        """A Newport at its batch size; at any other, this is the same speed."""
+        """A Newport at its batch size; the same speed at any other."""
         return _rank("newport", self.node_batch_size, self.node_samples_per_s)
 
 
@@ -69,7 +69,7 @@ TABLE_1 = {
 
 @dataclass(frozen=True)
 class PublishedEnergy:
-    """A column of Table II: MobileNetV2, the power of the whole server by a meter at its input."""
+    """A column of Table II: MobileNetV2, with the power of the whole server metered at its input."""
 
     num_nodes: int
     joules_per_image: float
@@ -85,11 +85,11 @@ TABLE_2 = (
     PublishedEnergy(16, 5.05, 0.62, 10.37e6),
     PublishedEnergy(24, 4.02, 0.69, 12.26e6),
 )
-"""Section V.B: without CSDs it is the same server with 24 ordinary SSDs of 11 TB, a different machine."""
+"""Section V.B: without CSDs, the server has 24 ordinary SSDs of 11 TB; it is a different machine."""
 
 NUM_NEWPORTS = 24
 LARGEST_SPEEDUP = 2.7
-"""Abstract and section VI: "up to 2.7x". It is MobileNetV2's: the others' batch sizes do not allow it."""
+"""Abstract and section VI: "up to 2.7x". That is MobileNetV2: the other batch sizes do not allow it."""
 NUM_PUBLIC = 72_000
 NUM_PRIVATE = 12_000
 """Section V: private images, "distributed over all Newport CSDs"."""

@@ -1,8 +1,8 @@
-"""What the paper does not print and its figures imply: the sum over the ranks, and one pair of powers; pure.
+"""What the paper's figures imply but do not print: the sum over the ranks, and a pair of powers; pure.
 
-Two numbers are fitted in all. The seconds a byte of Horovod's ring come from the one speed-up that the
-text gives (2.7 with 24 CSDs); the pair of powers from the energy row of Table II. Batch sizes and speeds
-are Table I's. How far this reaches: docs/explanation/the-papers-figures.md.
+Two things are fitted. The seconds per byte of Horovod's ring come from the one speed-up in the text (2.7 with
+24 CSDs); the pair of powers comes from the energy row of Table II. Batch sizes and speeds are those of Table
+I. The limits of this: docs/explanation/the-papers-figures.md.
 """
 
 from collections.abc import Sequence
@@ -26,22 +26,22 @@ def fit_ring(
     speedup: float = LARGEST_SPEEDUP,
     num_nodes: int = NUM_NEWPORTS,
 ) -> RingCost:
-    """The ring with which `num_nodes` Newports bring `speedup` over the host alone.
+    """Fit the ring with which `num_nodes` Newports reach `speedup` over the host alone.
 
-    Raises ValueError for a speed-up beyond what the batch sizes allow without any sum.
+    Raises ValueError for a speed-up that the batch sizes do not allow even without a sum.
     """
     host, node = network.host, network.node
     global_batch = host.batch_size + num_nodes * node.batch_size
     sum_s = global_batch / (speedup * host.samples_per_s) - max(host.step_s, node.step_s)
     if sum_s < 0:
-        raise ValueError(f"{num_nodes} nodes cannot bring {speedup} times the host alone")
+        raise ValueError(f"{num_nodes} nodes cannot reach {speedup} times the host alone")
     return RingCost(sum_s / (ring_share(num_nodes + 1) * network.gradient_bytes))
 
 
 def fit_newport_power(energies: Sequence[PublishedEnergy] = TABLE_2, ring: RingCost | None = None) -> Power:
-    """The pair of powers of the server with Newports, and the power of the one with ordinary SSDs.
+    """Fit the pair of powers of the server with Newports; the power without them is that of another server.
 
-    Fitted to the columns with Newports; the one without is another machine, and its own figure.
+    Fitted to the columns with Newports. The column without is a machine with ordinary SSDs.
     """
     network = TABLE_1[Network.MOBILENETV2]
     with_nodes = [energy for energy in energies if energy.num_nodes]
@@ -60,7 +60,7 @@ def fit_newport_power(energies: Sequence[PublishedEnergy] = TABLE_2, ring: RingC
 def predict_published(
     network: PublishedNetwork, max_nodes: int, ring: RingCost, power: Power | None = None
 ) -> list[CurvePoint]:
-    """The curve of one of the paper's networks over 0 to `max_nodes` Newports."""
+    """Predict the curve of one of the paper's networks over 0 to `max_nodes` Newports."""
     return predict_curve(
         network.host, [network.node], max_nodes, ring, gradient_bytes=network.gradient_bytes, power=power
     )

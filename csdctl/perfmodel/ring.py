@@ -1,8 +1,8 @@
-"""How long a ring takes to sum over the ranks; pure.
+"""The time of a ring that sums over the ranks; pure.
 
-Horovod's allreduce (STANNIS paper, section II.B): each rank passes 2 (p − 1) / p of the vector on to its
-neighbour, all at the same time. The more ranks, the less another one changes: the paper saw its slow-down
-fade out beyond 5 to 6 devices.
+Horovod's allreduce (STANNIS paper, section II.B): each rank sends 2 (p − 1) / p of the vector to its
+neighbour, all at the same time. The more ranks, the less one more costs: the paper saw no further slow-down
+beyond 5 to 6 devices.
 """
 
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from typing import Protocol
 
 
 class SumCost(Protocol):
-    """What a sum over the ranks costs, whichever way it goes round."""
+    """The cost of a sum over the ranks, by any collective."""
 
     def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
 
 
 @dataclass(frozen=True)
 class RingCost:
-    """Seconds that one link of the ring needs for a byte."""
+    """Seconds per byte on one link of the ring."""
 
     per_byte_s: float = 0.0
 
     def at(self, num_bytes: int, num_ranks: int) -> float:
-        """Seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank, which sums nothing."""
+        """Return the seconds to sum vectors of `num_bytes` over `num_ranks`; 0 for one rank."""
         return ring_share(num_ranks) * num_bytes * self.per_byte_s
 
 
 def ring_share(num_ranks: int) -> float:
-    """How often the vector goes over each link: 2 (p − 1) / p; 0 for one rank."""
+    """Return how many times the vector crosses each link: 2 (p − 1) / p; 0 for one rank."""
     return 2 * (num_ranks - 1) / num_ranks if num_ranks > 1 else 0.0

@@ -1,7 +1,7 @@
-"""The curve over the number of nodes: what one more node brings, and what it costs; pure.
+"""The curve over the number of nodes: the rate and the energy that one more node brings; pure.
 
-A point is what `predict` says for the host and the first n nodes, with energy where power is known. Points
-are added up one node at a time, so that a thousand take milliseconds.
+A point is the prediction for the host and the first n nodes, with energy where power is known. Each point
+extends the one before by one node, so that a thousand take milliseconds.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from csdctl.perfmodel.ring import SumCost
 
 @dataclass(frozen=True)
 class PlannedRank:
-    """A machine and the batch size it will train with."""
+    """A machine and its batch size."""
 
     model: RankModel
     batch_size: int
@@ -26,37 +26,37 @@ class PlannedRank:
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second, alone."""
+        """Samples per second, alone."""
         return self.batch_size / self.step_s
 
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """The host and so many nodes."""
+    """The host with `num_nodes` nodes."""
 
     num_nodes: int
     global_batch: int
     step_s: float
     sum_s: float
-    """Of the step: the sum over the ranks."""
+    """The part of the step that the sum over the ranks takes."""
     samples_per_s: float
     speedup: float
     """Over the host alone."""
     efficiency: float
-    """Of what all of them reach alone, together."""
+    """The share of the sum of what all machines reach alone."""
     power_w: float | None
     joules_per_image: float | None
     num_left_out: int = 0
-    """Of the nodes: those that would cost more time than they bring, and stay idle."""
+    """Nodes that would cost more time than they bring, and stay idle."""
     is_host_training: bool = True
-    """Else it adds up and serves the others."""
+    """False: it only sums, and serves data to the nodes."""
 
     def time_s(self, num_samples: int) -> float:
-        """Seconds to read `num_samples`, all epochs together."""
+        """Return the seconds to train on `num_samples`, of all epochs."""
         return num_samples / self.samples_per_s
 
     def energy_joules(self, num_samples: int) -> float | None:
-        """Joules to read `num_samples`; None where power is not known."""
+        """Return the joules to train on `num_samples`; None where power is not known."""
         return None if self.joules_per_image is None else self.joules_per_image * num_samples
 
 
@@ -67,17 +67,16 @@ def predict_curve(
     sum_cost: SumCost,
     *,
     gradient_bytes: int = 0,
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
     power: Power | None = None,
 ) -> list[CurvePoint]:
-    """The points for 0 to `max_nodes` nodes, at that index.
+    """Predict the points for 0 to `max_nodes` nodes, at that index.
 
-    The n-th node is nodes[n], and beyond their end they begin again: a larger fleet has the same mixture.
-    `stretch` as in `predict`; a host alone has nobody to be in step with. Raises ValueError when nodes are
-    wanted and there is none.
+    A fleet larger than `nodes` repeats them: it has the same mixture. `overhead_factor` as in `predict`; a
+    host alone has none. Raises ValueError when `max_nodes` is above 0 and `nodes` is empty.
     """
     if max_nodes and not nodes:
-        raise ValueError("without one node there is no knowing what more of them would do")
+        raise ValueError("nodes cannot be predicted without one to repeat")
     slowest_s, global_batch, ceiling = host.step_s, host.batch_size, host.samples_per_s
     points = []
     for num_nodes in range(max_nodes + 1):
@@ -87,7 +86,7 @@ def predict_curve(
             global_batch += node.batch_size
             ceiling += node.samples_per_s
         sum_s = sum_cost.at(gradient_bytes, num_nodes + 1)
-        step_s = slowest_s * (stretch if num_nodes else 1.0) + sum_s
+        step_s = slowest_s * (overhead_factor if num_nodes else 1.0) + sum_s
         rates = Rates(global_batch / step_s, alone=host.samples_per_s, ceiling=ceiling)
         points.append(build_point(num_nodes, global_batch, sum_s, rates, power))
     return points
@@ -95,13 +94,13 @@ def predict_curve(
 
 @dataclass(frozen=True)
 class Rates:
-    """Samples a second of a fleet, and what they are held against."""
+    """Samples per second of a fleet, and what they are compared with."""
 
     samples_per_s: float
     alone: float
     """Of the host alone."""
     ceiling: float
-    """Of all that train, each alone, added up."""
+    """The sum of what all machines that train reach alone."""
 
 
 def build_point(
@@ -112,7 +111,7 @@ def build_point(
     power: Power | None,
     num_left_out: int = 0,
 ) -> CurvePoint:
-    """A point with what follows from its rates; nodes that are left out draw no power to train."""
+    """Build a point from its rates; nodes that are left out draw no power to train."""
     power_w = power.at(num_nodes, num_left_out) if power else None
     return CurvePoint(
         num_nodes=num_nodes,

@@ -1,7 +1,7 @@
-"""How long a machine computes for a batch, alone: α + β·b, with a second slope beyond a knee; pure.
+"""The compute time of one machine by batch size: α + β·b, with a second slope beyond a knee; pure.
 
-α is what a step costs however small it is (the graph's overhead, the optimizer), β the time of one more
-sample. Beyond the knee, where a batch no longer fits into a cache, a sample may cost more or less.
+α is the fixed cost of a step (the graph's overhead, the optimizer), β the time of one more sample. Beyond the
+knee, where a batch no longer fits in a cache, a sample may cost more or less.
 """
 
 import math
@@ -17,41 +17,44 @@ class StepTime:
     per_sample_s: float
     """β, above 0."""
     knee: int | None = None
-    """Samples beyond this many cost `beyond_s` each."""
-    beyond_s: float | None = None
+    """Samples beyond this number take `above_knee_s` each."""
+    above_knee_s: float | None = None
 
     def __post_init__(self) -> None:
         if not (self.fixed_s >= 0 and self.per_sample_s > 0):
-            raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s a sample")
-        if (self.knee is None) != (self.beyond_s is None) or (
-            self.beyond_s is not None and self.beyond_s <= 0
+            raise ValueError(f"a step cannot take {self.fixed_s} s + {self.per_sample_s} s per sample")
+        if (self.knee is None) != (self.above_knee_s is None) or (
+            self.above_knee_s is not None and self.above_knee_s <= 0
         ):
             raise ValueError("a knee needs a time above 0 for the samples beyond it")
 
     def at(self, batch_size: int) -> float:
-        """Seconds for `batch_size` samples; 0 for none, which is no step at all."""
+        """Return the seconds for `batch_size` samples; 0 for none."""
         if batch_size <= 0:
             return 0.0
-        if self.knee is None or self.beyond_s is None:
+        if self.knee is None or self.above_knee_s is None:
             return self.fixed_s + self.per_sample_s * batch_size
         before = min(batch_size, self.knee)
-        return self.fixed_s + self.per_sample_s * before + self.beyond_s * (batch_size - before)
+        return self.fixed_s + self.per_sample_s * before + self.above_knee_s * (batch_size - before)
 
     def largest_within(self, time_s: float) -> int:
-        """The most samples that take no longer than `time_s`; 0 when not even one does."""
+        """Return the largest batch that takes at most `time_s`; 0 when one sample takes longer."""
         if time_s < self.at(1):
             return 0
         left = time_s - self.fixed_s
-        if self.knee is not None and self.beyond_s is not None and left > self.per_sample_s * self.knee:
-            size = self.knee + (left - self.per_sample_s * self.knee) / self.beyond_s
+        if self.knee is not None and self.above_knee_s is not None and left > self.per_sample_s * self.knee:
+            size = self.knee + (left - self.per_sample_s * self.knee) / self.above_knee_s
         else:
             size = left / self.per_sample_s
         nearest = round(size)  # 16.0 may arrive as 15.999999999999998
         return nearest if self.at(nearest) <= time_s * (1 + 1e-12) else math.floor(size)
 
     def scaled(self, factor: float) -> "StepTime":
-        """The same machine, `factor` times as slow."""
-        beyond_s = None if self.beyond_s is None else self.beyond_s * factor
+        """Return the step time of a machine that is `factor` times as slow."""
+        above_knee_s = None if self.above_knee_s is None else self.above_knee_s * factor
         return replace(
-            self, fixed_s=self.fixed_s * factor, per_sample_s=self.per_sample_s * factor, beyond_s=beyond_s
+            self,
+            fixed_s=self.fixed_s * factor,
+            per_sample_s=self.per_sample_s * factor,
+            above_knee_s=above_knee_s,
         )

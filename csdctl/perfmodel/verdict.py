@@ -7,50 +7,49 @@ from itertools import pairwise
 
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
 
-LEAST_WORTH = 0.05
-"""Over the host alone. Less is within what two runs of the same job differ by."""
-LEAST_SHARE_OF_NODE = 0.1
-"""What a further node has to add, of what it reaches alone."""
+MIN_GAIN = 0.05
+"""Over the host alone. Two runs of the same job may differ by less than this."""
+MIN_SHARE_OF_NODE = 0.1
+"""What one more node has to add, as a share of what it reaches alone."""
 
 
 class Reason(StrEnum):
-    """Why nodes are not worth having."""
+    """Why nodes are not worth it."""
 
     SLOWER = "slower"
     """No faster than the host alone."""
     LITTLE_GAIN = "little_gain"
-    """Faster by less than LEAST_WORTH."""
+    """Faster by less than MIN_GAIN."""
     NO_ENERGY_SAVED = "no_energy_saved"
     """A sample takes as much energy as on the host alone, or more."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is to be said of `num_nodes` nodes, and of fewer."""
+    """The judgement on `num_nodes` nodes, and on fewer."""
 
     num_nodes: int
     reasons: tuple[Reason, ...]
     worth_from: int | None
-    """The least number, up to `num_nodes`, that is worth it; None: none is."""
+    """The smallest number, up to `num_nodes`, that is worth it; None: none is."""
     useful_nodes: int
-    """Beyond so many, every further node adds less than LEAST_SHARE_OF_NODE of its own speed."""
+    """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own speed."""
     least_energy_nodes: int | None
-    """So many take the least energy for a sample; None where power is not known."""
+    """The number of nodes with the least energy per sample; None where power is not known."""
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether nothing is to be said against `num_nodes` nodes."""
+        """Whether no reason speaks against `num_nodes` nodes."""
         return not self.reasons
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> Verdict:
-    """Judge the last point of `curve`, which was made of `nodes`, over and over; at least one node.
+    """Judge the last point of `curve`, whose nodes repeat `nodes`; raises ValueError for a host alone.
 
-    The first point is the host alone. Where numbers of nodes are missing in between, those that are there
-    speak for them.
+    The first point is the host alone. Numbers of nodes may be missing in between.
     """
     if len(curve) < 2:
-        raise ValueError("a host without nodes leaves nothing to judge")
+        raise ValueError("a host without nodes has no verdict")
     alone = curve[0]
     worth = [point.num_nodes for point in curve[1:] if not _reasons(point, alone)]
     energies = {
@@ -69,7 +68,7 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
     reasons = []
     if point.speedup <= 1:
         reasons.append(Reason.SLOWER)
-    elif point.speedup < 1 + LEAST_WORTH:
+    elif point.speedup < 1 + MIN_GAIN:
         reasons.append(Reason.LITTLE_GAIN)
     if (
         point.joules_per_image is not None
@@ -81,9 +80,9 @@ def _reasons(point: CurvePoint, alone: CurvePoint) -> tuple[Reason, ...]:
 
 
 def _useful_nodes(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> int:
-    """The last node that adds enough: a first one may cost more than it adds, and the next ones not."""
+    """Return the last number whose node adds enough; earlier nodes may cost more than they add."""
     for before, point in reversed(list(pairwise(curve))):
         added = (point.samples_per_s - before.samples_per_s) / (point.num_nodes - before.num_nodes)
-        if added >= LEAST_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
+        if added >= MIN_SHARE_OF_NODE * nodes[(point.num_nodes - 1) % len(nodes)].samples_per_s:
             return point.num_nodes
     return 0

@@ -1,1 +1,1 @@
-"""Pure: which rank reads which samples, and who may read them."""
+"""Pure: which rank reads which samples, with private samples on their own node."""

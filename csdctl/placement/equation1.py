@@ -1,13 +1,13 @@
-"""Equation 1 of the STANNIS paper: shards in proportion to batch sizes, so that all ranks end together.
+"""Equation 1 of the STANNIS paper: shards proportional to batch sizes, so that all ranks finish together.
 
     steps per epoch = dataset_k / batchsize_k, the same for every rank k
 
-Private samples stay on their node and count first; public samples fill the shard up. A rank whose
-private samples alone need more steps makes the epoch longer for itself; the others then have empty
-last steps, which the exact weighted step allows.
+Private samples stay on their node and count first; public samples fill up the shard. A rank with private
+samples for more steps makes the epoch longer; the last steps of the others are then empty, which the exact
+weighted step allows.
 
-Nodes with few private samples get more public ones for it (top-up), or read their own again until they have
-as many for their batch size as the node that has most (repeat): the paper, section IV, leaves both open.
+Nodes with few private samples get more public ones (top-up), or repeat their own until they have as many per
+batch size as the node with most (repeat). The paper, section IV, leaves both open.
 """
 
 from collections.abc import Sequence
@@ -24,13 +24,13 @@ class PlacementError(ValueError):
 
 @dataclass(frozen=True)
 class RankLoad:
-    """What placement has to know of one rank."""
+    """One rank, as placement needs it."""
 
     name: str
     batch_size: int
-    """0: it sits out."""
+    """0: the rank sits out."""
     num_private: int = 0
-    """Different private samples."""
+    """Distinct private samples."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +44,22 @@ class Placed:
     public_start: int
     public_stop: int
     num_repeated: int = 0
-    """So many of them are read again."""
+    """Of `num_private`, samples that are read again."""
 
     @property
     def private_epochs(self) -> float:
-        """How often each private sample is read in an epoch; 0 where there is none."""
-        different = self.num_private - self.num_repeated
-        return self.num_private / different if different else 0.0
+        """The number of times each private sample is read in an epoch; 0 without private samples."""
+        distinct = self.num_private - self.num_repeated
+        return self.num_private / distinct if distinct else 0.0
 
     @property
     def weight(self) -> float:
-        """Of each sample read, so that the rank counts as much as it has different samples; 0…1."""
+        """The weight of each sample read, so that repeated samples count once in total; 0…1."""
         return 1.0 - self.num_repeated / self.num_samples if self.num_samples else 1.0
 
     @property
     def num_public(self) -> int:
-        """Public samples of this rank."""
+        """Public samples of this rank in one epoch."""
         return self.public_stop - self.public_start
 
     @property
@@ -69,14 +69,14 @@ class Placed:
 
     @property
     def num_steps(self) -> int:
-        """Steps until this rank has read its shard."""
+        """Steps this rank needs for its shard."""
         return ceil(self.num_samples / self.batch_size) if self.batch_size else 0
 
 
 def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
-    """Every public sample on exactly one rank, every private one on its own, in order of `ranks`.
+    """Place every public sample on exactly one rank, and every private one on its own; in order of `ranks`.
 
-    `is_repeating`: private samples are read again where there are few, instead of more public ones.
+    `is_repeating`: ranks with few private samples repeat them instead of getting more public ones.
     Raises PlacementError for a batch size below 0, a rank that sits out and has private samples, when no rank
     trains, or when there is no sample at all.
     """
@@ -104,5 +104,5 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bo
 
 
 def steps_per_epoch(placed: Sequence[Placed]) -> int:
-    """Steps of the whole epoch: those of the rank that needs most."""
+    """Return the steps of the epoch: those of the rank that needs most."""
     return max(shard.num_steps for shard in placed)

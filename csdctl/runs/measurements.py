@@ -1,7 +1,7 @@
-"""The history: what was measured, by model, recipe, machine class and settings; for the next tune.
+"""Stored measurements, by model, recipe, machine class and settings, for the next tuning.
 
-Values in and out are those of tuning/measurements.py; whoever measures says when. Of equal measurements only
-the newest are kept (history_rows.py). The file itself and its troubles are in history_file.py.
+Values in and out are those of tuning/measurements.py; the caller gives the time. Of repeated measurements
+only the newest are kept (measurements_rows.py). measurements_file.py has the file itself and its errors.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import TypeVar
 
-from csdctl.errors import CsdctlError, DamagedHistoryError, InputError
+from csdctl.errors import CsdctlError, DamagedMeasurementsError, InputError
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.notify import Say
 from csdctl.runs import measurements_rows as rows
@@ -24,14 +24,14 @@ from csdctl.tuning.measurements import (
 )
 from csdctl.tuning.transfer import feature_distance
 
-LEAST_HASH_LENGTH = 6
+MIN_HASH_LENGTH = 6
 
 ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """Another model, or the same one trained otherwise, that was measured on the same machine class."""
+    """Another model, or this model with another recipe, that was measured on the same machine class."""
 
     model: ModelFeatures
     recipe: str
@@ -51,14 +51,14 @@ class Forgotten:
 
 
 class MeasurementStore:
-    """An open history. Every method is one transaction, and raises CsdctlError when the file refuses.
+    """An open measurements file. Every method is one transaction, and raises CsdctlError when the file fails.
 
-    With `on_refused` it is told so instead, nothing is kept, and nothing is known: whoever measures goes on.
+    With `on_error` that is reported instead: nothing is kept, nothing is recalled, and the caller continues.
     """
 
-    def __init__(self, file: MeasurementsFile, on_refused: Say | None = None) -> None:
+    def __init__(self, file: MeasurementsFile, on_error: Say | None = None) -> None:
         self.file = file
-        self._on_refused = on_refused
+        self._on_error = on_error
 
     def add_probes(
         self,
@@ -67,7 +67,7 @@ class MeasurementStore:
         machine_class: MachineClass,
         probes: Sequence[ProbeMeasurement],
     ) -> None:
-        """Keep what was measured on one machine; `recipe` is a hash of what else a step's time depends on."""
+        """Keep probes of one machine class; `recipe` is a hash of what else a step's time depends on."""
 
         def write(connection: Connection) -> None:
             rows.put_model(connection, model)
@@ -77,16 +77,16 @@ class MeasurementStore:
         self._write(write)
 
     def probes(self, model_hash: str, recipe: str, machine_class: str) -> list[ProbeMeasurement]:
-        """What is known of a model on a machine class (its key), with any settings, oldest first."""
+        """Return the probes of a model on a machine class (its key), with any settings, oldest first."""
         key = (model_hash, recipe, machine_class)
         return self._read(lambda connection: rows.select_probes(connection, key))
 
     def neighbours(
         self, model: ModelFeatures, recipe: str, machine_class: str, limit: int = 3
     ) -> list[Neighbour]:
-        """The most similar that was measured on a machine class (its key), nearest first.
+        """Return the most similar models that were measured on a machine class (its key), nearest first.
 
-        This model with this recipe is not among them. Equally near ones come in the order of their hashes.
+        This model with this recipe is not among them. Models at the same distance are ordered by hash.
         """
 
         def read(connection: Connection) -> list[Neighbour]:
@@ -105,7 +105,7 @@ class MeasurementStore:
         return self._read(read)
 
     def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[CollectiveMeasurement]) -> None:
-        """Keep how long sums over the ranks of a fleet took."""
+        """Keep the times of sums over the ranks of a fleet."""
 
         def write(connection: Connection) -> None:
             rows.put_fleet_class(connection, fleet_class)
@@ -114,13 +114,13 @@ class MeasurementStore:
         self._write(write)
 
     def collectives(self, fleet_class: str) -> list[CollectiveMeasurement]:
-        """What is known of sums on a fleet class (its key), done in any way, oldest first."""
+        """Return the sums on a fleet class (its key), by any collective, oldest first."""
         return self._read(lambda connection: rows.select_collectives(connection, fleet_class))
 
     def add_trial(
         self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
     ) -> None:
-        """Keep what a whole plan reached."""
+        """Keep the result of a trial."""
 
         def write(connection: Connection) -> None:
             rows.put_model(connection, model)
@@ -130,18 +130,18 @@ class MeasurementStore:
         self._write(write)
 
     def trials(self, model_hash: str, recipe: str, fleet_class: str) -> list[TrialMeasurement]:
-        """The plans that were tried on a fleet class (its key), with any number of ranks, oldest first."""
+        """Return the trials on a fleet class (its key), with any number of ranks, oldest first."""
         key = (model_hash, recipe, fleet_class)
         return self._read(lambda connection: rows.select_trials(connection, key))
 
     def models(self) -> list[ModelFeatures]:
-        """All models of which something is known, by name."""
+        """Return all models with measurements, by name."""
         return self._read(rows.select_models)
 
     def find_models(self, wanted: str) -> list[ModelFeatures]:
-        """The models of that name, short or whole, or whose hash starts so; raises InputError for none."""
+        """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
         known = self.models()
-        is_hash = len(wanted) >= LEAST_HASH_LENGTH
+        is_hash = len(wanted) >= MIN_HASH_LENGTH
         found = [
             one
             for one in known
@@ -150,13 +150,13 @@ class MeasurementStore:
         if not found:
             names = ", ".join(dict.fromkeys(one.short_name for one in known))
             raise InputError(
-                f"the history has no model {wanted!r}",
-                remedy=f"known models: {names}" if names else "it is empty",
+                f"no model {wanted!r} was measured",
+                remedy=f"known models: {names}" if names else "there are no measurements",
             )
         return found
 
     def forget(self, models: Sequence[ModelFeatures] | None) -> Forgotten:
-        """Remove what is known of `models`; None: everything, what is known of the network too."""
+        """Remove the measurements of `models`; None: everything, including sums."""
         with self.file.writing() as connection:
             if models is None:
                 counts = [
@@ -180,9 +180,9 @@ class MeasurementStore:
             with self.file.reading() as connection:
                 return read(connection)
         except CsdctlError as error:
-            if self._on_refused is None:
+            if self._on_error is None:
                 raise
-            self._on_refused(f"the history is not used: {error}")
+            self._on_error(f"earlier measurements are not used: {error}")
             return []
 
     def _write(self, write: Callable[[Connection], None]) -> None:
@@ -190,24 +190,24 @@ class MeasurementStore:
             with self.file.writing() as connection:
                 write(connection)
         except CsdctlError as error:
-            if self._on_refused is None:
+            if self._on_error is None:
                 raise
-            self._on_refused(f"not kept in the history: {error}")
+            self._on_error(f"measurements are not kept: {error}")
 
 
 @contextlib.contextmanager
 def open_measurements(path: Path) -> Iterator[MeasurementStore]:
-    """The history at `path`, made when there is none; raises CsdctlError as HistoryFile does."""
+    """Open the measurements at `path`, creating the file if missing; raises as MeasurementsFile does."""
     with contextlib.closing(MeasurementsFile(path)) as file:
         yield MeasurementStore(file)
 
 
 @contextlib.contextmanager
 def open_measurements_to_write(path: Path, say: Say) -> Iterator[MeasurementStore]:
-    """The history at `path`, whatever is wrong with it: measuring needs none.
+    """Open the measurements at `path` whatever is wrong with them: a tuning works without earlier ones.
 
-    A damaged file is set aside and a new one begun; where there can be none, an empty one in memory serves.
-    `say` is told so, and what could not be kept later.
+    A damaged file is set aside and replaced by a new one. Where no file can be made, an empty one in memory
+    serves. `say` reports that, and everything that cannot be kept later.
     """
     with contextlib.closing(_open_anyway(path, say)) as file:
         yield MeasurementStore(file, say)
@@ -217,11 +217,11 @@ def _open_anyway(path: Path, say: Say) -> MeasurementsFile:
     try:
         try:
             return MeasurementsFile(path)
-        except DamagedHistoryError as error:
-            say(f"{error.message}; kept as {set_measurements_aside(path).name}, and begun anew")
+        except DamagedMeasurementsError as error:
+            say(f"{error.message}; kept as {set_measurements_aside(path).name}, and replaced by a new file")
             return MeasurementsFile(path)
     except (CsdctlError, OSError) as error:
-        say(f"going on without the history: {error}")
+        say(f"continuing without earlier measurements: {error}")
         return MeasurementsFile(None)
 
 

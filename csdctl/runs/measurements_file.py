@@ -1,7 +1,7 @@
-"""The history's SQLite file: opening, its schema and version, transactions, and what can be wrong with it.
+"""The SQLite file of measurements: opening, schema and version, transactions, and errors.
 
-A rollback journal rather than WAL: writes are few and small, the project may lie on a shared file system,
-where WAL's shared memory does not work, and between commands there is exactly one file.
+It uses a rollback journal rather than WAL: writes are few and small, the project may be on a shared file
+system, where WAL's shared memory does not work, and between commands there is exactly one file.
 """
 
 import contextlib
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from csdctl.errors import CsdctlError, DamagedHistoryError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
 
 SCHEMA = 1
-"""`PRAGMA user_version`; raised by one with every change of the tables."""
+"""`PRAGMA user_version`; increases by one with every change of the tables."""
 APPLICATION_ID = 0x63736463
-"""`csdc`: tells the file from other databases."""
+"""`csdc`: distinguishes the file from other databases."""
 BUSY_DEADLINE_S = 10.0
 
-MEND = "make room or mend permissions"
-FORGET = "run `csdctl measurements --forget all --yes`, or remove that file; the next tune measures again"
+REPAIR = "free some disk space or fix permissions"
+FORGET = "run `csdctl measurements --forget all --yes`, or remove that file; the next tuning measures again"
 
 _TABLES = """
 CREATE TABLE models (
@@ -75,13 +75,13 @@ CREATE INDEX trials_of_a_model ON trials (model, recipe, fleet_class);
 
 
 class MeasurementsFile:
-    """An open history; every error of SQLite becomes one of csdctl's, with the file's name."""
+    """An open measurements file; every SQLite error becomes a CsdctlError with the file's name."""
 
     def __init__(self, path: Path | None, deadline_s: float = BUSY_DEADLINE_S) -> None:
-        """Open or make the file at `path`; None: one in memory, which nobody sees and nothing is left of.
+        """Open or create the file at `path`; None: a private one in memory.
 
-        Raises InputError for a file of a newer csdctl, DamagedHistoryError for one that is no history or
-        damaged, DeadlineError when another csdctl writes for longer than `deadline_s`.
+        Raises InputError for a file of a newer csdctl, DamagedMeasurementsError for a file that is damaged or
+        something else, DeadlineError when another csdctl writes for longer than `deadline_s`.
         """
         self.path = path
         self._deadline_s = deadline_s
@@ -101,18 +101,18 @@ class MeasurementsFile:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """One state of the file, whatever others write meanwhile; raises CsdctlError."""
+        """Read one consistent state of the file, whatever other processes write; raises CsdctlError."""
         with self._transaction("BEGIN") as connection:
             yield connection
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """All that is written within, or nothing; others wait. Raises CsdctlError."""
+        """Write everything within, or nothing; other writers wait. Raises CsdctlError."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
     def shrink(self) -> None:
-        """Give back the room of what was deleted; it cannot be read from the file any more."""
+        """Free the space of deleted rows; they can no longer be read from the file."""
         with self._errors():
             self._connection.execute("VACUUM")
 
@@ -124,18 +124,18 @@ class MeasurementsFile:
                 yield self._connection
                 self._connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:  # SQLite itself has ended it when the disk was full
+                if self._connection.in_transaction:  # SQLite itself rolls back when the disk is full
                     self._connection.execute("ROLLBACK")
                 raise
 
     def _prepare(self) -> None:
         if self._value("PRAGMA user_version") == 0:
             with self.writing():
-                self._make()
+                self._create_tables()
         version = self._value("PRAGMA user_version")
         if version > SCHEMA:
             raise InputError(
-                f"{self.path} has schema {version}, a newer csdctl wrote it; expected {SCHEMA}",
+                f"{self.path} has schema {version}, from a newer csdctl; expected {SCHEMA}",
                 remedy=f"use that csdctl, or {FORGET}",
             )
         if self._value("PRAGMA application_id") != APPLICATION_ID:
@@ -145,8 +145,8 @@ class MeasurementsFile:
             raise self._damaged(found)
         self._connection.execute("PRAGMA foreign_keys = ON")
 
-    def _make(self) -> None:
-        """Make the tables, unless another csdctl did so since we looked."""
+    def _create_tables(self) -> None:
+        """Create the tables, unless another csdctl did since the version was read."""
         if self._value("PRAGMA user_version"):
             return
         if self._value("SELECT count(*) FROM sqlite_master"):
@@ -159,8 +159,10 @@ class MeasurementsFile:
     def _value(self, query: str) -> Any:
         return self._connection.execute(query).fetchone()[0]
 
-    def _damaged(self, why: object) -> DamagedHistoryError:
-        return DamagedHistoryError(f"{self.path} is not a history that can be read: {why}", remedy=FORGET)
+    def _damaged(self, why: object) -> DamagedMeasurementsError:
+        return DamagedMeasurementsError(
+            f"{self.path} is not a readable measurements file: {why}", remedy=FORGET
+        )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
@@ -170,32 +172,32 @@ class MeasurementsFile:
             if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
                 raise DeadlineError(
                     f"{self.path} was in use by another csdctl for {self._deadline_s:g} s",
-                    remedy="wait for it, and try again",
+                    remedy="wait until it is done, and try again",
                 ) from error
-            raise CsdctlError(f"{self.path} cannot be used: {error}", remedy=MEND) from error
+            raise CsdctlError(f"{self.path} cannot be used: {error}", remedy=REPAIR) from error
         except sqlite3.DatabaseError as error:
-            if type(error) is not sqlite3.DatabaseError:  # its subclasses tell of a defect of ours
+            if type(error) is not sqlite3.DatabaseError:  # its subclasses indicate a defect of csdctl
                 raise
             raise self._damaged(error) from error
         except OSError as error:
-            raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=MEND) from error
+            raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=REPAIR) from error
 
 
 def set_measurements_aside(path: Path) -> Path:
-    """Rename a history that cannot be read to *.bak, its journal with it; an older one there is replaced."""
+    """Rename an unreadable file and its journal to *.bak, replacing an earlier one; return the new path."""
     aside = path.with_name(path.name + ".bak")
     path.replace(aside)
-    if _journal(path).exists():  # it would be played back into the next file of this name
+    if _journal(path).exists():  # SQLite would roll it back into the next file of this name
         _journal(path).replace(_journal(aside))
     return aside
 
 
 def remove_measurements(path: Path) -> None:
-    """Remove the file and what may lie beside it."""
+    """Remove the file and its journal."""
     for one in (path, _journal(path)):
         one.unlink(missing_ok=True)
 
 
 def _journal(path: Path) -> Path:
-    """What SQLite calls the journal of `path`."""
+    """Return SQLite's name for the journal of `path`."""
     return path.with_name(path.name + "-journal")

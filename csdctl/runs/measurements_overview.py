@@ -1,4 +1,4 @@
-"""What the history knows, for people to look at: sums and extremes rather than every measurement."""
+"""A summary of the measurements for people: counts and extremes rather than every measurement."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,7 +28,7 @@ class ProbeSummary:
     settings: RuntimeSettings
     num_probes: int
     smallest: int | None
-    """Batch sizes that fitted in memory; None: none did."""
+    """Of the batch sizes that fitted in memory; None: none did."""
     largest: int | None
     too_large: int | None
     """The smallest batch size that did not fit; None: all did."""
@@ -40,7 +40,7 @@ class ProbeSummary:
 
 @dataclass(frozen=True)
 class CollectiveSummary:
-    """All sums of one kind, size and number of ranks on one fleet class."""
+    """All sums by one collective, of one size and number of ranks, on one fleet class."""
 
     fleet_class: FleetClass
     name: str
@@ -64,7 +64,7 @@ class TrialSummary:
 
 @dataclass(frozen=True)
 class Overview:
-    """Everything: probes by model, sums by fleet, trials in the order of time."""
+    """Everything: probes by model, sums by fleet, trials oldest first."""
 
     probed: tuple[ProbeSummary, ...] = ()
     summed: tuple[CollectiveSummary, ...] = ()
@@ -72,7 +72,7 @@ class Overview:
 
 
 def load_overview(file: MeasurementsFile) -> Overview:
-    """What `file` knows; raises CsdctlError when it cannot be read."""
+    """Summarize `file`; raises CsdctlError when it cannot be read."""
     with file.reading() as connection:
         machines = rows.select_machine_classes(connection)
         fleets = rows.select_fleet_classes(connection)
@@ -114,8 +114,10 @@ def _summarize_probes(
     settings: RuntimeSettings,
     probes: list[ProbeMeasurement],
 ) -> ProbeSummary:
-    fitting = [probe.batch_size for probe in probes if probe.fits]
-    best = max((one for one in probes if one.fits), key=lambda one: one.samples_per_s or 0.0, default=None)
+    fitting = [probe.batch_size for probe in probes if probe.has_fitted]
+    best = max(
+        (one for one in probes if one.has_fitted), key=lambda one: one.samples_per_s or 0.0, default=None
+    )
     return ProbeSummary(
         model,
         recipe,
@@ -124,7 +126,7 @@ def _summarize_probes(
         num_probes=len(probes),
         smallest=min(fitting, default=None),
         largest=max(fitting, default=None),
-        too_large=min((probe.batch_size for probe in probes if not probe.fits), default=None),
+        too_large=min((probe.batch_size for probe in probes if not probe.has_fitted), default=None),
         best_batch_size=best.batch_size if best else None,
         best_samples_per_s=best.samples_per_s if best else None,
         measured_at=max(probe.measured_at for probe in probes),

@@ -1,4 +1,4 @@
-"""The rows of the history's tables: values to rows and back, and which rows go."""
+"""The rows of the measurements tables: values to rows and back, and which rows are deleted."""
 
 import json
 from collections.abc import Iterable
@@ -23,9 +23,9 @@ COLLECTIVE_COLUMNS = "name, num_ranks, num_bytes, seconds, measured_at"
 TRIAL_COLUMNS = "ranks, step_s, samples_per_s, measured_at, predicted_samples_per_s"
 
 NUM_KEPT = 50
-"""Measurements of one and the same thing that are kept, the newest: the file stays small."""
+"""Repeated measurements that are kept, the newest: the file stays small."""
 
-_SAME_THING = {
+_REPEATED_BY = {
     "probes": f"model, recipe, machine_class, {SETTINGS_COLUMNS}, batch_size",
     "collectives": "fleet_class, name, num_ranks, num_bytes",
     "trials": "model, recipe, fleet_class",
@@ -33,7 +33,7 @@ _SAME_THING = {
 
 
 def put_model(connection: Connection, model: ModelFeatures) -> None:
-    """Add a model, or what is known of it by now."""
+    """Add a model, or update its features."""
     _insert(connection, "models", MODEL_COLUMNS, [_model_row(model)], verb="INSERT OR IGNORE")
     connection.execute(
         f"UPDATE models SET ({MODEL_COLUMNS}) = (?, ?, ?, ?, ?, ?) WHERE hash = ?",
@@ -42,31 +42,31 @@ def put_model(connection: Connection, model: ModelFeatures) -> None:
 
 
 def put_machine_class(connection: Connection, one: MachineClass) -> None:
-    """Add a machine class, unless it is there."""
+    """Add a machine class, unless it exists."""
     row = (one.key, json.dumps(asdict(one)))
     _insert(connection, "machine_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
 def put_fleet_class(connection: Connection, one: FleetClass) -> None:
-    """Add a fleet class, unless it is there."""
+    """Add a fleet class, unless it exists."""
     row = (one.key, json.dumps(asdict(one)))
     _insert(connection, "fleet_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
 def select_models(connection: Connection) -> list[ModelFeatures]:
-    """All models, by name."""
+    """Return all models, by name."""
     found = connection.execute(f"SELECT {MODEL_COLUMNS} FROM models ORDER BY name, hash")
     return [ModelFeatures(*row) for row in found]
 
 
 def select_machine_classes(connection: Connection) -> dict[str, MachineClass]:
-    """All machine classes by the keys they were stored with."""
+    """Return all machine classes by the keys they were stored with."""
     found = connection.execute("SELECT key, content FROM machine_classes ORDER BY key")
     return {key: MachineClass(**json.loads(content)) for key, content in found}
 
 
 def select_fleet_classes(connection: Connection) -> dict[str, FleetClass]:
-    """All fleet classes by the keys they were stored with."""
+    """Return all fleet classes by the keys they were stored with."""
     found = connection.execute("SELECT key, content FROM fleet_classes ORDER BY key")
     return {key: _fleet_class(json.loads(content)) for key, content in found}
 
@@ -88,11 +88,11 @@ def insert_probes(
         for one in probes
     ]
     _insert(connection, "probes", f"model, recipe, machine_class, {PROBE_COLUMNS}", rows)
-    _forget_old(connection, "probes")
+    _delete_old(connection, "probes")
 
 
 def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[ProbeMeasurement]:
-    """The probes of (model hash, recipe, machine class key), oldest first."""
+    """Return the probes of (model hash, recipe, machine class key), oldest first."""
     rows = connection.execute(
         f"SELECT {PROBE_COLUMNS} FROM probes WHERE (model, recipe, machine_class) = (?, ?, ?)"
         " ORDER BY measured_at, id",
@@ -102,7 +102,7 @@ def select_probes(connection: Connection, key: tuple[str, str, str]) -> list[Pro
 
 
 def select_measured(connection: Connection, machine_class: str) -> list[tuple[ModelFeatures, str]]:
-    """The models and recipes of which some batch size fitted on a machine class (its key)."""
+    """Return the models and recipes with a batch size that fitted on a machine class (its key)."""
     found = connection.execute(
         f"SELECT DISTINCT {MODEL_COLUMNS}, recipe FROM probes JOIN models ON model = hash"
         " WHERE machine_class = ? AND step_time_s IS NOT NULL",
@@ -114,17 +114,17 @@ def select_measured(connection: Connection, machine_class: str) -> list[tuple[Mo
 def insert_collectives(
     connection: Connection, fleet_class: str, collectives: Iterable[CollectiveMeasurement]
 ) -> None:
-    """Add sums measured on a fleet class."""
+    """Add sums that were timed on a fleet class."""
     rows = [
         (fleet_class, one.name, one.num_ranks, one.num_bytes, one.seconds, one.measured_at)
         for one in collectives
     ]
     _insert(connection, "collectives", f"fleet_class, {COLLECTIVE_COLUMNS}", rows)
-    _forget_old(connection, "collectives")
+    _delete_old(connection, "collectives")
 
 
 def select_collectives(connection: Connection, fleet_class: str) -> list[CollectiveMeasurement]:
-    """Sums on a fleet class (its key), oldest first."""
+    """Return sums on a fleet class (its key), oldest first."""
     found = connection.execute(
         f"SELECT {COLLECTIVE_COLUMNS} FROM collectives WHERE fleet_class = ? ORDER BY measured_at, id",
         (fleet_class,),
@@ -137,11 +137,11 @@ def insert_trial(connection: Connection, key: tuple[str, str, str], trial: Trial
     ranks = json.dumps([asdict(rank) for rank in trial.ranks])
     row = (*key, ranks, trial.step_s, trial.samples_per_s, trial.measured_at, trial.predicted_samples_per_s)
     _insert(connection, "trials", f"model, recipe, fleet_class, {TRIAL_COLUMNS}", [row])
-    _forget_old(connection, "trials")
+    _delete_old(connection, "trials")
 
 
 def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[TrialMeasurement]:
-    """The trials of (model hash, recipe, fleet class key), oldest first."""
+    """Return the trials of (model hash, recipe, fleet class key), oldest first."""
     found = connection.execute(
         f"SELECT {TRIAL_COLUMNS} FROM trials WHERE (model, recipe, fleet_class) = (?, ?, ?)"
         " ORDER BY measured_at, id",
@@ -151,7 +151,7 @@ def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Tri
 
 
 def trial_of(row: tuple[Any, ...]) -> TrialMeasurement:
-    """A row of TRIAL_COLUMNS."""
+    """Return the trial in a row of TRIAL_COLUMNS."""
     ranks = [
         TrialRank(one["machine_class"], one["batch_size"], RuntimeSettings(**one["settings"]))
         for one in json.loads(row[0])
@@ -160,13 +160,13 @@ def trial_of(row: tuple[Any, ...]) -> TrialMeasurement:
 
 
 def settings_of(row: tuple[Any, ...]) -> RuntimeSettings:
-    """A row of SETTINGS_COLUMNS."""
+    """Return the settings in a row of SETTINGS_COLUMNS."""
     threads, inter_op_threads, is_onednn, micro_batch_size = row
     return RuntimeSettings(threads, inter_op_threads, bool(is_onednn), micro_batch_size)
 
 
 def delete_unused(connection: Connection) -> None:
-    """Forget models and classes that nothing was measured of."""
+    """Delete models and classes without measurements."""
     for table, key, users in (
         ("models", "model", ("probes", "trials")),
         ("machine_classes", "machine_class", ("probes",)),
@@ -209,9 +209,9 @@ def _insert(
     connection.executemany(f"{verb} INTO {table} ({columns}) VALUES ({places})", rows)
 
 
-def _forget_old(connection: Connection, table: str) -> None:
+def _delete_old(connection: Connection, table: str) -> None:
     connection.execute(
         f"DELETE FROM {table} WHERE id IN (SELECT id FROM (SELECT id, row_number() OVER"
-        f" (PARTITION BY {_SAME_THING[table]} ORDER BY measured_at DESC, id DESC) AS age FROM {table})"
+        f" (PARTITION BY {_REPEATED_BY[table]} ORDER BY measured_at DESC, id DESC) AS age FROM {table})"
         f" WHERE age > {NUM_KEPT})"
     )

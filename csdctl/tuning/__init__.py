@@ -1,1 +1,1 @@
-"""Pure: batch sizes from measurements; the measuring is passed in as a callable."""
+"""Pure: batch sizes from measurements. Measuring is left to the caller."""

@@ -1,4 +1,4 @@
-"""The best plan when the host need not train: it adds up and serves the others in any case; pure."""
+"""The best plan when the host may sit out; it sums and serves data to the nodes in any case; pure."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -6,8 +6,8 @@ from contextlib import suppress
 from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 
-LEAST_GAIN_WITHOUT_HOST = 0.05
-"""The host sits out when the nodes are faster by this share without it."""
+MIN_GAIN_WITHOUT_HOST = 0.05
+"""The host sits out when the fleet is faster by this share without it."""
 
 
 def find_best_ranks(
@@ -15,20 +15,19 @@ def find_best_ranks(
     nodes: Sequence[RankCandidate],
     limits: Limits,
     sum_s: Callable[[int], float],
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
 ) -> BestPlan:
-    """The fastest plan of the host and `nodes`; a host that sits out has no batch size in it.
+    """Return the fastest plan of the host and `nodes`; a host that sits out has no batch size in it.
 
-    `sum_s(n)` is the time of a sum over n ranks, of which the host is always one. Raises TuningError when no
-    plan keeps to the limits.
+    `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan keeps to
+    the limits.
     """
     if not nodes:
-        return find_best([host], limits, sum_s, stretch)
-    # Without all nodes the host has nobody to be in step with: it is not held against the fleet with a
-    # stretch that it would not have.
-    best = find_best([host, *nodes], limits, sum_s, stretch, lone_stretch=1.0)
+        return find_best([host], limits, sum_s, overhead_factor)
+    # A host alone has no overhead: the plan that leaves out all nodes is compared without it.
+    best = find_best([host, *nodes], limits, sum_s, overhead_factor, lone_overhead_factor=1.0)
     with suppress(TuningError):
-        without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), stretch)
-        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_HOST):
+        without = find_best(nodes, limits, lambda num_nodes: sum_s(num_nodes + 1), overhead_factor)
+        if without.prediction.samples_per_s > best.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_HOST):
             return without
     return best

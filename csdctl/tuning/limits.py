@@ -1,4 +1,4 @@
-"""What a plan keeps to: by default a global batch that still learns; read back from a plan; pure."""
+"""The limits of a plan: by default a global batch that still learns; read back from a plan; pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -8,15 +8,15 @@ from csdctl.tuning.stannis import TuningError
 
 LINEAR_SCALING = 4
 STEPS_PER_EPOCH = 10
-"""The global batch stays within LINEAR_SCALING reference batches, over which the recipe's learning rate is
-scaled, and within what leaves so many steps in an epoch."""
+"""The global batch is at most LINEAR_SCALING reference batches, over which the recipe's learning rate is
+scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
 
 
 def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
-    """`given`, with a largest global batch when it has none, and none larger than an epoch.
+    """Return `given` with a default largest global batch, and none larger than an epoch.
 
-    `num_samples` of an epoch, None: not known; `num_required` ranks are never left out and take one sample
-    at least. Raises TuningError when exactly more than an epoch is wanted.
+    `num_samples` of an epoch, None: not known; `num_required` ranks are never left out and take at least one
+    sample. Raises TuningError when the exact global batch is larger than an epoch.
     """
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
@@ -25,16 +25,16 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
         )
     if given.max_global_batch and num_samples is not None:
         return replace(given, max_global_batch=min(given.max_global_batch, num_samples))
-    if given.most:
+    if given.largest_global_batch:
         return given
-    most = LINEAR_SCALING * reference_batch
+    largest = LINEAR_SCALING * reference_batch
     if num_samples is not None:
-        most = min(most, num_samples // STEPS_PER_EPOCH)
-    return replace(given, max_global_batch=max(num_required, most))
+        largest = min(largest, num_samples // STEPS_PER_EPOCH)
+    return replace(given, max_global_batch=max(num_required, largest))
 
 
 def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
-    """The limits in a plan's `method_arguments`, which are `Limits.given`; Algorithm 1 knows none."""
+    """Read the limits in a plan's `method_arguments`, as from `Limits.given`; Algorithm 1 has none."""
 
     def number(name: str) -> float | None:
         value = written.get(name)

@@ -1,6 +1,6 @@
-"""What was measured, as values: what the history keeps and tuning reasons from; pure.
+"""Measurements as values: what is stored, and what tuning starts from; pure.
 
-A time is given in by the caller: nothing here knows what o'clock it is.
+The caller gives the time of a measurement.
 """
 
 import math
@@ -14,39 +14,39 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True)
 class ModelFeatures:
-    """A model, and what its step's time depends on. 0: not known."""
+    """A model, and what the time of its step depends on. 0: not known."""
 
     hash: str
-    """Of its architecture; weights do not change how long a step takes."""
+    """Of its architecture; weights do not change the time of a step."""
     name: str
     num_parameters: int = 0
     num_trainable: int = 0
     num_operations: int = 0
     """Floating-point operations of the forward pass for one sample."""
     input_elements: int = 0
-    """Numbers that one sample holds, over all inputs."""
+    """Elements of one sample, over all inputs."""
 
     @property
     def vector_bytes(self) -> int:
-        """What each rank gives to a sum, but for the few numbers that go with the gradient."""
+        """Bytes that each rank gives to a sum, without the few numbers sent with the gradient."""
         return NUMBER_BYTES * self.num_trainable
 
     @property
     def short_name(self) -> str:
-        """Without directories, and without `keras.applications:`."""
+        """The name without directories and `keras.applications:`."""
         return self.name.removeprefix("keras.applications:").rpartition("/")[2]
 
 
 @dataclass(frozen=True, order=True)
 class RuntimeSettings:
-    """How TensorFlow ran while it was measured."""
+    """How TensorFlow ran during a measurement."""
 
     threads: int
-    """Of one operation (intra-op)."""
+    """Intra-op."""
     inter_op_threads: int = 1
     is_onednn: bool = True
     micro_batch_size: int = 0
-    """A larger batch is computed in pieces of this size; 0: in one piece."""
+    """A larger batch is computed in micro-batches of this size; 0: at once."""
 
     @property
     def name(self) -> str:
@@ -57,7 +57,7 @@ class RuntimeSettings:
         if not self.is_onednn:
             parts.append("no oneDNN")
         if self.micro_batch_size:
-            parts.append(f"pieces of {self.micro_batch_size}")
+            parts.append(f"micro-batches of {self.micro_batch_size}")
         return ", ".join(parts)
 
 
@@ -70,33 +70,33 @@ class ProbeMeasurement:
     measured_at: float
     """Unix time."""
     step_time_s: float | None
-    """Mean of forward, backward and apply; None: it did not fit in memory."""
+    """Mean of forward, backward and apply; None: the batch did not fit in memory."""
     num_steps: int = 0
     peak_memory_bytes: int | None = None
-    """The most that the process had held by then; 0: a larger size had held more; None: not known."""
+    """The peak of the process by then; 0: a larger size had raised it before; None: not known."""
 
     @property
-    def fits(self) -> bool:
-        """Whether the machine had memory enough."""
+    def has_fitted(self) -> bool:
+        """Whether the batch fitted in memory."""
         return self.step_time_s is not None
 
     @property
-    def is_in_step(self) -> bool:
-        """Whether it is of a trial of all ranks: no process of its own was measured, so it has no peak."""
-        return self.fits and self.batch_size > 0 and self.peak_memory_bytes is None
+    def is_from_trial(self) -> bool:
+        """Whether it is a rank's step in a trial, which has no peak of its own."""
+        return self.has_fitted and self.batch_size > 0 and self.peak_memory_bytes is None
 
     @property
     def samples_per_s(self) -> float | None:
-        """Samples a second; None when it did not fit."""
+        """Samples per second; None when the batch did not fit in memory."""
         return None if self.step_time_s is None else self.batch_size / self.step_time_s
 
 
 @dataclass(frozen=True)
 class CollectiveMeasurement:
-    """One sum over the ranks of a fleet, measured."""
+    """One timed sum over the ranks of a fleet."""
 
     name: str
-    """How it is done: 'star', 'ring', …"""
+    """Of the collective: 'star', 'ring', …"""
     num_ranks: int
     num_bytes: int
     """Of one rank's vector."""
@@ -107,7 +107,7 @@ class CollectiveMeasurement:
 
 @dataclass(frozen=True)
 class TrialRank:
-    """One rank of a plan that was tried."""
+    """One rank of a trial."""
 
     machine_class: str
     """Its key."""
@@ -117,7 +117,7 @@ class TrialRank:
 
 @dataclass(frozen=True)
 class TrialMeasurement:
-    """A whole plan, tried on the fleet for a few steps."""
+    """A plan that the whole fleet tried for a few steps."""
 
     ranks: tuple[TrialRank, ...]
     """The host first."""
@@ -126,11 +126,11 @@ class TrialMeasurement:
     measured_at: float
     """Unix time."""
     predicted_samples_per_s: float | None = None
-    """What the model had said before; None: nothing."""
+    """Predicted before the trial; None: no prediction."""
 
 
 def describe_model(info: ModelInfo, architecture_hash: str) -> ModelFeatures:
-    """The features of what `build` found; the hash is that of its architecture.json."""
+    """Return the features of a built model; `architecture_hash` of its architecture.json."""
     shapes = list(info.inputs.values()) or [info.input_shape]
     return ModelFeatures(
         hash=architecture_hash,

@@ -1,23 +1,28 @@
-"""How much memory a batch size will take, from the peaks of smaller ones; pure."""
+"""How much memory a batch size takes, from the peaks of smaller ones; pure."""
 
 from collections.abc import Mapping
 
 RANK_SHARE = 0.9
-"""Of a machine's usable memory, what a rank's predicted peak may take."""
+"""The share of a machine's usable memory that a rank's predicted peak may take."""
 SPREAD = 2.0
-"""Two sizes closer together than this factor tell more of noise than of a sample, and serve in need only."""
+"""Two sizes closer together than this factor show noise rather than the cost of a sample; a last resort."""
 
 
 def rank_memory_bytes(usable_bytes: int | None) -> int | None:
-    """What a rank may fill of a machine's usable memory; None: not known."""
+    """Return what a rank may fill of a machine's usable memory; None: not known."""
     return int(usable_bytes * RANK_SHARE) if usable_bytes else None
 
 
-def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
-    """The line through the largest batch size and the largest at most half of it, at `batch_size`.
+def merge_peaks(peaks: Mapping[int, int], more: Mapping[int, int]) -> dict[int, int]:
+    """Return the larger peak for each batch size."""
+    return {**peaks, **{size: max(peak, peaks.get(size, 0)) for size, peak in more.items()}}
 
-    `peaks` maps batch size to peak memory in bytes. None with fewer than two sizes. A smaller size has the
-    largest one's peak at most: it is the highest mark of one process, which never falls.
+
+def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
+    """Extrapolate the peak at `batch_size` from the largest size and the largest at most half of it.
+
+    `peaks` maps batch size to peak memory in bytes. None with fewer than two sizes. A smaller size has at
+    most the largest one's peak: a process's peak memory never falls.
     """
     if batch_size in peaks:
         return peaks[batch_size]
@@ -27,10 +32,10 @@ def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
     return int(peaks[largest] + max(0.0, slope) * max(0, batch_size - largest))
 
 
-def largest_fitting(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
-    """The largest batch size whose predicted peak is at most `memory_bytes`; None: nothing was measured.
+def largest_within_memory(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
+    """Return the largest batch size whose predicted peak is at most `memory_bytes`; None without peaks.
 
-    A peak grows in proportion to the batch size at most, which is what is taken where no line can be drawn.
+    A peak grows at most in proportion to the batch size; that is assumed where no line can be drawn.
     """
     if not peaks:
         return None
@@ -41,7 +46,7 @@ def largest_fitting(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
 
 
 def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
-    """The largest batch size, and the bytes that each sample took since the one to hold it against."""
+    """Return the largest batch size, and the bytes per sample between a smaller one and it."""
     largest = max(peaks)
     small = max((size for size in peaks if size * SPREAD <= largest), default=min(peaks))
     return largest, (peaks[largest] - peaks[small]) / (largest - small)

@@ -1,4 +1,4 @@
-"""The plan: what tuning decided, as a file that a person can read and edit."""
+"""The plan: the result of tuning, as a file that a person can read and edit."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,19 +19,19 @@ HEADER = """\
 
 
 class RankPlan(Document):
-    """One rank: what it will do, and what was measured for it."""
+    """One rank: its settings, and what was measured with them."""
 
     node: str
     batch_size: Annotated[int, Field(ge=0)]
-    """0: it sits out, adds up and serves the others; the host alone can."""
+    """0: the rank sits out; it only sums, and serves data to the nodes. Allowed for the host alone."""
     threads: Annotated[int, Field(ge=1, le=1024)]
     inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Operations at the same time; `threads` are those of one operation."""
+    """Inter-op; `threads` are intra-op."""
     onednn: bool = True
     micro_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """A larger batch is computed in pieces of this size."""
+    """A larger batch is computed in micro-batches of this size."""
     max_batch_size: Annotated[int, Field(ge=1)] | None = None
-    """What fits into the machine's memory: batch sizes that move stay below it."""
+    """The largest batch that fits in memory: a bound for batch sizes that change during a run."""
     step_time_s: Annotated[float, Field(gt=0)] | None = None
     samples_per_s: Annotated[float, Field(gt=0)] | None = None
     peak_memory_bytes: int | None = None
@@ -46,11 +46,11 @@ def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
     names = [rank.node for rank in ranks]
     for name in names:
         if names.count(name) > 1:
-            raise ValueError(f"{name} is there more than once")
+            raise ValueError(f"{name} is listed more than once")
         if name != HOST_NAME and not ranks[names.index(name)].batch_size:
             raise ValueError(f"{name}: only the host can have batch size 0; leave the node out instead")
     if not any(rank.batch_size for rank in ranks):
-        raise ValueError("one rank at least must have a batch size above 0")
+        raise ValueError("at least one rank must have a batch size above 0")
     return ranks
 
 
@@ -59,20 +59,20 @@ class Predicted(Document):
 
     global_batch: int
     batch_sizes: list[int] | None = None
-    """Of the ranks, in the plan's order; None: an older plan, where `global_batch` has to tell."""
+    """Of the ranks, in the plan's order; None: an older plan, which only has `global_batch`."""
     step_s: Annotated[float, Field(gt=0)]
     samples_per_s: Annotated[float, Field(gt=0)]
     compute_share: float
     imbalance_share: float
     communication_share: float
     gain: float | None = None
-    """samples/s over that of the best equal batch size, predicted from the same measurements."""
+    """The gain in samples/s over the best equal batch size, predicted from the same measurements."""
     is_confirmed: bool = False
-    """A trial of all ranks together has shown it."""
+    """The figures are those of a trial of all ranks."""
 
 
 class Plan(Document):
-    """The batch sizes of all ranks, rank 0 first, and what they were computed from."""
+    """The ranks, rank 0 first, with the measurements they were computed from."""
 
     schema_version: Literal[1] = 1
     job: str
@@ -86,7 +86,7 @@ class Plan(Document):
     left_out: list[str] = []
     """Nodes that would cost more time than they bring."""
     made_for: PlanFingerprint | None = None
-    """None: a plan by hand, or an older one; whether it fits is then told by the fingerprint alone."""
+    """None: a plan written manually, or an older one, which only has `job_fingerprint` to compare."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property
@@ -101,7 +101,7 @@ class Plan(Document):
 
     @property
     def prediction(self) -> Predicted | None:
-        """What tuning predicted, while it holds: None when batch sizes were edited since."""
+        """What tuning predicted; None when batch sizes were edited since."""
         if self.predicted is None:
             return None
         made_for = self.predicted.batch_sizes
@@ -110,9 +110,9 @@ class Plan(Document):
 
     @property
     def predicted_samples_per_s(self) -> float | None:
-        """Samples a second as tuning predicts them for these batch sizes.
+        """Samples per second as tuning predicts them for these batch sizes.
 
-        Without a prediction: when every step takes as long as the slowest rank's, and no time to communicate.
+        Without a prediction, an upper bound: steps as long as the slowest rank's, without communication.
         """
         if self.prediction:
             return self.prediction.samples_per_s
@@ -122,7 +122,7 @@ class Plan(Document):
 
 
 def save_plan(path: Path, plan: Plan) -> None:
-    """Write the plan as YAML, whole or not at all."""
+    """Write the plan as YAML, atomically."""
     save_text(path, HEADER + yaml.safe_dump(plan.model_dump(exclude_none=True), sort_keys=False))
 
 

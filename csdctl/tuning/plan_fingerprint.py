@@ -1,4 +1,4 @@
-"""What a plan was made for, kept in it, and what has changed since, in words; pure."""
+"""What a plan was made for, as kept in it, and a description of what has changed since; pure."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -9,18 +9,18 @@ from csdctl.documents import Document
 
 
 class PlanFingerprint(Document):
-    """The job and the machines that were tuned for."""
+    """The job and the machines that a plan was tuned for."""
 
     job: dict[str, Any] = {}
-    """Values by their names in job.yaml; what is not set is not there."""
+    """Values by their names in job.yaml, without those that are not set."""
     files: dict[str, str] = {}
     """A hash of the content of each of the user's own files, by path."""
     machines: dict[str, str] = {}
-    """What each rank runs on, in words (`MachineClass.name`)."""
+    """The description of each rank's machine (`MachineClass.name`)."""
 
 
 def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
-    """What is different now, a line each; a machine that is not in both is no change."""
+    """List the differences, a line each; a machine that only one of them has is no change."""
     return [
         *_changed_values(then.job, now.job),
         *_changed_files(then.files, now.files),

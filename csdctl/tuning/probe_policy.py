@@ -1,156 +1,120 @@
-"""Our own tuner: few probes of each kind of machine, where they teach most; the measuring is passed in.
+"""Which batch sizes to probe next: few for each machine class, where they inform the plan most; pure.
 
-Machines of one class share: in a round each of them may take another batch size. The first round spreads over
-small sizes, which are quick. After it the fits say which batch sizes the best plan would have, and the next
-rounds probe half of that and less, until every class was measured there: large steps take long, and a trial
-of the plan measures those.
+Machines of one class may take different batch sizes in a round. The first round spreads over small sizes,
+which are quick. Then the fits show which batch sizes the best plan would have, and the next rounds probe half
+of that and less, until every class was measured there: large steps take long, and a trial measures those.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from math import ceil
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import Point, fit_step_time
-from csdctl.tuning.stannis import Measure, TuningError
+from csdctl.tuning.class_model import ClassModel
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.plan_choice import choose_class_sizes
+from csdctl.tuning.search import Limits
+from csdctl.tuning.stannis import TuningError
 
-MAX_PROBES = 8
-"""Of one class of machines."""
 FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
 """By the number of machines that measure in the first round."""
-LEAP = 4
-"""A batch is tried that is at most so many times the largest that fitted: memory may end in between."""
+MAX_GROWTH = 4
+"""A probe's batch is at most this many times the largest that fitted: memory may end in between."""
 NEAR = 2.5
-"""A probe tells of a size within this factor of it: a trial measures the planned size itself. Half of what is
-planned is measured, and the plan moves a little with what that shows."""
+"""A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
+planned size is probed, and the plan moves a little with the result."""
 MEMORY_NEAR = 1.25
-"""Where memory ends, a larger size is worth no probe when it is within this factor of what was measured."""
-LEAST_SIZES = 2
-"""Of a class, remembered ones included. More probes make the line surer and the plan hardly better, because
-the trial that follows says how high it lies (tests/bench/test_planning.py, with noise)."""
+"""At the end of memory, a larger size is not probed when it is within this factor of what was measured."""
+MIN_SIZES = 2
+"""Different sizes of a class, including earlier ones. More probes make the line surer and the plan hardly
+better, because the trial that follows shows how high it lies (tests/bench/test_planning.py, with noise)."""
 GUESSED_SHARES = (0.25, 0.5, 0.12)
-"""What is probed first of a size that is only guessed, by machines: too large a one costs time or memory."""
-AROUND = (0.5, 0.3)
-"""Where the machines of a class probe, as shares of the planned size."""
+"""Shares of a planned size that is only guessed, by machine: too large a probe costs time or memory."""
+PLANNED_SHARES = (0.5, 0.3)
+"""Shares of the planned size that the machines of a class probe."""
+
+ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
+"""The batch size each class has in the best plan, by the step times of all; none for a class left out."""
 
 
-@dataclass
-class ClassState:
-    """What is known of one class of machines."""
-
-    machines: Sequence[str]
-    probes: list[Point] = field(default_factory=list)
-    """Those remembered from earlier tunings too."""
-    in_step: float = 1.0
-    """A step in a trial, beside others that compute and sum as in training, over one in a probe."""
-    tried_sizes: list[int] = field(default_factory=list)
-    """Of each trial that has shown it, its batch size."""
-    num_new: int = 0
-    max_new: int = MAX_PROBES
-    max_size: int | None = None
-    """No plan gives a machine more."""
-    is_remembered: bool = False
-    """An earlier tuning came to its trial: other settings were probed then."""
-    guess: StepTime | None = None
-    """What similar models suggest, before the first probe."""
-    too_large: int | None = None
-    """The smallest batch size that did not fit into memory."""
-
-    @property
-    def sizes(self) -> set[int]:
-        """Batch sizes measured."""
-        return {probe.batch_size for probe in self.probes}
-
-    def cap(self, size: int) -> int:
-        """`size`, or the largest that a plan can give."""
-        return size if self.max_size is None else min(size, self.max_size)
-
-    def fit(self) -> StepTime | None:
-        """The step time in training as probes and trials show it, or the guess; None without either."""
-        return fit_step_time(self.probes).scaled(self.in_step) if self.probes else self.guess
-
-    def learn_in_step(self, size: int, ratio: float) -> None:
-        """One more trial: its steps of `size` took `ratio` times what `fit` says. All trials count alike."""
-        self.tried_sizes.append(size)
-        self.in_step *= ratio ** (1 / len(self.tried_sizes))
-
-    def is_settled(self, size: int) -> bool:
-        """Whether the step at `size` is known: measured about there, and elsewhere too."""
-        is_near = any(size / NEAR <= one <= size * NEAR for one in (*self.sizes, *self.tried_sizes))
-        return is_near and len(self.sizes) >= LEAST_SIZES
-
-
-def measure_classes(
-    classes: Mapping[str, ClassState],
-    measure: Measure,
-    choose: Callable[[Mapping[str, StepTime]], Mapping[str, int]],
-) -> dict[str, StepTime]:
-    """Probe until every class is known well enough; returns the step time of each and adds to `classes`.
-
-    `measure` takes batch sizes by machine, as Algorithm 1's does; `choose` gives the batch size each class
-    would have in the best plan, from the fits so far; none for a class that has no part in it. Raises
-    TuningError when a class fits at no size.
-    """
-    while True:
-        fits = {name: fit for name, state in classes.items() if (fit := state.fit())}
-        targets = choose(fits) if len(fits) == len(classes) else {}
-        wanted = {name: _next_sizes(state, targets.get(name)) for name, state in classes.items()}
-        if not any(wanted.values()):
-            return fits
-        _learn(classes, wanted, measure)
-
-
-def _learn(classes: Mapping[str, ClassState], wanted: Mapping[str, Sequence[int]], measure: Measure) -> None:
-    """One round: measure the `wanted` sizes of each class, each on another of its machines."""
-    asked = {
-        machine: size
-        for name, sizes in wanted.items()
-        for machine, size in zip(classes[name].machines, sizes, strict=False)
+def limit_probes(model: FleetModel, limits: Limits, num_reserved: int = 0) -> FleetModel:
+    """Return the model with the largest batch a plan can give, and `num_reserved` probes less per class."""
+    largest = limits.largest_global_batch
+    max_size = max(1, largest - len(model.machines) + 1) if largest else None
+    classes = {
+        name: replace(one, max_size=max_size, max_new_probes=one.max_new_probes - num_reserved)
+        for name, one in model.classes.items()
     }
-    times = measure(asked)
-    for state in classes.values():
-        for machine in state.machines:
-            if machine not in asked:
-                continue
-            size, time_s = asked[machine], times[machine]
-            state.num_new += 1
-            if time_s is None:
-                state.too_large = min(size, state.too_large or size)
-            else:
-                state.probes.append(Point(size, time_s))
-        if state.too_large and max(state.sizes, default=0) >= state.too_large:
-            state.too_large = None  # it died of something else
-        if not state.probes and (state.too_large == 1 or state.num_new >= state.max_new):
-            samples = "even 1 sample" if state.too_large == 1 else f"{state.too_large} samples"
-            raise TuningError(
-                f"{state.machines[0]} cannot train {samples} at a time: out of memory",
-                remedy="leave it out: `--exclude`, or `--no-host` for the host",
-            )
+    return replace(model, classes=classes)
 
 
-def _next_sizes(state: ClassState, target: int | None) -> list[int]:
-    """Batch sizes worth measuring next, at most one for each machine of the class; none when it is known."""
-    count = min(state.max_new - state.num_new, len(state.machines))
+def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
+    """Return the batch sizes to probe next, by machine; none when every class is known well enough.
+
+    Raises TuningError when a class fits in memory at no size, or no plan keeps to the limits.
+    """
+    return next_sizes(model.classes, lambda step_times: choose_class_sizes(model, limits, step_times))
+
+
+def next_sizes(classes: Mapping[str, ClassModel], choose: ChooseSizes) -> dict[str, int]:
+    """Return what `next_probes` does, with the planned size of each class from `choose`."""
+    for one in classes.values():
+        _check_memory(one)
+    known = {name: step_time for name, one in classes.items() if (step_time := one.step_time_at_once())}
+    planned = choose(known) if len(known) == len(classes) else {}
+    return {
+        machine: size
+        for name, one in classes.items()
+        for machine, size in zip(one.machines, _next_class_sizes(one, planned.get(name)), strict=False)
+    }
+
+
+def is_settled(known: ClassModel, size: int) -> bool:
+    """Return whether the step at `size` is known: measured about there, and at another size too."""
+    is_near = any(size / NEAR <= one <= size * NEAR for one in (*known.sizes, *known.trial_sizes))
+    return is_near and len(known.sizes) >= MIN_SIZES
+
+
+def _check_memory(known: ClassModel) -> None:
+    """Raise TuningError when the probes of this tuning show that a class can train no batch at all."""
+    if known.points or not known.num_new_probes:
+        return
+    if known.too_large == 1 or known.num_new_probes >= known.max_new_probes:
+        samples = "even 1 sample" if known.too_large == 1 else f"{known.too_large} samples"
+        raise TuningError(
+            f"{known.machines[0]} cannot train {samples} at a time: out of memory",
+            remedy="leave it out: `--exclude`, or `--no-host` for the host",
+        )
+
+
+def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
+    """Return the sizes to probe next, at most one for each machine; none when the class is known."""
+    count = min(known.max_new_probes - known.num_new_probes, len(known.machines))
     if count < 1:
         return []
-    if not state.probes:
-        if state.too_large is not None:
-            return [max(1, state.too_large // LEAP)]
-        if target is None:
-            first = dict.fromkeys(state.cap(size) for size in FIRST_SIZES[min(count, max(FIRST_SIZES))])
-            return list(first)
-        guessed = dict.fromkeys(max(1, round(target * share)) for share in GUESSED_SHARES[:count])
-        return sorted(guessed)
-    if target is None:
+    if not known.points:
+        return _first_sizes(known, planned, count)
+    if planned is None or is_settled(known, planned):
         return []
-    if state.is_settled(target):
-        return []
-    largest = max(state.sizes)
-    limit = state.cap(min(LEAP * largest, state.too_large - 1 if state.too_large else LEAP * largest))
-    if target > limit * NEAR:
-        # Not there yet: as far as it goes, or, where memory ends, what is known is all there is.
+    largest = max(known.sizes)
+    limit = known.cap(
+        min(MAX_GROWTH * largest, known.too_large - 1 if known.too_large else MAX_GROWTH * largest)
+    )
+    if planned > limit * NEAR:
+        # Not there yet: as far as memory allows; at the end of memory, what is known has to do.
         return [limit] if limit > largest * MEMORY_NEAR else []
-    around = dict.fromkeys(min(limit, ceil(target * share)) for share in AROUND)
-    if len(state.sizes) < 2:  # a line needs two
-        around = dict.fromkeys(size for size in around if size not in state.sizes) or around
+    around = dict.fromkeys(min(limit, ceil(planned * share)) for share in PLANNED_SHARES)
+    if len(known.sizes) < 2:  # a line needs two
+        around = dict.fromkeys(size for size in around if size not in known.sizes) or around
     return list(around)[:count]
+
+
+def _first_sizes(known: ClassModel, planned: int | None, count: int) -> list[int]:
+    """Return sizes for a class without a probe that fitted in memory."""
+    if known.too_large is not None:
+        return [max(1, known.too_large // MAX_GROWTH)]
+    if planned is None:
+        sizes = FIRST_SIZES[min(count, max(FIRST_SIZES))]
+        return list(dict.fromkeys(known.cap(size) for size in sizes))
+    guessed = {max(1, round(planned * share)) for share in GUESSED_SHARES[:count]}
+    return sorted(guessed)

@@ -1,7 +1,7 @@
 """The curve over the number of nodes with the best batch sizes for each; pure.
 
-`perfmodel.scaling` keeps the batch sizes it is given, which says what a plan would do with other fleets.
-Whoever tunes again with other nodes gets other batch sizes: here they are chosen as `tune` would choose them.
+`perfmodel.scaling` keeps the batch sizes of a plan for other numbers of nodes. Tuning again with other nodes
+gives other batch sizes: here they are chosen as `tune` would choose them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,69 +15,69 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.host_choice import find_best_ranks
 from csdctl.tuning.search import BestPlan, Limits, RankCandidate
 
-LEAST_STRETCH = 0.5
+MIN_OVERHEAD_FACTOR = 0.5
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What training together costs beside the ranks' own steps."""
+    """What training together costs besides the ranks' own steps."""
 
     sum_cost: SumCost
     vector_bytes: int
-    stretch: float = 1.0
-    """As in `predict`; a host alone has nobody to be in step with."""
+    overhead_factor: float = 1.0
+    """As in `predict`; a host alone has none."""
 
     def sum_s(self, num_ranks: int) -> float:
-        """Seconds of one sum."""
+        """Return the seconds of one sum."""
         return self.sum_cost.at(self.vector_bytes, num_ranks)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How batch sizes are chosen, by the number of nodes."""
+    """How batch sizes are chosen, by number of nodes."""
 
     limits: Callable[[int], Limits]
-    """Of a fleet with so many nodes."""
+    """Of a fleet with this number of nodes."""
     is_required: bool = False
-    """No node is left out: each holds private data."""
+    """No node is left out: each has private data."""
     is_planned: bool = False
-    """With as many nodes as there are, the ranks keep the batch sizes they have."""
+    """For the fleet as it is, the ranks keep their batch sizes."""
     idle: frozenset[str] = frozenset()
-    """Ranks that do not train with that plan: nodes that it leaves out, or the host."""
+    """Ranks that do not train in that plan: nodes that it leaves out, or the host."""
 
 
-def calibrate_stretch(tried: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
-    """The stretch with which ranks of these step times and batch sizes take `step_s` together.
+def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
+    """Return the overhead factor with which ranks of these step times and batch sizes take `step_s` together.
 
-    Below 1 when they were quicker than alone; never below LEAST_STRETCH, where the sum must be what is wrong.
+    Below 1 when they were faster than alone; at least MIN_OVERHEAD_FACTOR, below which `sum_s` must be wrong.
     """
-    slowest_s = max(step_time.at(size) for step_time, size in tried)
-    return max(LEAST_STRETCH, (step_s - sum_s) / slowest_s)
+    slowest_s = max(step_time.at(size) for step_time, size in ranks)
+    return max(MIN_OVERHEAD_FACTOR, (step_s - sum_s) / slowest_s)
 
 
 def choose_best(
     host: RankModel, nodes: Sequence[RankModel], num_nodes: int, choice: Choice, costs: Costs
 ) -> BestPlan:
-    """The best batch sizes for the host and the first `num_nodes`, which begin again beyond their end.
+    """Return the best batch sizes for the host and `num_nodes`, which repeat `nodes`.
 
-    Names that are there again get a number. Raises TuningError when the limits allow no plan.
+    Repeated names get a number. Raises TuningError when the limits allow no plan.
     """
     candidates = []
     for number in range(num_nodes):
-        node, again = nodes[number % len(nodes)], number // len(nodes)
-        name = f"{node.node}#{again}" if again else node.node
+        node, repeat = nodes[number % len(nodes)], number // len(nodes)
+        name = f"{node.node}#{repeat}" if repeat else node.node
         candidates.append(RankCandidate(name, node.step_time, is_required=choice.is_required))
     return find_best_ranks(
         RankCandidate(host.node, host.step_time, is_required=True),
         candidates,
         choice.limits(num_nodes),
         costs.sum_s,
-        costs.stretch if num_nodes else 1.0,
+        costs.overhead_factor if num_nodes else 1.0,
     )
 
 
 def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> list[PlannedRank]:
-    """The ranks with these batch sizes; one that has none is given what it could do in the others' time."""
+    """Return the ranks with these batch sizes; a rank without one gets as much as the others' time allows."""
     slowest_s = max(one.step_time.at(batch_sizes.get(one.node, 0)) for one in ranks)
     return [
         PlannedRank(one, batch_sizes.get(one.node) or max(1, one.step_time.largest_within(slowest_s)))
@@ -93,7 +93,7 @@ def predict_best_curve(
     costs: Costs,
     power: Power | None = None,
 ) -> list[CurvePoint]:
-    """A point for each of `counts`, the numbers of nodes.
+    """Predict a point for each of `counts`, the numbers of nodes.
 
     Raises TuningError when the limits allow no plan for one of them.
     """
@@ -122,16 +122,16 @@ def predict_best_curve(
 
 
 def _as_planned(ranks: Sequence[PlannedRank], idle: frozenset[str], costs: Costs) -> BestPlan:
-    """The plan of these ranks, the host first; idle it is still a rank: it adds up the sum."""
+    """Return the plan of these ranks, the host first; an idle host is still a rank: it sums."""
     host, *nodes = (rank.model.node for rank in ranks)
     training = [rank for rank in ranks if rank.model.node not in idle]
     num_ranks = len(training) + (host in idle)
-    stretch = costs.stretch if num_ranks > 1 else 1.0
+    overhead_factor = costs.overhead_factor if num_ranks > 1 else 1.0
     prediction = predict(
         [rank.model for rank in training],
         [rank.batch_size for rank in training],
         costs.sum_s(num_ranks),
-        stretch,
+        overhead_factor,
     )
     sizes = {rank.model.node: rank.batch_size for rank in training}
     return BestPlan(sizes, prediction, tuple(node for node in nodes if node in idle))

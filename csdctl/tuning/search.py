@@ -1,8 +1,8 @@
-"""The batch sizes that give most samples/s under the limits given; pure.
+"""The batch sizes with the most samples/s within limits; pure.
 
-For a time T that a step may compute, every rank takes the most samples it can do in T, so that none waits for
-another. The longer T, the smaller the part of it that fixed costs and the sum over the ranks take, and the
-larger the global batch; so T is all there is to search for, once for every set of ranks worth trying.
+For a compute time T of a step, every rank takes the most samples it can compute in T, so that no rank waits
+for another. The longer T, the smaller the share of fixed costs and of the sum over the ranks, and the larger
+the global batch. So the search is over T alone, once for every set of ranks worth trying.
 """
 
 from collections import Counter
@@ -16,23 +16,23 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.stannis import TuningError
 
 NUM_TIMES = 96
-"""Step times that are tried, evenly on a logarithmic scale."""
+"""Step times to try, evenly on a logarithmic scale."""
 NUM_TIMES_COARSE = 8
-"""So many when it is only a matter of whether a fleet is worth a closer look."""
+"""Step times to try when sets of ranks are only compared with each other."""
 TIME_TOLERANCE = 1e-5
 NUM_CUTS = 12
-"""Fleets that are tried, each without some of the slowest nodes."""
+"""Sets of ranks to try, each without some of the slowest nodes."""
 SLACK = 0.005
-"""Of plans within this share of the best, the one with the smallest global batch is taken: it learns more."""
-LEAST_GAIN_WITHOUT_NODES = 0.02
-"""Nodes are left out when the others are faster by this share without them."""
+"""Of plans within this share of the best, the one with the smallest global batch wins: it learns more."""
+MIN_GAIN_WITHOUT_NODES = 0.02
+"""Nodes are left out when the fleet is faster by this share without them."""
 
 OPTIONS = {
     "max_global_batch": "--max-global-batch",
     "global_batch": "--global-batch",
     "max_step_s": "--max-step-seconds",
 }
-"""Of `csdctl tune`, by the limit that they set."""
+"""Options of `csdctl tune`, by the limit they set."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +42,16 @@ class RankCandidate:
     node: str
     step_time: StepTime
     is_required: bool = False
-    """It holds private data, or is the host: it is never left out."""
+    """It is never left out: the host, or a node with private data."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan must keep to. None: no limit; without any, more is always better and no plan the best."""
+    """The limits of a plan. None: no limit; without any limit there is no best plan."""
 
     max_global_batch: int | None = None
     global_batch: int | None = None
-    """Exactly this many."""
+    """The exact global batch."""
     max_step_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -64,18 +64,18 @@ class Limits:
 
     @property
     def given(self) -> dict[str, float]:
-        """Those that there are, by name."""
+        """The limits that are set, by name."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
-    def most(self) -> int | None:
-        """The largest global batch that they allow."""
+    def largest_global_batch(self) -> int | None:
+        """The largest global batch within the limits; None: no bound."""
         return self.global_batch or self.max_global_batch
 
 
 @dataclass(frozen=True)
 class BestPlan:
-    """The batch sizes found, by node, in the order of the candidates; who is left out has none."""
+    """Batch sizes by node, in the order of the candidates; a node that is left out has none."""
 
     batch_sizes: dict[str, int]
     prediction: Prediction
@@ -86,33 +86,33 @@ def find_best(
     candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
-    stretch: float = 1.0,
-    lone_stretch: float | None = None,
+    overhead_factor: float = 1.0,
+    lone_overhead_factor: float | None = None,
 ) -> BestPlan:
-    """The fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
+    """Return the fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
 
-    `stretch` as in `predict`; `lone_stretch` is that of a plan with one rank, None: the same. Raises
-    TuningError when no plan keeps to the limits.
+    `overhead_factor` as in `predict`; `lone_overhead_factor` is that of a plan with one rank, None: the same.
+    Raises TuningError when no plan keeps to the limits.
     """
     if not candidates:
-        raise TuningError("there is no machine to tune")
+        raise TuningError("no machine to tune")
 
     def best_of(members: Sequence[RankCandidate], num_times: int) -> BestPlan | None:
         is_lone = len(members) == 1
-        its_stretch = lone_stretch if is_lone and lone_stretch is not None else stretch
-        return _best_of(members, limits, collective_s(len(members)), its_stretch, num_times)
+        own_factor = lone_overhead_factor if is_lone and lone_overhead_factor is not None else overhead_factor
+        return _best_of(members, limits, collective_s(len(members)), own_factor, num_times)
 
     fleets = {len(members): members for members in _fleets(candidates)}
-    looked = {
+    compared = {
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
-    if not looked:
+    if not compared:
         raise TuningError(_why_none(candidates, limits), remedy=_how_to_have_one(limits))
-    fastest = max(looked, key=lambda size: looked[size].prediction.samples_per_s)
-    best = best_of(fleets[fastest], NUM_TIMES) or looked[fastest]
-    if fastest < len(candidates) and len(candidates) in looked:
-        whole = best_of(candidates, NUM_TIMES) or looked[len(candidates)]
-        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + LEAST_GAIN_WITHOUT_NODES):
+    fastest = max(compared, key=lambda size: compared[size].prediction.samples_per_s)
+    best = best_of(fleets[fastest], NUM_TIMES) or compared[fastest]
+    if fastest < len(candidates) and len(candidates) in compared:
+        whole = best_of(candidates, NUM_TIMES) or compared[len(candidates)]
+        if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_NODES):
             return whole
     left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
     return BestPlan(best.batch_sizes, best.prediction, left_out)
@@ -122,88 +122,92 @@ def best_equal(
     candidates: Sequence[RankCandidate],
     limits: Limits,
     collective_s: Callable[[int], float],
-    stretch: float = 1.0,
+    overhead_factor: float = 1.0,
 ) -> float | None:
-    """Images a second of the best single batch size for all ranks; None when the limits allow none."""
+    """Return the samples/s of the best equal batch size of all ranks; None when the limits allow none."""
     sum_s = collective_s(len(candidates))
     most_s = inf if limits.max_step_s is None else limits.max_step_s
-    if limits.most is None:
-        largest = min(one.step_time.largest_within((most_s - sum_s) / stretch) for one in candidates)
+    if limits.largest_global_batch is None:
+        largest = min(one.step_time.largest_within((most_s - sum_s) / overhead_factor) for one in candidates)
     else:
-        largest = limits.most // len(candidates)
+        largest = limits.largest_global_batch // len(candidates)
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
-        step_s = max(one.step_time.at(size) for one in candidates) * stretch + sum_s
+        step_s = max(one.step_time.at(size) for one in candidates) * overhead_factor + sum_s
         if size <= largest and step_s <= most_s:
             speeds.append(size * len(candidates) / step_s)
     return max(speeds, default=None)
 
 
 def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandidate]]:
-    """The whole fleet, then fleets without more and more of the slowest nodes that may be left out."""
+    """Yield the whole fleet, then fleets without more and more of the slowest nodes that may be left out."""
     yield candidates
-    free = sorted(
+    optional = sorted(
         (one for one in candidates if not one.is_required),
         key=lambda one: _slowness(one.step_time),
         reverse=True,
     )
-    cuts = {ceil(len(free) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
-    # Of many nodes a few may be best, when a sum over more costs more than they bring.
-    cuts |= {len(free) - (1 << power) for power in range(len(free).bit_length())}
+    cuts = {ceil(len(optional) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
+    # A few of many nodes may be best, when a sum over more ranks costs more than they bring.
+    cuts |= {len(optional) - (1 << power) for power in range(len(optional).bit_length())}
     for cut in sorted(cuts - {0}):
-        without = {one.node for one in free[:cut]}
+        without = {one.node for one in optional[:cut]}
         if len(without) < len(candidates):
             yield [one for one in candidates if one.node not in without]
 
 
 def _slowness(step_time: StepTime) -> float:
-    return step_time.beyond_s or step_time.per_sample_s
+    return step_time.above_knee_s or step_time.per_sample_s
 
 
 def _best_of(
-    members: Sequence[RankCandidate], limits: Limits, collective_s: float, stretch: float, num_times: int
+    members: Sequence[RankCandidate],
+    limits: Limits,
+    collective_s: float,
+    overhead_factor: float,
+    num_times: int,
 ) -> BestPlan | None:
-    """The best plan in which all `members` train; None when the limits allow none."""
-    most = limits.most
+    """Return the best plan in which all `members` train; None when the limits allow none."""
+    most = limits.largest_global_batch
     if most is not None and most < len(members):
         return None
-    counts = _count_kinds(members)
+    counts = _count_step_times(members)
 
     def total(time_s: float) -> int:
-        return sum(kind.largest_within(time_s) * count for kind, count in counts.items())
+        return sum(one.largest_within(time_s) * count for one, count in counts.items())
 
-    least_s = max(kind.at(1) for kind in counts)
-    most_s = _longest_time(limits, collective_s, stretch, least_s, total)
+    least_s = max(one.at(1) for one in counts)
+    most_s = _longest_time(limits, collective_s, overhead_factor, least_s, total)
     if most_s < least_s:
         return None
-    # A rate needs a look at each kind only; the sizes of all members are written down for the best alone.
+    # A rate only needs each distinct step time; the sizes of all members are listed for the best alone.
     found: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = {kind: kind.largest_within(time_s) for kind in counts}
+        within = {one: one.largest_within(time_s) for one in counts}
         num_samples = total(time_s)
         if most is not None and num_samples > most:
             sizes = _sizes_at(time_s, members, most)
             num_samples = sum(sizes)
             slowest_s = max(one.step_time.at(size) for one, size in zip(members, sizes, strict=True))
         else:
-            slowest_s = max(kind.at(size) for kind, size in within.items())
+            slowest_s = max(one.at(size) for one, size in within.items())
         if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
-        found.append((num_samples / (slowest_s * stretch + collective_s), time_s))
+        found.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
     if not found:
         return None
     fastest = max(rate for rate, _ in found)
-    # In order of T, and so of the global batch: the first that is as fast as any.
+    # In order of T, and so of the global batch: the first that is about as fast as the fastest.
     time_s = next(time_s for rate, time_s in found if rate >= fastest * (1 - SLACK))
     sizes = _sizes_at(time_s, members, most)
     prediction = predict(
-        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, stretch
+        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, overhead_factor
     )
     return BestPlan({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
 
 
-def _count_kinds(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
-    """How many members have each step time; most share the same object, which is quicker to count."""
+def _count_step_times(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
+    """Count the members by step time; most share the same object, which is faster to count."""
     counts: dict[StepTime, int] = {}
     objects = {id(one.step_time): one.step_time for one in members}
     for key, count in Counter(id(one.step_time) for one in members).items():
@@ -212,7 +216,7 @@ def _count_kinds(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
 
 
 def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None) -> list[int]:
-    """What each of `members` can do in `time_s`, and no more than `most` together."""
+    """Return the largest batch of each member within `time_s`, and at most `most` together."""
     within: dict[int, int] = {}
     for one in members:
         if id(one.step_time) not in within:
@@ -224,15 +228,15 @@ def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None)
 def _longest_time(
     limits: Limits,
     collective_s: float,
-    stretch: float,
+    overhead_factor: float,
     least_s: float,
     total: Callable[[float], int],
 ) -> float:
-    """The longest T that the limits allow, found by halving; there is one limit at least."""
+    """Return the longest T that the limits allow, by bisection; at least one limit is set."""
     most_s = inf
     if limits.max_step_s is not None:
-        most_s = (limits.max_step_s - collective_s) / stretch
-    most = limits.most
+        most_s = (limits.max_step_s - collective_s) / overhead_factor
+    most = limits.largest_global_batch
     if most is None:
         return most_s
     low, high = least_s, least_s
@@ -243,12 +247,12 @@ def _longest_time(
         return high
     while high - low > TIME_TOLERANCE * high:
         middle = (low + high) / 2
-        # An exact global batch is cut from the shortest T that has enough, a limit is the longest T within.
+        # An exact global batch is cut from the shortest T that reaches it; a limit allows a T below that.
         is_enough = total(middle) >= most if limits.global_batch else total(middle) > most
         low, high = (low, middle) if is_enough else (middle, high)
     if limits.global_batch:
         return high if total(high) >= most else 0.0
-    # With the shortest T that lets all take part, quick ranks may have too much: it is cut.
+    # With the shortest T in which all ranks train, fast ranks may have too many samples, which are cut.
     return low
 
 
@@ -260,9 +264,9 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
 
 
 def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int) -> list[int]:
-    """Take what is too much from those that have most, and the rest from those that need longest."""
+    """Cut sizes in proportion to `wanted` in total, and the remainder from the slowest members."""
     total = sum(sizes)
-    # Rounded up: what is still too much is at most a sample for each rank.
+    # Rounded up: the excess is at most one sample for each rank.
     cut = [max(1, ceil(size * wanted / total)) for size in sizes]
     over = sum(cut) - wanted
     longest = [(-members[place].step_time.at(size), -place) for place, size in enumerate(cut) if size > 1]

@@ -1,7 +1,7 @@
 """Algorithm 1 of the STANNIS paper, as we read it (docs/explanation/algorithm-1.md).
 
-The slowest engine takes the batch size at which it is fastest; every other engine's batch grows until
-its step takes as long, plus a margin for the slow-down that synchronization brings.
+The slowest engine takes the batch size at which it is fastest. The batch of every other engine grows until
+its step takes as long, plus a margin for the slow-down of synchronization.
 """
 
 import math
@@ -12,29 +12,29 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 
 Measure = Callable[[Mapping[str, int]], Mapping[str, float | None]]
-"""Step time in seconds of each engine at its batch size, all working at once; None: it did not fit."""
+"""Step time in seconds of each engine at its batch size, all at the same time; None: out of memory."""
 
 DEFAULT_BATCH_SIZES = (4, 8, 16, 32, 64)
 DEFAULT_STEP_DIVISOR = 2.0
 DEFAULT_MARGIN_SCALE = 20.0
-"""The paper takes 5 for the slow-down it saw; a sum over the ranks costs us about 5% of a step."""
+"""The paper takes 5 for its own slow-down; csdctl's sum over the ranks takes about 5% of a step."""
 MAX_ROUNDS = 100
 
 
 class TuningError(InputError):
-    """No plan can be made of what was asked for and what the machines can do."""
+    """No plan is possible with these limits on these machines."""
 
 
 @dataclass(frozen=True)
 class TunedBatch:
-    """What Algorithm 1 gives one engine."""
+    """The result of Algorithm 1 for one engine."""
 
     batch_size: int
     step_time_s: float
 
     @property
     def samples_per_s(self) -> float:
-        """Samples a second at this batch size."""
+        """Samples per second at this batch size."""
         return self.batch_size / self.step_time_s
 
 
@@ -46,15 +46,15 @@ def tune_stannis(
     step_divisor: float = DEFAULT_STEP_DIVISOR,
     margin_scale: float = DEFAULT_MARGIN_SCALE,
 ) -> dict[str, TunedBatch]:
-    """Batch sizes by Algorithm 1.
+    """Return batch sizes by Algorithm 1.
 
-    `batch_sizes` is the paper's list BS, `step_divisor` its C (no unit; larger is more fine-grained) and
-    `margin_scale` its E (5, the paper's, allows 20% over the slowest engine's time). An engine that
-    does not fit in memory at a size is not tried at larger ones. Raises TuningError when one fits at no size.
+    `batch_sizes` is the paper's list BS, `step_divisor` its C (no unit; larger takes smaller steps) and
+    `margin_scale` its E (the paper's 5 allows 20% over the slowest engine's time). An engine that runs out of
+    memory at a size is not tried at larger ones. Raises TuningError when an engine fits at no size.
     """
     check_arguments(batch_sizes, step_divisor, margin_scale)
     if not engines:
-        raise TuningError("there is no engine to tune")
+        raise TuningError("no engine to tune")
     lists, too_large = _measure_list(engines, measure, sorted(set(batch_sizes)))
     best = {engine: max(done, key=lambda one: one.samples_per_s) for engine, done in lists.items()}
     slowest = min(engines, key=lambda engine: best[engine].samples_per_s)
@@ -83,7 +83,7 @@ def tune_stannis(
             growth.learn(times[engine])
     else:
         raise TuningError(
-            f"C = {step_divisor} makes steps too small: no end after {MAX_ROUNDS} rounds",
+            f"C = {step_divisor} makes the steps too small: not finished after {MAX_ROUNDS} rounds",
             remedy="give a smaller --step-divisor",
         )
     tuned |= {engine: growth.done for engine, growth in growing.items()}
@@ -108,7 +108,7 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
 
 
 class _Growth:
-    """The while loop of Algorithm 1 for one engine, a measurement at a time."""
+    """The while loop of Algorithm 1 for one engine, one measurement at a time."""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class _Growth:
         self.next_size = self._larger()
 
     def learn(self, time_s: float | None) -> None:
-        """Take the step time at `next_size` (None: it did not fit) and choose the next size, or end."""
+        """Take the step time at `next_size` (None: out of memory), and choose the next size; None ends."""
         assert self.next_size is not None
         if time_s is None:
             self._too_large = self.next_size
@@ -138,7 +138,7 @@ class _Growth:
     def _larger(self) -> int | None:
         """BS += BS × (final time − time) / C, times in units of the slowest engine's time.
 
-        The difference counts as the margin at least: it would otherwise vanish before the loop ends.
+        The difference counts as at least the margin: otherwise it would vanish before the loop ends.
         """
         if self.done.step_time_s >= self._final_time_s:
             return None
@@ -152,7 +152,7 @@ class _Growth:
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
 ) -> tuple[dict[str, list[TunedBatch]], dict[str, int]]:
-    """The benchmark of every engine over the list, and the size at which an engine did not fit."""
+    """Benchmark every engine over the list; return also the size at which an engine ran out of memory."""
     done: dict[str, list[TunedBatch]] = {engine: [] for engine in engines}
     too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
@@ -175,7 +175,7 @@ def _measure_list(
 
 
 def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float) -> TunedBatch | None:
-    """The engine's measurement at the anchor's batch size, when its time is similar already."""
+    """Return the engine's measurement at the anchor's batch size if its time is similar already."""
     for one in done:
         if one.batch_size == anchor.batch_size and one.step_time_s >= anchor.step_time_s * (
             1 - 1 / margin_scale
@@ -185,6 +185,6 @@ def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float
 
 
 def _start(done: Sequence[TunedBatch], anchor: TunedBatch) -> TunedBatch:
-    """The largest size of the list that takes no longer than the anchor; the smallest when all do."""
+    """Return the largest size that takes no longer than the anchor; the smallest when all take longer."""
     within = [one for one in done if one.step_time_s <= anchor.step_time_s]
     return within[-1] if within else done[0]

@@ -1,13 +1,13 @@
-"""Models that were measured before as a start for one that was not; pure.
+"""Guess the step time of a model that was never measured from similar ones; pure.
 
 After "A History-Based Auto-Tuning Framework for Fast and High Performance DNN Design on GPU" (2020): records
-of unlike models mislead more than none at all, so that neighbours are ordered by a distance over their
-features, and far ones are left out. The paper learns how much each feature counts; with a handful of
-records the weights are fixed here.
+of dissimilar models are worse than none, so neighbours are ordered by a distance over their features, and
+distant ones are left out. The paper learns the weights of the features; with a handful of records they are
+fixed here.
 
     distance² = Σ_f weight_f · ln(a_f / b_f)²
 
-so that twice the operations are as far as half of them, and units do not matter.
+Twice the operations are as far as half of them, and units do not matter.
 """
 
 import math
@@ -17,22 +17,22 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.measurements import ModelFeatures
 
 WEIGHTS = {"num_operations": 1.0, "num_parameters": 0.5, "num_trainable": 0.5, "input_elements": 0.25}
-"""Operations make most of a step; parameters the optimizer's part of it, the input what is read and moved."""
+"""Operations take most of a step; parameters stand for the optimizer, the input for what is moved."""
 
 UNKNOWN_RATIO = 4.0
-"""A feature that is known of one model alone counts as this many times different."""
+"""The assumed ratio of a feature that is known for one model only."""
 
 MAX_DISTANCE = math.log(16)
-"""Such as 16 times the operations, all else equal: a neighbour beyond it says nothing."""
+"""For example 16 times the operations, all else equal: a neighbour beyond it is not used."""
 
 _SOFTENING = 0.01
-"""Of a squared distance: the nearest of several leads, but does not silence the next."""
+"""Added to squared distances: the nearest neighbour dominates, but not alone."""
 
 
 def feature_distance(one: ModelFeatures, other: ModelFeatures) -> float:
-    """How unlike two models are: at least 0, the same both ways, 0 for equal features.
+    """Return the distance of two models: at least 0, symmetric, 0 for equal features.
 
-    A feature that is known of neither (0) is left out.
+    A feature that is known for neither (0) is left out.
     """
     return math.sqrt(
         sum(
@@ -45,12 +45,12 @@ def feature_distance(one: ModelFeatures, other: ModelFeatures) -> float:
 def transfer_step_time(
     target: ModelFeatures, known: Sequence[tuple[ModelFeatures, StepTime]]
 ) -> StepTime | None:
-    """The step of `target` on a machine, from those of other models on that machine; None when none can tell.
+    """Guess the step time of `target` from other models on the same machine; None when none is near.
 
-    The time of a sample grows with the operations, the fixed time with the parameters, which the optimizer
-    goes over once a step; several neighbours are averaged with weights 1 / (distance² + 0.01). A knee is not
-    carried over: where another model leaves the cache says little. Neighbours beyond MAX_DISTANCE, or whose
-    operations are not known, have no part in it.
+    The time per sample scales with the operations, the fixed time with the parameters, which the optimizer
+    visits once per step. Several neighbours are averaged with weights 1 / (distance² + 0.01). A knee is not
+    transferred: another model leaves the cache at another size. Neighbours beyond MAX_DISTANCE, or without
+    known operations, are not used.
     """
     near = [
         (1 / (distance**2 + _SOFTENING), features, step_time)
@@ -77,7 +77,7 @@ def transfer_step_time(
 
 
 def _ratio(one: int, other: int) -> float:
-    """1 when one is not known."""
+    """Return one / other; 1 when either is not known."""
     return one / other if one and other else 1.0
 
 

@@ -10,28 +10,28 @@ import pytest
 
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.search import Limits, RankCandidate, find_best
-from tests.unit.tuning.test_probe_policy import EQUAL_NODES, THREE_KINDS, tuned_with_noise
+from tests.unit.tuning.test_probe_policy import EQUAL_NODES, FOUR_CLASSES, tuned_with_noise
 
 ROUNDS = 5
 SEEDS = range(200)
 
 
-@pytest.mark.parametrize("num_kinds", [3, 1000])
-def test_planning_a_thousand_nodes(num_kinds: int) -> None:
-    kinds = [StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5) for k in range(num_kinds)]
+@pytest.mark.parametrize("num_classes", [3, 1000])
+def test_planning_a_thousand_nodes(num_classes: int) -> None:
+    classes = [StepTime(0.01 + k * 1e-5, 0.02 + k * 1e-5) for k in range(num_classes)]
     fleet = [RankCandidate("host", StepTime(0.01, 0.003), is_required=True)]
-    fleet += [RankCandidate(f"csd{k}", kinds[k % num_kinds]) for k in range(1000)]
+    fleet += [RankCandidate(f"csd{k}", classes[k % num_classes]) for k in range(1000)]
     times = []
     for _ in range(ROUNDS):
         started = time.perf_counter()
         find_best(fleet, Limits(max_global_batch=50_000), lambda ranks: 1e-4 * ranks)
         times.append(time.perf_counter() - started)
-    print(f"\n1000 nodes of {num_kinds} kinds: {statistics.median(times):.2f} s (most {max(times):.2f})")
+    print(f"\n1000 nodes of {num_classes} classes: {statistics.median(times):.2f} s (most {max(times):.2f})")
 
 
-@pytest.mark.parametrize("name", ["equal nodes", "three kinds"])
+@pytest.mark.parametrize("name", ["equal nodes", "four classes"])
 def test_planning_with_noise(name: str) -> None:
-    kinds = EQUAL_NODES if name == "equal nodes" else THREE_KINDS
-    losses = sorted(tuned_with_noise(kinds, seed).loss for seed in SEEDS)
+    classes = EQUAL_NODES if name == "equal nodes" else FOUR_CLASSES
+    losses = sorted(tuned_with_noise(classes, seed).loss for seed in SEEDS)
     middle = f"mean {statistics.fmean(losses):.2%}, median {statistics.median(losses):.2%}"
     print(f"\n20% noise, {name}: loss {middle}, nine of ten below {losses[len(losses) * 9 // 10]:.2%}")

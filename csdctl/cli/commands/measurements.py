@@ -7,42 +7,38 @@ import typer
 from csdctl.cli.options import JsonOption, YesOption
 from csdctl.cli.streams import Streams
 
+ForgetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--forget",
+        metavar="MODEL|all",
+        help="Forget what was measured of a model (its name or hash), or everything.",
+        show_default=False,
+    ),
+]
 
-def measurements(
-    forget: Annotated[
-        str | None,
-        typer.Option(
-            "--forget",
-            metavar="MODEL|all",
-            help="Forget what was measured of a model (its name or hash), or everything.",
-            show_default=False,
-        ),
-    ] = None,
-    yes: YesOption = False,
-    json: JsonOption = False,
-) -> None:
+
+def measurements(forget: ForgetOption = None, yes: YesOption = False, json: JsonOption = False) -> None:
     """Show earlier measurements and how well they predicted each trial, or forget them."""
     from csdctl.cli.render.measurements import (
         forgotten_document,
-        history_document,
+        measurements_document,
         render_forgotten,
-        render_history,
+        render_measurements,
     )
     from csdctl.runs.directory import ProjectDirectory
-    from csdctl.workflows.reporting.measurements import forget_measured, load_history
+    from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 
     streams = Streams(is_json=json)
     project = ProjectDirectory(streams.directory)
     if forget is not None:
-        forgotten = forget_measured(
-            project, forget, confirm=lambda question: streams.confirm(question, yes=yes)
-        )
+        forgotten = forget_measurements(project, forget, lambda question: streams.confirm(question, yes=yes))
         render_forgotten(streams.console, forgotten)
         streams.result(forgotten_document(forgotten))
         return
-    overview = load_history(project)
+    overview = load_measurements(project)
     path = str(project.measurements.relative_to(streams.directory))
     if json:
-        streams.result(history_document(overview, path))
-        return
-    render_history(streams.console, overview, path)
+        streams.result(measurements_document(overview, path))
+    else:
+        render_measurements(streams.console, overview, path)

@@ -31,7 +31,7 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Check on your model and fleet that the ranks compute what one process would."""
-    from csdctl.cli.render.training import PreparationScreen
+    from csdctl.cli.render.preparing import PreparationScreen
     from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
     from csdctl.job.model import load_job
     from csdctl.workflows.train.verify import VerifyRequest, run_verification

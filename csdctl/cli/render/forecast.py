@@ -8,19 +8,19 @@ from rich.table import Table
 
 from csdctl.cli.render.numbers import format_joules, format_rate, format_seconds, format_share
 from csdctl.perfmodel.scaling import CurvePoint
-from csdctl.perfmodel.verdict import LEAST_SHARE_OF_NODE, LEAST_WORTH, Reason, Verdict
+from csdctl.perfmodel.verdict import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 
 MAX_ROWS = 40
 
 
 def render_forecast(console: Console, forecast: Forecast) -> None:
-    """The curve, what the largest number of nodes comes to, and where the figures come from."""
+    """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
     basis = forecast.basis
     table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
     columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
     if basis.power:
-        columns += ["an image", "the job"]
+        columns += ["a sample", "the job"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for point in pick_evenly(forecast.points, MAX_ROWS):
@@ -31,7 +31,7 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
             f"the table has {MAX_ROWS} of {len(forecast.points):,} numbers of nodes: --json has them all"
         )
     if forecast.num_samples is None:
-        console.print("time and energy of the job: say how many samples an epoch has, with --samples")
+        console.print("time and energy of the job: give the samples of an epoch with --samples")
     else:
         console.print(f"the job: {forecast.num_samples:,} samples, epochs {basis.epochs}", markup=False)
     if forecast.verdict:
@@ -44,7 +44,7 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
 
 
 def forecast_document(forecast: Forecast) -> dict[str, Any]:
-    """The forecast as one JSON document."""
+    """Return the `csdctl.forecast/1` document."""
     basis, verdict = forecast.basis, forecast.verdict
     return {
         "schema": "csdctl.forecast/1",
@@ -101,44 +101,44 @@ def _headline(verdict: Verdict) -> str:
 
 
 def _reasons(forecast: Forecast) -> dict[Reason, str]:
-    """A sentence for each reason, with its figures."""
+    """Return a sentence for each reason, with its figures."""
     if not forecast.verdict:
         return {}
     point = forecast.points[-1]
     sentences = {
         Reason.SLOWER: f"no faster than the host alone: {point.speedup:.2f} ×",
         Reason.LITTLE_GAIN: f"only {point.speedup - 1:.1%} faster than the host alone "
-        f"(less than {LEAST_WORTH:.0%} is noise)",
-        Reason.NO_ENERGY_SAVED: f"an image takes {format_joules(point.joules_per_image)}, "
+        f"(less than {MIN_GAIN:.0%} is noise)",
+        Reason.NO_ENERGY_SAVED: f"a sample takes {format_joules(point.joules_per_image)}, "
         "no less than on the host alone",
     }
     return {reason: sentences[reason] for reason in forecast.verdict.reasons}
 
 
 def _idle(forecast: Forecast) -> list[str]:
-    """Who does not train with the largest number of nodes."""
+    """Return sentences about ranks that do not train with the largest number of nodes."""
     point, idle = forecast.points[-1], []
     if point.num_left_out:
-        idle.append(f"{_nodes(point.num_left_out)} of them left out: more time than they would bring")
+        idle.append(f"{_nodes(point.num_left_out)} left out: they would cost more time than they bring")
     if not point.is_host_training:
-        idle.append("the host sits out: it adds up and serves the others")
+        idle.append("the host sits out: it only sums, and serves data to the nodes")
     return idle
 
 
 def _advice(verdict: Verdict) -> list[str]:
-    """What else to know about fewer nodes."""
+    """Return sentences about fewer nodes."""
     advice = []
     if verdict.worth_from is None and verdict.num_nodes > 1:
         advice.append("fewer nodes are not worth it either")
     elif verdict.worth_from is not None:
-        advice.append(f"the least number that is worth it: {_nodes(verdict.worth_from)}")
+        advice.append(f"the smallest number that is worth it: {_nodes(verdict.worth_from)}")
     if verdict.useful_nodes == 0:
-        advice.append(f"no node adds {LEAST_SHARE_OF_NODE:.0%} of its own speed")
+        advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own speed")
     elif verdict.useful_nodes < verdict.num_nodes:
         advice.append(
-            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {LEAST_SHARE_OF_NODE:.0%} "
+            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {MIN_SHARE_OF_NODE:.0%} "
             "of its own speed: the sum over the ranks, or waiting, takes the rest"
         )
     if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
-        advice.append(f"least energy for an image: {_nodes(verdict.least_energy_nodes)}")
+        advice.append(f"least energy for a sample: {_nodes(verdict.least_energy_nodes)}")
     return advice

@@ -1,4 +1,4 @@
-"""What the history knows: tables for people, a document for programs."""
+"""Stored measurements: tables for people, a JSON document for programs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,14 +18,14 @@ from csdctl.tuning.measurements import ModelFeatures, TrialMeasurement
 
 SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
-"""That are shown, the newest; the document has all."""
+"""Trials in the table, the newest; the document has all."""
 SHOWN_LENGTH = 6
-"""Of hashes; enough to tell a project's machines and recipes apart."""
+"""Characters of a hash; enough to tell a project's machines and recipes apart."""
 
 
-def render_history(console: Console, overview: Overview | None, path: str) -> None:
-    """What was measured of models, of the network and of whole plans, and on which machines."""
-    if overview is None or overview == Overview():
+def render_measurements(console: Console, overview: Overview, path: str) -> None:
+    """Print what was measured of models, of the network and of whole plans, and on which machines."""
+    if overview == Overview():
         console.print("nothing was measured yet: `csdctl tune` keeps what it measures", markup=False)
         return
     if overview.probed:
@@ -39,11 +39,11 @@ def render_history(console: Console, overview: Overview | None, path: str) -> No
     for one in _list_machines(overview):
         line = f"machine {one.key[:SHOWN_LENGTH]}: {one.name} ({one.software})"
         console.print(line, markup=False, soft_wrap=True)
-    console.print(f"history: {path}", markup=False, soft_wrap=True)
+    console.print(f"measurements: {path}", markup=False, soft_wrap=True)
 
 
 def render_forgotten(console: Console, forgotten: Forgotten) -> None:
-    """How much is gone."""
+    """Print how much was forgotten."""
     console.print(
         f"forgotten: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
         f"{forgotten.num_collectives} sums",
@@ -51,9 +51,8 @@ def render_forgotten(console: Console, forgotten: Forgotten) -> None:
     )
 
 
-def history_document(overview: Overview | None, path: str) -> dict[str, Any]:
-    """The `csdctl.measurements/1` document; times are Unix times."""
-    overview = overview or Overview()
+def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
+    """Return the `csdctl.measurements/1` document; times are Unix times."""
     return {
         "schema": SCHEMA,
         "path": path,
@@ -81,7 +80,7 @@ def history_document(overview: Overview | None, path: str) -> dict[str, Any]:
 
 
 def forgotten_document(forgotten: Forgotten) -> dict[str, Any]:
-    """The `csdctl.measurements/1` document after --forget."""
+    """Return the `csdctl.measurements/1` document after --forget."""
     return {"schema": SCHEMA, "forgotten": asdict(forgotten)}
 
 
@@ -127,11 +126,11 @@ def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
 
 
 def _build_tried(tried: Sequence[TrialSummary]) -> Table:
-    table = _new_table("plans that were tried")
+    table = _new_table("trials of plans")
     table.add_column("model", overflow="fold")
     table.add_column("fleet", overflow="fold")
     table.add_column("batch sizes")
-    for column in ("predicted\nsamples/s", "achieved\nsamples/s", "of it", "when"):
+    for column in ("predicted\nsamples/s", "achieved\nsamples/s", "share", "when"):
         table.add_column(column, justify="right", no_wrap=True)
     for one in tried:
         table.add_row(
@@ -140,27 +139,27 @@ def _build_tried(tried: Sequence[TrialSummary]) -> Table:
             _show_batch_sizes(one.trial),
             format_rate(one.trial.predicted_samples_per_s),
             format_rate(one.trial.samples_per_s),
-            format_share(_kept_share(one.trial)),
+            format_share(_achieved_share(one.trial)),
             format_date(one.trial.measured_at),
         )
     return table
 
 
 def _list_machines(overview: Overview) -> list[MachineClass]:
-    """Each class once, as they come."""
+    """Return each class once, in order of first use."""
     fleets = [one.fleet_class for one in overview.summed] + [one.fleet_class for one in overview.tried]
     of_fleets = [machine for fleet in fleets for machine in (fleet.host, *fleet.nodes)]
     return list(dict.fromkeys([*(one.machine_class for one in overview.probed), *of_fleets]))
 
 
 def _show_fleet(fleet: FleetClass) -> str:
-    """The host's class, the nodes' classes, the network."""
+    """Show the host's class, the nodes' classes, and the network."""
     machines = " + ".join(one.key[:SHOWN_LENGTH] for one in (fleet.host, *fleet.nodes))
     return machines + (f", {fleet.network}" if fleet.network else "")
 
 
 def _show_sizes(probed: ProbeSummary) -> str:
-    """4–64, or 4–64 <128 when 128 did not fit."""
+    """Show 4–64, or 4–64 <128 when 128 did not fit in memory."""
     if probed.smallest is None:
         return f"<{probed.too_large}"
     sizes = (
@@ -170,14 +169,14 @@ def _show_sizes(probed: ProbeSummary) -> str:
 
 
 def _show_batch_sizes(trial: TrialMeasurement) -> str:
-    """The host's, then the nodes', equal ones together: 128 + 4 × 32."""
+    """Show the host's, then the nodes', equal sizes together: 128 + 4 × 32."""
     runs = [(size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])]
     shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in runs]
     return " + ".join([str(trial.ranks[0].batch_size), *shown])
 
 
-def _kept_share(trial: TrialMeasurement) -> float | None:
-    """Achieved of predicted."""
+def _achieved_share(trial: TrialMeasurement) -> float | None:
+    """Return the achieved share of the predicted rate."""
     return trial.samples_per_s / trial.predicted_samples_per_s if trial.predicted_samples_per_s else None
 
 

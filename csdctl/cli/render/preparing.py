@@ -1,15 +1,17 @@
 """`prepare` while it runs, and its result."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 
 from csdctl.cli.render.view import View, new_progress
+from csdctl.cli.streams import Streams
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.data.prepare import OnProgress, Prepared
 
 LINE_INTERVAL_S = 10.0
 """Between two lines about one data set, without a terminal."""
@@ -53,6 +55,27 @@ class PreparingView(View):
             return False
         self._printed_at[data] = now
         return True
+
+
+class PreparationScreen:
+    """Shows messages and the progress of preparing a job."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+
+    def say(self, line: str) -> None:
+        """Show one line."""
+        self._streams.say(line)
+
+    def preparing(self) -> AbstractContextManager[OnProgress]:
+        """Open a view of the progress."""
+        return _show_progress(self._streams)
+
+
+@contextmanager
+def _show_progress(streams: Streams) -> Iterator[OnProgress]:
+    with PreparingView(streams.console) as view:
+        yield view.show
 
 
 def render_prepared(console: Console, prepared: Prepared) -> None:

@@ -1,13 +1,12 @@
 """`csdctl train` and what comes before it: messages, preflight, progress of preparing, live view."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.numbers import format_accuracy, format_bytes, format_rate, format_share
-from csdctl.cli.render.preparing import PreparingView
+from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.render.report import report_document
 from csdctl.cli.render.shards import format_shards
@@ -18,31 +17,9 @@ from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.prepare import OnProgress
 from csdctl.workflows.preflight.examination import Examination, describe
 from csdctl.workflows.train.session import TrainResult
 from csdctl.workflows.train.train import RunStopped
-
-
-class PreparationScreen:
-    """Shows messages and the progress of preparing a job."""
-
-    def __init__(self, streams: Streams) -> None:
-        self._streams = streams
-
-    def say(self, line: str) -> None:
-        """Show one line."""
-        self._streams.say(line)
-
-    def preparing(self) -> AbstractContextManager[OnProgress]:
-        """Open a view of the progress."""
-        return _show_progress(self._streams)
-
-
-@contextmanager
-def _show_progress(streams: Streams) -> Iterator[OnProgress]:
-    with PreparingView(streams.console) as view:
-        yield view.show
 
 
 class TrainingScreen(PreparationScreen):

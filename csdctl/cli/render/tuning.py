@@ -1,17 +1,29 @@
-"""Probes as they happen, and the plan as a table."""
+"""Probes as they are measured, and the plan as a table and as JSON."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from csdctl.cli.render.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.probe import ProbeResult
 
+SCHEMA = "csdctl.tune/1"
+
+
+class TuningScreen(PreparationScreen):
+    """Shows one tuning."""
+
+    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
+        """Show the results of one round of probes."""
+        render_probes(self._streams.console, results)
+
 
 def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:
-    """One line for one round of probes on all machines."""
+    """Print one line for one round of probes on all machines."""
     shown = [
         f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
         f"{format_rate(result.samples_per_s)}/s"
@@ -23,7 +35,7 @@ def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -
 
 
 def render_plan(console: Console, plan: Plan, path: str) -> None:
-    """The plan, what it will reach and where the time goes, and where it lies."""
+    """Print the plan, what it is predicted to reach, where the time goes, and the path of its file."""
     title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
@@ -31,12 +43,12 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
     for column in ("batch size", "threads", "step", "samples/s computing", "peak memory"):
         table.add_column(column, justify="right")
     for number, rank in enumerate(plan.ranks):
-        is_in_pieces = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
-        pieces = f" (pieces of {rank.micro_batch_size})" if is_in_pieces else ""
+        is_micro_batched = rank.micro_batch_size is not None and rank.micro_batch_size < rank.batch_size
+        micro_batches = f" (micro-batches of {rank.micro_batch_size})" if is_micro_batched else ""
         table.add_row(
             str(number),
             rank.node,
-            f"{rank.batch_size}{pieces}",
+            f"{rank.batch_size}{micro_batches}",
             _show_runtime(rank),
             format_seconds(rank.step_time_s),
             format_rate(rank.samples_per_s),
@@ -48,6 +60,17 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
     console.print(f"plan: {path}", markup=False, soft_wrap=True)
 
 
+def plan_document(plan: Plan, path: str) -> dict[str, Any]:
+    """Return the `csdctl.tune/1` document."""
+    return {
+        "schema": SCHEMA,
+        "path": path,
+        "global_batch": plan.global_batch,
+        "predicted_samples_per_s": plan.predicted_samples_per_s,
+        **plan.model_dump(),
+    }
+
+
 def _show_runtime(rank: RankPlan) -> str:
     threads = f"{rank.threads} × {rank.inter_threads}" if rank.inter_threads > 1 else str(rank.threads)
     return threads if rank.onednn else f"{threads}, no oneDNN"
@@ -56,12 +79,12 @@ def _show_runtime(rank: RankPlan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
     rate = format_rate(plan.predicted_samples_per_s)
-    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all of it remembered"
+    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all from earlier measurements"
     measured += f", {format_seconds(plan.measuring_s)} of measuring"
     if predicted is None:
         yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
         return
-    shown = "as a trial of all ranks showed" if predicted.is_confirmed else "not tried"
+    shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not tried"
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     yield (
         f"of the ranks' time: {format_share(predicted.compute_share)} computing, "

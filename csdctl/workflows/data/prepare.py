@@ -116,7 +116,7 @@ def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
 
 
 def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
-    """What the history knows the job's model by; TensorFlow is started when it was never built before."""
+    """Return what measurements of the job's model are found by; a new model is built, with TensorFlow."""
     _, model = _code(job, directory, lambda: say(f"building {job.model}, to know what it is"))
     return describe_model(model.info, model.architecture.sha256)
 

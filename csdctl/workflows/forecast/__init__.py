@@ -1,1 +1,1 @@
-"""What a training would come to, before anything runs."""
+"""Rate, time and energy of a training, predicted before anything runs."""

@@ -20,7 +20,7 @@ from csdctl.perfmodel.scaling import PlannedRank
 from csdctl.tuning.scaling_curve import Choice
 
 EMULATED = "emulated on one machine; it shows how ranks balance, never how fast a device is: "
-NO_SUM = "not known, counted as nothing: an upper bound (--sum-seconds)"
+NO_SUM = "not known, counted as 0 s: an upper bound (--sum-seconds)"
 NO_POWER = "not known (--host-watts, --node-watts)"
 
 
@@ -32,24 +32,24 @@ class ForecastBasis:
     source: Literal["published", "measured", "guessed", "emulated"]
     host: PlannedRank
     nodes: tuple[PlannedRank, ...]
-    """The fleet's nodes in order; a larger fleet begins with them again."""
+    """The fleet's nodes in order; a larger fleet repeats them."""
     num_nodes: int
-    """What the fleet has."""
+    """Of the fleet."""
     sum_cost: SumCost
     origins: Mapping[str, str]
-    """Where `speeds`, `sum`, `power` and more come from, in words; assumptions are called so."""
+    """Where `speeds`, `sum`, `power` and more come from, as sentences; assumptions are marked as such."""
     gradient_bytes: int = 0
-    stretch: float = 1.0
+    overhead_factor: float = 1.0
     power: Power | None = None
     num_samples: int | None = None
-    """Of an epoch, where that is known."""
+    """Of an epoch; None: not known."""
     epochs: int = 1
     choice: Choice | None = None
-    """How batch sizes are chosen for other numbers of nodes; None: they stay what they are."""
+    """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
 
 
 def published_basis(network: Network) -> ForecastBasis:
-    """The paper's host and Newports; its data set is 84,000 images."""
+    """Return the paper's host and Newports; its data set is 84,000 images."""
     row = TABLE_1[network]
     measured_with = TABLE_1[Network.MOBILENETV2]
     power = fit_newport_power()
@@ -57,10 +57,10 @@ def published_basis(network: Network) -> ForecastBasis:
     power_origin = (
         f"{power.host_w:.0f} W and {power.node_w:.2f} W for each CSD that trains, fitted to the published "
         f"Table II; the host alone is another server, with 24 ordinary SSDs: {power.without_nodes_w:.0f} W; "
-        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, however many train"
+        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, whatever the number that train"
     )
     if row is not measured_with:
-        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes as long for a byte"
+        sum_origin += f" of {measured_with.title}; assumption: {row.title} takes the same time for a byte"
         power_origin += f"; measured with {measured_with.title}; almost the same with others (section V.B)"
     return ForecastBasis(
         title=f"{row.title} on a server with Newport CSDs",

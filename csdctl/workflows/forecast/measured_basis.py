@@ -1,4 +1,4 @@
-"""The basis of a forecast from the history, and from the plan for the fleet as it is."""
+"""The basis of a forecast from stored measurements, with the plan for the fleet as it is."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from csdctl.tuning.collective_fit import fit_collective
 from csdctl.tuning.limits import default_limits, read_limits
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.scaling_curve import Choice, Costs, calibrate_stretch, choose_best, size_ranks
+from csdctl.tuning.scaling_curve import Choice, Costs, calibrate_overhead, choose_best, size_ranks
 from csdctl.tuning.search import Limits
 from csdctl.workflows.forecast.basis import EMULATED, NO_POWER, NO_SUM, ForecastBasis
 from csdctl.workflows.forecast.recall import Recalled
 from csdctl.workflows.train.plan_validation import find_left_out
 
 
-def history_basis(
+def measured_basis(
     job: Job,
     fleet: Fleet,
     plan: Plan | None,
@@ -24,19 +24,19 @@ def history_basis(
     num_samples: int | None,
     max_global_batch: int | None = None,
 ) -> ForecastBasis:
-    """Batch sizes of `plan` for the fleet as it is, the best for other numbers of nodes.
+    """Return a basis with the batch sizes of `plan` for the fleet as it is, the best for other numbers.
 
-    `num_samples` of an epoch, None: not known. `max_global_batch` without a plan; None: as `tune` by itself.
-    Raises TuningError when the limits allow no plan.
+    `num_samples` of an epoch, None: not known. `max_global_batch` applies without a plan; None: the default
+    of `tune`. Raises TuningError when the limits allow no plan.
     """
     given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
-    choice = _choose_as_tuned(job, fleet, plan, num_samples, given)
+    choice = _choice_of_tune(job, fleet, plan, num_samples, given)
     sum_cost = fit_collective(known.sums)
-    stretch, in_step = _stretch(plan, known, sum_cost)
+    overhead_factor, in_step = _overhead_factor(plan, known, sum_cost)
     if plan:
         sizes = {rank.node: rank.batch_size for rank in plan.ranks}
     else:
-        costs = Costs(sum_cost, known.vector_bytes, stretch)
+        costs = Costs(sum_cost, known.vector_bytes, overhead_factor)
         sizes = choose_best(known.host, known.nodes, len(known.nodes), choice, costs).batch_sizes
     host, *nodes = size_ranks((known.host, *known.nodes), sizes)
     return ForecastBasis(
@@ -48,22 +48,22 @@ def history_basis(
         sum_cost=sum_cost,
         origins={
             "speeds": (EMULATED if fleet.emulated else "") + known.speeds,
-            "batch_sizes": _say_choice(choice, len(nodes)),
-            "sum": _say_sums(known.sums),
+            "batch_sizes": _describe_choice(choice, len(nodes)),
+            "sum": _describe_sums(known.sums),
             "in_step": in_step,
             "power": NO_POWER,
         },
         gradient_bytes=known.vector_bytes,
-        stretch=stretch,
+        overhead_factor=overhead_factor,
         epochs=job.recipe.epochs,
         choice=choice,
     )
 
 
-def _choose_as_tuned(
+def _choice_of_tune(
     job: Job, fleet: Fleet, plan: Plan | None, num_samples: int | None, given: Limits
 ) -> Choice:
-    """Within the limits `given`, and where they leave it open those that `tune` keeps to by itself."""
+    """Return how `tune` would choose: within the limits `given`, and its default limits otherwise."""
     is_required = job.private_path is not None
 
     def limits(num_nodes: int) -> Limits:
@@ -76,22 +76,22 @@ def _choose_as_tuned(
     return Choice(limits, is_required, is_planned=True, idle=frozenset(idle))
 
 
-def _stretch(plan: Plan | None, known: Recalled, sum_cost: CollectiveCost) -> tuple[float, str]:
-    """What being in step costs beyond the slowest rank and the sum, and where that comes from."""
+def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCost) -> tuple[float, str]:
+    """Return the time of a step without the sum, over the slowest rank's alone, and where it comes from."""
     tried = known.trial
-    shown_by = "the newest trial of this model on such a fleet"
+    source = "the newest trial of this model on such a fleet"
     if plan and (prediction := plan.prediction):
-        steps = {rank.node: rank.step_time for rank in (known.host, *known.nodes)}
-        tried = [(steps[rank.node], rank.batch_size) for rank in plan.ranks], prediction.step_s
-        shown_by = "the plan's trial"
+        step_times = {rank.node: rank.step_time for rank in (known.host, *known.nodes)}
+        tried = [(step_times[rank.node], rank.batch_size) for rank in plan.ranks], prediction.step_s
+        source = "the plan's trial"
     if tried is None:
-        return 1.0, "nothing was tried together: counted as nothing"
+        return 1.0, "no trial of all ranks: no overhead is counted"
     ranks, step_s = tried
-    stretch = calibrate_stretch(ranks, step_s, sum_cost.at(known.vector_bytes, len(ranks)))
-    return stretch, f"steps together take {stretch:.2f} times the slowest rank's alone, by {shown_by}"
+    factor = calibrate_overhead(ranks, step_s, sum_cost.at(known.vector_bytes, len(ranks)))
+    return factor, f"steps together take {factor:.2f} times the slowest rank's alone, by {source}"
 
 
-def _say_choice(choice: Choice, num_nodes: int) -> str:
+def _describe_choice(choice: Choice, num_nodes: int) -> str:
     limits = choice.limits(num_nodes)
     within = []
     if limits.global_batch:
@@ -106,9 +106,9 @@ def _say_choice(choice: Choice, num_nodes: int) -> str:
     return f"for each number of nodes {best}"
 
 
-def _say_sums(sums: Sequence[CollectiveMeasurement]) -> str:
+def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
     if not sums:
         return NO_SUM
     ranks = [one.num_ranks for one in sums]
     counts = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
-    return f"measured: a line through {len(sums)} sums over {counts} ranks on such a fleet"
+    return f"measured: a line fitted to {len(sums)} sums over {counts} ranks on such a fleet"

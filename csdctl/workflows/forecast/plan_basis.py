@@ -1,4 +1,4 @@
-"""The basis of a forecast from a plan alone: batch sizes and speeds of its ranks, whatever their number."""
+"""The basis of a forecast from a plan alone: the batch sizes and speeds of its ranks."""
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job
@@ -12,20 +12,20 @@ from csdctl.workflows.train.plan_validation import RETUNE
 
 
 def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
-    """Batch sizes and speeds of the plan's ranks; raises InputError when they were not measured."""
+    """Return the batch sizes and speeds of the plan; raises InputError when they were not measured."""
     if not plan.ranks[0].batch_size:
         raise InputError(
-            "the host sits out in the plan: what nodes bring beside what it reaches alone is not known",
+            "the host sits out in the plan: its speed alone, which nodes are compared with, is not known",
             remedy="run `csdctl tune` again without --no-host",
         )
     host, *nodes = [_planned_rank(plan, rank) for rank in plan.ranks]
     measured = f"measured by `csdctl tune`, {plan.num_probes} probes"
     sum_cost, sum_origin = CollectiveCost(), NO_SUM
     if nodes and (prediction := plan.prediction):
-        waited_s = max(0.0, prediction.step_s - max(rank.step_s for rank in (host, *nodes)))
-        sum_cost = CollectiveCost(per_rank_s=waited_s / len(nodes))
+        communication_s = max(0.0, prediction.step_s - max(rank.step_s for rank in (host, *nodes)))
+        sum_cost = CollectiveCost(per_rank_s=communication_s / len(nodes))
         sum_origin = (
-            f"{waited_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
+            f"{communication_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
             "assumption: it grows with their number"
         )
     return ForecastBasis(
@@ -48,8 +48,8 @@ def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
 def _planned_rank(plan: Plan, rank: RankPlan) -> PlannedRank:
     if rank.step_time_s is None:
         raise InputError(f"the plan of {plan.job} has no step time for {rank.node}", remedy=RETUNE)
-    # The plan may be edited: its time is that of the batch size which was measured, and at another one the
-    # machine is taken to be as fast.
+    # A person may have edited the batch size: the time belongs to the measured one. The machine is assumed to
+    # be as fast at another.
     measured_size = round((rank.samples_per_s or 0) * rank.step_time_s) or rank.batch_size
     step_time = StepTime(0.0, rank.step_time_s / measured_size)
     return PlannedRank(RankModel(rank.node, step_time), rank.batch_size)

@@ -1,7 +1,7 @@
-"""What the history knows of a job's model on a fleet, without touching a machine.
+"""Stored measurements of a job's model on a fleet, read without connecting to a machine.
 
-As `tune` recalls it before it measures: by the model's architecture, the recipe, the form of the data, and
-the classes of the machines. Where nothing of this model was measured, similar ones may tell.
+Measurements are found as `tune` finds them: by the model's architecture, the recipe, the form of the data,
+and the classes of the machines. Where this model was never measured, similar ones serve as a guess.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,19 +18,21 @@ from csdctl.perfmodel.prediction import RankModel
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.class_model import ClassModel
 from csdctl.tuning.measurements import CollectiveMeasurement
+from csdctl.tuning.recall import RecalledTrial
 from csdctl.workflows.data.prepare import describe_job_model
 from csdctl.workflows.data.prepared_record import PreparedData
-from csdctl.workflows.tune.class_models import ClassModel, FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 
 TUNE = "run `csdctl tune`"
 NOT_PREPARED = ""
-"""The recipe of a job whose data was never prepared: nothing was measured with it."""
+"""The recipe hash of a job whose data was never prepared: nothing was measured with it."""
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Why nothing can be told."""
+    """Why the measurements cannot serve as a basis."""
 
     reason: str
     remedy: str
@@ -38,20 +40,20 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Recalled:
-    """What is known of one model on one fleet."""
+    """The measurements of one model on one fleet."""
 
     host: RankModel
     nodes: tuple[RankModel, ...]
     """In the order of the fleet."""
     speeds: str
-    """Where they come from, in words."""
+    """Where the step times come from, as a sentence."""
     is_guessed: bool
-    """Of some machines only similar models are known."""
+    """For some machines, only similar models were measured."""
     vector_bytes: int
     """What each rank gives to a sum."""
     sums: Sequence[CollectiveMeasurement]
-    trial: tuple[Sequence[tuple[StepTime, int]], float] | None
-    """The newest: step time and batch size of each rank, and the seconds of a step together."""
+    trial: RecalledTrial | None
+    """The newest."""
 
 
 def recall(
@@ -62,64 +64,57 @@ def recall(
     data: PreparedData | None,
     say: Say,
 ) -> Recalled | Unknown:
-    """What the history of `project` holds; raises what building a model that is new raises."""
+    """Recall the measurements of `project`; raises what building a new model raises."""
     machines = fleet.machines
-    if strangers := [name for name in machines if name not in facts or not is_ready(facts[name])]:
-        return Unknown(
-            f"nobody has found out yet what {show_names(strangers)} can do", "run `csdctl discover`"
-        )
+    if undiscovered := [name for name in machines if name not in facts or not is_ready(facts[name])]:
+        return Unknown(f"the facts of {show_names(undiscovered)} are not known yet", "run `csdctl discover`")
     if not project.measurements.exists():
         return Unknown("nothing was measured here yet", TUNE)
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
-        with open_measurements(project.measurements) as history:
-            knowledge = FleetMeasurements(features, recipe, fleet, facts, history)
-            return _read(knowledge, machines)
+        with open_measurements(project.measurements) as store:
+            return _read(FleetMeasurements(features, recipe, fleet, facts, store), machines)
     except CsdctlError as error:
         return Unknown(error.message, error.remedy)
 
 
-def _read(knowledge: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
-    steps: dict[str, StepTime] = {}
-    unknown: list[str] = []
-    for key, kind in knowledge.kinds.items():
-        if step_time := _step_time(kind):
-            steps[key] = step_time
-        else:
-            unknown.extend(kind.state.machines)
-    name = knowledge.features.short_name
+def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
+    classes = measurements.recall_classes()
+    model_name = measurements.features.short_name
+    unknown = [name for one in classes.values() if not one.step_time_at_once() for name in one.machines]
     if unknown:
-        return Unknown(f"neither {name} nor a similar model was measured on {show_names(unknown)}", TUNE)
-    step_of = {
-        machine: steps[key] for key, kind in knowledge.kinds.items() for machine in kind.state.machines
-    }
-    host, *nodes = [RankModel(machine, step_of[machine]) for machine in machines]
+        return Unknown(
+            f"neither {model_name} nor a similar model was measured on {show_names(unknown)}", TUNE
+        )
+    step_times = {name: _step_time(one) for name, one in classes.items()}
+    step_time_of = {machine: step_times[name] for name, one in classes.items() for machine in one.machines}
+    host, *nodes = [RankModel(machine, step_time_of[machine]) for machine in machines]
     return Recalled(
         host,
         tuple(nodes),
-        _say_origin(list(knowledge.kinds.values()), name),
-        any(not kind.state.probes for kind in knowledge.kinds.values()),
-        knowledge.features.vector_bytes,
-        knowledge.collectives(),
-        knowledge.newest_trial(steps),
+        _describe_speeds(list(classes.values()), model_name),
+        any(not one.points for one in classes.values()),
+        measurements.features.vector_bytes,
+        measurements.collectives(),
+        measurements.recall_trial(step_times),
     )
 
 
-def _step_time(kind: ClassModel) -> StepTime | None:
-    return kind.step_time() if kind.state.probes else kind.state.guess
+def _step_time(known: ClassModel) -> StepTime:
+    """Return the step time, or the unchanged guess: another model's memory is not known to bound it."""
+    return known.guess if known.guess and not known.points else known.step_time()
 
 
-def _say_origin(kinds: Sequence[ClassModel], model: str) -> str:
-    measured = [kind for kind in kinds if kind.state.probes]
-    guessed = [kind for kind in kinds if not kind.state.probes]
+def _describe_speeds(classes: Sequence[ClassModel], model: str) -> str:
+    num_probes = sum(len(one.points) for one in classes)
     parts = []
-    if measured:
-        num_probes = sum(len(kind.state.probes) for kind in measured)
+    if num_probes:
         parts.append(f"measured: {num_probes} probes and trials of {model} on machines like these")
     guesses: dict[tuple[str, ...], list[str]] = {}
-    for kind in guessed:
-        guesses.setdefault(kind.guessed_from, []).extend(kind.state.machines)
+    for one in classes:
+        if not one.points:
+            guesses.setdefault(one.guessed_from, []).extend(one.machines)
     for models, machines in guesses.items():
         parts.append(
             f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe "

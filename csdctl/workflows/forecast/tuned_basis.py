@@ -1,8 +1,8 @@
-"""The basis of a forecast for a job of one's own: what `tune` measured.
+"""The basis of a forecast for the user's own job: what `tune` measured.
 
-For the fleet as it is, the plan says what training will do: its batch sizes, and what its trial came to.
-Other numbers of nodes follow from the history, with the batch sizes that `tune` would choose for them.
-Without a history the plan has to do, with batch sizes that stay; without a plan, the history.
+For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other
+numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them.
+Without measurements the plan serves alone, with fixed batch sizes; without a plan, the measurements do.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
 from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
 from csdctl.workflows.forecast.basis import ForecastBasis
-from csdctl.workflows.forecast.measured_basis import history_basis
+from csdctl.workflows.forecast.measured_basis import measured_basis
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.recall import TUNE, Unknown, recall
 from csdctl.workflows.train.plan_validation import find_changes, find_unplanned
@@ -35,40 +35,40 @@ def tuned_basis(
     num_samples: int | None = None,
     max_global_batch: int | None = None,
 ) -> ForecastBasis:
-    """What is known of how `job` trains on `fleet`; None: there is no fleet file.
+    """Return what is known about how `job` trains on `fleet`; None: there is no fleet file.
 
-    `num_samples` of an epoch, when somebody knows better than what was prepared; `max_global_batch` instead
-    of the limit that was tuned with, for which the history must answer alone. Raises InputError that says
-    what to do when nothing is known, and what building a model that is new raises.
+    `num_samples` of an epoch, None: as prepared. `max_global_batch` replaces the limit that the plan was
+    tuned with, so that the plan is not used. Raises InputError with a remedy when nothing is known,
+    and what building a new model raises.
     """
     data = load_prepared(project, job)
     facts = load_facts(fleet) if fleet and facts_path(fleet).exists() else {}
-    plan, why_no_plan = _load_fitting_plan(job, project, fleet, facts)
+    plan, why_no_plan = _load_valid_plan(job, project, fleet, facts)
     if max_global_batch is not None:
-        plan, why_no_plan = None, "another limit of the global batch is asked for"
+        plan, why_no_plan = None, "another limit of the global batch is requested"
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
     notes = {}
     if plan and (isinstance(known, Unknown) or known.is_guessed):
         basis = plan_basis(job, plan)
-        why_not = known.reason if isinstance(known, Unknown) else "it knows similar models only"
-        notes["history"] = f"not used: {why_not}"
+        why_not = known.reason if isinstance(known, Unknown) else "only similar models were measured"
+        notes["measurements"] = f"not used: {why_not}"
     elif isinstance(known, Unknown):
         raise _nothing_known(job, why_no_plan, known)
     else:
         assert fleet is not None  # nothing is recalled without one
         samples = num_samples or (data.num_samples if data else None)
-        basis = history_basis(job, fleet, plan, known, samples, max_global_batch)
+        basis = measured_basis(job, fleet, plan, known, samples, max_global_batch)
         if why_no_plan:
             notes["plan"] = f"not used: {why_no_plan}"
     if data:
-        notes["samples"] = _say_samples(data)
+        notes["samples"] = _describe_samples(data)
     return replace(basis, origins={**basis.origins, **notes}, num_samples=data.num_samples if data else None)
 
 
-def _load_fitting_plan(
+def _load_valid_plan(
     job: Job, project: ProjectDirectory, fleet: Fleet | None, facts: Mapping[str, Facts]
 ) -> tuple[Plan | None, str]:
-    """The plan of `job` when training would follow it; else why not, '' when there is none."""
+    """Return the plan of `job` if training would follow it; else None and why, '' when there is none."""
     path = project.plan(job.name)
     if not path.exists():
         return None, ""
@@ -77,7 +77,7 @@ def _load_fitting_plan(
     if plan.ranks[0].node != HOST_NAME:
         return None, f"{path}: the first rank is not `{HOST_NAME}`"
     if changes := find_changes(plan, job, facts):
-        return None, f"the plan does not fit {job.path}: {'; '.join(changes)}"
+        return None, f"the plan does not match {job.path}: {'; '.join(changes)}"
     is_for_fleet = fleet is None or (
         set(nodes) <= {node.name for node in fleet.nodes} and not find_unplanned(plan, fleet)
     )
@@ -88,12 +88,12 @@ def _load_fitting_plan(
 
 def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:
     return InputError(
-        f"how {job.path} trains cannot be told: {why_no_plan or 'there is no plan'}, and {known.reason}",
-        remedy=f"{known.remedy}; or ask with the paper's figures: --published {Network.MOBILENETV2}",
+        f"cannot forecast {job.path}: {why_no_plan or 'there is no plan'}, and {known.reason}",
+        remedy=f"{known.remedy}; or forecast with the paper's figures: --published {Network.MOBILENETV2}",
     )
 
 
-def _say_samples(data: PreparedData) -> str:
+def _describe_samples(data: PreparedData) -> str:
     private = sum(data.num_private.values())
     where = f" and {private:,} private on {len(data.num_private)} nodes" if data.num_private else ""
-    return f"{data.public.num_samples:,} public{where}, as they were last prepared"
+    return f"{data.public.num_samples:,} public{where}, as last prepared"

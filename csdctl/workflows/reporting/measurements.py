@@ -1,4 +1,4 @@
-"""`history`: what is known from earlier measurements, and forgetting it."""
+"""`measurements`: load what was measured earlier, and forget it."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,39 +13,39 @@ from csdctl.tuning.measurements import ModelFeatures
 EVERYTHING = "all"
 
 
-def load_history(project: ProjectDirectory) -> Overview | None:
-    """What the project's history knows; None when there is none. Raises CsdctlError."""
+def load_measurements(project: ProjectDirectory) -> Overview:
+    """Load what was measured in the project, without making a file; raises CsdctlError."""
     if not project.measurements.exists():
-        return None
-    with open_measurements(project.measurements) as history:
-        return load_overview(history.file)
+        return Overview()
+    with open_measurements(project.measurements) as store:
+        return load_overview(store.file)
 
 
-def forget_measured(project: ProjectDirectory, wanted: str, confirm: Callable[[str], None]) -> Forgotten:
-    """Forget a model (its name or hash) or EVERYTHING; `confirm` is asked and raises when it must not be.
+def forget_measurements(project: ProjectDirectory, wanted: str, confirm: Callable[[str], None]) -> Forgotten:
+    """Forget a model (its name or hash) or EVERYTHING; `confirm` raises to refuse.
 
-    With EVERYTHING a history that cannot be read is removed. Raises InputError for a model that is not known.
+    With EVERYTHING, a file that cannot be read is removed. Raises InputError for a model that is not known.
     """
     if not project.measurements.exists():
         return Forgotten()
     if wanted == EVERYTHING:
         return _forget_all(project, confirm)
-    with open_measurements(project.measurements) as history:
-        models = history.find_models(wanted)
+    with open_measurements(project.measurements) as store:
+        models = store.find_models(wanted)
         confirm(f"Forget what was measured of {_name(models)}?")
-        return history.forget(models)
+        return store.forget(models)
 
 
 def _forget_all(project: ProjectDirectory, confirm: Callable[[str], None]) -> Forgotten:
     with contextlib.ExitStack() as stack:
         try:
-            history = stack.enter_context(open_measurements(project.measurements))
+            store = stack.enter_context(open_measurements(project.measurements))
         except InputError as error:
             confirm(f"{error.message}. Remove it?")
             remove_measurements(project.measurements)
             return Forgotten()
         confirm("Forget everything that was measured?")
-        return history.forget(None)
+        return store.forget(None)
 
 
 def _name(models: Sequence[ModelFeatures]) -> str:

@@ -1,7 +1,7 @@
-"""Probe sessions: a machine each, which measure one batch size after another as they are asked.
+"""Probe sessions: one worker per machine, which measures batch sizes on request.
 
-All are at work at once, as they will be in training: what they share (the host's cores, the tunnel, the power
-limit) then shows in the measurement.
+All machines compute at the same time, as in training: what they share (the host's cores, the tunnel, the
+power limit) then shows in the measurement.
 """
 
 import time
@@ -23,26 +23,26 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeRequest, ProbeResult, ProbeSpec
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.tune.options import PROBE_DEADLINE_S
 from csdctl.workflows.workspace.workspace import Workspace
 
 START_DEADLINE_S = 300.0
-PROBE_DEADLINE_S = 600.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
 BUSY_STEP_S = 0.5
-"""Machines that only keep busy take steps of about this time: a round ends when the last of them does."""
+"""About the time of a step of machines that only keep busy: a round ends when the last of them is done."""
 
 OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
 
 
 def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
-    """The worker's probe session on machine `name`."""
+    """Build the command of a probe session on machine `name`."""
     spec = ProbeSpec(
         prepared.model.architecture.path,
         prepared.model.weights.path,
         job.recipe,
         runtime,
-        prepared.public.element_spec,  # it goes on a command line
+        prepared.public.element_spec,  # the whole description is too long for a command line
         noise=job.noise,
         is_private=name in prepared.private,
     )
@@ -52,9 +52,9 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
 
 
 class ProbeRounds:
-    """Measures on all machines at once, and counts; a context manager that ends what it has started.
+    """Rounds of probes on all machines at once; a context manager that ends the sessions it starts.
 
-    TensorFlow is started on the machines when they are asked for the first time.
+    TensorFlow starts on the machines with the first request.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class ProbeRounds:
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
         self._pool = self._stack.enter_context(ThreadPoolExecutor(len(self.probers)))
         self._idle: dict[str, Prober] = {}
-        """Sessions with the usual settings of machines that measure with others."""
+        """Sessions with the usual settings, of machines that measure with others."""
         self._busy: dict[str, ProbeRequest] = {}
-        """What a machine does while others are measured."""
+        """What a machine computes while others are measured."""
         self.num_probes = 0
         self.measuring_s = 0.0
 
@@ -87,7 +87,7 @@ class ProbeRounds:
         self._stack.close()
 
     def end_sessions(self) -> None:
-        """End all that was started; what is asked for next starts again."""
+        """End all sessions; the next request starts them again."""
         for prober in (*self.probers.values(), *self._idle.values()):
             prober.close()
 
@@ -100,10 +100,10 @@ class ProbeRounds:
         )
 
     def switch(self, runtimes: Mapping[str, Runtime], peaks: Mapping[str, int]) -> None:
-        """From the next round on these machines measure with these settings, and hold `peaks` bytes at most.
+        """Measure these machines with other settings from the next round on; they use at most `peaks` bytes.
 
-        The session that a machine has stays, idle, where memory has room for both: it is likely to be needed
-        again, and takes long to start.
+        The current session of a machine stays idle where memory has room for both: it is likely to be needed
+        again, and is slow to start.
         """
         for name, runtime in runtimes.items():
             current = self.probers[name]
@@ -114,7 +114,7 @@ class ProbeRounds:
             self.probers[name] = self._prober(name, runtime)
 
     def prepare_trial(self, runtimes: Mapping[str, Runtime]) -> dict[str, AttachRank]:
-        """Have a session with these settings on each machine, and no other: how each is made a rank."""
+        """Keep one session with these settings per machine, and end all others; return how to attach each."""
         for name, runtime in runtimes.items():
             if self.probers[name].runtime == runtime:
                 continue
@@ -128,15 +128,15 @@ class ProbeRounds:
             prober.close()
         self._idle = {}
         self._start(runtimes)
-        return {name: self.probers[name].enlist for name in runtimes}
+        return {name: self.probers[name].attach for name in runtimes}
 
     def measure(
         self, requests: Mapping[str, ProbeRequest], *, is_keeping_busy: bool = False
     ) -> dict[str, ProbeResult | None]:
-        """One round; None where the batch did not fit into memory.
+        """Measure one round; None where the batch did not fit in memory.
 
-        `is_keeping_busy`: machines that are not asked, or that are done, take short steps until all are done;
-        they do not count. What machines share is then taken as it will be in training.
+        `is_keeping_busy`: machines without a request, and those that are done, take short steps until all are
+        done, which do not count. Shared resources are then loaded as in training.
         """
         self._start(self.probers)
         started = time.monotonic()
@@ -174,7 +174,7 @@ class ProbeRounds:
                 return
 
     def share_work(self, machines: Sequence[str]) -> None:
-        """Let those of `machines`, one class, that were not asked yet keep busy as one of them does."""
+        """Let those of `machines`, of one class, that were not probed yet keep busy as a probed one does."""
         known = next((self._busy[name] for name in machines if name in self._busy), None)
         if known:
             for name in machines:
@@ -189,14 +189,14 @@ class ProbeRounds:
 
 
 def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
-    """As many samples as take BUSY_STEP_S, and no more than what has been measured."""
+    """Return a request for a step of about BUSY_STEP_S, with at most the batch that was measured."""
     share = min(1.0, BUSY_STEP_S / result.step_time_s)
     size = max(1, int(request.batch_size * share))
     return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
 
 
 class Prober:
-    """One machine's probe session; starts it anew when a probe dies of memory."""
+    """One machine's probe session; restarts the worker after it was killed for memory."""
 
     def __init__(
         self,
@@ -213,51 +213,51 @@ class Prober:
         self._usable_bytes = usable_bytes
         self._conversation: Conversation | None = None
         self.peaks: dict[int, int] = {}
-        """Batch sizes larger than all before, and the most memory that the worker had held then, in bytes."""
-        self.killing: set[int] = set()
-        """Batch sizes that the worker died of."""
+        """Peak memory of the worker in bytes, by batch size, for sizes larger than all before."""
+        self.oom_sizes: set[int] = set()
+        """Batch sizes at which the worker was killed for memory."""
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a worker; one that died of a probe is started again when it is needed."""
+        """Whether a worker is running; a killed one is restarted when it is needed."""
         return self._conversation is not None
 
     def close(self) -> None:
-        """End the worker, when there is one."""
+        """End the worker if it is running."""
         if self._conversation:
             self._conversation.close()
             self._conversation = None
 
     def start(self) -> None:
-        """Start the worker and wait until it is ready for requests."""
+        """Start the worker, and wait until it is ready for requests; raises CsdctlError."""
         self._conversation = self._session.converse(self._command)
         try:
-            while self._read_line(START_DEADLINE_S) != READY:  # a model may print when it is loaded
+            while self._read_line(START_DEADLINE_S) != READY:  # a model may print while it is loaded
                 pass
         except EOFError:
-            raise self._why_it_ended() from None
+            raise self._end_error() from None
 
     def leaves_room(self, num_bytes: int) -> bool:
-        """Whether memory is known to have room for `num_bytes` more than what this session holds."""
+        """Return whether memory is known to have room for this session and `num_bytes` more."""
         peak = max(self.peaks.values(), default=None)
         return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
 
-    def enlist(self, spec: str, rank: int) -> Conversation:
-        """Let the worker, which runs, be rank `rank` of the run in file `spec` until it has finished."""
+    def attach(self, spec: str, rank: int) -> Conversation:
+        """Make the running worker rank `rank` of the run in file `spec`, until that has finished."""
         assert self._conversation is not None
         try:
             self._conversation.send_line(to_json(AttachRequest(spec, rank)))
         except EOFError:
-            raise self._why_it_ended() from None
+            raise self._end_error() from None
         return self._conversation
 
     @property
     def memory_bytes(self) -> int | None:
-        """What a rank may fill; None: not known."""
+        """The memory a rank may fill; None: not known."""
         return rank_memory_bytes(self._usable_bytes)
 
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
-        """Measure one batch size; None when it does not fit, as predicted or as found."""
+        """Measure one batch size; None when it is predicted not to fit in memory, or found not to."""
         at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
         if self.memory_bytes and at_once > max(self.peaks, default=0):
             predicted = predict_peak_bytes(self.peaks, at_once)
@@ -270,24 +270,24 @@ class Prober:
             self._conversation.send_line(to_json(request))
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
         except EOFError:
-            if self._died_of_memory():
-                self.killing.add(request.batch_size)
+            if self._was_killed_for_memory():
+                self.oom_sizes.add(request.batch_size)
                 self.close()
                 return None
-            raise self._why_it_ended() from None
+            raise self._end_error() from None
         except ProtocolError as error:
             raise RemoteCommandError(
                 f"unreadable probe result: {error}",
                 node=self._session.name,
-                remedy="look for what else prints there, such as a shell's start-up files",
+                remedy="check what else prints there, such as a shell's start-up files",
             ) from None
-        # A process's peak never falls: only a size larger than all before tells its own.
+        # The peak of a process never falls: only a size larger than all before shows its own.
         if at_once > max(self.peaks, default=0):
             self.peaks[at_once] = result.peak_memory_bytes
         return result
 
     def _read_line(self, deadline_s: float) -> str:
-        """The worker's next line; raises DeadlineError soon when the machine's SSH server hangs."""
+        """Read the worker's next line; raises DeadlineError early when the machine's SSH server hangs."""
         assert self._conversation is not None
         deadline = time.monotonic() + deadline_s
         while True:
@@ -298,16 +298,16 @@ class Prober:
                     raise DeadlineError(
                         f"no measurement within {deadline_s:g} s",
                         node=self.name,
-                        remedy="look what else that machine does, or leave it out: --exclude",
+                        remedy="check what else that machine does, or leave it out: --exclude",
                     ) from None
-            # A server that hangs keeps its connection open; only an answer tells that it lives.
+            # A hanging server keeps its connection open; only an answer shows that it is alive.
             self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
 
-    def _died_of_memory(self) -> bool:
+    def _was_killed_for_memory(self) -> bool:
         assert self._conversation is not None
         done = self._conversation.wait(deadline_s=10)
         return done.exit_code == OUT_OF_MEMORY_CODE or b"OOM when allocating" in done.stderr
 
-    def _why_it_ended(self) -> CsdctlError:
+    def _end_error(self) -> CsdctlError:
         assert self._conversation is not None
         return worker_error(self._conversation.wait(deadline_s=10), self._session.name, "measuring")

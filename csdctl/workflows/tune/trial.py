@@ -1,20 +1,20 @@
-"""A trial: a plan's ranks take a few steps together, as in training, with random samples.
+"""A trial: the ranks of a plan take a few steps together, as in training, with random samples.
 
-What a machine reaches alone says little of the whole: ranks wait for the slowest of many noisy steps, and for
-the sum. A trial shows it with the links and the collective of a training, and processes that do what a
-training's do. No data is read, no private data in particular, none is sent, and nothing of it is kept.
+The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
+for the sum. A trial uses the links, the collective and the processes of a training. It reads no data, in
+particular no private data, sends none, and keeps no output.
 """
 
 import dataclasses
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.supervision.rank_process import AttachRank
+from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -26,25 +26,8 @@ from csdctl.workflows.train.spec import progress_interval_s
 from csdctl.workflows.workspace.workspace import Workspace
 
 SKIPPING_FROM = 10
-"""With so many steps or more, those until a rank first tells of its progress do not count: the first is slow.
-Few are long ones, which have no slow first step."""
-
-
-@dataclass(frozen=True)
-class TrialResult:
-    """What the steps of a trial took, in order of rank."""
-
-    num_steps: int
-    step_s: float
-    """Of the whole fleet, from one step to the next."""
-    samples_per_s: float
-    compute_s: tuple[float, ...]
-    """Of each rank in a step."""
-    wall_s: float
-    """Of all steps, also those that do not count."""
-    collective: str
-    sum_s: float
-    """One sum of the model's vector over these ranks, as the ranks measured it when they met."""
+"""In a trial of at least this many steps, those before a rank's first progress event do not count: the first
+step is slow. A trial of fewer has long steps, without a slow first one."""
 
 
 def run_trial(
@@ -53,18 +36,18 @@ def run_trial(
     prepared: Prepared,
     space: Workspace,
     num_steps: int,
-    enlist: Mapping[str, AttachRank] | None = None,
+    attach: Mapping[str, AttachRank] | None = None,
 ) -> TrialResult:
-    """Take `num_steps` steps, on machines in `enlist` with a process that is there already.
+    """Take `num_steps` steps; machines in `attach` use a process that is already running.
 
-    Raises what `train` raises, KeyboardInterrupt when it is ended.
+    Raises what `train` raises, and KeyboardInterrupt when it is stopped.
     """
     run = space.project.new_scratch()
     spec = RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
-        # Random labels teach nothing: the weights stay as they are, and finite.
+        # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
         recipe=dataclasses.replace(
             job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
         ),
@@ -72,7 +55,7 @@ def run_trial(
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
-        # As in a training rank 0 keeps the state of every step, which takes time.
+        # As in a training, rank 0 saves the state of every step, which takes time.
         step_file=str(space.project.step_file(run)),
         num_checkpoints=0,
         is_balanced=False,
@@ -83,8 +66,8 @@ def run_trial(
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)
     try:
-        inputs = RunInputs(run, spec, prepared, {})
-        is_stopped = run_ranks(inputs, space, options, lambda *_: None, events.append, enlist)
+        inputs = RunInputs(run, spec, prepared, shards={})
+        is_stopped = run_ranks(inputs, space, options, lambda *_: None, events.append, attach)
     finally:
         Path(spec.step_file).unlink(missing_ok=True)
     shutil.rmtree(run.path, ignore_errors=True)
@@ -96,14 +79,14 @@ def run_trial(
 def _rank_specs(
     job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
 ) -> tuple[RankSpec, ...]:
-    """Ranks with as many samples as the trial takes, as many of them private as in a training."""
+    """Return ranks with the samples of the trial, with the same share of private ones as in a training."""
     private = {name: info.num_samples for name, info in prepared.private.items()}
     loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
     placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
     specs = []
     for number, (rank, shard) in enumerate(zip(ranks, placed, strict=True)):
         num_samples = rank.batch_size * num_steps
-        # It matters with noise alone: each private sample has a gradient of its own then.
+        # Matters only with noise, when each private sample has a gradient of its own.
         num_private = num_samples * shard.num_private // max(1, shard.num_samples)
         specs.append(
             RankSpec(
@@ -122,13 +105,13 @@ def _rank_specs(
 
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
-    """Add up what the ranks on `nodes` said; raises RunError when not all did all steps undisturbed."""
+    """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
     joined = [event for event in events if isinstance(event, Joined)]
     whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
     missing = [node for rank, node in enumerate(nodes) if rank not in whole]
     if missing or len({event.generation for event in joined}) > 1:
         what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
-        raise RunError(f"the trial {what}", remedy="look at the machines, `csdctl doctor`; then tune again")
+        raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
     first: dict[int, Progress] = {}
     for event in events:
         if isinstance(event, Progress):
@@ -148,7 +131,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
 
 
 def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:
-    """What a rank did after it `first` told of its progress, where that is to be left out."""
+    """Return what a rank did after its `first` progress event, when the steps before do not count."""
     if first is None or whole.steps < SKIPPING_FROM or first.steps == whole.steps:
         return whole
     return dataclasses.replace(

@@ -1,4 +1,4 @@
-"""`csdctl forecast` as a person and as a program sees it."""
+"""`csdctl forecast`: the table, the JSON document, and the command."""
 
 import json
 from io import StringIO
@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from csdctl.cli.app import app
 from csdctl.cli.render.forecast import forecast_document, render_forecast
-from csdctl.cli.render.numbers import format_joules
+from csdctl.cli.render.numbers import show_joules
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from csdctl.perfmodel.energy import Power
@@ -19,19 +19,20 @@ from csdctl.perfmodel.published import Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import published_basis
-from csdctl.workflows.forecast.forecast import ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import forecast
+from csdctl.workflows.forecast.request import ForecastRequest
 
 HOW_TO = Path(__file__).parents[3] / "docs/how-to/ask-before-you-buy.md"
 
 
-def shown(network: Network, question: ForecastRequest) -> str:
+def shown(network: Network, request: ForecastRequest) -> str:
     file = StringIO()
-    render_forecast(Console(file=file, width=80), forecast(published_basis(network), question))
+    render_forecast(Console(file=file, width=80), forecast(published_basis(network), request))
     return file.getvalue()
 
 
-def document(network: Network, question: ForecastRequest) -> Any:
-    return json.loads(json.dumps(forecast_document(forecast(published_basis(network), question))))
+def document(network: Network, request: ForecastRequest) -> Any:
+    return json.loads(json.dumps(forecast_document(forecast(published_basis(network), request))))
 
 
 def invoke(*arguments: str) -> Any:
@@ -45,14 +46,14 @@ def test_page_shows_what_the_command_prints() -> None:
         assert " ".join(line.split()) in page
 
 
-def test_nodes_that_are_worth_it_are_called_so() -> None:
+def test_verdict_names_nodes_that_are_worth_it() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24]))
     assert "24 nodes: worth it" in text
-    assert "the least number that is worth it: 2 nodes" in text
+    assert "the smallest number that is worth it: 2 nodes" in text
     assert "published figures" in text
 
 
-def test_nodes_that_are_not_worth_it_are_called_so_plainly() -> None:
+def test_verdict_names_nodes_that_are_not_worth_it() -> None:
     text = shown(Network.INCEPTIONV3, ForecastRequest([0, 4]))
     assert "4 nodes: NOT worth it" in text
     assert "no faster than the host alone: 0.86 ×" in text
@@ -60,14 +61,14 @@ def test_nodes_that_are_not_worth_it_are_called_so_plainly() -> None:
     assert "3.7% faster" in shown(Network.NASNET, ForecastRequest([4]))
 
 
-def test_energy_that_is_not_saved_is_said() -> None:
+def test_verdict_names_energy_that_is_not_saved() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24], power=Power(300, 40)))
     assert "NOT worth it" in text
     assert "no less than on the host alone" in text
-    assert "least energy for an image: 0 nodes" in text
+    assert "least energy for a sample: 0 nodes" in text
 
 
-def test_number_beyond_which_nodes_add_nothing_is_said() -> None:
+def test_advice_names_the_number_beyond_which_nodes_add_little() -> None:
     assert "one more adds less than 10% of its own speed" in shown(
         Network.MOBILENETV2, ForecastRequest([100], node_sum_s=0.5)
     )
@@ -76,14 +77,14 @@ def test_number_beyond_which_nodes_add_nothing_is_said() -> None:
     )
 
 
-def test_thousand_rows_are_thinned_out_for_people_and_whole_for_programs() -> None:
-    question = ForecastRequest(range(1, 1001))
-    text = shown(Network.SQUEEZENET, question)
+def test_thousand_rows_are_thinned_out_in_the_table_only() -> None:
+    request = ForecastRequest(range(1, 1001))
+    text = shown(Network.SQUEEZENET, request)
     assert len(text.splitlines()) < 60
     assert "│     1 │" in text
     assert "│  1000 │" in text
     assert "--json has them all" in text
-    assert len(document(Network.SQUEEZENET, question)["curve"]) == 1000
+    assert len(document(Network.SQUEEZENET, request)["curve"]) == 1000
 
 
 def test_document_has_curve_verdict_and_origins() -> None:
@@ -113,7 +114,7 @@ def test_command_needs_neither_fleet_nor_job(tmp_path: Path, monkeypatch: pytest
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_reads_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_reads_the_plan_of_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.yaml").write_text(
         "model: keras.applications:MobileNetV2\n"
@@ -136,17 +137,15 @@ def test_command_reads_what_tune_wrote(tmp_path: Path, monkeypatch: pytest.Monke
     assert "assumption: with more nodes than 1" in done.stdout
 
 
-def test_command_without_a_job_names_the_way_without_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_without_a_job_suggests_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     error = invoke().exception
     assert isinstance(error, InputError)
     assert "--published mobilenetv2" in error.remedy
 
 
-def test_joules_have_three_figures_or_so() -> None:
-    assert [format_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
+def test_joules_have_about_three_figures() -> None:
+    assert [show_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
         "–",
         "4.03 J",
         "13.1 J",

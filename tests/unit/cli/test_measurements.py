@@ -1,4 +1,4 @@
-"""`csdctl measurements`: what people and programs get to see, and what is forgotten."""
+"""`csdctl measurements`: the tables, the JSON document, and forgetting."""
 
 import json
 from dataclasses import replace
@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from csdctl.cli.render.measurements import NUM_TRIALS, history_document, render_history
+from csdctl.cli.render.measurements import NUM_TRIALS, measurements_document, render_measurements
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import open_measurements
 from csdctl.runs.measurements_file import SCHEMA
+from csdctl.runs.measurements_overview import Overview
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
     ModelFeatures,
@@ -23,7 +24,7 @@ from csdctl.tuning.measurements import (
     TrialMeasurement,
     TrialRank,
 )
-from csdctl.workflows.reporting.measurements import forget_measured, load_history
+from csdctl.workflows.reporting.measurements import forget_measurements, load_measurements
 from tests.emulated.running import csdctl
 
 MODEL = ModelFeatures("a" * 64, "keras.applications:MobileNetV2", 7, 5, 9, 3)
@@ -42,34 +43,32 @@ TRIAL = TrialMeasurement(
 
 @pytest.fixture
 def project(tmp_path: Path) -> ProjectDirectory:
-    """With a model, and a history of it."""
+    """With measurements of a model."""
     project = ProjectDirectory(tmp_path)
-    with open_measurements(project.measurements) as history:
+    with open_measurements(project.measurements) as store:
         probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
-        history.add_probes(
-            MODEL, "recipe-1", CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)]
-        )
-        history.add_probes(
+        store.add_probes(MODEL, "recipe-1", CSD, [*probes, ProbeMeasurement(ONE, 128, 1_700_000_000.0, None)])
+        store.add_probes(
             MODEL,
             "recipe-1",
             CSD,
             [ProbeMeasurement(RuntimeSettings(2, 2, False, 8), 8, 1_700_000_000.0, 1.0)],
         )
-        history.add_collectives(
+        store.add_collectives(
             FLEET,
             [
                 CollectiveMeasurement("star", 7, 1 << 20, seconds, 1_700_000_000.0)
                 for seconds in (0.1, 0.9, 0.2)
             ],
         )
-        history.add_trial(MODEL, "recipe-1", FLEET, TRIAL)
+        store.add_trial(MODEL, "recipe-1", FLEET, TRIAL)
     return project
 
 
 def shown(project: ProjectDirectory, width: int = 100) -> str:
     file = StringIO()
     console = Console(file=file, width=width, highlight=False)
-    render_history(console, load_history(project), ".csdctl/measurements.sqlite")
+    render_measurements(console, load_measurements(project), ".csdctl/measurements.sqlite")
     return file.getvalue()
 
 
@@ -85,8 +84,10 @@ class TestTable:
         assert row[5:9] == ["3", "4–16", "<128", "20.0"]
         assert row[9].startswith("2023-11-1")
 
-    def test_settings_that_are_not_the_usual_ones_are_named(self, project: ProjectDirectory) -> None:
-        assert "2 threads, 2 inter-op, no oneDNN, pieces of 8" in " ".join(shown(project, width=200).split())
+    def test_unusual_settings_are_named(self, project: ProjectDirectory) -> None:
+        assert "2 threads, 2 inter-op, no oneDNN, micro-batches of 8" in " ".join(
+            shown(project, width=200).split()
+        )
 
     def test_sums_are_shown_with_their_median(self, project: ProjectDirectory) -> None:
         row = words(shown(project), "star")
@@ -102,20 +103,20 @@ class TestTable:
         assert text.count("aarch64 Cortex-A53, 4 cores") == 1
         assert f"machine {CSD.key[:6]}: aarch64 Cortex-A53, 4 cores (Python ?, TensorFlow 2.21.0" in text
 
-    def test_emulated_machines_are_said_to_be_so(self, project: ProjectDirectory) -> None:
+    def test_emulated_machines_are_marked(self, project: ProjectDirectory) -> None:
         assert "emulated" not in shown(project)
-        with open_measurements(project.measurements) as history:
+        with open_measurements(project.measurements) as store:
             emulated = classify_machine(FACTS, num_emulated=3)
-            history.add_probes(OTHER, "r", emulated, [ProbeMeasurement(ONE, 4, 1.0, 0.5)])
+            store.add_probes(OTHER, "r", emulated, [ProbeMeasurement(ONE, 4, 1.0, 0.5)])
         assert "emulated with 3 nodes" in shown(project)
 
-    def test_brackets_in_a_name_are_no_markup(self, project: ProjectDirectory) -> None:
-        with open_measurements(project.measurements) as history:
-            history.add_probes(OTHER, "[red]", CSD, [ProbeMeasurement(ONE, 512, 1.0, None)])
+    def test_brackets_in_a_name_are_not_markup(self, project: ProjectDirectory) -> None:
+        with open_measurements(project.measurements) as store:
+            store.add_probes(OTHER, "[red]", CSD, [ProbeMeasurement(ONE, 512, 1.0, None)])
         row = words(shown(project), "mine[1].py:build")
         assert (row[1], row[6], row[7]) == ("[red]", "<512", "–")
 
-    def test_table_fits_80_columns_with_numbers_whole(self, project: ProjectDirectory) -> None:
+    def test_table_fits_80_columns_with_unbroken_numbers(self, project: ProjectDirectory) -> None:
         text = shown(project, width=80)
         tables = text[: text.index("machine " + CSD.key[:6])]
         assert max(len(line.rstrip()) for line in tables.splitlines()) <= 80
@@ -123,15 +124,15 @@ class TestTable:
         assert "2023-11-1" in tables
 
     def test_only_the_newest_trials_are_shown(self, project: ProjectDirectory) -> None:
-        with open_measurements(project.measurements) as history:
+        with open_measurements(project.measurements) as store:
             for number in range(NUM_TRIALS + 4):
-                history.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
+                store.add_trial(MODEL, "recipe-1", FLEET, replace(TRIAL, measured_at=1.8e9 + number))
         assert "5 older trials are not shown" in shown(project)
 
 
 class TestDocument:
-    def test_document_is_json_with_all_there_is(self, project: ProjectDirectory) -> None:
-        document = json.loads(json.dumps(history_document(load_history(project), "here")))
+    def test_document_has_all_measurements(self, project: ProjectDirectory) -> None:
+        document = json.loads(json.dumps(measurements_document(load_measurements(project), "here")))
         assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
         assert document["machine_classes"][CSD.key]["name"] == CSD.name
         probed = next(one for one in document["probes"] if one["settings"]["threads"] == 4)
@@ -150,58 +151,56 @@ class TestDocument:
             7,
         )
 
-    def test_document_without_a_history_has_the_same_keys(self, project: ProjectDirectory) -> None:
-        full = history_document(load_history(project), "here")
-        assert history_document(None, "here").keys() == full.keys()
+    def test_document_without_measurements_has_the_same_keys(self, project: ProjectDirectory) -> None:
+        full = measurements_document(load_measurements(project), "here")
+        assert measurements_document(Overview(), "here").keys() == full.keys()
 
 
 class TestForgetting:
-    def test_model_is_forgotten_when_that_is_confirmed(self, project: ProjectDirectory) -> None:
+    def test_model_is_forgotten_after_confirmation(self, project: ProjectDirectory) -> None:
         asked: list[str] = []
-        forgotten = forget_measured(project, "MobileNetV2", asked.append)
+        forgotten = forget_measurements(project, "MobileNetV2", asked.append)
         assert asked == ["Forget what was measured of MobileNetV2 (aaaaaaaa)?"]
         assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
         assert "star" in shown(project)
 
-    def test_nothing_is_forgotten_without(self, project: ProjectDirectory) -> None:
+    def test_nothing_is_forgotten_without_confirmation(self, project: ProjectDirectory) -> None:
         def refuse(question: str) -> None:
             raise InputError(question)
 
         before = shown(project)
         for wanted in ("MobileNetV2", "all"):
             with pytest.raises(InputError, match="Forget"):
-                forget_measured(project, wanted, refuse)
+                forget_measurements(project, wanted, refuse)
         assert shown(project) == before
 
-    def test_all_is_forgotten(self, project: ProjectDirectory) -> None:
-        forget_measured(project, "all", lambda question: None)
+    def test_everything_is_forgotten(self, project: ProjectDirectory) -> None:
+        forget_measurements(project, "all", lambda question: None)
         assert "nothing was measured yet" in shown(project)
 
     @pytest.mark.parametrize("damage", ["damaged", "newer"])
-    def test_history_that_cannot_be_read_can_be_forgotten(
-        self, project: ProjectDirectory, damage: str
-    ) -> None:
+    def test_unreadable_file_can_be_forgotten(self, project: ProjectDirectory, damage: str) -> None:
         if damage == "damaged":
             project.measurements.write_bytes(b"no database")
         else:
-            with open_measurements(project.measurements) as history, history.file.writing() as connection:
+            with open_measurements(project.measurements) as store, store.file.writing() as connection:
                 connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
         with pytest.raises(InputError):
-            load_history(project)
+            load_measurements(project)
         asked: list[str] = []
-        forget_measured(project, "all", asked.append)
+        forget_measurements(project, "all", asked.append)
         assert asked[0].endswith("Remove it?")
         assert not project.measurements.exists()
 
 
 class TestCommand:
-    def test_project_without_a_history_is_told_so_and_none_is_made(self, tmp_path: Path) -> None:
+    def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
         done = csdctl(tmp_path, "measurements")
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout == "nothing was measured yet: `csdctl tune` keeps what it measures\n"
         assert list(tmp_path.iterdir()) == []
 
-    def test_history_is_shown_as_a_document(self, project: ProjectDirectory) -> None:
+    def test_measurements_are_shown_as_json(self, project: ProjectDirectory) -> None:
         done = csdctl(project.root, "measurements", "--json")
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout)["path"] == ".csdctl/measurements.sqlite"
@@ -218,7 +217,7 @@ class TestCommand:
         }
 
     @pytest.mark.fault(36)
-    def test_damaged_history_is_told_with_what_to_do(self, project: ProjectDirectory) -> None:
+    def test_damaged_file_is_reported_with_a_remedy(self, project: ProjectDirectory) -> None:
         project.measurements.write_bytes(b"no database")
         done = csdctl(project.root, "measurements")
         assert done.returncode == 2

@@ -1,19 +1,18 @@
-"""`csdctl tune` as a person meets it who gives it what it cannot use."""
+"""`csdctl tune` with arguments that cannot be used."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from csdctl.cli.app import main
-from csdctl.errors import ExitCode
+from csdctl.cli.app import app
+from csdctl.errors import ExitCode, InputError
 from csdctl.tuning.stannis import TuningError
-from csdctl.workflows.tune.tune import STANNIS, TuneOptions
+from csdctl.workflows.tune.options import STANNIS, TuneOptions
 
 
 @pytest.fixture
-def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def job(tmp_path: Path) -> Path:
     (tmp_path / "data").mkdir()
     path = tmp_path / "job.yaml"
     path.write_text(
@@ -24,29 +23,29 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
+def refused(*arguments: str) -> InputError:
+    """The error of `csdctl tune` with `arguments`."""
+    error = CliRunner().invoke(app, ["tune", *arguments]).exception
+    assert isinstance(error, InputError)
+    assert error.exit_code == ExitCode.BAD_INPUT
+    return error
+
+
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
-def test_step_time_that_is_none_is_wrong_input_and_no_defect(
-    job: Path, seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["csdctl", "tune", str(job), "--max-step-seconds", seconds])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == ExitCode.BAD_INPUT
-    said = " ".join(capsys.readouterr().err.split())
-    assert "must be a number above 0" in said
-    assert "give another --max-step-seconds, or none" in said
-    assert "defect" not in said
+def test_step_time_that_cannot_be_used_is_bad_input(job: Path, seconds: str) -> None:
+    error = refused(str(job), "--max-step-seconds", seconds)
+    assert "must be a number above 0" in error.message
+    assert error.remedy == "give another --max-step-seconds, or none"
 
 
-def test_limits_are_not_for_algorithm_1(
-    job: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["tune", str(job), "--method", "stannis", "--max-global-batch", "512"]
-    monkeypatch.setattr(sys, "argv", ["csdctl", *asked])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == ExitCode.BAD_INPUT
-    assert "stannis knows no limits, received max_global_batch" in capsys.readouterr().err
+def test_algorithm_1_takes_no_limits(job: Path) -> None:
+    error = refused(str(job), "--method", "stannis", "--max-global-batch", "512")
+    assert "stannis takes no limits, received max_global_batch" in error.message
+
+
+@pytest.mark.parametrize("sizes", ["", "4,x", "0,4"])
+def test_list_of_batch_sizes_that_cannot_be_used_is_bad_input(job: Path, sizes: str) -> None:
+    assert f"--batch-sizes {sizes!r} cannot be used" in refused(str(job), "--batch-sizes", sizes).message
 
 
 def test_arguments_of_algorithm_1_that_cannot_be_used_name_the_option() -> None:

@@ -12,7 +12,7 @@ def energies(power: Power) -> list[float]:
     return [power.at(count) / rate for count, rate in zip(COUNTS, RATES, strict=True)]
 
 
-def test_power_is_the_hosts_and_so_many_nodes() -> None:
+def test_power_is_the_hosts_plus_the_nodes() -> None:
     assert Power(300.0, 10.0).at(4) == 340.0
     assert Power(300.0, 10.0).at(0) == 300.0
 
@@ -30,7 +30,7 @@ def test_negative_power_is_refused(powers: tuple[float, ...]) -> None:
 
 
 @given(st.floats(1, 1e4), st.floats(0, 1e3))
-def test_pair_that_made_the_energies_is_found_again(host_w: float, node_w: float) -> None:
+def test_pair_behind_the_energies_is_recovered(host_w: float, node_w: float) -> None:
     fitted = fit_power(COUNTS, energies(Power(host_w, node_w)), RATES)
     assert fitted.host_w == pytest.approx(host_w, rel=1e-6)
     assert fitted.node_w == pytest.approx(node_w, rel=1e-6, abs=1e-6 * host_w)
@@ -51,13 +51,13 @@ def test_no_other_pair_has_smaller_squares() -> None:
         assert squares(Power(fitted.host_w + host_w, fitted.node_w + node_w)) > squares(fitted)
 
 
-def test_node_that_would_give_power_back_gets_none_and_the_host_is_fitted_anew() -> None:
+def test_negative_node_power_becomes_zero_and_the_host_is_fitted_again() -> None:
     rates = (10.0, 20.0)
     fitted = fit_power((0, 10), (10.0, 4.0), rates)  # 100 W, and 80 W
     assert fitted.node_w == 0
     assert 80 < fitted.host_w < 100
 
 
-def test_one_number_of_nodes_cannot_tell_two_powers_apart() -> None:
+def test_one_number_of_nodes_does_not_determine_two_powers() -> None:
     with pytest.raises(ValueError, match="two different numbers"):
         fit_power((4, 4), (1.0, 1.1), (10.0, 10.0))

@@ -22,7 +22,7 @@ PAGE = (Path(__file__).parents[3] / "docs/explanation/the-papers-figures.md").re
 
 
 def rates(cost: SumCost) -> dict[int, float]:
-    """Images a second with each of Table II's numbers of CSDs."""
+    """Images per second with each of Table II's numbers of CSDs."""
     curve = predict_curve(MOBILENET.host, [MOBILENET.node], 24, cost, gradient_bytes=MOBILENET.gradient_bytes)
     return {energy.num_nodes: curve[energy.num_nodes].samples_per_s for energy in TABLE_2}
 
@@ -46,7 +46,7 @@ def row(*cells: object) -> str:
 
 class TestSpeedup:
     @pytest.mark.parametrize("network", sorted(set(Network) - {Network.MOBILENETV2}))
-    def test_only_mobilenet_can_be_the_one_with_2_7(self, network: Network) -> None:
+    def test_only_mobilenet_can_reach_2_7(self, network: Network) -> None:
         # Even a sum that takes no time leaves the others below: a step lasts as long as the host's batch.
         assert predict_published(TABLE_1[network], 24, fit_ring(speedup=2.9))[24].speedup < 2.7
         free = predict_curve(TABLE_1[network].host, [TABLE_1[network].node], 24, CollectiveCost())
@@ -63,15 +63,15 @@ class TestSpeedup:
         assert points[24].sum_s == pytest.approx(0.769, abs=0.001)
 
     def test_speedup_beyond_the_margin_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="cannot bring 3.0 times"):
+        with pytest.raises(ValueError, match="cannot reach 3.0 times"):
             fit_ring(speedup=3.0)
 
-    def test_slowdown_of_a_node_fades_out_beyond_5_or_6_as_the_paper_saw(self) -> None:
+    def test_slowdown_fades_out_beyond_5_or_6_nodes_as_in_the_paper(self) -> None:
         points = predict_published(MOBILENET, 24, fit_ring())
         slowing = [after.step_s - before.step_s for before, after in itertools.pairwise(points)]
         assert sum(slowing[:6]) > 0.85 * sum(slowing)
 
-    def test_networks_come_in_the_papers_order(self) -> None:
+    def test_networks_are_in_the_papers_order(self) -> None:
         # "smaller networks get better speedup than the larger ones", "SqueezeNet gets less than MobileNetV2"
         speedups = {
             network: predict_published(TABLE_1[network], 24, fit_ring())[24].speedup for network in Network
@@ -83,7 +83,7 @@ class TestSpeedup:
 
 
 class TestEnergy:
-    def test_every_cell_with_newports_comes_out_within_half_a_percent(self) -> None:
+    def test_every_cell_with_newports_is_within_half_a_percent(self) -> None:
         assert all(abs(errors(rates(fit_ring()))[energy.num_nodes]) < 0.005 for energy in WITH_NEWPORTS)
 
     @pytest.mark.parametrize("speedup", [2.65, 2.7, 2.75])
@@ -94,7 +94,7 @@ class TestEnergy:
     @pytest.mark.parametrize(
         "cost", [CollectiveCost(fixed_s=0.769), CollectiveCost(per_rank_s=0.769 / 24), CollectiveCost()]
     )
-    def test_way_of_the_sum_does_not_matter_and_table_2_cannot_tell_it(self, cost: CollectiveCost) -> None:
+    def test_table_2_does_not_depend_on_the_collective(self, cost: CollectiveCost) -> None:
         found = errors(rates(cost))
         assert all(abs(found[energy.num_nodes]) < 0.02 for energy in WITH_NEWPORTS)
 
@@ -124,14 +124,14 @@ class TestEnergy:
         assert power.without_nodes_w == pytest.approx(13.10 * 31.05)
         assert power.at(0) - power.host_w == pytest.approx(90.0, abs=0.1)
 
-    def test_no_pair_brings_all_five_cells_within_5_percent_at_any_possible_rate(self) -> None:
+    def test_no_pair_gives_all_five_cells_within_5_percent_at_any_possible_rate(self) -> None:
         # Nodes draw no less than nothing, so 4 CSDs draw at least what none do; even if none ever waited,
         # they would be too slow for that to be 8.30 J an image.
         least_power_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_samples_per_s
         most_samples_per_s = MOBILENET.host_samples_per_s + 4 * MOBILENET.node_samples_per_s
         assert least_power_w / most_samples_per_s > 1.05 * WITH_NEWPORTS[0].joules_per_image
 
-    def test_newport_in_the_place_of_an_ssd_that_draws_more_does_not_bring_them_either(self) -> None:
+    def test_newport_in_place_of_an_ssd_that_draws_more_does_not_either(self) -> None:
         # With nodes below 0 W: cells of 0 and 4 CSDs leave so little for 24 that they would have to be slow.
         least_alone_w = 0.95 * ORDINARY.joules_per_image * MOBILENET.host_samples_per_s
         rate = rates(CollectiveCost())  # at most
@@ -142,7 +142,7 @@ class TestEnergy:
 
 
 class TestTheOtherRows:
-    def test_savings_are_those_of_the_energies_to_a_point(self) -> None:
+    def test_savings_follow_from_the_energies_within_a_percentage_point(self) -> None:
         savings = [1 - energy.joules_per_image / ORDINARY.joules_per_image for energy in TABLE_2]
         assert savings == pytest.approx([energy.saving for energy in TABLE_2], abs=0.006)
 

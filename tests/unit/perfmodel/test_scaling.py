@@ -42,16 +42,18 @@ planned = st.builds(
     st.floats(1, 1.5),
     st.integers(1, 9),
 )
-def test_every_point_is_what_predict_says(
-    host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, stretch: float, num_nodes: int
+def test_every_point_agrees_with_predict(
+    host: PlannedRank, nodes: list[PlannedRank], cost: CollectiveCost, overhead_factor: float, num_nodes: int
 ) -> None:
-    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, stretch=stretch)[num_nodes]
+    point = predict_curve(host, nodes, num_nodes, cost, gradient_bytes=1000, overhead_factor=overhead_factor)[
+        num_nodes
+    ]
     ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
     said = predict(
         [rank.model for rank in ranks],
         [rank.batch_size for rank in ranks],
         cost.at(1000, len(ranks)),
-        stretch,
+        overhead_factor,
     )
     assert point.step_s == pytest.approx(said.step_s)
     assert point.samples_per_s == pytest.approx(said.samples_per_s)
@@ -60,9 +62,9 @@ def test_every_point_is_what_predict_says(
     assert point.global_batch == sum(rank.batch_size for rank in ranks)
 
 
-def test_host_alone_is_in_step_with_nobody_and_sums_nothing() -> None:
+def test_host_alone_has_no_overhead_and_no_sum() -> None:
     cost = CollectiveCost(fixed_s=1.0, per_rank_s=1.0)
-    alone = predict_curve(HOST, [NODE], 1, cost, stretch=1.5)[0]
+    alone = predict_curve(HOST, [NODE], 1, cost, overhead_factor=1.5)[0]
     assert (alone.samples_per_s, alone.speedup, alone.efficiency) == (100.0, 1.0, 1.0)
 
 
@@ -78,8 +80,8 @@ def test_larger_fleet_has_the_same_mixture() -> None:
     assert [point.global_batch for point in points] == [100, 110, 160, 170, 220]
 
 
-def test_nodes_that_nobody_knows_are_refused() -> None:
-    with pytest.raises(ValueError, match="without one node"):
+def test_unknown_nodes_are_refused() -> None:
+    with pytest.raises(ValueError, match="without one to repeat"):
         predict_curve(HOST, [], 1, NOTHING)
     assert len(predict_curve(HOST, [], 0, NOTHING)) == 1
 
@@ -94,7 +96,7 @@ def test_time_and_energy_of_a_job_follow_from_rate_and_power() -> None:
     assert curve(10)[10].energy_joules(1000) is None
 
 
-def test_thousand_nodes_take_one_look_at_each() -> None:
+def test_thousand_nodes_are_visited_once_each() -> None:
     class Counting(CollectiveCost):
         def at(self, num_bytes: int, num_ranks: int) -> float:
             asked.append(num_ranks)
@@ -105,14 +107,14 @@ def test_thousand_nodes_take_one_look_at_each() -> None:
     assert asked == list(range(1, 1002))
 
 
-def test_ring_carries_nearly_two_vectors_however_many_ranks() -> None:
+def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks() -> None:
     ring = RingCost(per_byte_s=1e-6)
     assert [ring_share(ranks) for ranks in (0, 1, 2, 4)] == [0, 0, 1, 1.5]
     assert ring.at(1000, 1) == 0
     assert ring.at(1000, 1000) == pytest.approx(0.002, rel=0.01)
 
 
-def test_nodes_that_add_are_worth_it_from_the_first_that_adds_enough() -> None:
+def test_nodes_are_worth_it_from_the_first_that_adds_enough() -> None:
     said = verdict(10)
     assert said.is_worth_it
     assert (said.num_nodes, said.worth_from, said.useful_nodes) == (10, 1, 10)
@@ -137,7 +139,7 @@ def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay() -> None:
     assert said.useful_nodes == 20
 
 
-def test_number_beyond_which_the_sum_takes_what_a_node_adds_is_said() -> None:
+def test_verdict_names_the_number_beyond_which_the_sum_outweighs_a_node() -> None:
     # Rates go towards 10 / 0.05 = 200 samples/s: each node adds less than the one before.
     said = verdict(200, CollectiveCost(per_rank_s=0.05))
     points = curve(200, CollectiveCost(per_rank_s=0.05))
@@ -153,7 +155,7 @@ def test_nodes_that_draw_more_than_they_save_are_not_worth_it() -> None:
     assert verdict(10, power=Power(100, 5)).is_worth_it
 
 
-def test_number_with_the_least_energy_is_said() -> None:
+def test_verdict_names_the_number_with_the_least_energy() -> None:
     said = verdict(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
     energies = [
         point.joules_per_image for point in curve(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
@@ -162,12 +164,12 @@ def test_number_with_the_least_energy_is_said() -> None:
     assert 0 < said.least_energy_nodes < 200
 
 
-def test_host_alone_cannot_be_judged() -> None:
-    with pytest.raises(ValueError, match="nothing to judge"):
+def test_host_alone_has_no_verdict_on_a_curve() -> None:
+    with pytest.raises(ValueError, match="has no verdict"):
         verdict(0)
 
 
-def test_some_numbers_of_nodes_speak_for_those_in_between() -> None:
+def test_verdict_on_some_numbers_of_nodes_covers_those_in_between() -> None:
     cost = CollectiveCost(per_rank_s=0.01)
     power = Power(100.0, 1.0)
     every = curve(60, cost, power)

@@ -1,4 +1,4 @@
-"""Equation 1: every sample once, everybody ready at the same step."""
+"""Equation 1: every sample once, and all ranks finish at the same step."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def test_public_shards_follow_batch_sizes_to_one_sample(ranks: list[RankLoad], n
 
 
 @given(loads_of(st.integers(0, 3000)), st.integers(0, 100_000))
-def test_ranks_that_get_public_samples_end_within_a_step_and_nobody_could_end_sooner(
+def test_ranks_with_public_samples_finish_within_a_step_and_could_not_sooner(
     ranks: list[RankLoad], num_public: int
 ) -> None:
     if num_public + sum(rank.num_private for rank in ranks) == 0:
@@ -80,7 +80,7 @@ def test_rank_with_too_much_private_data_gets_no_public_and_makes_the_epoch_long
     assert steps_per_epoch(placed) == 50
 
 
-def test_rank_that_becomes_full_once_another_is_left_out_gets_no_public_either() -> None:
+def test_rank_that_is_full_once_another_is_left_out_gets_no_public_either() -> None:
     # csd1 has less than its share of all samples, but more than its share of what csd0 leaves.
     ranks = [RankLoad("host", 10), RankLoad("csd0", 10, num_private=1000), RankLoad("csd1", 10, 200)]
     placed = place_shards(ranks, 100)
@@ -102,7 +102,7 @@ def test_single_rank_reads_everything() -> None:
     assert (alone.public_start, alone.public_stop, alone.num_samples, alone.num_steps) == (0, 10, 13, 2)
 
 
-def test_fewer_samples_than_ranks_leave_some_with_nothing() -> None:
+def test_fewer_samples_than_ranks_leave_some_ranks_empty() -> None:
     placed = place_shards([RankLoad(f"csd{k}", 8) for k in range(5)], 3)
     assert [shard.num_samples for shard in placed] == [1, 1, 1, 0, 0]
     assert steps_per_epoch(placed) == 1
@@ -137,9 +137,7 @@ def test_impossible_placement_is_refused(ranks: list[RankLoad], num_public: int,
 
 
 @given(loads_of(st.integers(0, 5000)), st.integers(1, 2_000_000))
-def test_repeating_leaves_no_sample_out_and_never_fewer_than_there_are(
-    ranks: list[RankLoad], num_public: int
-) -> None:
+def test_repeating_reads_every_private_sample_at_least_once(ranks: list[RankLoad], num_public: int) -> None:
     placed = place_shards(ranks, num_public, is_repeating=True)
     edges = [0, *(shard.public_stop for shard in placed)]
     assert [shard.public_start for shard in placed] == edges[:-1]
@@ -158,7 +156,7 @@ def test_nodes_that_repeat_have_equal_steps_without_any_public_sample(ranks: lis
         assert max(per_batch) - 1 / shard.batch_size <= ratio <= max(per_batch)
 
 
-def test_repeating_node_reads_its_samples_as_often_as_it_takes() -> None:
+def test_repeating_node_reads_its_samples_until_it_has_enough() -> None:
     ranks = [
         RankLoad("host", 100),
         RankLoad("csd0", 10, num_private=500),

@@ -32,19 +32,19 @@ def test_cost_is_found_from_exact_sums(
         assert found.at(size, ranks) == pytest.approx(cost.at(size, ranks), rel=0.02)
 
 
-def test_of_two_ways_to_sum_the_quicker_counts() -> None:
+def test_faster_of_two_collectives_counts() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     found = fit_collective([*timed(cost, "allreduce", 3.0), *timed(cost)])
     assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
 
 
-def test_one_lucky_sum_does_not_stand_for_all() -> None:
+def test_single_lucky_sum_does_not_set_the_cost() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     found = fit_collective([*timed(cost), *timed(cost, factor=0.2), *timed(cost)])
     assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
 
 
-def test_network_that_has_become_slower_is_believed() -> None:
+def test_newest_sums_show_a_slower_network() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     before = timed(cost, factor=0.2) * 20
     now = [replace(one, measured_at=1.0) for one in timed(cost)] * 5
@@ -61,7 +61,7 @@ def test_noise_gives_no_negative_time() -> None:
     assert min(found.at(1 << 10, 2), found.at(1 << 26, 40)) >= 0
 
 
-def test_rank_alone_tells_nothing_of_sums() -> None:
+def test_sums_of_one_rank_are_ignored() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     alone = CollectiveMeasurement("star", 1, 1 << 20, 0.0, 0.0)
     assert fit_collective([*timed(cost), alone]).at(1 << 20, 5) == pytest.approx(
@@ -69,5 +69,5 @@ def test_rank_alone_tells_nothing_of_sums() -> None:
     )
 
 
-def test_nothing_timed_costs_nothing() -> None:
+def test_cost_without_sums_is_zero() -> None:
     assert fit_collective([]) == CollectiveCost()

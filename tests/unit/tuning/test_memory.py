@@ -1,6 +1,6 @@
 import pytest
 
-from csdctl.tuning.memory import largest_fitting, predict_peak_bytes
+from csdctl.tuning.memory import largest_within_memory, predict_peak_bytes
 
 
 def test_measured_size_is_not_predicted() -> None:
@@ -13,26 +13,26 @@ def test_one_measurement_predicts_nothing(peaks: dict[int, int]) -> None:
     assert predict_peak_bytes(peaks, 16) is None
 
 
-def test_line_goes_through_the_largest_size_and_half_of_it() -> None:
+def test_peak_is_extrapolated_from_the_largest_size_and_half_of_it() -> None:
     assert predict_peak_bytes({4: 99, 16: 130, 8: 100}, 32) == 130 + 16 * 30 // 8
 
 
-def test_sizes_that_are_almost_equal_make_no_slope() -> None:
+def test_almost_equal_sizes_do_not_set_the_slope() -> None:
     assert predict_peak_bytes({32: 100, 128: 196, 130: 298}, 260) == 298 + 130 * 198 // 98
     assert predict_peak_bytes({100: 200, 110: 210}, 130) == 230
 
 
-def test_highest_mark_of_a_process_does_not_fall() -> None:
+def test_peak_of_a_process_does_not_fall() -> None:
     assert predict_peak_bytes({8: 100, 16: 100}, 1000) == 100
     assert predict_peak_bytes({8: 120, 16: 100}, 1000) == 100
     assert predict_peak_bytes({8: 100, 16: 130}, 12) == 130
 
 
 @pytest.mark.parametrize("peaks", [{8: 100}, {8: 100, 16: 100}])
-def test_without_a_line_memory_is_taken_to_grow_in_proportion(peaks: dict[int, int]) -> None:
-    assert largest_fitting(peaks, 250) == max(peaks) * 250 // 100
+def test_memory_grows_in_proportion_without_a_line(peaks: dict[int, int]) -> None:
+    assert largest_within_memory(peaks, 250) == max(peaks) * 250 // 100
 
 
-def test_what_fits_is_where_the_line_meets_the_memory() -> None:
-    assert largest_fitting({8: 100, 16: 180}, 380) == 36
-    assert largest_fitting({}, 380) is None
+def test_largest_size_is_where_the_line_meets_the_memory() -> None:
+    assert largest_within_memory({8: 100, 16: 180}, 380) == 36
+    assert largest_within_memory({}, 380) is None

@@ -34,13 +34,13 @@ def test_plan_is_read_back_as_it_was_saved(path: Path) -> None:
     assert load_plan(path) == PLAN
 
 
-def test_plan_tells_the_reader_what_may_be_edited(path: Path) -> None:
+def test_plan_file_explains_what_may_be_edited(path: Path) -> None:
     assert path.read_text().startswith(HEADER)
     assert "batch_size: 25" in path.read_text()
     assert "null" not in path.read_text()
 
 
-def test_batch_size_edited_by_hand_is_taken(path: Path) -> None:
+def test_edited_batch_size_is_read(path: Path) -> None:
     path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 20"))
     assert load_plan(path).ranks[1].batch_size == 20
     assert load_plan(path).global_batch == 335
@@ -76,13 +76,13 @@ def test_plan_without_ranks_is_refused(path: Path) -> None:
         load_plan(path)
 
 
-def test_missing_plan_says_how_to_get_one(tmp_path: Path) -> None:
+def test_missing_plan_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="csdctl tune") as raised:
         load_plan(tmp_path / "plan.yaml")
     assert str(tmp_path / "plan.yaml") in raised.value.message
 
 
-def test_predicted_speed_is_the_global_batch_over_the_slowest_step() -> None:
+def test_predicted_rate_is_the_global_batch_over_the_slowest_step() -> None:
     assert PLAN.predicted_samples_per_s == pytest.approx(340 / 10.0)
 
 
@@ -100,12 +100,12 @@ def predicted_for(batch_sizes: list[int] | None) -> Plan:
     return PLAN.model_copy(update={"predicted": predicted})
 
 
-def test_prediction_holds_for_the_batch_sizes_that_it_was_made_for(path: Path) -> None:
+def test_prediction_holds_for_its_own_batch_sizes(path: Path) -> None:
     save_plan(path, predicted_for([315, 25]))
     assert load_plan(path).predicted_samples_per_s == 31.0
 
 
-def test_moving_samples_between_ranks_ends_the_prediction(path: Path) -> None:
+def test_prediction_does_not_hold_after_moving_samples_between_ranks(path: Path) -> None:
     save_plan(path, predicted_for([315, 25]))
     path.write_text(
         path.read_text()
@@ -116,7 +116,7 @@ def test_moving_samples_between_ranks_ends_the_prediction(path: Path) -> None:
     assert load_plan(path).prediction is None
 
 
-def test_prediction_of_an_older_plan_holds_while_the_global_batch_does() -> None:
+def test_prediction_of_an_older_plan_holds_for_its_global_batch() -> None:
     plan = predicted_for(None)
     assert plan.prediction == plan.predicted
     ranks = [PLAN.ranks[0], PLAN.ranks[1].model_copy(update={"batch_size": 26})]

@@ -1,22 +1,26 @@
-"""The tuner on machines that are functions: exact, noisy, short of memory, remembered."""
+"""Probing machines that are functions: exact, noisy, short of memory, measured before."""
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, median
 
 import pytest
 
 from csdctl.perfmodel.prediction import RankModel, predict
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import Point
-from csdctl.tuning.probe_policy import MAX_PROBES, ClassState, measure_classes
+from csdctl.tuning.class_model import MAX_PROBES, ClassModel
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.learning import learn_probes
+from csdctl.tuning.observations import ProbeOutcome
+from csdctl.tuning.probe_policy import ChooseSizes, next_sizes
 from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
-from csdctl.tuning.stannis import TuningError
+from csdctl.tuning.stannis import Measure, TuningError
+from csdctl.tuning.step_time_fit import Point
 
 LIMITS = Limits(max_global_batch=1024)
 EQUAL_NODES = {"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 4)}
-THREE_KINDS = {**EQUAL_NODES, "b": (StepTime(0.02, 0.012), 3), "c": (StepTime(0.05, 0.05), 2)}
+FOUR_CLASSES = {**EQUAL_NODES, "b": (StepTime(0.02, 0.012), 3), "c": (StepTime(0.05, 0.05), 2)}
 TRIAL_STEPS = 12
 
 
@@ -25,184 +29,198 @@ class Machines:
 
     def __init__(
         self,
-        kinds: Mapping[str, tuple[StepTime, int]],
+        classes: Mapping[str, tuple[StepTime, int]],
         noise: Callable[[], float] = lambda: 1.0,
         memory: Mapping[str, int] | None = None,
     ) -> None:
-        self.kinds = kinds
-        self.kind_of = {f"{kind}{n}": kind for kind, (_, count) in kinds.items() for n in range(count)}
+        self.classes = classes
+        self.class_of = {f"{key}{n}": key for key, (_, count) in classes.items() for n in range(count)}
         self._noise = noise
         self._memory = memory or {}
         self.asked: list[tuple[str, int]] = []
 
     def time(self, machine: str, size: int) -> float:
-        return self.kinds[self.kind_of[machine]][0].at(size) * self._noise()
+        return self.classes[self.class_of[machine]][0].at(size) * self._noise()
 
     def measure(self, sizes: Mapping[str, int]) -> dict[str, float | None]:
         self.asked += sizes.items()
         return {
             machine: None
-            if size > self._memory.get(self.kind_of[machine], size)
+            if size > self._memory.get(self.class_of[machine], size)
             else self.time(machine, size)
             for machine, size in sizes.items()
         }
 
-    def states(self) -> dict[str, ClassState]:
-        return {
-            kind: ClassState([name for name, its in self.kind_of.items() if its == kind])
-            for kind in self.kinds
+    def model(self) -> FleetModel:
+        """Nothing is known yet."""
+        classes = {
+            key: ClassModel(tuple(name for name, its in self.class_of.items() if its == key))
+            for key in self.classes
         }
+        return FleetModel(tuple(self.class_of), classes)
 
-    def best(self, fits: Mapping[str, StepTime]) -> BestPlan:
+    def best(self, step_times: Mapping[str, StepTime]) -> BestPlan:
         candidates = [
-            RankCandidate(name, fits[kind], is_required=kind == "host") for name, kind in self.kind_of.items()
+            RankCandidate(name, step_times[key], is_required=key == "host")
+            for name, key in self.class_of.items()
         ]
         return find_best(candidates, LIMITS, lambda ranks: 0.01 * ranks)
 
-    def choose(self, fits: Mapping[str, StepTime]) -> dict[str, int]:
-        sizes = self.best(fits).batch_sizes
+    def choose(self, step_times: Mapping[str, StepTime]) -> dict[str, int]:
+        sizes = self.best(step_times).batch_sizes
         return {
-            kind: max(sizes.get(f"{kind}{n}", 1) for n in range(self.kinds[kind][1])) for kind in self.kinds
+            key: max(sizes.get(f"{key}{n}", 1) for n in range(self.classes[key][1])) for key in self.classes
         }
 
     def loss(self, chosen: BestPlan) -> float:
         """By how much the true machines are slower with `chosen` than with the true best plan."""
-        true = {kind: step_time for kind, (step_time, _) in self.kinds.items()}
-        models = [RankModel(name, true[self.kind_of[name]]) for name in chosen.batch_sizes]
+        true = {key: step_time for key, (step_time, _) in self.classes.items()}
+        models = [RankModel(name, true[self.class_of[name]]) for name in chosen.batch_sizes]
         reached = predict(models, list(chosen.batch_sizes.values()), 0.01 * len(models))
         return 1 - reached.samples_per_s / self.best(true).prediction.samples_per_s
 
-    def num_probes(self, kind: str) -> int:
-        return sum(self.kind_of[machine] == kind for machine, _ in self.asked)
+    def num_probes(self, key: str) -> int:
+        return sum(self.class_of[machine] == key for machine, _ in self.asked)
 
 
-@pytest.mark.parametrize("kinds", [EQUAL_NODES, THREE_KINDS])
-def test_few_probes_find_the_best_plan_of_exact_machines(kinds: dict[str, tuple[StepTime, int]]) -> None:
-    machines = Machines(kinds)
-    fits = measure_classes(machines.states(), machines.measure, machines.choose)
-    assert machines.loss(machines.best(fits)) < 0.001
-    assert all(machines.num_probes(kind) <= 6 for kind in kinds)
+def probed(model: FleetModel, measure: Measure, choose: ChooseSizes) -> FleetModel:
+    """The model after as many rounds as the policy wants."""
+    while sizes := next_sizes(model.classes, choose):
+        times = measure(sizes)
+        model = learn_probes(model, {name: ProbeOutcome(size, times[name]) for name, size in sizes.items()})
+    return model
+
+
+def probed_class(known: ClassModel, measure: Measure, planned: int) -> ClassModel:
+    """A class of machine 'a' after as many rounds as the policy wants for the planned size."""
+    return probed(FleetModel(("a",), {"a": known}), measure, lambda _: {"a": planned}).classes["a"]
+
+
+@pytest.mark.parametrize("classes", [EQUAL_NODES, FOUR_CLASSES])
+def test_few_probes_find_the_best_plan_of_exact_machines(classes: dict[str, tuple[StepTime, int]]) -> None:
+    machines = Machines(classes)
+    model = probed(machines.model(), machines.measure, machines.choose)
+    assert machines.loss(machines.best(model.step_times())) < 0.001
+    assert all(machines.num_probes(key) <= 6 for key in classes)
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """What a tuning with noise came to."""
+    """The result of a tuning with noise."""
 
     loss: float
     num_probes: dict[str, int]
 
 
-def tuned_with_noise(kinds: Mapping[str, tuple[StepTime, int]], seed: int) -> Tuned:
+def tuned_with_noise(classes: Mapping[str, tuple[StepTime, int]], seed: int) -> Tuned:
     """Every probe, and every step of the trial that follows, is off by up to 20%."""
     generator = random.Random(seed)
-    machines = Machines(kinds, lambda: generator.uniform(0.8, 1.2))
-    states = machines.states()
-    fits = measure_classes(states, machines.measure, machines.choose)
-    num_probes = {kind: machines.num_probes(kind) for kind in kinds}
+    machines = Machines(classes, lambda: generator.uniform(0.8, 1.2))
+    model = probed(machines.model(), machines.measure, machines.choose)
+    step_times = model.step_times()
+    num_probes = {key: machines.num_probes(key) for key in classes}
     tried: dict[str, list[float]] = {}
-    for name, size in machines.best(fits).batch_sizes.items():
+    for name, size in machines.best(step_times).batch_sizes.items():
         step_s = fmean(machines.time(name, size) for _ in range(TRIAL_STEPS))
-        tried.setdefault(machines.kind_of[name], []).append(step_s / fits[machines.kind_of[name]].at(size))
-    for kind, ratios in tried.items():
-        states[kind].learn_in_step(1, median(ratios))
-    fits = {kind: fit for kind, state in states.items() if (fit := state.fit())}
-    return Tuned(machines.loss(machines.best(fits)), num_probes)
+        key = machines.class_of[name]
+        tried.setdefault(key, []).append(step_s / step_times[key].at(size))
+    for key, ratios in tried.items():
+        model = model.with_class(key, model.classes[key].with_trial(1, median(ratios)))
+    return Tuned(machines.loss(machines.best(model.step_times())), num_probes)
 
 
-@pytest.mark.parametrize("kinds", [EQUAL_NODES, THREE_KINDS])
-def test_twenty_percent_of_noise_cost_at_most_three_percent(kinds: dict[str, tuple[StepTime, int]]) -> None:
+@pytest.mark.parametrize("classes", [EQUAL_NODES, FOUR_CLASSES])
+def test_twenty_percent_of_noise_costs_at_most_three_percent(
+    classes: dict[str, tuple[StepTime, int]],
+) -> None:
     """In the mean of 60 tunings."""
-    tuned = [tuned_with_noise(kinds, seed) for seed in range(60)]
+    tuned = [tuned_with_noise(classes, seed) for seed in range(60)]
     assert all(most <= MAX_PROBES for one in tuned for most in one.num_probes.values())
     assert fmean(one.loss for one in tuned) <= 0.03
 
 
-def test_machines_of_a_class_measure_different_sizes_at_once() -> None:
+def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
     machines = Machines({"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 3)})
-    measure_classes(machines.states(), machines.measure, machines.choose)
+    probed(machines.model(), machines.measure, machines.choose)
     first = dict(machines.asked[:4])
     assert len({first[name] for name in ("a0", "a1", "a2")}) == 3
 
 
-def test_what_does_not_fit_is_a_result_and_bounds_what_is_asked() -> None:
+def test_out_of_memory_is_a_result_and_bounds_later_probes() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 40})
-    states = machines.states()
-    measure_classes(states, machines.measure, machines.choose)
-    assert states["a"].too_large is not None
-    assert max(states["a"].sizes) <= 40
+    known = probed(machines.model(), machines.measure, machines.choose).classes["a"]
+    assert known.too_large is not None
+    assert max(known.sizes) <= 40
     assert machines.num_probes("a") <= MAX_PROBES
 
 
-def test_smaller_size_than_one_that_fits_died_of_something_else() -> None:
+def test_kill_below_a_size_that_fitted_does_not_bound_the_batch() -> None:
     machines = Machines(EQUAL_NODES)
-    states = machines.states()
 
     def kill_once(sizes: Mapping[str, int]) -> dict[str, float | None]:
         is_first = not machines.asked
         times = machines.measure(sizes)
         return {**times, min(sizes, key=lambda name: (name[0], sizes[name])): None} if is_first else times
 
-    measure_classes(states, kill_once, machines.choose)
-    assert states["a"].too_large is None
+    model = probed(machines.model(), kill_once, machines.choose)
+    assert model.classes["a"].too_large is None
 
 
 def test_class_that_fits_at_no_size_is_an_error() -> None:
     machines = Machines(EQUAL_NODES, memory={"a": 0})
-    states = machines.states()
     with pytest.raises(TuningError, match="a0 cannot train even 1 sample"):
-        measure_classes(states, machines.measure, machines.choose)
+        probed(machines.model(), machines.measure, machines.choose)
 
 
-def test_remembered_classes_are_not_measured_again() -> None:
-    machines = Machines(THREE_KINDS)
-    states = machines.states()
-    fits = measure_classes(states, machines.measure, machines.choose)
+def test_classes_with_earlier_probes_are_not_measured_again() -> None:
+    machines = Machines(FOUR_CLASSES)
+    first = probed(machines.model(), machines.measure, machines.choose)
     machines.asked.clear()
-    again = machines.states()
-    for kind, state in again.items():
-        state.probes = list(states[kind].probes)
-    assert measure_classes(again, machines.measure, machines.choose) == fits
+    recalled = replace(
+        machines.model(),
+        classes={
+            key: replace(one, points=first.classes[key].points)
+            for key, one in machines.model().classes.items()
+        },
+    )
+    again = probed(recalled, machines.measure, machines.choose)
+    assert again.step_times() == first.step_times()
     assert machines.asked == []
 
 
-def test_guess_from_a_similar_model_is_where_probing_begins() -> None:
+def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
     machines = Machines(EQUAL_NODES)
-    states = machines.states()
-    for kind, state in states.items():
-        state.guess = EQUAL_NODES[kind][0].scaled(1.3)
-    measure_classes(states, machines.measure, machines.choose)
-    planned = machines.choose({kind: one for kind, (one, _) in EQUAL_NODES.items()})
+    classes = {
+        key: replace(one, guess=EQUAL_NODES[key][0].scaled(1.3))
+        for key, one in machines.model().classes.items()
+    }
+    probed(replace(machines.model(), classes=classes), machines.measure, machines.choose)
+    planned = machines.choose({key: one for key, (one, _) in EQUAL_NODES.items()})
     first = dict(machines.asked[:4])
     assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
     assert machines.num_probes("host") <= 4
 
 
-@pytest.mark.parametrize("target", [64, 65, 69, 129, 1])
-def test_probe_of_half_the_planned_size_tells_of_it(target: int) -> None:
-    state = ClassState(["a"])
+@pytest.mark.parametrize("planned", [64, 65, 69, 129, 1])
+def test_probe_of_half_the_planned_size_predicts_it(planned: int) -> None:
     line = StepTime(0.01, 0.02)
-    fits = measure_classes(
-        {"a": state},
-        lambda sizes: {name: line.at(size) for name, size in sizes.items()},
-        lambda _: {"a": target},
+    known = probed_class(
+        ClassModel(("a",)), lambda sizes: {name: line.at(size) for name, size in sizes.items()}, planned
     )
-    assert fits["a"].at(target) == pytest.approx(line.at(target))
-    assert state.num_new <= 3
+    assert known.step_time().at(planned) == pytest.approx(line.at(planned))
+    assert known.num_new_probes <= 3
 
 
-def test_class_that_finds_no_size_in_all_its_probes_is_named() -> None:
-    state = ClassState(["a"], max_new=2, guess=StepTime(0.01, 0.0001))
+def test_class_that_fits_in_none_of_its_probes_is_named() -> None:
+    known = ClassModel(("a",), max_new_probes=2, guess=StepTime(0.01, 0.0001))
     with pytest.raises(TuningError, match="a cannot train"):
-        measure_classes({"a": state}, dict.fromkeys, lambda _: {"a": 4000})
+        probed_class(known, dict.fromkeys, 4000)
 
 
 def test_trials_count_alike() -> None:
-    state = ClassState(["a"], probes=[Point(8, 0.8), Point(16, 1.6), Point(32, 3.2)])
-    for ratio in (1.21, 1.0 / 1.1):
-        before = state.in_step
-        state.learn_in_step(20, ratio)
-    assert before == pytest.approx(1.21)
-    assert state.in_step == pytest.approx(1.21 * (1 / 1.1) ** 0.5)
-    fit = state.fit()
-    assert fit is not None
-    assert fit.at(10) == pytest.approx(state.in_step)
+    known = ClassModel(("a",), points=(Point(8, 0.8), Point(16, 1.6), Point(32, 3.2)))
+    first = known.with_trial(20, 1.21)
+    both = first.with_trial(20, 1.0 / 1.1)
+    assert first.in_step_factor == pytest.approx(1.21)
+    assert both.in_step_factor == pytest.approx(1.21 * (1 / 1.1) ** 0.5)
+    assert both.step_time().at(10) == pytest.approx(both.in_step_factor)

@@ -58,12 +58,12 @@ def tuned_sizes(row: PublishedNetwork, step_divisor: float) -> tuple[int, int]:
 
 
 def least_size(row: PublishedNetwork) -> float:
-    """The smallest batch of the host whose time ends Algorithm 1's loop."""
+    """The smallest batch of the host that ends Algorithm 1's loop."""
     return row.node.step_s * (1 + 1 / MARGIN_SCALE) * row.host_samples_per_s
 
 
 def resolution(row: PublishedNetwork, step_divisor: float) -> float:
-    """How far beyond the least size the last step of the loop may go: margin / C of it, and rounding."""
+    """How far the last step may go beyond the smallest size: margin / C of it, and rounding."""
     return least_size(row) / MARGIN_SCALE / step_divisor + 1
 
 
@@ -75,7 +75,7 @@ def placed(row: PublishedNetwork) -> list[Placed]:
     return place_shards([RankLoad("host", row.host_batch_size), *newports], NUM_PUBLIC)
 
 
-def test_newports_curve_is_what_the_paper_says_of_mobilenet() -> None:
+def test_newports_curve_matches_the_paper_for_mobilenet() -> None:
     row = TABLE_1[Network.MOBILENETV2]
     speeds = [size / newport_step_s(row, size) for size in (5, 16, 25, 60)]
     assert speeds[1:] == pytest.approx([3.0, 3.08, 3.08], abs=0.005)
@@ -106,7 +106,7 @@ def test_papers_sizes_are_where_the_loop_may_end_with_c_1(network: Network) -> N
     assert 0 <= row.host_batch_size - least_size(row) <= resolution(row, 1)
 
 
-def test_with_c_2_inception_alone_lies_beyond_the_last_step() -> None:
+def test_with_c_2_only_inception_is_beyond_the_last_step() -> None:
     beyond = {
         network
         for network, row in TABLE_1.items()

@@ -1,11 +1,11 @@
-"""What the history's probes and trials mean for a new tuning."""
+"""Earlier probes and trials as the start of a new tuning."""
 
 import pytest
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import Point
 from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
 from csdctl.tuning.recall import points_with, recall_in_step, recall_points
+from csdctl.tuning.step_time_fit import Point
 
 TWO, ONE = RuntimeSettings(2), RuntimeSettings(1)
 LINE = StepTime(0.1, 0.01)
@@ -19,7 +19,7 @@ def tried(settings: RuntimeSettings, size: int, ratio: float, measured_at: float
     return ProbeMeasurement(settings, size, measured_at, LINE.at(size) * ratio, 3)
 
 
-def test_points_are_what_was_probed_and_fitted() -> None:
+def test_points_are_the_probes_that_fitted_in_memory() -> None:
     known = [
         *probed(TWO, 8, 16),
         ProbeMeasurement(TWO, 64, 1.0, None),
@@ -29,18 +29,18 @@ def test_points_are_what_was_probed_and_fitted() -> None:
     assert points_with(known, TWO) == [Point(8, LINE.at(8)), Point(16, LINE.at(16))]
 
 
-def test_settings_with_few_probes_borrow_the_shape_of_others() -> None:
+def test_settings_with_few_probes_use_the_scaled_probes_of_others() -> None:
     known = [*probed(TWO, 8, 16, 64), *probed(ONE, 16, slower=0.5)]
     sizes = {point.batch_size: point.step_time_s for point in recall_points(known, ONE)}
     assert sizes == {size: pytest.approx(LINE.at(size) / 2) for size in (8, 16, 64)}
 
 
-def test_newest_trial_says_how_much_longer_steps_take_together() -> None:
+def test_newest_trial_gives_the_in_step_factor() -> None:
     known = [*probed(TWO, 8, 16), tried(TWO, 32, 2.0, 5.0)]
     known += [tried(TWO, 32, ratio, 9.0) for ratio in (1.1, 1.2, 1.6)]
     assert recall_in_step(known, TWO, LINE) == (32, pytest.approx(1.2))
     assert recall_in_step(known, ONE, LINE) is None
 
 
-def test_host_that_sat_out_tells_nothing() -> None:
+def test_host_that_sat_out_gives_no_in_step_factor() -> None:
     assert recall_in_step([ProbeMeasurement(TWO, 0, 9.0, 0.01, 3)], TWO, LINE) is None

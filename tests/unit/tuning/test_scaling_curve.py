@@ -1,4 +1,4 @@
-"""The curve whose batch sizes are chosen anew for every number of nodes."""
+"""The curve with the best batch sizes for every number of nodes."""
 
 from dataclasses import replace
 
@@ -11,10 +11,10 @@ from csdctl.perfmodel.scaling import PlannedRank, predict_curve
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.host_choice import find_best_ranks
 from csdctl.tuning.scaling_curve import (
-    LEAST_STRETCH,
+    MIN_OVERHEAD_FACTOR,
     Choice,
     Costs,
-    calibrate_stretch,
+    calibrate_overhead,
     choose_best,
     predict_best_curve,
     size_ranks,
@@ -31,7 +31,7 @@ WITHIN = Choice(lambda num_nodes: Limits(max_global_batch=512))
 PLANNED = [PlannedRank(HOST, 100), PlannedRank(CSD, 5), PlannedRank(DPU, 10)]
 
 
-def test_chosen_batch_sizes_are_no_slower_than_any_that_stay() -> None:
+def test_chosen_batch_sizes_are_no_slower_than_fixed_ones() -> None:
     host, *nodes = PLANNED
     chosen = predict_best_curve(host, nodes, range(6), WITHIN, COSTS)
     kept = predict_curve(host, nodes, 5, SUMS)
@@ -40,7 +40,7 @@ def test_chosen_batch_sizes_are_no_slower_than_any_that_stay() -> None:
         assert best.global_batch <= 512
 
 
-def test_fleet_as_planned_keeps_its_batch_sizes_and_no_other_does() -> None:
+def test_only_the_planned_fleet_keeps_its_batch_sizes() -> None:
     host, *nodes = PLANNED
     planned = Choice(WITHIN.limits, is_planned=True)
     points = predict_best_curve(host, nodes, [1, 2, 3], planned, COSTS)
@@ -51,20 +51,20 @@ def test_fleet_as_planned_keeps_its_batch_sizes_and_no_other_does() -> None:
     assert points[2].global_batch > 115
 
 
-def test_nodes_beyond_those_that_are_there_begin_again() -> None:
+def test_larger_fleet_repeats_the_nodes() -> None:
     best = choose_best(HOST, [CSD, DPU], 5, WITHIN, COSTS)
     assert list(best.batch_sizes) == ["host", "csd0", "dpu0", "csd0#1", "dpu0#1", "csd0#2"]
     assert best.batch_sizes["csd0#1"] == best.batch_sizes["csd0"]
 
 
-def test_host_alone_has_nobody_to_be_in_step_with() -> None:
-    slow = Costs(SUMS, 0, stretch=2.0)
+def test_host_alone_has_no_overhead() -> None:
+    slow = Costs(SUMS, 0, overhead_factor=2.0)
     alone = choose_best(HOST, [CSD], 0, WITHIN, slow)
     assert alone.prediction == choose_best(HOST, [CSD], 0, WITHIN, COSTS).prediction
 
 
-def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() -> None:
-    dear = Costs(CollectiveCost(per_rank_s=5.0), 0, stretch=1.5)
+def test_host_without_useful_nodes_is_as_fast_as_alone() -> None:
+    dear = Costs(CollectiveCost(per_rank_s=5.0), 0, overhead_factor=1.5)
     alone, pair = predict_best_curve(
         PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, Power(host_w=100.0, node_w=10.0)
     )
@@ -74,7 +74,7 @@ def test_nodes_that_bring_nothing_leave_the_host_alone_and_as_fast_as_alone() ->
     assert pair.sum_s == 0
 
 
-def test_host_whose_nodes_are_all_left_out_is_no_other_server() -> None:
+def test_host_with_all_nodes_left_out_draws_the_power_of_its_server() -> None:
     dear = Costs(CollectiveCost(per_rank_s=5.0), 0)
     power = Power(host_w=100.0, node_w=10.0, without_nodes_w=300.0)
     alone, pair = predict_best_curve(PLANNED[0], PLANNED[1:], [0, 2], WITHIN, dear, power)
@@ -89,12 +89,12 @@ def test_required_nodes_are_kept_whatever_they_cost() -> None:
     assert point.num_left_out == 0
 
 
-def test_limits_that_allow_nothing_are_an_error() -> None:
+def test_limits_that_allow_no_plan_are_an_error() -> None:
     with pytest.raises(TuningError, match="no plan for 3 ranks"):
         choose_best(HOST, [CSD], 2, Choice(lambda _: Limits(max_global_batch=2), is_required=True), COSTS)
 
 
-def test_slow_host_sits_out_and_still_has_a_part_in_the_sum() -> None:
+def test_slow_host_sits_out_and_still_takes_part_in_the_sum() -> None:
     slow = RankModel("host", StepTime(3.0, 1.0))
     quick = RankModel("csd0", StepTime(0.01, 0.001))
     host, node = PlannedRank(slow, 1), PlannedRank(quick, 50)
@@ -124,17 +124,17 @@ def test_host_that_gains_a_little_by_sitting_out_trains() -> None:
 def test_node_is_in_step_with_a_planned_host_that_sits_out() -> None:
     host, node = PLANNED[:2]
     idle = Choice(WITHIN.limits, is_planned=True, idle=frozenset({"host"}))
-    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, stretch=1.2))
+    [point] = predict_best_curve(host, [node], [1], idle, replace(COSTS, overhead_factor=1.2))
     assert point.step_s == pytest.approx(1.2 * CSD.step_time.at(5) + SUMS.at(0, 2))
 
 
 HOST_THERE = RankCandidate("host", HOST.step_time, is_required=True)
 
 
-def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> None:
-    """The nodes add a quarter; being in step costs more."""
+def test_host_alone_is_compared_without_the_overhead_of_the_fleet() -> None:
+    """The nodes add a quarter; the overhead costs more."""
     nodes = [RankCandidate(f"csd{number}", StepTime(0.0, 0.02)) for number in range(3)]
-    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, stretch=1.5)
+    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), COSTS.sum_s, overhead_factor=1.5)
     assert set(best.batch_sizes) == {"host"}
     assert best.left_out == ("csd0", "csd1", "csd2")
     alone = find_best_ranks(HOST_THERE, [], Limits(max_global_batch=512), COSTS.sum_s)
@@ -143,25 +143,27 @@ def test_host_alone_is_not_held_against_the_fleet_with_the_fleets_stretch() -> N
 
 def test_nodes_stay_when_the_host_alone_is_as_fast() -> None:
     nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
-    best = find_best_ranks(HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, stretch=1.1)
+    best = find_best_ranks(
+        HOST_THERE, nodes, Limits(max_global_batch=512), lambda _: 0.0, overhead_factor=1.1
+    )
     assert best.left_out == ()
 
 
 def test_host_alone_is_found_where_its_fleet_is_too_slow_for_the_limit() -> None:
     nodes = [RankCandidate("csd0", StepTime(0.0, 0.02))]
     limits = Limits(max_step_s=0.03, max_global_batch=512)
-    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, stretch=1.5)
+    best = find_best_ranks(HOST_THERE, nodes, limits, COSTS.sum_s, overhead_factor=1.5)
     assert set(best.batch_sizes) == {"host"}
 
 
-def test_stretch_is_what_makes_the_model_agree_with_a_trial() -> None:
+def test_overhead_factor_makes_the_model_agree_with_a_trial() -> None:
     tried = [(HOST.step_time, 100), (CSD.step_time, 10)]
-    assert calibrate_stretch(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
-    assert calibrate_stretch(tried, 0.3 * 0.9 + 0.01, 0.01) == pytest.approx(0.9)
-    assert calibrate_stretch(tried, 0.3, 0.5) == LEAST_STRETCH
+    assert calibrate_overhead(tried, 0.3 * 1.25 + 0.01, 0.01) == pytest.approx(1.25)
+    assert calibrate_overhead(tried, 0.3 * 0.9 + 0.01, 0.01) == pytest.approx(0.9)
+    assert calibrate_overhead(tried, 0.3, 0.5) == MIN_OVERHEAD_FACTOR
 
 
-def test_rank_without_a_batch_size_is_given_what_it_could_do_meanwhile() -> None:
+def test_rank_without_a_batch_size_gets_as_much_as_the_others_time_allows() -> None:
     sized = size_ranks([HOST, CSD, DPU], {"host": 190, "csd0": 10})
     assert [rank.batch_size for rank in sized] == [190, 10, 30]
     late = size_ranks([HOST, CSD, RankModel("slow", StepTime(9.0, 9.0))], {"host": 190, "csd0": 10})

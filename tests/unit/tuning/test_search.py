@@ -25,7 +25,7 @@ def fleets(draw: st.DrawFn) -> list[RankCandidate]:
 
 
 def exhaustive(fleet: list[RankCandidate], most: int, sum_s: float) -> float:
-    """The best of all plans in which every rank takes the most it can do in some time."""
+    """The best of all plans in which every rank takes the largest batch within some time."""
     times = {one.step_time.at(size) for one in fleet for size in range(1, most + 1)}
     best = 0.0
     for time_s in times:
@@ -49,25 +49,25 @@ def test_best_plan_is_as_fast_as_the_best_of_all(fleet: list[RankCandidate], mos
 
 @given(fleet=fleets(), exactly=st.integers(16, 500))
 @settings(max_examples=60, deadline=None)
-def test_exact_global_batch_is_kept_to(fleet: list[RankCandidate], exactly: int) -> None:
+def test_exact_global_batch_is_respected(fleet: list[RankCandidate], exactly: int) -> None:
     found = find_best(fleet, Limits(global_batch=exactly), free)
     assert sum(found.batch_sizes.values()) == exactly
 
 
-def test_ranks_end_at_about_the_same_time() -> None:
+def test_ranks_finish_at_about_the_same_time() -> None:
     found = find_best(FLEET, Limits(max_global_batch=1024), lambda _: 0.02)
     times = [one.step_time.at(found.batch_sizes[one.node]) for one in FLEET]
     assert min(times) > 0.95 * max(times)
     assert found.left_out == ()
 
 
-def test_step_time_limit_is_kept_to() -> None:
+def test_step_time_limit_is_respected() -> None:
     found = find_best(FLEET, Limits(max_step_s=0.5), lambda _: 0.1)
     assert found.prediction.step_s <= 0.5
 
 
-def test_no_more_is_taken_than_brings_something() -> None:
-    """Without fixed costs and sums a larger batch gains nothing, so that the smallest is taken."""
+def test_smallest_of_equally_fast_batches_is_taken() -> None:
+    """Without fixed costs and sums a larger batch gains nothing."""
     fleet = [RankCandidate("host", StepTime(0.0, 0.001)), RankCandidate("csd0", StepTime(0.0, 0.01))]
     found = find_best(fleet, Limits(max_global_batch=10_000), free)
     assert sum(found.batch_sizes.values()) < 1000
@@ -91,7 +91,7 @@ def test_nodes_are_left_out_when_the_sum_costs_more_than_they_bring() -> None:
     assert len(found.left_out) == len(NODES)
 
 
-def test_limits_that_nothing_keeps_to_are_an_error_that_names_them() -> None:
+def test_impossible_limits_are_an_error_that_names_them() -> None:
     with pytest.raises(TuningError, match=r"max step s 0\.001.*csd0") as raised:
         find_best(
             [HOST, RankCandidate("csd0", StepTime(1.0, 1.0), is_required=True)],
@@ -117,7 +117,7 @@ def test_limit_must_be_a_number_above_zero(limits: dict[str, float], option: str
     assert option in raised.value.remedy
 
 
-def test_tuned_beats_the_best_equal_size() -> None:
+def test_tuned_plan_beats_the_best_equal_size() -> None:
     limits = Limits(max_global_batch=1024)
     equal = best_equal(FLEET, limits, free)
     assert equal is not None

@@ -14,7 +14,7 @@ LIST = (4, 8, 16, 32, 64)
 
 @dataclass
 class Engines:
-    """Synthetic engines, measured as the real ones are; keeps every round."""
+    """Synthetic engines, measured like real ones; records every round."""
 
     step_time_s: Mapping[str, Callable[[int], float]]
     limits: Mapping[str, int] = field(default_factory=dict)
@@ -40,7 +40,7 @@ def linear(samples_per_s: float, overhead_s: float = 0.0) -> Callable[[int], flo
 
 
 def best_at(best_size: int, samples_per_s: float) -> Callable[[int], float]:
-    """An engine whose speed falls beyond `best_size`: its cache, or its memory, is full."""
+    """An engine that is slower beyond `best_size`: its cache, or its memory, is full."""
     return lambda size: (size + 0.2 * max(0, size - best_size)) / samples_per_s + 0.01
 
 
@@ -101,7 +101,7 @@ def test_speeds_of_the_papers_table_give_its_batch_sizes(
     assert tuned["host"].batch_size == pytest.approx(paper, rel=0.1)
 
 
-def test_larger_divisor_comes_closer_and_takes_more_probes() -> None:
+def test_larger_divisor_ends_closer_and_takes_more_probes() -> None:
     excess, probes = [], []
     for step_divisor in (1.0, 2.0, 4.0, 8.0):
         engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
@@ -128,7 +128,7 @@ def test_size_that_does_not_fit_is_the_upper_limit_from_then_on() -> None:
     assert failed == sorted(failed, reverse=True)
 
 
-def test_size_of_the_list_that_did_not_fit_is_not_tried_again_nor_a_larger_one() -> None:
+def test_size_out_of_memory_and_larger_ones_are_not_tried_again() -> None:
     engines = Engines({"host": linear(1000), "csd0": linear(5, 0.1)}, limits={"host": 36})
     tuned = engines.tune(batch_sizes=(16, 32, 40, 48, 64))
     assert tuned["host"].batch_size == 36
@@ -150,7 +150,7 @@ def test_engine_that_fits_at_no_size_is_named() -> None:
     assert raised.value.remedy == "give smaller --batch-sizes, or leave it out: --exclude csd7"
 
 
-def test_no_engine_that_fits_ends_after_the_first_size() -> None:
+def test_benchmark_stops_after_the_first_size_when_no_engine_fits() -> None:
     engines = Engines({"host": linear(50), "csd0": linear(5)}, limits={"host": 0, "csd0": 0})
     with pytest.raises(TuningError, match="host cannot") as raised:
         engines.tune()
@@ -158,13 +158,13 @@ def test_no_engine_that_fits_ends_after_the_first_size() -> None:
     assert len(engines.rounds) == 1
 
 
-def test_one_engine_alone_gets_its_best_size() -> None:
+def test_single_engine_gets_its_best_size() -> None:
     engines = Engines({"host": best_at(32, 50)})
     assert engines.tune()["host"].batch_size == 32
     assert len(engines.rounds) == len(LIST)
 
 
-def test_list_may_be_unsorted_and_repeat_itself() -> None:
+def test_list_may_be_unsorted_with_duplicates() -> None:
     engines = Engines({"host": linear(50), "csd0": linear(5, 0.1)})
     engines.tune(batch_sizes=(16, 4, 16, 8))
     assert engines.sizes_of("csd0")[:3] == [4, 8, 16]
@@ -184,14 +184,14 @@ def test_bad_step_divisor_or_margin_scale_is_refused(name: str, shown: str, valu
         Engines({"host": linear(50)}).tune(**{name: value})
 
 
-def test_nothing_to_tune_is_refused() -> None:
+def test_empty_fleet_is_refused() -> None:
     with pytest.raises(TuningError, match="no engine"):
         Engines({}).tune()
 
 
-def test_steps_too_small_to_end_are_refused_after_a_bounded_number_of_rounds() -> None:
+def test_too_small_steps_are_refused_after_a_bounded_number_of_rounds() -> None:
     engines = Engines({"host": linear(1e6), "csd0": linear(1, 0.1)})
-    with pytest.raises(TuningError, match="C = 1000000.0 makes steps too small"):
+    with pytest.raises(TuningError, match="C = 1000000.0 makes the steps too small"):
         engines.tune(step_divisor=1e6)
     assert len(engines.rounds) == len(LIST) + MAX_ROUNDS
 
@@ -229,7 +229,7 @@ def test_any_fleet_is_tuned_within_the_bound(
 
 
 @given(st.randoms(use_true_random=False), st.lists(st.floats(0.5, 200), min_size=2, max_size=4))
-def test_twenty_percent_of_noise_does_not_keep_it_from_ending(random: object, speeds: list[float]) -> None:
+def test_loop_ends_with_twenty_percent_of_noise(random: object, speeds: list[float]) -> None:
     times = {f"csd{number}": linear(speed, 0.1) for number, speed in enumerate(speeds)}
     engines = Engines(times, noise=lambda: random.uniform(0.8, 1.2))  # type: ignore[attr-defined]
     tuned = engines.tune(margin_scale=5)

@@ -1,4 +1,4 @@
-"""How alike models are, and what one says of another."""
+"""The distance of models, and the guess for one from others."""
 
 import math
 from dataclasses import replace
@@ -22,13 +22,11 @@ step_times = st.builds(StepTime, st.floats(0, 10), st.floats(1e-6, 10))
 
 class TestDistance:
     @given(features)
-    def test_model_is_no_distance_from_itself(self, one: ModelFeatures) -> None:
+    def test_distance_of_a_model_to_itself_is_zero(self, one: ModelFeatures) -> None:
         assert feature_distance(one, replace(one, hash="y", name="y")) == 0
 
     @given(features, features)
-    def test_distance_is_the_same_both_ways_and_finite(
-        self, one: ModelFeatures, other: ModelFeatures
-    ) -> None:
+    def test_distance_is_symmetric_and_finite(self, one: ModelFeatures, other: ModelFeatures) -> None:
         distance = feature_distance(one, other)
         assert 0 <= distance < math.inf
         assert distance == pytest.approx(feature_distance(other, one))
@@ -57,7 +55,7 @@ class TestDistance:
         larger_input = replace(MODEL, input_elements=MODEL.input_elements * 4)
         assert feature_distance(MODEL, operations) > feature_distance(MODEL, larger_input)
 
-    def test_what_is_known_of_one_model_alone_sets_them_apart(self) -> None:
+    def test_feature_known_for_one_model_only_increases_the_distance(self) -> None:
         unknown = replace(MODEL, num_operations=0)
         assert feature_distance(MODEL, unknown) == pytest.approx(math.log(4))
         assert feature_distance(unknown, unknown) == 0
@@ -86,19 +84,19 @@ class TestTransfer:
         assert found
         assert 1.0 < found.per_sample_s < 1.5
 
-    def test_nothing_is_said_without_a_neighbour_near_enough(self) -> None:
+    def test_no_guess_without_a_near_neighbour(self) -> None:
         far = replace(MODEL, num_operations=MODEL.num_operations * 20)
         unknown = replace(MODEL, num_operations=0)
         assert transfer_step_time(MODEL, []) is None
         assert transfer_step_time(MODEL, [(far, STEP), (unknown, STEP)]) is None
         assert transfer_step_time(unknown, [(MODEL, STEP)]) is None
 
-    def test_knee_is_not_carried_over(self) -> None:
-        found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, beyond_s=0.01))])
+    def test_knee_is_not_transferred(self) -> None:
+        found = transfer_step_time(MODEL, [(MODEL, replace(STEP, knee=16, above_knee_s=0.01))])
         assert found == STEP
 
     @given(features, st.lists(st.tuples(features, step_times), max_size=5))
-    def test_what_is_said_is_a_step_that_can_be(
+    def test_guess_is_a_valid_step_time(
         self, target: ModelFeatures, known: list[tuple[ModelFeatures, StepTime]]
     ) -> None:
         found = transfer_step_time(target, known)
@@ -111,7 +109,7 @@ class TestTransfer:
             assert min(rates) * (1 - 1e-9) <= found.per_sample_s <= max(rates) * (1 + 1e-9)
 
     @given(step_times, st.floats(0.01, 100))
-    def test_machine_that_is_slower_is_slower_for_every_model(self, step: StepTime, factor: float) -> None:
+    def test_slower_machine_is_slower_for_every_model(self, step: StepTime, factor: float) -> None:
         other = replace(MODEL, num_operations=MODEL.num_operations * 3)
         one = transfer_step_time(other, [(MODEL, step)])
         slower = transfer_step_time(other, [(MODEL, step.scaled(factor))])
@@ -129,7 +127,7 @@ class TestFeatures:
         assert described == ModelFeatures("hash", info.name, 7, 5, 9, 12_288)
         assert (described.short_name, described.vector_bytes) == ("MobileNetV2", 20)
 
-    def test_all_inputs_are_counted_and_those_of_any_size_are_not(self) -> None:
+    def test_inputs_are_counted_unless_their_size_is_unknown(self) -> None:
         info = ModelInfo("a", (), (1,), 1, 1, "", inputs={"left": (2, 3), "right": (4,), "text": (0,)})
         assert describe_model(info, "hash").input_elements == 10
 

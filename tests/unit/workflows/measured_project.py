@@ -1,4 +1,4 @@
-"""A project as `tune` leaves it: model built, data prepared, facts, and a history that was made by hand.
+"""A project as `tune` leaves it: model built, data prepared, facts, and measurements that the tests choose.
 
 Nothing of it needs TensorFlow or a machine: the steps and sums are those of a model that the tests know.
 """
@@ -34,7 +34,7 @@ from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.prepare import carry_model, describe_job_model
 from csdctl.workflows.data.prepared_record import save_prepared
-from csdctl.workflows.tune.class_models import hash_recipe
+from csdctl.workflows.tune.fleet_measurements import hash_recipe
 
 JOB = """\
 model: keras.applications:MobileNetV2
@@ -45,13 +45,13 @@ MODEL = ModelInfo("MobileNetV2", (64, 64, 3), (200,), 2_500_000, 2_000_000, "sof
 PUBLIC = DatasetInfo("data/images", 60_000, (64, 64, 3), "uint8", (), 9, "f" * 32)
 STEPS = {HOST_NAME: StepTime(0.02, 0.002), "csd": StepTime(0.1, 0.02)}
 SUMS = CollectiveCost(0.001, 0.002, 0.0, 1e-9)
-STRETCH = 1.1
+OVERHEAD_FACTOR = 1.1
 SIZES = (4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class MeasuredProject:
-    """The parts that a test looks at."""
+    """What a test uses of the project."""
 
     job: Job
     project: ProjectDirectory
@@ -62,7 +62,7 @@ class MeasuredProject:
 def make_project(
     directory: Path, *, num_nodes: int = 2, is_private: bool = False, optimizer: str = "sgd"
 ) -> MeasuredProject:
-    """Job, fleet, facts, built model and prepared data; nothing is measured yet."""
+    """Make job, fleet, facts, built model and prepared data, without measurements."""
     write_job(directory, is_private=is_private, optimizer=optimizer)
     (directory / "data").mkdir(exist_ok=True)
     job, project = load_job(directory / "job.yaml"), ProjectDirectory(directory)
@@ -105,7 +105,7 @@ def class_of(name: str) -> MachineClass:
 
 
 def fleet_class() -> FleetClass:
-    """The class of such fleets, however many nodes they have."""
+    """The class of such fleets, whatever the number of nodes."""
     return classify_fleet(class_of(HOST_NAME), [class_of("csd0")], "")
 
 
@@ -122,43 +122,43 @@ class Builder(FakeSession):
 
 
 def build(job: Job, project: ProjectDirectory) -> None:
-    """Leave the job's model as `build` does."""
+    """Store the job's model as `build` does."""
     worker = store_bytes(pack_worker(), ".pyz", project.root)
     carry_model(job, worker, Builder(HOST_NAME), project)
 
 
 def settings_of(name: str) -> RuntimeSettings:
-    """All cores, as before anything is tried."""
+    """All cores, as before the first trial."""
     return RuntimeSettings(facts_of(name).num_threads)
 
 
 def remember_probes(
     at: MeasuredProject, machines: Sequence[str] = (HOST_NAME, "csd0"), features: ModelFeatures | None = None
 ) -> None:
-    """Probes of each size on `machines`, of this model or another one."""
-    with open_measurements(at.project.measurements) as history:
+    """Store probes of each size on `machines`, of this model or another one."""
+    with open_measurements(at.project.measurements) as store:
         for name in machines:
             step_time = STEPS.get(name, STEPS["csd"])
             probes = [
                 ProbeMeasurement(settings_of(name), size, 1000.0, step_time.at(size), 3, 0) for size in SIZES
             ]
             recipe = hash_recipe(at.job, PUBLIC)
-            history.add_probes(features or at.features, recipe, class_of(name), probes)
+            store.add_probes(features or at.features, recipe, class_of(name), probes)
 
 
 def remember_sums(at: MeasuredProject) -> None:
-    """Sums over 2 and 3 ranks."""
+    """Store sums over 2 and 3 ranks."""
     sums = [
         CollectiveMeasurement("star", ranks, size, SUMS.at(size, ranks), 1000.0)
         for ranks in (2, 3)
         for size in (1 << 16, 1 << 20, at.features.vector_bytes)
     ]
-    with open_measurements(at.project.measurements) as history:
-        history.add_collectives(fleet_class(), sums)
+    with open_measurements(at.project.measurements) as store:
+        store.add_collectives(fleet_class(), sums)
 
 
 def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) -> None:
-    """A trial of the host and nodes with these batch sizes, STRETCH times as slow as each alone."""
+    """Store a trial with these batch sizes, OVERHEAD_FACTOR times as slow as each rank alone."""
     names = [HOST_NAME, *(f"csd{number}" for number in range(len(sizes) - 1))]
     ranks = tuple(
         TrialRank(class_of(name).key, size, settings_of(name))
@@ -166,27 +166,27 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
     )
     step_s = trial_step_s(sizes, at.features.vector_bytes)
     recipe = hash_recipe(at.job, PUBLIC)
-    with open_measurements(at.project.measurements) as history:
+    with open_measurements(at.project.measurements) as store:
         trial = TrialMeasurement(ranks, step_s, sum(sizes) / step_s, 1001.0)
-        history.add_trial(at.features, recipe, fleet_class(), trial)
+        store.add_trial(at.features, recipe, fleet_class(), trial)
 
 
 def remember_all(at: MeasuredProject) -> None:
-    """What a tune of it leaves: probes of host and nodes, sums, a trial."""
+    """Store what a tuning leaves: probes of host and nodes, sums, a trial."""
     remember_probes(at)
     remember_sums(at)
     remember_trial(at)
 
 
 def prepared(at: MeasuredProject) -> Any:
-    """In place of `prepare.Prepared`, for what only passes files on."""
+    """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash)
     model = SimpleNamespace(info=MODEL, architecture=file, weights=file)
     return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={})
 
 
 def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_bytes: int = 32 << 30) -> Any:
-    """In place of an open `Workspace`; so much memory is free on each machine."""
+    """In place of an open `Workspace`; `memory_bytes` are free on each machine."""
     facts = {name: replace(facts_of(name), memory_available_bytes=memory_bytes) for name in sessions}
     return SimpleNamespace(fleet=at.fleet, project=at.project, facts=facts, sessions=sessions)
 
@@ -195,4 +195,4 @@ def trial_step_s(sizes: Sequence[int], vector_bytes: int) -> float:
     """A step of the host and nodes together."""
     host, *nodes = sizes
     slowest_s = max(STEPS[HOST_NAME].at(host), *(STEPS["csd"].at(size) for size in nodes))
-    return slowest_s * STRETCH + SUMS.at(vector_bytes, len(sizes))
+    return slowest_s * OVERHEAD_FACTOR + SUMS.at(vector_bytes, len(sizes))

@@ -9,13 +9,8 @@ from csdctl.perfmodel.published import TABLE_1, Network
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import ForecastBasis, published_basis
-from csdctl.workflows.forecast.forecast import (
-    MAX_NODES,
-    ForecastRequest,
-    forecast,
-    given_power,
-    parse_node_counts,
-)
+from csdctl.workflows.forecast.forecast import forecast
+from csdctl.workflows.forecast.request import MAX_NODES, ForecastRequest, given_power, parse_node_counts
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
 
 RANKS = [
@@ -47,12 +42,12 @@ def tuned(project: ProjectDirectory, job: Job, **changes: object) -> None:
 
 
 def plan_basis(project: ProjectDirectory, job: Job) -> ForecastBasis:
-    """There is a plan, and neither fleet nor history."""
+    """A plan, without fleet and measurements."""
     return tuned_basis(job, project, None, lambda line: None)
 
 
 class TestFromAPlan:
-    def test_curve_is_over_the_plans_nodes_by_default(self, project: ProjectDirectory, job: Job) -> None:
+    def test_curve_covers_the_nodes_of_the_plan_by_default(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job)
         answer = forecast(plan_basis(project, job), ForecastRequest())
         assert [point.samples_per_s for point in answer.points] == pytest.approx([100, 110, 140])
@@ -64,23 +59,21 @@ class TestFromAPlan:
         assert [point.samples_per_s for point in answer.points] == pytest.approx([110, 180])
         assert answer.basis.origins["reach"].startswith("assumption: with more nodes than 2")
 
-    def test_emulated_plan_is_called_so(self, project: ProjectDirectory, job: Job) -> None:
+    def test_emulated_plan_is_marked(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job, emulated=True)
         basis = plan_basis(project, job)
         assert basis.source == "emulated"
         assert "never how fast a device is" in basis.origins["speeds"]
 
-    def test_sum_that_nobody_measured_is_said_to_be_missing(
-        self, project: ProjectDirectory, job: Job
-    ) -> None:
+    def test_sum_that_was_never_measured_is_marked(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job)
         basis = plan_basis(project, job)
-        assert "counted as nothing" in basis.origins["sum"]
+        assert "counted as 0 s" in basis.origins["sum"]
         slowed = forecast(basis, ForecastRequest(node_sum_s=0.1))
         assert slowed.points[2].sum_s == pytest.approx(0.2)
         assert slowed.basis.origins["sum"].startswith("assumption: 0.1 s for each node")
 
-    def test_epochs_are_the_jobs_and_samples_have_to_be_said(
+    def test_epochs_are_the_jobs_and_samples_have_to_be_given(
         self, project: ProjectDirectory, job: Job
     ) -> None:
         tuned(project, job)
@@ -89,9 +82,7 @@ class TestFromAPlan:
         assert forecast(basis, ForecastRequest(num_samples=1000)).num_samples == 3000
         assert forecast(basis, ForecastRequest(num_samples=1000, epochs=2)).num_samples == 2000
 
-    def test_batch_size_edited_by_hand_keeps_the_measured_speed(
-        self, project: ProjectDirectory, job: Job
-    ) -> None:
+    def test_edited_batch_size_keeps_the_measured_speed(self, project: ProjectDirectory, job: Job) -> None:
         edited = RANKS[1].model_copy(update={"batch_size": 20})
         tuned(project, job, ranks=[RANKS[0], edited])
         [node] = plan_basis(project, job).nodes
@@ -112,7 +103,7 @@ class TestFromAPlan:
         with pytest.raises(InputError, match="first rank is not `host`"):
             plan_basis(project, job)
 
-    def test_host_alone_says_nothing_of_nodes(self, project: ProjectDirectory, job: Job) -> None:
+    def test_plan_of_the_host_alone_cannot_forecast_nodes(self, project: ProjectDirectory, job: Job) -> None:
         tuned(project, job, ranks=RANKS[:1])
         basis = plan_basis(project, job)
         assert forecast(basis, ForecastRequest()).verdict is None
@@ -122,18 +113,18 @@ class TestFromAPlan:
 
 class TestPublished:
     @pytest.mark.parametrize("network", Network)
-    def test_host_alone_reaches_what_table_1_says(self, network: Network) -> None:
+    def test_host_alone_reaches_the_rate_of_table_1(self, network: Network) -> None:
         alone = forecast(published_basis(network), ForecastRequest()).points[0]
         assert alone.samples_per_s == pytest.approx(TABLE_1[network].host_samples_per_s)
 
     @pytest.mark.parametrize("network", Network)
-    def test_every_figure_says_where_it_comes_from(self, network: Network) -> None:
+    def test_every_figure_has_an_origin(self, network: Network) -> None:
         basis = published_basis(network)
         assert basis.source == "published"
         assert set(basis.origins) == {"speeds", "sum", "power"}
         assert ("assumption" in basis.origins["sum"]) == (network is not Network.MOBILENETV2)
 
-    def test_24_csds_save_what_the_paper_says(self) -> None:
+    def test_24_csds_save_the_energy_that_the_paper_prints(self) -> None:
         points = forecast(published_basis(Network.MOBILENETV2), ForecastRequest()).points
         assert points[0].joules_per_image == pytest.approx(13.10)
         assert 1 - (points[24].joules_per_image or 0) / 13.10 == pytest.approx(0.69, abs=0.005)
@@ -143,19 +134,19 @@ class TestPublished:
         assert verdict
         assert not verdict.is_worth_it
 
-    def test_job_and_power_may_be_ones_own(self) -> None:
-        question = ForecastRequest([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
-        answer = forecast(published_basis(Network.MOBILENETV2), question)
+    def test_request_replaces_samples_epochs_and_power(self) -> None:
+        request = ForecastRequest([24], epochs=10, num_samples=1_000_000, power=Power(500.0, 12.0))
+        answer = forecast(published_basis(Network.MOBILENETV2), request)
         assert answer.num_samples == 10_000_000
         assert answer.points[0].power_w == 500 + 24 * 12
         assert answer.basis.origins["power"].startswith("assumption")
 
-    def test_time_that_is_no_time_is_refused(self) -> None:
-        with pytest.raises(InputError, match="is no time"):
-            forecast(published_basis(Network.NASNET), ForecastRequest(node_sum_s=float("nan")))
+    def test_sum_time_that_is_not_a_number_is_refused(self) -> None:
+        with pytest.raises(InputError, match="is not a time"):
+            ForecastRequest(node_sum_s=float("nan"))
 
 
-class TestWhatIsWritten:
+class TestParsing:
     @pytest.mark.parametrize(
         ("written", "counts"),
         [
@@ -166,7 +157,7 @@ class TestWhatIsWritten:
             ("1..3,3,5", [1, 2, 3, 5]),
         ],
     )
-    def test_numbers_of_nodes_are_read(self, written: str, counts: list[int] | None) -> None:
+    def test_numbers_of_nodes_are_parsed(self, written: str, counts: list[int] | None) -> None:
         if counts is None:
             with pytest.raises(InputError):
                 parse_node_counts(written)
@@ -176,7 +167,7 @@ class TestWhatIsWritten:
     @pytest.mark.parametrize(
         "written", ["", "x", "-1", "3..1", "1...3", "1,,2", "1.5", f"{MAX_NODES + 1}", "9" * 5000, "٣"]
     )
-    def test_what_are_no_numbers_of_nodes_is_refused(self, written: str) -> None:
+    def test_malformed_numbers_of_nodes_are_refused(self, written: str) -> None:
         with pytest.raises(InputError, match="cannot be used") as raised:
             parse_node_counts(written)
         assert "1..36" in raised.value.remedy
@@ -189,6 +180,6 @@ class TestWhatIsWritten:
                 given_power(*powers)
 
     @pytest.mark.parametrize("powers", [(0.0, 1.0), (-1.0, 1.0), (300.0, -1.0), (float("nan"), 1.0)])
-    def test_what_is_no_power_is_refused(self, powers: tuple[float, float]) -> None:
+    def test_impossible_power_is_refused(self, powers: tuple[float, float]) -> None:
         with pytest.raises(InputError, match="cannot be the powers"):
             given_power(*powers, None)

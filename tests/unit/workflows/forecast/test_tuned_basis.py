@@ -1,4 +1,4 @@
-"""What `csdctl forecast` is computed from: plan, history, both, or a similar model; and what it says then."""
+"""What `csdctl forecast` is computed from: plan, measurements, both, or a similar model."""
 
 import itertools
 import json
@@ -15,19 +15,19 @@ from csdctl.fleet.facts import save_facts
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import ForecastBasis
-from csdctl.workflows.forecast.forecast import MOST_SEARCHED, Forecast, ForecastRequest, forecast
+from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, forecast
 from csdctl.workflows.forecast.plan_basis import plan_basis
+from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
 from csdctl.workflows.train.plan_validation import describe_made_for
 from tests.unit.workflows.measured_project import (
+    OVERHEAD_FACTOR,
     STEPS,
-    STRETCH,
     SUMS,
-    Builder,
     MeasuredProject,
+    build,
     facts_of,
     make_project,
-    remember_all,
     remember_probes,
     remember_sums,
     trial_step_s,
@@ -35,26 +35,15 @@ from tests.unit.workflows.measured_project import (
 )
 
 
-@pytest.fixture
-def at(tmp_path: Path) -> MeasuredProject:
-    return make_project(tmp_path)
-
-
-@pytest.fixture
-def measured(at: MeasuredProject) -> MeasuredProject:
-    remember_all(at)
-    return at
-
-
 def basis_of(at: MeasuredProject, **options: Any) -> ForecastBasis:
     def say(line: str) -> None:
-        pytest.fail(f"nothing is to be built, but: {line}")
+        pytest.fail(f"nothing should be built, but: {line}")
 
     return tuned_basis(at.job, at.project, at.fleet, say, **options)
 
 
-def ask(at: MeasuredProject, **question: Any) -> Forecast:
-    return forecast(basis_of(at), ForecastRequest(**question))
+def ask(at: MeasuredProject, **request: Any) -> Forecast:
+    return forecast(basis_of(at), ForecastRequest(**request))
 
 
 def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **changes: Any) -> Plan:
@@ -94,7 +83,7 @@ def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **chang
     return plan
 
 
-class TestFromTheHistoryAlone:
+class TestFromMeasurementsAlone:
     def test_more_nodes_than_were_tuned_get_the_best_batch_sizes_for_their_number(
         self, measured: MeasuredProject
     ) -> None:
@@ -102,10 +91,10 @@ class TestFromTheHistoryAlone:
         rates = [point.samples_per_s for point in answer.points]
         assert rates == sorted(rates)
         assert all(point.global_batch <= 4 * measured.job.recipe.reference_batch for point in answer.points)
-        # Every step must be what the fits, the sums and the trial say, for some batch sizes.
+        # Every step follows from the fits, the sums and the trial, for some batch sizes.
         assert answer.points[2].sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 25))
         assert answer.points[2].efficiency < answer.points[1].efficiency
-        assert answer.basis.stretch == pytest.approx(STRETCH)
+        assert answer.basis.overhead_factor == pytest.approx(OVERHEAD_FACTOR)
         assert answer.basis.source == "measured"
 
     def test_speed_up_is_over_the_host_alone_at_its_own_best_batch_size(
@@ -116,18 +105,16 @@ class TestFromTheHistoryAlone:
         assert alone.samples_per_s == pytest.approx(1024 / STEPS[HOST_NAME].at(1024), rel=0.01)
         assert pair.speedup == pytest.approx(pair.samples_per_s / alone.samples_per_s)
 
-    def test_every_figure_says_where_it_comes_from(self, measured: MeasuredProject) -> None:
+    def test_every_figure_has_an_origin(self, measured: MeasuredProject) -> None:
         origins = basis_of(measured).origins
         assert origins["speeds"] == "measured: 10 probes and trials of MobileNetV2 on machines like these"
-        assert origins["sum"].startswith("measured: a line through 6 sums over 2 to 3 ranks")
+        assert origins["sum"].startswith("measured: a line fitted to 6 sums over 2 to 3 ranks")
         assert "1.10 times the slowest rank's alone, by the newest trial" in origins["in_step"]
         assert "global batch of at most 1,024" in origins["batch_sizes"]
-        assert origins["samples"] == "60,000 public, as they were last prepared"
+        assert origins["samples"] == "60,000 public, as last prepared"
         assert "plan" not in origins
 
-    def test_samples_are_those_that_were_prepared_unless_somebody_knows_better(
-        self, measured: MeasuredProject
-    ) -> None:
+    def test_samples_are_those_that_were_prepared_unless_given(self, measured: MeasuredProject) -> None:
         assert ask(measured).num_samples == 3 * 60_000
         assert ask(measured, num_samples=10, epochs=1).num_samples == 10
 
@@ -152,26 +139,26 @@ class TestFromTheHistoryAlone:
         assert answer.verdict
         assert not answer.verdict.is_worth_it
 
-    def test_sums_and_trials_that_are_missing_are_said_to_be(self, at: MeasuredProject) -> None:
+    def test_missing_sums_and_trials_are_marked(self, at: MeasuredProject) -> None:
         remember_probes(at)
         basis = basis_of(at)
-        assert "counted as nothing" in basis.origins["sum"]
-        assert "nothing was tried together" in basis.origins["in_step"]
+        assert "counted as 0 s" in basis.origins["sum"]
+        assert "no trial of all ranks" in basis.origins["in_step"]
 
-    def test_emulated_fleet_is_called_so(self, at: MeasuredProject) -> None:
+    def test_emulated_fleet_is_marked(self, at: MeasuredProject) -> None:
         emulated = replace(at, fleet=replace(at.fleet, emulated=True))
         plan_of(emulated, emulated=True)
         basis = basis_of(emulated)
         assert basis.source == "emulated"
         assert "never how fast a device is" in basis.origins["speeds"]
 
-    def test_many_nodes_are_judged_by_some_of_the_numbers_in_between(self, measured: MeasuredProject) -> None:
+    def test_verdict_on_many_nodes_covers_some_numbers_in_between(self, measured: MeasuredProject) -> None:
         verdict = ask(measured, node_counts=[100]).verdict
         assert verdict
         assert verdict.worth_from
         assert 0 < verdict.useful_nodes <= 100
 
-    def test_least_number_that_is_worth_it_is_found_whatever_the_largest(
+    def test_smallest_number_that_is_worth_it_does_not_depend_on_the_largest(
         self, measured: MeasuredProject
     ) -> None:
         few, many = (ask(measured, node_counts=[number]).verdict for number in (40, 1000))
@@ -179,21 +166,19 @@ class TestFromTheHistoryAlone:
         assert many
         assert few.worth_from == many.worth_from == 2
 
-    def test_of_many_numbers_of_nodes_some_are_searched_evenly_and_it_is_said(
-        self, measured: MeasuredProject
-    ) -> None:
+    def test_long_range_of_nodes_is_thinned_out_evenly_and_marked(self, measured: MeasuredProject) -> None:
         answer = ask(measured, node_counts=range(1, 301))
         numbers = [point.num_nodes for point in answer.points]
-        assert len(numbers) == MOST_SEARCHED
+        assert len(numbers) == MAX_SEARCHED
         assert (numbers[0], numbers[-1]) == (1, 300)
         assert max(after - before for before, after in itertools.pairwise(numbers)) <= 6
-        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MOST_SEARCHED} of the 300 asked for")
+        assert answer.basis.origins["numbers_of_nodes"].startswith(f"{MAX_SEARCHED} of the 300 requested")
         few = ask(measured, node_counts=range(1, 11))
         assert len(few.points) == 10
         assert "numbers_of_nodes" not in few.basis.origins
 
 
-class TestFromPlanAndHistory:
+class TestFromPlanAndMeasurements:
     def test_fleet_as_planned_has_the_plans_batch_sizes_and_the_rate_of_its_trial(
         self, measured: MeasuredProject
     ) -> None:
@@ -207,7 +192,7 @@ class TestFromPlanAndHistory:
         assert more.global_batch > 122
         assert more.samples_per_s > planned.samples_per_s
 
-    def test_origins_tell_the_plans_part_from_the_historys(self, measured: MeasuredProject) -> None:
+    def test_origins_distinguish_the_plan_from_the_measurements(self, measured: MeasuredProject) -> None:
         plan_of(measured)
         origins = basis_of(measured).origins
         assert origins["batch_sizes"] == (
@@ -215,13 +200,13 @@ class TestFromPlanAndHistory:
         )
         assert "by the plan's trial" in origins["in_step"]
 
-    def test_batch_sizes_edited_by_hand_count(self, measured: MeasuredProject) -> None:
+    def test_edited_batch_sizes_count(self, measured: MeasuredProject) -> None:
         plan = plan_of(measured)
         edited = [rank.model_copy(update={"batch_size": 8}) for rank in plan.ranks]
         save_plan(measured.project.plan("job"), plan.model_copy(update={"ranks": edited}))
         point = ask(measured).points[2]
         assert point.global_batch == 24
-        step_s = STEPS["csd"].at(8) * STRETCH + SUMS.at(measured.features.vector_bytes, 3)
+        step_s = STEPS["csd"].at(8) * OVERHEAD_FACTOR + SUMS.at(measured.features.vector_bytes, 3)
         assert point.step_s == pytest.approx(step_s)
 
     def test_node_that_the_plan_leaves_out_stays_idle(self, measured: MeasuredProject) -> None:
@@ -234,13 +219,17 @@ class TestFromPlanAndHistory:
         assert (point.global_batch, point.num_left_out) == (110, 1)
         assert point.sum_s == pytest.approx(SUMS.at(measured.features.vector_bytes, 2))
 
-    def test_plan_that_no_longer_fits_is_not_used_and_says_why(self, measured: MeasuredProject) -> None:
+    def test_plan_of_a_changed_job_is_not_used_and_the_reason_is_given(
+        self, measured: MeasuredProject
+    ) -> None:
         plan_of(measured, job_fingerprint="other")
         answer = ask(measured)
         assert answer.points[2].global_batch > 122
-        assert answer.basis.origins["plan"].startswith("not used: the plan does not fit")
+        assert answer.basis.origins["plan"].startswith("not used: the plan does not match")
 
-    def test_plan_for_other_nodes_is_not_used_and_says_so(self, measured: MeasuredProject) -> None:
+    def test_plan_for_other_nodes_is_not_used_and_the_reason_is_given(
+        self, measured: MeasuredProject
+    ) -> None:
         plan_of(measured)
         nodes = (*measured.fleet.nodes, Node("csd2", "10.1.1.9"))
         larger = replace(measured, fleet=replace(measured.fleet, nodes=nodes))
@@ -251,27 +240,25 @@ class TestFromPlanAndHistory:
 
 
 class TestFromThePlanAlone:
-    def test_plan_has_to_do_where_nothing_is_remembered(self, at: MeasuredProject) -> None:
+    def test_plan_serves_alone_where_nothing_was_measured(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         answer = ask(at, node_counts=[0, 2, 4])
         assert plan.predicted
         assert answer.points[1].samples_per_s == pytest.approx(plan.predicted.samples_per_s)
         assert [point.global_batch for point in answer.points] == [100, 122, 144]
-        assert answer.basis.origins["history"] == "not used: nothing was measured here yet"
+        assert answer.basis.origins["measurements"] == "not used: nothing was measured here yet"
         assert "assumption: it grows" in answer.basis.origins["sum"]
         assert answer.num_samples == 180_000
 
-    def test_plan_that_was_measured_is_better_than_a_guess(self, at: MeasuredProject) -> None:
+    def test_measured_plan_is_preferred_to_a_guess(self, at: MeasuredProject) -> None:
         other = replace(at.features, hash="b" * 64, name="other")
         remember_probes(at, features=other)
         plan_of(at)
         basis = basis_of(at)
         assert basis.source == "measured"
-        assert basis.origins["history"] == "not used: it knows similar models only"
+        assert basis.origins["measurements"] == "not used: only similar models were measured"
 
-    def test_plan_in_which_the_host_sits_out_leaves_nothing_to_compare_with(
-        self, at: MeasuredProject
-    ) -> None:
+    def test_plan_in_which_the_host_sits_out_is_refused(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         idle = RankPlan.model_construct(node=HOST_NAME, batch_size=0, threads=1)
         with pytest.raises(InputError, match="the host sits out"):
@@ -279,7 +266,7 @@ class TestFromThePlanAlone:
 
 
 class TestFromSimilarModels:
-    def test_model_that_was_never_measured_is_guessed_from_one_that_was(self, at: MeasuredProject) -> None:
+    def test_model_that_was_never_measured_is_guessed_from_a_similar_one(self, at: MeasuredProject) -> None:
         twice = replace(at.features, hash="b" * 64, name="Twice", num_operations=100_000_000)
         remember_probes(at, features=twice)
         basis = basis_of(at)
@@ -292,57 +279,52 @@ class TestFromSimilarModels:
         step_time = basis.nodes[0].model.step_time
         assert (step_time.fixed_s, step_time.per_sample_s) == pytest.approx((0.1, 0.01), rel=0.02)
 
-    def test_machines_that_were_measured_count_beside_those_that_are_guessed(
-        self, at: MeasuredProject
-    ) -> None:
+    def test_measured_machines_count_beside_guessed_ones(self, at: MeasuredProject) -> None:
         remember_probes(at, machines=[HOST_NAME])
         remember_probes(at, machines=["csd0"], features=replace(at.features, hash="b" * 64, name="other"))
         basis = basis_of(at)
         assert basis.origins["speeds"].startswith("measured: 5 probes")
         assert "guessed from other for csd[0-1]" in basis.origins["speeds"]
 
-    def test_model_that_is_nothing_like_it_tells_nothing(self, at: MeasuredProject) -> None:
+    def test_dissimilar_model_is_not_used(self, at: MeasuredProject) -> None:
         remember_probes(at, features=replace(at.features, hash="b" * 64, num_operations=10**13))
         with pytest.raises(InputError, match="neither MobileNetV2 nor a similar model was measured on host"):
             basis_of(at)
 
     def test_same_model_with_another_recipe_is_a_guess(self, measured: MeasuredProject) -> None:
         job = write_job(measured.project.root, optimizer="adam")
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr("csdctl.workflows.data.prepare.LocalSession", lambda name, _: Builder(name))
-            basis = tuned_basis(job, measured.project, measured.fleet, lambda line: None)
+        build(job, measured.project)
+        basis = basis_of(replace(measured, job=job))
         assert basis.source == "guessed"
         assert "guessed from MobileNetV2 for host" in basis.origins["speeds"]
 
 
-class TestNothingIsKnown:
-    def test_without_plan_and_history_it_says_what_to_do(self, at: MeasuredProject) -> None:
+class TestWithoutAnything:
+    def test_error_without_plan_and_measurements_has_a_remedy(self, at: MeasuredProject) -> None:
         with pytest.raises(InputError, match="there is no plan, and nothing was measured here yet") as raised:
             basis_of(at)
         assert "csdctl tune" in raised.value.remedy
         assert "--published mobilenetv2" in raised.value.remedy
         assert not at.project.measurements.exists()
 
-    def test_machines_that_nobody_has_looked_at_are_named(self, measured: MeasuredProject) -> None:
+    def test_machines_without_facts_are_named(self, measured: MeasuredProject) -> None:
         save_facts(measured.fleet, {"host": facts_of("host"), "csd0": facts_of("csd0")})
-        with pytest.raises(InputError, match="what csd1 can do") as raised:
+        with pytest.raises(InputError, match="the facts of csd1 are not known") as raised:
             basis_of(measured)
         assert "csdctl discover" in raised.value.remedy
 
-    def test_damaged_history_is_told(self, at: MeasuredProject) -> None:
-        at.project.measurements.write_text("no database at all, but long enough to be taken for one")
-        with pytest.raises(InputError, match="is not a history that can be read"):
+    def test_damaged_measurements_are_reported(self, at: MeasuredProject) -> None:
+        at.project.measurements.write_text("no database at all, but long enough to look like one")
+        with pytest.raises(InputError, match="is not a readable measurements file"):
             basis_of(at)
 
-    def test_without_a_fleet_file_there_is_no_knowing_for_what_machines(
-        self, measured: MeasuredProject
-    ) -> None:
+    def test_measurements_without_a_fleet_file_are_not_used(self, measured: MeasuredProject) -> None:
         with pytest.raises(InputError, match="there is no fleet file"):
             tuned_basis(measured.job, measured.project, None, lambda line: None)
 
 
-class TestTheCommand:
-    def test_24_nodes_are_asked_for_after_two_were_tuned(
+class TestCommand:
+    def test_24_nodes_after_tuning_two(
         self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(measured.project.root)
@@ -356,7 +338,7 @@ class TestTheCommand:
         assert point["is_host_training"]
         assert "more nodes than 2" in document["origins"]["reach"]
 
-    def test_larger_global_batch_may_be_asked_for(
+    def test_larger_global_batch_may_be_requested(
         self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(measured.project.root)
@@ -381,4 +363,4 @@ class TestTheCommand:
         remember_probes(at)
         monkeypatch.chdir(at.project.root)
         done = CliRunner().invoke(app, ["forecast", "--sum-seconds", "1"])
-        assert "2 nodes of them left out: more time than they would bring" in done.stdout
+        assert "2 nodes left out: they would cost more time than they bring" in done.stdout

@@ -1,4 +1,4 @@
-"""The sessions of all machines: which ones stay for other settings and for a trial, and which must start."""
+"""The sessions of all machines: which stay for other settings and for a trial, and which start."""
 
 import json
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def answer(line: str) -> list[str]:
 
 
 class Fleet:
-    """A host and a node whose workers answer at once; memory has room for `num_sessions`."""
+    """A host and a node with workers that answer at once; memory has room for `num_sessions`."""
 
     def __init__(self, directory: Path, num_sessions: int) -> None:
         at = make_project(directory, num_nodes=1)
@@ -59,33 +59,33 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
 
 def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
     fleet.probe()
-    enlist = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
-    assert enlist["csd0"]("spec.json", 1) is fleet.of_node()[0]
+    attach = fleet.rounds.prepare_trial({"host": USUAL, "csd0": USUAL})
+    assert attach["csd0"]("spec.json", 1) is fleet.of_node()[0]
     assert json.loads(fleet.of_node()[0].sent[-1]) == {"spec": "spec.json", "rank": 1}
     assert len(fleet.of_node()) == 1
 
 
 @pytest.mark.parametrize("taken", [USUAL, OTHER])
-def test_usual_session_stays_beside_another_where_memory_has_room(fleet: Fleet, taken: Runtime) -> None:
+def test_usual_session_stays_where_memory_has_room_for_two(fleet: Fleet, taken: Runtime) -> None:
     fleet.probe()
     fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
     fleet.probe()
     has_room = fleet.num_sessions == 2
     assert fleet.of_node()[0].is_closed == (not has_room)
-    enlist = fleet.rounds.prepare_trial({"csd0": taken})
-    used = enlist["csd0"]("spec.json", 0)
+    attach = fleet.rounds.prepare_trial({"csd0": taken})
+    used = attach["csd0"]("spec.json", 0)
     open_ones = [one for one in fleet.of_node() if not one.is_closed]
     assert open_ones == [used]
     assert len(fleet.of_node()) == (2 if taken == OTHER or has_room else 3)
 
 
-def test_machine_that_takes_no_part_in_the_trial_holds_no_session(fleet: Fleet) -> None:
+def test_machine_without_a_part_in_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
     fleet.rounds.prepare_trial({"csd0": USUAL})
     assert all(one.is_closed for one in fleet.sessions["host"].conversations)
 
 
-def test_session_whose_memory_nobody_measured_does_not_stay(tmp_path: Path) -> None:
+def test_session_without_a_measured_peak_does_not_stay(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 100)
     with fleet.rounds:
         fleet.rounds.measure({"host": ProbeRequest(8)})

@@ -1,4 +1,4 @@
-"""One machine's probe session: memory, machines that hang, workers that die."""
+"""One machine's probe session: memory, hanging machines, killed workers."""
 
 import json
 from contextlib import closing
@@ -44,7 +44,7 @@ def test_size_that_is_predicted_not_to_fit_is_not_tried() -> None:
         assert prober.measure(ProbeRequest(32)) is None  # 900 + 16 · 25 = 1300 bytes
 
 
-def test_high_mark_of_a_process_is_not_taken_for_the_peak_of_a_smaller_size() -> None:
+def test_peak_of_the_process_is_not_recorded_for_a_smaller_size() -> None:
     with closing(
         Prober(session(result(8, 700), result(16, 900), result(8, 900)), COMMAND, Runtime(), None)
     ) as prober:
@@ -54,13 +54,13 @@ def test_high_mark_of_a_process_is_not_taken_for_the_peak_of_a_smaller_size() ->
         assert prober.peaks[8] == 700
 
 
-def test_worker_that_dies_of_memory_is_a_result() -> None:
+def test_worker_killed_for_memory_is_a_result() -> None:
     with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
         prober.start()
         assert prober.measure(ProbeRequest(64)) is None
 
 
-def test_worker_that_dies_otherwise_is_an_error_with_its_cause() -> None:
+def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
     noise = "I0000 00:00:1 port.cc] oneDNN custom operations are on\n"
     with closing(
         Prober(
@@ -82,7 +82,7 @@ def test_request_carries_batch_size_and_time() -> None:
     assert (asked["batch_size"], asked["min_duration_s"]) == (8, 2.5)
 
 
-def test_pieces_count_for_memory_not_the_whole_batch() -> None:
+def test_micro_batch_counts_for_memory_not_the_whole_batch() -> None:
     fake = session(result(8, 700), result(16, 900), result(256, 900))
     with closing(Prober(fake, COMMAND, Runtime(), usable_bytes=1200)) as prober:
         for request in (ProbeRequest(8), ProbeRequest(16), ProbeRequest(256, micro_batch_size=16)):
@@ -99,8 +99,8 @@ def test_size_below_one_that_fitted_is_always_measured() -> None:
         assert prober.measure(ProbeRequest(16))
 
 
-def test_size_that_killed_the_worker_is_told_from_one_foreseen_not_to_fit() -> None:
+def test_size_that_killed_the_worker_is_recorded() -> None:
     with closing(Prober(session(exit_code=137), COMMAND, Runtime(), None)) as prober:
         prober.start()
         prober.measure(ProbeRequest(64))
-        assert prober.killing == {64}
+        assert prober.oom_sizes == {64}

@@ -1,4 +1,4 @@
-"""What a trial's steps came to, from what its ranks said."""
+"""The result of a trial, from the events of its ranks."""
 
 import pytest
 
@@ -47,12 +47,12 @@ def test_few_steps_all_count() -> None:
     assert read_trial(events, NODES).num_steps == 9
 
 
-def test_trial_that_lost_its_links_is_none() -> None:
+def test_trial_that_lost_its_links_is_an_error() -> None:
     events: list[Event] = [joined(0), joined(1), joined(0, 2), joined(1, 2), epoch_end(0), epoch_end(1)]
     with pytest.raises(RunError, match="lost its links"):
         read_trial(events, NODES)
 
 
-def test_node_that_has_not_done_all_steps_is_named() -> None:
+def test_node_with_missing_steps_is_named() -> None:
     with pytest.raises(RunError, match="before csd0 had done all steps"):
         read_trial([joined(0), joined(1), epoch_end(0)], NODES)

@@ -1,16 +1,13 @@
-"""What `tune` adds to a plan, whatever made it."""
+"""What every plan of `tune` gets, whatever method made it."""
 
 from pathlib import Path
-from types import SimpleNamespace
-
-import pytest
 
 from csdctl.tuning.plan import Plan, Predicted, RankPlan
-from csdctl.workflows.tune.tune import TuneOptions, tune
+from csdctl.workflows.tune.tune import complete_plan
 from tests.unit.workflows.measured_project import facts_of, make_project
 
 
-def test_plan_keeps_the_batch_sizes_that_were_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_keeps_the_batch_sizes_that_were_tried(tmp_path: Path) -> None:
     at = make_project(tmp_path, num_nodes=1)
     made = Plan(
         job=at.job.name,
@@ -30,9 +27,9 @@ def test_plan_keeps_the_batch_sizes_that_were_tried(tmp_path: Path, monkeypatch:
             RankPlan(node="csd0", batch_size=10, threads=1),
         ],
     )
-    monkeypatch.setattr("csdctl.workflows.tune.fit.tune_by_fit", lambda *_: made)
-    space = SimpleNamespace(fleet=at.fleet, facts={name: facts_of(name) for name in ("host", "csd0")})
-    plan = tune(at.job, None, space, TuneOptions(), print, print)  # type: ignore[arg-type]
+    plan = complete_plan(made, at.job, {name: facts_of(name) for name in ("host", "csd0")})
     assert plan.predicted
     assert plan.predicted.batch_sizes == [100, 10]
     assert plan.prediction == plan.predicted
+    assert plan.made_for
+    assert set(plan.made_for.machines) == {"host", "csd0"}

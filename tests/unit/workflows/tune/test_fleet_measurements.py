@@ -1,21 +1,20 @@
-"""What a tuning recalls of what was measured before."""
+"""What a tuning recalls of earlier measurements."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.class_model import ClassModel
 from csdctl.tuning.measurements import ProbeMeasurement, RuntimeSettings
-from csdctl.workflows.tune.class_models import ClassModel, FleetMeasurements, hash_recipe
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from tests.unit.workflows.measured_project import (
     PUBLIC,
     MeasuredProject,
     class_of,
     facts_of,
-    make_project,
     remember_trial,
     settings_of,
 )
@@ -24,24 +23,18 @@ LINE = StepTime(0.1, 0.01)
 EIGHT = settings_of(HOST_NAME)
 
 
-@pytest.fixture
-def at(tmp_path: Path) -> MeasuredProject:
-    return make_project(tmp_path)
-
-
 def remember(at: MeasuredProject, *probes: ProbeMeasurement) -> None:
-    with open_measurements(at.project.measurements) as history:
-        history.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
+    with open_measurements(at.project.measurements) as store:
+        store.add_probes(at.features, hash_recipe(at.job, PUBLIC), class_of(HOST_NAME), probes)
 
 
 def recalled(at: MeasuredProject, threads: int = 0) -> ClassModel:
-    """The host, as it is known now."""
+    """The host's class, as it is known now."""
     fleet = replace(at.fleet, host=replace(at.fleet.host, threads=threads))
     facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in fleet.machines}
-    with open_measurements(at.project.measurements) as history:
-        return FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, history).kinds[
-            HOST_NAME
-        ]
+    with open_measurements(at.project.measurements) as store:
+        measurements = FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), fleet, facts, store)
+        return measurements.recall_classes()[HOST_NAME]
 
 
 def probed(size: int, settings: RuntimeSettings = EIGHT, peak: int = 1 << 30) -> ProbeMeasurement:
@@ -52,17 +45,18 @@ def tried(size: int, ratio: float, settings: RuntimeSettings = EIGHT) -> ProbeMe
     return ProbeMeasurement(settings, size, 2.0, LINE.at(size) * ratio, 3)
 
 
-def test_trial_scales_what_was_probed(at: MeasuredProject) -> None:
+def test_trial_scales_the_probed_step_times(at: MeasuredProject) -> None:
     remember(at, *map(probed, (8, 16, 32)), tried(64, 1.3))
-    kind = recalled(at)
-    assert kind.state.is_remembered
-    assert kind.state.sizes == {8, 16, 32}
-    assert kind.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
+    known = recalled(at)
+    assert known.has_earlier_trial
+    assert known.sizes == {8, 16, 32}
+    assert known.step_time().at(20) == pytest.approx(LINE.at(20) * 1.3)
 
 
-def test_tuning_that_was_interrupted_is_gone_on_with(at: MeasuredProject) -> None:
+def test_tuning_that_was_interrupted_has_no_earlier_trial(at: MeasuredProject) -> None:
     remember(at, *map(probed, (8, 16, 32)))
-    assert not recalled(at).state.is_remembered
+    assert recalled(at).sizes == {8, 16, 32}
+    assert not recalled(at).has_earlier_trial
 
 
 def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(at: MeasuredProject) -> None:
@@ -74,9 +68,9 @@ def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
 
 def test_size_that_did_not_fit_once_may_fit_another_day(at: MeasuredProject) -> None:
     remember(at, probed(8), ProbeMeasurement(EIGHT, 32, 1.0, None))
-    assert recalled(at).state.too_large == 32
+    assert recalled(at).too_large == 32
     remember(at, probed(40))
-    assert recalled(at).state.too_large is None
+    assert recalled(at).too_large is None
 
 
 def test_size_below_the_largest_has_no_peak_of_its_own(at: MeasuredProject) -> None:
@@ -84,20 +78,20 @@ def test_size_below_the_largest_has_no_peak_of_its_own(at: MeasuredProject) -> N
     assert recalled(at).peaks == {32: 1 << 30, 64: 2 << 30}
 
 
-def test_trial_in_pieces_says_nothing_of_what_fits_at_once(at: MeasuredProject) -> None:
+def test_trial_in_micro_batches_does_not_show_what_fits_at_once(at: MeasuredProject) -> None:
     remember(at, *(probed(size, peak=size << 27) for size in (32, 64)), tried(4000, 1.0))
     most = recalled(at).max_at_once
     assert most is not None
     assert 64 < most < 4000
 
 
-def test_host_that_sat_out_has_its_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+def test_host_that_sat_out_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
     remember_trial(at, (0, 16, 16))
     facts = {name: facts_of(name) for name in at.fleet.machines}
-    with open_measurements(at.project.measurements) as history:
-        known = FleetMeasurements(
-            at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, history, is_host_training=False
+    with open_measurements(at.project.measurements) as store:
+        measurements = FleetMeasurements(
+            at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store, is_host_training=False
         )
-        newest = known.newest_trial(dict.fromkeys(known.kinds, LINE))
+        newest = measurements.recall_trial(dict.fromkeys(measurements.recall_classes(), LINE))
     assert newest is not None
     assert [size for _, size in newest[0]] == [0, 16, 16]

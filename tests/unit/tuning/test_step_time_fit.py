@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.perfmodel.step_time import StepTime
-from csdctl.tuning.fit import FitError, Point, fit_step_time
+from csdctl.tuning.step_time_fit import FitError, Point, fit_step_time
 
 SIZES = (4, 8, 16, 32, 64, 128, 256)
 
@@ -24,13 +24,13 @@ def test_line_is_found_from_exact_probes(fixed_s: float, per_sample_s: float) ->
 
 
 def test_knee_is_found_where_the_probes_show_one() -> None:
-    bent = StepTime(0.01, 0.001, knee=64, beyond_s=0.002)
+    bent = StepTime(0.01, 0.001, knee=64, above_knee_s=0.002)
     found = fit_step_time(measured(bent))
     assert found.knee == 64
     assert found.at(200) == pytest.approx(bent.at(200), rel=0.01)
 
 
-def test_noise_is_not_taken_for_a_knee() -> None:
+def test_noise_is_not_a_knee() -> None:
     generator = random.Random(1)
     line = StepTime(0.01, 0.001)
     bent = 0
@@ -53,11 +53,11 @@ def test_one_size_gives_a_line_through_the_origin() -> None:
     assert (found.fixed_s, found.per_sample_s) == (0.0, pytest.approx(0.025))
 
 
-def test_probes_that_fall_with_the_batch_still_give_a_step_time() -> None:
+def test_steps_that_get_shorter_with_the_batch_still_give_a_step_time() -> None:
     found = fit_step_time([Point(16, 0.5), Point(32, 0.3)])
     assert found.per_sample_s > 0
 
 
-def test_nothing_measured_is_an_error() -> None:
+def test_fit_without_probes_is_an_error() -> None:
     with pytest.raises(FitError):
         fit_step_time([])

@@ -1,7 +1,7 @@
-"""From probes to the time of a step: a robust fit of α + β·b, with a knee where the probes show one; pure.
+"""Fit the time of a step to probes: a robust fit of α + β·b, with a knee where the probes show one; pure.
 
-A probe's error is a share of its time, so residuals are relative; one probe that something else disturbed
-must not bend the line, so large residuals weigh less (Huber's weights, reweighted until they settle).
+A probe's error is a share of its time, so residuals are relative. One disturbed probe must not bend the line,
+so large residuals weigh less (Huber's weights, reweighted until they converge).
 """
 
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ from csdctl.perfmodel.step_time import StepTime
 Array = npt.NDArray[np.float64]
 
 HUBER_K = 1.345
-"""Residuals beyond so many standard deviations weigh less; 95% as efficient as least squares without any."""
-LEAST_SCALE = 0.01
-"""Residuals are never held against less noise than this."""
+"""Residuals beyond this many standard deviations weigh less; 95% efficient where none is an outlier."""
+MIN_SCALE = 0.01
+"""The smallest noise that residuals are compared with."""
 MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
-KNEE_LEAST_SIZES = 5
-"""So many different batch sizes before a knee is looked for: two lines fit four points always."""
-KNEE_LEAST_F = 50.0
-"""The F statistic beyond which a knee is believed; high, because it is the best of several places."""
-KNEE_LEAST_CHANGE = 0.1
-"""A second slope within this share of the first is the first."""
+KNEE_MIN_SIZES = 5
+"""Different batch sizes before a knee is looked for: two lines fit four points always."""
+KNEE_MIN_F = 50.0
+"""The F statistic above which a knee is accepted; high, because the best of several places is taken."""
+KNEE_MIN_CHANGE = 0.1
+"""A second slope within this share of the first is not a knee."""
 
 
 @dataclass(frozen=True)
@@ -38,34 +38,34 @@ class Point:
 
 
 class FitError(ValueError):
-    """The probes determine nothing."""
+    """There are no probes to fit."""
 
 
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
-    """The step time that `probes` of one kind of machine show; raises FitError without any.
+    """Fit the step time to `probes` of one machine class; raises FitError without any.
 
-    One batch size alone gives a line through the origin.
+    A single batch size gives a line through the origin.
     """
     if not probes:
-        raise FitError("there is no probe to fit a step time to")
+        raise FitError("no probe to fit a step time to")
     sizes = np.array([float(probe.batch_size) for probe in probes])
     times = np.array([probe.step_time_s for probe in probes])
     distinct = sorted({probe.batch_size for probe in probes})
     line, error = _fit(np.stack([np.ones_like(sizes), sizes], axis=1), times)
     if len(distinct) == 1 or line[1] <= 0:
-        # One size says nothing of α; probes that grow quicker with the batch say nothing but their noise.
+        # One size does not determine α; steps that get shorter with the batch are noise.
         (slope,), _ = _fit(sizes[:, np.newaxis], times)
         return StepTime(0.0, slope)
     best = StepTime(line[0], line[1])
-    if len(distinct) < KNEE_LEAST_SIZES:
+    if len(distinct) < KNEE_MIN_SIZES:
         return best
-    # F = (what the knee explains) / (what it leaves, for each probe that is free): solved for what it leaves.
+    # F = (error that the knee explains) / (error it leaves, per degree of freedom), solved for the latter.
     num_free = len(probes) - 3
-    least = error / (1 + KNEE_LEAST_F / num_free)
+    least = error / (1 + KNEE_MIN_F / num_free)
     for knee in distinct[1:-2]:
         columns = [np.ones_like(sizes), np.minimum(sizes, knee), np.maximum(sizes - knee, 0)]
         bent, error = _fit(np.stack(columns, axis=1), times)
-        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_LEAST_CHANGE
+        is_bent = bent[1] > 0 and bent[2] > 0 and abs(bent[2] / bent[1] - 1) > KNEE_MIN_CHANGE
         if is_bent and error < least:
             least = error
             best = StepTime(bent[0], bent[1], knee, bent[2])
@@ -73,26 +73,26 @@ def fit_step_time(probes: Sequence[Point]) -> StepTime:
 
 
 def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
-    """Coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
+    """Return the coefficients ≥ 0 of `columns`, and the weighted mean of squared relative residuals."""
     weights, fitted = np.ones_like(times), times
     coefficients: list[float] = []
     residuals = np.zeros_like(times)
     for _ in range(NUM_REWEIGHTS):
-        # Relative to the fit, not to the probe: else quick probes would weigh more and the fit be too quick.
+        # Relative to the fit, not to the probe: otherwise fast probes weigh more and the fit is too fast.
         roots = np.sqrt(weights) / fitted
         coefficients = non_negative(columns * roots[:, np.newaxis], times * roots)
         before, fitted = fitted, columns @ np.array(coefficients)
         residuals = times / fitted - 1
-        scale = max(LEAST_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
+        scale = max(MIN_SCALE, MAD_TO_SIGMA * median(np.abs(residuals).tolist()))
         weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
         if np.allclose(before, fitted, rtol=1e-4):
             break
-    # Exact probes leave nothing, and no knee gains on that.
-    return coefficients, float(np.average(residuals**2, weights=weights)) + (LEAST_SCALE / 10) ** 2
+    # Exact probes leave no error; the constant keeps a knee from improving on that.
+    return coefficients, float(np.average(residuals**2, weights=weights)) + (MIN_SCALE / 10) ** 2
 
 
 def non_negative(columns: Array, wanted: Array) -> list[float]:
-    """Least squares with coefficients ≥ 0: the first that is negative is left out, until none is."""
+    """Solve least squares with coefficients ≥ 0: drop the first negative one until none is left."""
     kept = list(range(columns.shape[1]))
     while True:
         solved = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]

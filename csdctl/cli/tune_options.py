@@ -1,0 +1,67 @@
+"""The options of `csdctl tune`."""
+
+from typing import Annotated
+
+import typer
+
+from csdctl.tuning.stannis import DEFAULT_BATCH_SIZES
+
+STANNIS_PANEL = "Algorithm 1 (--method stannis)"
+DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
+
+MethodOption = Annotated[
+    str, typer.Option("--method", help="fit: few probes and a model; stannis: the paper's Algorithm 1.")
+]
+MaxGlobalBatchOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-global-batch",
+        min=1,
+        help="fit: the largest global batch size; default: 4 × recipe.reference_batch, and at most a tenth "
+        "of an epoch's samples.",
+        show_default=False,
+    ),
+]
+GlobalBatchOption = Annotated[
+    int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
+]
+MaxStepOption = Annotated[
+    float | None, typer.Option("--max-step-seconds", help="fit: the longest time of a step.")
+]
+FreshOption = Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")]
+ExploreOption = Annotated[
+    bool,
+    typer.Option(
+        "--explore/--no-explore", help="fit: probe threads and oneDNN too, and keep what is faster."
+    ),
+]
+HostOption = Annotated[
+    bool,
+    typer.Option(
+        "--host/--no-host",
+        help="--no-host: the host only sums. Otherwise it trains, unless the fleet is 5% faster without it.",
+    ),
+]
+ProbeSecondsOption = Annotated[float, typer.Option("--probe-seconds", help="Minimum time of a probe.")]
+BatchSizesOption = Annotated[
+    str,
+    typer.Option("--batch-sizes", help="stannis: the list of batch sizes.", rich_help_panel=STANNIS_PANEL),
+]
+StepDivisorOption = Annotated[
+    float,
+    typer.Option(
+        "-C",
+        "--step-divisor",
+        help="stannis: C; larger takes smaller steps.",
+        rich_help_panel=STANNIS_PANEL,
+    ),
+]
+MarginScaleOption = Annotated[
+    float,
+    typer.Option(
+        "-E",
+        "--margin-scale",
+        help="stannis: E; 20 leaves a margin of 5%, the paper's 5 leaves 20%.",
+        rich_help_panel=STANNIS_PANEL,
+    ),
+]

@@ -1,0 +1,129 @@
+"""The best plan for a fleet as it is modelled, and the plan file's ranks; pure."""
+
+from collections.abc import Mapping
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.prediction import RankModel, predict
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.host_choice import find_best_ranks
+from csdctl.tuning.observations import TriedPlan
+from csdctl.tuning.plan import Predicted, RankPlan
+from csdctl.tuning.search import BestPlan, Limits, RankCandidate, best_equal, find_best
+
+
+def choose_plan(
+    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime] | None = None
+) -> BestPlan:
+    """Return the plan with most samples/s; `step_times` by class, None: those of `model`.
+
+    Raises TuningError when no plan keeps to the limits.
+    """
+    candidates = list_candidates(model, step_times)
+    if not model.is_host_training:
+        return find_best(candidates, limits, model.sum_s_of_training, model.overhead_factor)
+    return find_best_ranks(
+        candidates[0], candidates[1:], limits, model.sum_s_of_training, model.overhead_factor
+    )
+
+
+def choose_class_sizes(
+    model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
+) -> dict[str, int]:
+    """Return the largest batch size each class has in the best plan; a class that is left out has none."""
+    chosen = choose_plan(model, limits, step_times).batch_sizes
+    return {
+        name: max(chosen[machine] for machine in training)
+        for name, one in model.classes.items()
+        if (training := [machine for machine in one.machines if machine in chosen])
+    }
+
+
+def list_candidates(
+    model: FleetModel, step_times: Mapping[str, StepTime] | None = None
+) -> list[RankCandidate]:
+    """Return the machines that may train, in the order of the fleet."""
+    return [
+        RankCandidate(machine, step_time, is_required=machine in model.required)
+        for machine, step_time in model.machine_step_times(step_times).items()
+    ]
+
+
+def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
+    """Predict the samples/s of a plan with these batch sizes, by machine in the order of the fleet."""
+    members = [one for one in list_candidates(model) if one.node in batch_sizes]
+    ranks = [RankModel(one.node, one.step_time) for one in members]
+    sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
+    return predict(ranks, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
+
+
+def predict_gain(model: FleetModel, limits: Limits, batch_sizes: Mapping[str, int]) -> float | None:
+    """Predict the gain of these batch sizes over the best equal one; None: the limits allow no equal one."""
+    equal = best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
+    return predict_samples_per_s(model, batch_sizes) / equal - 1 if equal else None
+
+
+def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
+    """Return the ranks of the plan file, the host first: with batch size 0 when it sits out."""
+    step_times = model.machine_step_times()
+    ranks = tuple(_plan_rank(model, name, size, step_times[name]) for name, size in best.batch_sizes.items())
+    if HOST_NAME in best.batch_sizes:
+        return ranks
+    return (RankPlan(node=HOST_NAME, batch_size=0, threads=1), *ranks)
+
+
+def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: StepTime) -> RankPlan:
+    known = model.class_of(machine)
+    at_once = known.max_at_once
+    step_time_s = step_time.at(batch_size)
+    return RankPlan(
+        node=machine,
+        batch_size=batch_size,
+        threads=known.settings.threads,
+        inter_threads=known.settings.inter_op_threads,
+        onednn=known.settings.is_onednn,
+        # Also when this batch fits: it may grow during a run.
+        micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
+        step_time_s=round(step_time_s, 6),
+        samples_per_s=round(batch_size / step_time_s, 2),
+        peak_memory_bytes=known.predict_peak_bytes(batch_size),
+    )
+
+
+def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
+    """Return the ranks of a plan with the step times of its trial."""
+    compute_s = tried.compute_s
+    return [
+        rank
+        if not rank.batch_size
+        else rank.model_copy(
+            update={
+                "step_time_s": round(compute_s[rank.node], 6),
+                "samples_per_s": round(rank.batch_size / compute_s[rank.node], 2),
+            }
+        )
+        for rank in tried.ranks
+    ]
+
+
+def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
+    """Return what a trial predicts for a training with its plan; `gain` over the best equal batch size."""
+    result, compute_s = tried.result, tried.compute_s
+    training = [rank for rank in tried.ranks if rank.batch_size]
+    models = [
+        RankModel(rank.node, StepTime(0.0, compute_s[rank.node] / rank.batch_size)) for rank in training
+    ]
+    sizes = [rank.batch_size for rank in training]
+    # The trial's time beyond the slowest rank's compute time is communication, whatever the sum alone took.
+    communication_s = max(0.0, result.step_s - max(result.compute_s))
+    shares = predict(models, sizes, communication_s)
+    return Predicted(
+        global_batch=sum(sizes),
+        step_s=round(result.step_s, 6),
+        samples_per_s=round(result.samples_per_s, 2),
+        compute_share=round(shares.compute_share, 4),
+        imbalance_share=round(shares.imbalance_share, 4),
+        communication_share=round(shares.communication_share, 4),
+        gain=None if gain is None else round(gain, 3),
+        is_confirmed=True,
+    )

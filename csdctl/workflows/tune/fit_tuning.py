@@ -1,0 +1,204 @@
+"""Tuning by fit: few probes of each machine class, the cost of a sum, then the best plan, tried.
+
+What is known about the fleet is an immutable value (csdctl/tuning/fleet_model.py). Each round measures, keeps
+what was measured in the measurements file, and continues with the model that has learnt from it. A second
+tuning starts from the file: it needs no probe, and one trial confirms its plan.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from csdctl.errors import OutOfMemoryError
+from csdctl.notify import Say
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.learning import (
+    learn_collectives,
+    learn_out_of_memory,
+    learn_overhead,
+    learn_probes,
+    learn_trial,
+)
+from csdctl.tuning.observations import TriedPlan
+from csdctl.tuning.plan_choice import choose_plan, plan_ranks, predict_samples_per_s
+from csdctl.tuning.probe_policy import limit_probes, next_probes
+from csdctl.tuning.search import BestPlan, Limits
+from csdctl.tuning.settings_policy import (
+    PROBES_PER_VARIANT,
+    WARM_UP_PROBE_S,
+    SettingsProbe,
+    learn_settings,
+    next_settings,
+    plan_settings_search,
+    time_ratio,
+)
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
+from csdctl.workflows.tune.measurer import Measurer
+
+SUM_BYTES = (1 << 16, 1 << 20, 1 << 23)
+"""Sizes of the vectors whose sums are timed, besides the model's own."""
+TRIAL_S = 5.0
+MIN_STEPS, MAX_STEPS = 2, 1000
+"""Of a trial."""
+MAX_TRIALS = 2
+MAX_OOM_RETRIES = 3
+"""Trials in which a rank runs out of memory before tuning fails."""
+MIN_GAIN_FOR_TRIAL = 0.03
+"""A trial may lead to another plan; that is tried too when it is better by more than this share."""
+
+
+@dataclass(frozen=True)
+class TunedFleet:
+    """What a tuning ends with."""
+
+    model: FleetModel
+    tried: TriedPlan
+    """The plan that reached most samples/s in a trial."""
+
+
+@dataclass(frozen=True)
+class FitTuner:
+    """The rounds of a tuning: each takes a model of the fleet, and returns what it has become."""
+
+    measurer: Measurer
+    measurements: FleetMeasurements
+    limits: Limits
+    say: Say
+    is_exploring: bool = True
+    probe_duration_s: float = 1.0
+
+    def tune(self, model: FleetModel) -> TunedFleet:
+        """Measure until the best plan has been tried.
+
+        Raises TuningError when no plan keeps to the limits, and what probes and the ranks of a trial raise.
+        """
+        model = self._measure_collectives(model)
+        model = self._measure_steps(model)
+        if self.is_exploring:
+            model = self._explore_settings(model)
+        model = learn_overhead(model, self.measurements.recall_trial(model.step_times()))
+        return self._confirm(model)
+
+    def _measure_collectives(self, model: FleetModel) -> FleetModel:
+        num_ranks = len(model.machines) + (not model.is_host_training)
+        known = self.measurements.collectives()
+        if not any(one.num_ranks == num_ranks and one.num_bytes >= model.vector_bytes for one in known):
+            self.say(f"timing sums over {num_ranks} ranks")
+            wanted = [
+                (ranks, size)
+                for ranks in sorted({min(2, num_ranks), num_ranks})
+                for size in sorted({*SUM_BYTES, model.vector_bytes})
+            ]
+            known = [*known, *self.measurements.keep_collectives(self.measurer.time_sums(wanted))]
+        model = learn_collectives(model, known)
+        self.say(
+            f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
+            f"{model.sum_s(num_ranks) * 1000:.1f} ms"
+        )
+        return model
+
+    def _measure_steps(self, model: FleetModel) -> FleetModel:
+        """Probe until the step time of every class is known where it matters."""
+        model = limit_probes(model, self.limits, PROBES_PER_VARIANT if self.is_exploring else 0)
+        while sizes := next_probes(model, self.limits):
+            # A new size costs one step to allocate memory and choose kernels; the next one shows its time.
+            outcomes = self.measurer.probe(
+                {
+                    name: ProbeRequest(
+                        size, min_steps=1, min_duration_s=self.probe_duration_s, warm_up_steps=1
+                    )
+                    for name, size in sizes.items()
+                }
+            )
+            self.measurements.keep_probes(model, outcomes)
+            model = learn_probes(model, outcomes)
+            for one in model.classes.values():
+                self.measurer.share_work(one.machines)
+        return model
+
+    def _explore_settings(self, model: FleetModel) -> FleetModel:
+        """Probe other runtime settings of classes that are new, and take those that gain."""
+        search = plan_settings_search(model, self.limits)
+        round_number = 0
+        while probes := next_settings(model, search, round_number):
+            model = self._probe_settings(model, {one.machine: one for one in probes})
+            round_number += 1
+        return model
+
+    def _probe_settings(self, model: FleetModel, probes: Mapping[str, SettingsProbe]) -> FleetModel:
+        """Measure machines with other settings, while the rest computes as before.
+
+        A first probe, of one step where steps are long, shows which settings are hopeless. The second one
+        counts: the first step allocates memory and chooses kernels.
+        """
+        self.measurer.switch_settings(
+            {name: one.settings for name, one in probes.items()},
+            {
+                name: max(model.classes[one.class_name].peaks.values(), default=0)
+                for name, one in probes.items()
+            },
+        )
+        requests = {
+            name: ProbeRequest(one.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
+            for name, one in probes.items()
+        }
+        warm_up = self.measurer.probe(requests)
+        again = {
+            name: replace(requests[name], min_duration_s=self.probe_duration_s)
+            for name, outcome in warm_up.items()
+            if outcome.step_time_s is not None and probes[name].is_promising(outcome.step_time_s)
+        }
+        measured = self.measurer.probe(again) if again else {}
+        for name, probe in probes.items():
+            outcome = measured.get(name)
+            step_time_s = outcome.step_time_s if outcome else None
+            if outcome and step_time_s is not None:
+                self.measurements.keep_class_probes(name, probe.settings, [outcome])
+                if ratio := time_ratio(probe, step_time_s):
+                    self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: taken")
+            model = learn_settings(model, probe, 1 + (name in again), step_time_s)
+        return model
+
+    def _confirm(self, model: FleetModel) -> TunedFleet:
+        """Try the best plan, and another one when the trial shows it; the better of the two is taken."""
+        tried: list[TriedPlan] = []
+        num_oom = 0
+        while True:
+            best = choose_plan(model, self.limits)
+            try:
+                tried.append(self._try(model, best))
+            except OutOfMemoryError as error:
+                num_oom += 1
+                if num_oom > MAX_OOM_RETRIES or error.node not in best.batch_sizes:
+                    raise
+                model = self._limit_memory(model, error.node, best.batch_sizes[error.node])
+                continue
+            model = learn_trial(model, tried[-1])
+            self.measurements.keep_trial(model, tried[-1])
+            gain = self._gain_of_another(model, best)
+            is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
+            if is_last or gain < MIN_GAIN_FOR_TRIAL:
+                return TunedFleet(model, max(tried, key=lambda one: one.result.samples_per_s))
+
+    def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
+        ranks = plan_ranks(model, best)
+        num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / best.prediction.step_s)))
+        return TriedPlan(best, ranks, self.measurer.run_trial(ranks, num_steps))
+
+    def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
+        """Continue with smaller micro-batches on `machine` after its rank ran out of memory in a trial.
+
+        That is not kept as a measurement: another process of that machine may be to blame.
+        """
+        at_once = model.class_of(machine).limit_at_once(batch_size)
+        model = learn_out_of_memory(model, machine, batch_size)
+        self.say(
+            f"{machine}: {at_once} samples at once did not fit in memory beside the other ranks; "
+            f"planning for at most {model.class_of(machine).max_at_once}"
+        )
+        return model
+
+    def _gain_of_another(self, model: FleetModel, best: BestPlan) -> float:
+        """Return the predicted gain of the plan that is best now over the one that was tried."""
+        rate = choose_plan(model, self.limits).prediction.samples_per_s
+        return rate / predict_samples_per_s(model, best.batch_sizes) - 1

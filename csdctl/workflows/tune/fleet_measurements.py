@@ -1,0 +1,214 @@
+"""Stored measurements of one model, trained by one job on one fleet, as a tuning reads and adds to them.
+
+The model of the fleet is pure (csdctl/tuning/fleet_model.py). This module builds it from the measurements
+file, and writes new measurements there with their time.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.model import Job
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.measurements import MeasurementStore
+from csdctl.tuning.class_model import ClassModel
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.measurements import (
+    CollectiveMeasurement,
+    ModelFeatures,
+    ProbeMeasurement,
+    RuntimeSettings,
+    TrialMeasurement,
+    TrialRank,
+)
+from csdctl.tuning.memory import rank_memory_bytes
+from csdctl.tuning.observations import ProbeOutcome, TriedPlan
+from csdctl.tuning.recall import RecalledTrial, guess_class, recall_class, recall_trial
+from csdctl.tuning.transfer import MAX_DISTANCE
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.workflows.train.plan_choice import default_runtime
+
+
+class FleetMeasurements:
+    """What the measurements file holds for one model, trained by one job on one fleet."""
+
+    def __init__(
+        self,
+        features: ModelFeatures,
+        recipe: str,
+        fleet: Fleet,
+        facts: Mapping[str, Facts],
+        store: MeasurementStore,
+        *,
+        is_fresh: bool = False,
+        is_host_training: bool = True,
+    ) -> None:
+        """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`.
+
+        With `is_fresh`, nothing is recalled; new measurements are kept all the same.
+        """
+        self.features = features
+        self._recipe = recipe
+        self._fleet = fleet
+        self._facts = facts
+        self._store = store
+        self._is_fresh = is_fresh
+        self._machines = fleet.machines if is_host_training else fleet.machines[1:]
+        num_emulated = len(fleet.nodes) if fleet.emulated else 0
+        self._machine_classes = {
+            name: classify_machine(facts[name], num_emulated=num_emulated, is_host=name == HOST_NAME)
+            for name in fleet.machines
+        }
+        host, *nodes = (self._machine_classes[name] for name in fleet.machines)
+        self._fleet_class = classify_fleet(host, nodes, fleet.network)
+
+    def recall_fleet(self, required: Sequence[str] = ()) -> FleetModel:
+        """Return the fleet as earlier measurements describe it; no plan leaves out the `required` nodes."""
+        return FleetModel(
+            tuple(self._machines),
+            self.recall_classes(),
+            self.features.vector_bytes,
+            frozenset({HOST_NAME, *required}),
+        )
+
+    def recall_classes(self) -> dict[str, ClassModel]:
+        """Return the classes of the machines that train: the host's as 'host', a node's by its key."""
+        classes: dict[str, ClassModel] = {}
+        for machine in self._machines:
+            name = self._class_name(machine)
+            memory_bytes = rank_memory_bytes(self._facts[machine].usable_memory_bytes)
+            if name in classes:
+                one = classes[name]
+                known = [size for size in (one.memory_bytes, memory_bytes) if size]
+                classes[name] = replace(
+                    one, machines=(*one.machines, machine), memory_bytes=min(known, default=None)
+                )
+                continue
+            runtime = default_runtime(machine, self._fleet, self._facts)
+            settings = RuntimeSettings(runtime.threads, runtime.inter_threads, runtime.onednn)
+            blank = ClassModel((machine,), settings, memory_bytes=memory_bytes)
+            classes[name] = blank if self._is_fresh else self._recall_class(blank)
+        return classes
+
+    def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
+        """Return the newest trial of this model on such a fleet; `step_times` by class name.
+
+        None when there was none, or one with a class that `step_times` lacks.
+        """
+        if self._is_fresh:
+            return None
+        trials = self._store.trials(self.features.hash, self._recipe, self._fleet_class.key)
+        return recall_trial(trials, step_times)
+
+    def collectives(self) -> list[CollectiveMeasurement]:
+        """Return the sums that were timed on such a fleet before."""
+        return [] if self._is_fresh else self._store.collectives(self._fleet_class.key)
+
+    def keep_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
+        """Keep sums that were timed now, and return them as measurements."""
+        now = time.time()
+        kept = [
+            CollectiveMeasurement(one.collective, one.num_ranks, one.num_bytes, one.sum_s, now)
+            for one in timed
+        ]
+        self._store.add_collectives(self._fleet_class, kept)
+        return kept
+
+    def keep_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
+        """Keep one round of probes, by machine, with the settings that `model` has for each class.
+
+        A size that was only predicted not to fit in memory is not kept: another day more memory is free. Nor
+        is a size that a process was killed at, when a larger one fitted.
+        """
+        for one in model.classes.values():
+            measured = [outcomes[name] for name in one.machines if name in outcomes]
+            peaks = [one.peaks, *(outcome.peaks for outcome in measured)]
+            largest = max((size for of_one in peaks for size in of_one), default=0)
+            kept = [
+                outcome
+                for outcome in measured
+                if outcome.step_time_s is not None or (outcome.is_oom_kill and outcome.batch_size > largest)
+            ]
+            self.keep_class_probes(one.machines[0], one.settings, kept)
+
+    def keep_class_probes(
+        self, machine: str, settings: RuntimeSettings, outcomes: Sequence[ProbeOutcome]
+    ) -> None:
+        """Keep probes of machines of the class of `machine`, all with these settings."""
+        now = time.time()
+        probes = [
+            ProbeMeasurement(
+                settings, one.batch_size, now, one.step_time_s, one.num_steps, one.peak_memory_bytes
+            )
+            if one.step_time_s is not None
+            else ProbeMeasurement(settings, one.batch_size, now, None)
+            for one in outcomes
+        ]
+        if probes:
+            self._add_probes(machine, probes)
+
+    def keep_trial(self, model: FleetModel, tried: TriedPlan) -> None:
+        """Keep a trial that `model` has learnt from; outliers are kept with the step time of their class."""
+        now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
+        num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
+        if num_ranks > 1:
+            summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
+            self._store.add_collectives(self._fleet_class, [summed])
+        # A host that does not train belongs to no class.
+        settings = {machine: one.settings for one in model.classes.values() for machine in one.machines}
+        ranks = tuple(
+            TrialRank(
+                self._machine_classes[rank.node].key,
+                rank.batch_size,
+                settings.get(rank.node, RuntimeSettings(1)),
+            )
+            for rank in tried.ranks
+        )
+        predicted = tried.best.prediction.samples_per_s
+        trial = TrialMeasurement(ranks, result.step_s, result.samples_per_s, now, predicted)
+        self._store.add_trial(self.features, self._recipe, self._fleet_class, trial)
+        for machine, size in sizes.items():
+            step_time_s = tried.compute_s[machine] / model.outlier_factors.get(machine, 1.0)
+            probe = ProbeMeasurement(settings[machine], size, now, step_time_s, result.num_steps)
+            self._add_probes(machine, [probe])
+
+    def _class_name(self, machine: str) -> str:
+        return HOST_NAME if machine == HOST_NAME else self._machine_classes[machine].key
+
+    def _recall_class(self, blank: ClassModel) -> ClassModel:
+        machine = blank.machines[0]
+        key = self._machine_classes[machine].key
+        threads = self._fleet.host.threads if machine == HOST_NAME else 0
+        known = self._store.probes(self.features.hash, self._recipe, key)
+        recalled = recall_class(blank, known, threads)
+        if recalled.points:
+            return recalled
+        similar = [
+            (one.model, one.probes)
+            for one in self._store.neighbours(self.features, self._recipe, key)
+            if one.distance <= MAX_DISTANCE
+        ]
+        return guess_class(recalled, self.features, similar)
+
+    def _add_probes(self, machine: str, probes: Sequence[ProbeMeasurement]) -> None:
+        self._store.add_probes(self.features, self._recipe, self._machine_classes[machine], probes)
+
+
+def hash_recipe(job: Job, public: DatasetInfo) -> str:
+    """Hash what a step's time depends on besides the model: optimizer, loss, metrics, form of the data."""
+    recipe = job.recipe
+    form: Mapping[str, object] = {
+        "optimizer": [recipe.optimizer, recipe.optimizer_args],
+        "loss": recipe.loss,
+        "metrics": recipe.metrics,
+        "input_range": recipe.input_range,
+        "noise": asdict(job.noise) if job.noise else None,
+        "sample": [public.sample_shape, public.dtype, public.label_shape],
+    }
+    return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,59 @@
+"""What a user may choose for a tuning."""
+
+from dataclasses import dataclass, field
+
+from csdctl.errors import InputError
+from csdctl.tuning.search import Limits
+from csdctl.tuning.stannis import (
+    DEFAULT_BATCH_SIZES,
+    DEFAULT_MARGIN_SCALE,
+    DEFAULT_STEP_DIVISOR,
+    check_arguments,
+)
+
+PROBE_DEADLINE_S = 600.0
+TUNING_HELP = "see `csdctl tune --help`"
+FIT, STANNIS = "fit", "stannis"
+METHODS = (FIT, STANNIS)
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """The method, the limits of a plan, and how to measure; raises InputError for what cannot be used."""
+
+    method: str = FIT
+    limits: Limits = field(default_factory=Limits)
+    is_fresh: bool = False
+    """Ignore earlier measurements."""
+    is_exploring: bool = True
+    """Probe other runtime settings too."""
+    is_host_training: bool = True
+    """False: the host sits out; it sums and serves data to the nodes."""
+    batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
+    step_divisor: float = DEFAULT_STEP_DIVISOR
+    margin_scale: float = DEFAULT_MARGIN_SCALE
+    """Algorithm 1's list, C and E."""
+    probe_duration_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise InputError(f"there is no method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
+        if self.method != FIT and self.limits.given:
+            raise InputError(
+                f"{self.method} takes no limits, received {', '.join(self.limits.given)}",
+                remedy=f"leave them out, or use --method {FIT}",
+            )
+        of_paper = self.batch_sizes, self.step_divisor, self.margin_scale
+        defaults = DEFAULT_BATCH_SIZES, DEFAULT_STEP_DIVISOR, DEFAULT_MARGIN_SCALE
+        if self.method != STANNIS and of_paper != defaults:
+            raise InputError(
+                f"{self.method} does not take --batch-sizes, -C and -E",
+                remedy=f"leave them out, or use --method {STANNIS}",
+            )
+        check_arguments(*of_paper)
+        if not 0 <= self.probe_duration_s < PROBE_DEADLINE_S:
+            raise InputError(
+                f"--probe-seconds must be at least 0 and below {PROBE_DEADLINE_S:g}, "
+                f"received {self.probe_duration_s}",
+                remedy=TUNING_HELP,
+            )

@@ -1,0 +1,102 @@
+"""What observations change in the model of the fleet."""
+
+from dataclasses import replace
+
+import pytest
+
+from csdctl.perfmodel.collective import CollectiveCost
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.tuning.class_model import OOM_RETRY_SHARE, ClassModel
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.learning import learn_out_of_memory, learn_overhead, learn_probes, learn_trial
+from csdctl.tuning.observations import ProbeOutcome, TrialResult, TriedPlan
+from csdctl.tuning.plan_choice import choose_plan, plan_ranks
+from csdctl.tuning.search import Limits
+from csdctl.tuning.step_time_fit import Point
+
+HOST, NODE = StepTime(0.01, 0.002), StepTime(0.05, 0.02)
+NODES = ("csd0", "csd1", "csd2")
+SUM_S = 0.01
+
+
+def points(step_time: StepTime) -> tuple[Point, ...]:
+    return tuple(Point(size, step_time.at(size)) for size in (8, 16, 32))
+
+
+@pytest.fixture
+def model() -> FleetModel:
+    """A host and three equal nodes that were probed."""
+    return FleetModel(
+        ("host", *NODES),
+        {"host": ClassModel(("host",), points=points(HOST)), "csd": ClassModel(NODES, points=points(NODE))},
+        vector_bytes=1,
+        required=frozenset({"host"}),
+        collective_cost=CollectiveCost(fixed_s=SUM_S),
+    )
+
+
+def tried(model: FleetModel, factors: dict[str, float], overhead_factor: float = 1.0) -> TriedPlan:
+    """A trial of the best plan in which machines are slower by `factors` than in probes."""
+    best = choose_plan(model, Limits(global_batch=200))
+    step_times = model.machine_step_times()
+    times = [step_times[name].at(size) * factors.get(name, 1.0) for name, size in best.batch_sizes.items()]
+    step_s = max(times) * overhead_factor + SUM_S
+    result = TrialResult(5, step_s, 200 / step_s, tuple(times), 5 * step_s, "star", SUM_S)
+    return TriedPlan(best, plan_ranks(model, best), result)
+
+
+def test_learning_leaves_the_model_unchanged(model: FleetModel) -> None:
+    before = replace(model)
+    learn_probes(model, {"csd0": ProbeOutcome(64, 1.0, 3, {64: 1 << 30})})
+    learn_trial(model, tried(model, {"csd0": 2.0}))
+    learn_out_of_memory(model, "csd1", 100)
+    assert model == before
+
+
+def test_probe_counts_for_all_machines_of_its_class(model: FleetModel) -> None:
+    learned = learn_probes(
+        model, {"csd1": ProbeOutcome(64, NODE.at(64), 3, {64: 1 << 30}), "csd2": ProbeOutcome(256, None)}
+    )
+    known = learned.class_of("csd0")
+    assert known.sizes == {8, 16, 32, 64}
+    assert (known.too_large, known.num_new_probes, known.peaks) == (256, 2, {64: 1 << 30})
+    assert learned.class_of("host") == model.class_of("host")
+
+
+def test_trial_scales_the_class_by_the_median_of_its_machines(model: FleetModel) -> None:
+    learned = learn_trial(model, tried(model, {"csd0": 1.2, "csd1": 1.25, "csd2": 1.3}))
+    assert learned.class_of("csd0").in_step_factor == pytest.approx(1.25)
+    assert set(learned.outlier_factors.values()) == {1.0}
+    assert learned.class_of("host").in_step_factor == pytest.approx(1.0)
+
+
+def test_outlier_gets_a_step_time_of_its_own(model: FleetModel) -> None:
+    learned = learn_trial(model, tried(model, {"csd1": 1.5}))
+    assert learned.class_of("csd1").in_step_factor == pytest.approx(1.0)
+    step_times = learned.machine_step_times()
+    assert step_times["csd1"].at(20) == pytest.approx(NODE.at(20) * 1.5)
+    assert step_times["csd0"].at(20) == pytest.approx(NODE.at(20))
+    sizes = choose_plan(learned, Limits(global_batch=200)).batch_sizes
+    assert sizes["csd1"] < sizes["csd0"]
+
+
+def test_outlier_that_recovers_is_none_any_more(model: FleetModel) -> None:
+    learned = learn_trial(model, tried(model, {"csd1": 1.5}))
+    again = learn_trial(learned, tried(model, {}))
+    assert again.outlier_factors["csd1"] == 1.0
+
+
+def test_overhead_of_a_step_is_that_of_the_trial(model: FleetModel) -> None:
+    assert learn_trial(model, tried(model, {}, 1.3)).overhead_factor == pytest.approx(1.3)
+
+
+def test_overhead_without_an_earlier_trial_is_none(model: FleetModel) -> None:
+    assert learn_overhead(replace(model, overhead_factor=1.2), None).overhead_factor == 1.0
+
+
+def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel) -> None:
+    learned = learn_out_of_memory(model, "csd1", 100)
+    assert learned.class_of("csd2").max_at_once == round(100 * OOM_RETRY_SHARE) - 1
+    ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
+    assert all((rank.micro_batch_size or 0) < 100 for rank in ranks if rank.node in NODES)
+    assert learned.class_of("host").max_at_once is None

@@ -1,0 +1,167 @@
+"""The rounds of a tuning by fit, with a measurer that follows a script."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from csdctl.errors import OutOfMemoryError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.perfmodel.step_time import StepTime
+from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.measurements import RuntimeSettings
+from csdctl.tuning.observations import ProbeOutcome, TrialResult
+from csdctl.tuning.plan import RankPlan
+from csdctl.tuning.search import Limits
+from csdctl.worker.protocol.events import CollectiveTimed
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.workflows.tune.fit_tuning import MAX_OOM_RETRIES, SUM_BYTES, FitTuner, TunedFleet
+from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
+from tests.unit.workflows.measured_project import (
+    PUBLIC,
+    STEPS,
+    SUMS,
+    MeasuredProject,
+    facts_of,
+)
+
+LIMITS = Limits(global_batch=160)
+MAX_AT_ONCE = 100
+"""More samples at once than this kill a rank, however little memory probes used."""
+SUM_S = 0.02
+
+
+def step_time_of(name: str) -> StepTime:
+    return STEPS.get(name, STEPS["csd"])
+
+
+def trial_of(ranks: Sequence[RankPlan]) -> TrialResult:
+    """What the machines of the project reach."""
+    times = [step_time_of(rank.node).at(rank.batch_size) for rank in ranks]
+    step_s = max(times) + SUM_S
+    total = sum(rank.batch_size for rank in ranks)
+    return TrialResult(5, step_s, total / step_s, tuple(times), 5 * step_s, "star", SUM_S)
+
+
+@dataclass
+class ScriptedMeasurer:
+    """Machines that are functions; `trial` decides what becomes of a trial."""
+
+    trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
+    gain: Mapping[RuntimeSettings, float] = field(default_factory=dict)
+    """Settings that change the time of a step, by this factor."""
+    num_probes: int = 0
+    measuring_s: float = 0.0
+    sums: list[tuple[int, int]] = field(default_factory=list)
+    rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
+    trials: list[Sequence[RankPlan]] = field(default_factory=list)
+    settings: dict[str, RuntimeSettings] = field(default_factory=dict)
+
+    def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+        self.sums += wanted
+        return [
+            CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, "star", SUMS.at(num_bytes, num_ranks))
+            for num_ranks, num_bytes in wanted
+        ]
+
+    def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
+        self.num_probes += len(requests)
+        self.rounds.append(requests)
+        return {name: self._outcome(name, request.batch_size) for name, request in requests.items()}
+
+    def _outcome(self, name: str, size: int) -> ProbeOutcome:
+        factor = self.gain.get(self.settings[name], 1.0) if name in self.settings else 1.0
+        return ProbeOutcome(size, step_time_of(name).at(size) * factor, 3, {size: size << 20})
+
+    def share_work(self, machines: Sequence[str]) -> None:
+        pass
+
+    def switch_settings(self, settings: Mapping[str, RuntimeSettings], peaks: Mapping[str, int]) -> None:
+        self.settings |= settings
+
+    def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
+        self.trials.append(ranks)
+        return self.trial(ranks)
+
+
+@contextmanager
+def measurements_of(at: MeasuredProject) -> Iterator[FleetMeasurements]:
+    facts = {name: replace(facts_of(name), memory_available_bytes=32 << 30) for name in at.fleet.machines}
+    with open_measurements(at.project.measurements) as store:
+        yield FleetMeasurements(at.features, hash_recipe(at.job, PUBLIC), at.fleet, facts, store)
+
+
+def tune(
+    at: MeasuredProject,
+    measurer: ScriptedMeasurer,
+    said: list[str] | None = None,
+    *,
+    is_exploring: bool = False,
+) -> TunedFleet:
+    with measurements_of(at) as measurements:
+        lines: list[str] = [] if said is None else said
+        tuner = FitTuner(measurer, measurements, LIMITS, lines.append, is_exploring)
+        return tuner.tune(measurements.recall_fleet())
+
+
+def at_once(rank: RankPlan) -> int:
+    return min(rank.batch_size, rank.micro_batch_size or rank.batch_size)
+
+
+def test_first_tuning_times_sums_probes_every_class_and_tries_the_plan(at: MeasuredProject) -> None:
+    measurer = ScriptedMeasurer()
+    tuned = tune(at, measurer)
+    sizes = {*SUM_BYTES, at.features.vector_bytes}
+    assert set(measurer.sums) == {(num_ranks, size) for num_ranks in (2, 3) for size in sizes}
+    assert {name for requests in measurer.rounds for name in requests} == {"host", "csd0", "csd1"}
+    assert sum(tuned.tried.best.batch_sizes.values()) == LIMITS.global_batch
+    assert 1 <= len(measurer.trials) <= 2
+
+
+def test_second_tuning_needs_no_probe_and_one_trial(at: MeasuredProject) -> None:
+    first = tune(at, ScriptedMeasurer())
+    measurer = ScriptedMeasurer()
+    again = tune(at, measurer)
+    assert (measurer.sums, measurer.num_probes, len(measurer.trials)) == ([], 0, 1)
+    assert again.tried.best.batch_sizes == first.tried.best.batch_sizes
+
+
+def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
+    without_onednn = RuntimeSettings(facts_of("csd0").num_threads, is_onednn=False)
+    said: list[str] = []
+    measurer = ScriptedMeasurer(gain={without_onednn: 0.5})
+    tuned = tune(at, measurer, said, is_exploring=True)
+    host, *nodes = tuned.tried.ranks
+    assert host.onednn
+    assert not any(rank.onednn for rank in nodes)
+    assert [line for line in said if "takes 50% less time: taken" in line]
+    with measurements_of(at) as measurements:
+        recalled = measurements.recall_fleet()
+    assert recalled.class_of("csd1").settings == without_onednn
+
+
+def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measured: MeasuredProject) -> None:
+    said: list[str] = []
+
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        for rank in ranks:
+            if at_once(rank) > MAX_AT_ONCE:
+                raise OutOfMemoryError("killed", node=rank.node)
+        return trial_of(ranks)
+
+    tuned = tune(measured, ScriptedMeasurer(trial), said)
+    assert [line for line in said if "did not fit in memory beside the other ranks" in line]
+    for rank in tuned.tried.ranks:
+        assert at_once(rank) <= MAX_AT_ONCE
+    assert sum(rank.batch_size for rank in tuned.tried.ranks) == LIMITS.global_batch
+
+
+def test_rank_that_runs_out_of_memory_in_every_trial_ends_tuning(measured: MeasuredProject) -> None:
+    def trial(ranks: Sequence[RankPlan]) -> TrialResult:
+        raise OutOfMemoryError("killed", node=ranks[0].node)
+
+    measurer = ScriptedMeasurer(trial)
+    with pytest.raises(OutOfMemoryError):
+        tune(measured, measurer)
+    assert len(measurer.trials) == 1 + MAX_OOM_RETRIES
