@@ -19,7 +19,8 @@ from pathlib import Path
 
 from csdctl.emulation.cgroups import list_cgroups, remove_cgroup
 from tests.lab import network
-from tests.lab.machines import INTERFACE, LabHost, LabNode, Wanted
+from tests.lab.host import LabHost
+from tests.lab.machines import INTERFACE, LabNode, Wanted
 from tests.lab.network import Segment, run_command, run_ip
 
 PREFIX = "csdlab-"

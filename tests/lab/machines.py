@@ -6,7 +6,6 @@ gone at once, as with the power. A machine ends with the process that made it.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,15 +18,13 @@ from pathlib import Path
 from csdctl.emulation.cgroups import CgroupLimit, open_cgroup
 from csdctl.fleet.model import Node
 from tests.lab import network
-from tests.lab.network import run_command, run_ip
+from tests.lab.network import DIES_WITH_US, run_command, run_ip
 
 INTERFACE = "csd"
 START_DEADLINE_S = 20.0
-RUN_DEADLINE_S = 240.0
 REPOSITORY = Path(__file__).parents[2]
 FAKETIME = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
 COVERED = (Path("/root"), Path("/tmp"), Path("/run"))
-DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 # Process 1 of a node. What the nodes must still see of the places that get covered (a Python in /root, a
 # repository in /tmp) is kept aside first.
@@ -333,67 +330,6 @@ class LabNode:
         return [line for line in lines if line.split()[0] not in theirs]
 
 
-class LabHost:
-    """The machine that csdctl runs on: it shares our file system, and has a network and a name of its own."""
-
-    name = "labhost"
-
-    def __init__(self, lab: str, directory: Path) -> None:
-        self.namespace = f"{lab}-host"
-        self.directory = directory / "host"
-        for part in ("home/.ssh", "tmp"):
-            (self.directory / part).mkdir(parents=True)
-        network.make_namespace(self.namespace)
-
-    def start(
-        self, *command: str, cwd: Path, environment: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Start `command` there; it is a process group's leader, and the one that signals reach."""
-        return subprocess.Popen(
-            self._build_command(command),
-            cwd=cwd,
-            env=self._environment() | (environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-
-    def run(
-        self,
-        *command: str,
-        cwd: Path,
-        environment: dict[str, str] | None = None,
-        deadline_s: float = RUN_DEADLINE_S,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `command` there to its end; raises subprocess.TimeoutExpired."""
-        process = self.start(*command, cwd=cwd, environment=environment)
-        try:
-            stdout, stderr = process.communicate(timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-    def remove(self) -> None:
-        network.remove_namespace(self.namespace)
-
-    def _build_command(self, command: Sequence[str]) -> list[str]:
-        return [
-            *DIES_WITH_US,
-            *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
-            *("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command),
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))}
-        home, temporary = self.directory / "home", self.directory / "tmp"
-        return ours | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}
-
-
 @contextmanager
 def _stopped(pids: Sequence[int]) -> Iterator[None]:
     for pid in pids:
@@ -413,7 +349,3 @@ def _kept_paths() -> list[str]:
     needed = {Path(path) for path in (sys.prefix, sys.base_prefix, str(REPOSITORY))}
     needed |= {path.resolve() for path in needed}
     return sorted(str(path) for path in needed if any(path.is_relative_to(place) for place in COVERED))
-
-
-def quoted(*words: str) -> str:
-    return shlex.join(words)

@@ -17,6 +17,7 @@ from pathlib import Path
 CLONE_NEWNET = 0x40000000
 END_DEADLINE_S = 20.0
 NAMESPACES = Path("/run/netns")
+DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.shell_wrapper import build_wrapped_command
 from csdctl.transport.ssh import SshSession, connect
 
-SOURCE = Path(__file__).parents[3] / "csdctl" / "worker" / "receive.py"
+SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
 DROPBEAR_MAX_COMMAND_BYTES = 9000
 PORT = 2423
 

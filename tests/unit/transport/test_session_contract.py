@@ -11,25 +11,9 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.session import MAX_OUTPUT_BYTES
+from tests.unit.transport.names import NASTY_NAMES
 
 Machine = tuple[Any, Path]
-
-NASTY_NAMES = [
-    "plain",
-    "with space",
-    "semi;colon",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "new\nline",
-    "-rf",
-    "--help",
-    "quote'quote\"quote",
-    "*",
-    "back\\slash",
-    "ü€",
-    "~",
-    "$HOME",
-]
 
 
 def is_alive(pid: int) -> bool:
@@ -68,7 +52,7 @@ def test_command_starts_in_the_home_of_the_session(machine: Machine) -> None:
     assert session.run(["pwd"]).output == f"{home}\n"
 
 
-@pytest.mark.parametrize("argument", [*NASTY_NAMES, ""])
+@pytest.mark.parametrize("argument", [*NASTY_NAMES, "plain", "$HOME", ""])
 def test_arguments_arrive_as_they_were_given(machine: Machine, argument: str) -> None:
     session, home = machine
     completed = session.run(["printf", "%s|", "first", argument, "last"])
