@@ -16,7 +16,7 @@ from pathlib import Path
 from csdctl.documents import build_aside, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.fit import check_fit, check_noise
+from csdctl.job.compatibility import check_compatibility, check_noise
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
@@ -101,7 +101,7 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_fit(job.recipe, model.info, {"public": public, "validation": validation, **private})
+    check_compatibility(job.recipe, model.info, {"public": public, "validation": validation, **private})
     if job.noise:
         check_noise(job.noise, model.info, private)
     save_prepared(project, job, public, private)

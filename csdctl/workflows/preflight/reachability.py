@@ -81,12 +81,12 @@ def _open(session: Session, python: str, address: str, token: str, deadline_s: f
 def _knock(
     name: str, keeper: PortListener, others: Mapping[str, PortListener], deadline_s: float
 ) -> list[ConnectAttempt]:
-    doors = [(owner, other.address, port) for owner, other in others.items() for port in other.ports]
-    asked = {"doors": doors, "deadline_s": min(KNOCK_DEADLINE_S, deadline_s)}
+    listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
+    asked = {"listeners": listeners, "deadline_s": min(KNOCK_DEADLINE_S, deadline_s)}
     answer = _ask(keeper.conversation, name, asked, deadline_s)
     return [
-        ConnectAttempt(name, owner, address, port, why_not)
-        for (owner, address, port), (_, _, why_not) in zip(doors, answer["knocks"], strict=True)
+        ConnectAttempt(name, server, address, port, reason)
+        for (server, address, port), (_, _, reason) in zip(listeners, answer["attempts"], strict=True)
     ]
 
 

@@ -31,10 +31,8 @@ def test_only_the_worker_and_the_version_travel() -> None:
 def test_what_travels_is_the_source_as_it_is() -> None:
     with zipfile.ZipFile(io.BytesIO(pack_worker())) as archive:
         assert archive.testzip() is None
-        assert (
-            archive.read("csdctl/worker/compute/step.py")
-            == (ROOT / "worker" / "compute" / "step.py").read_bytes()
-        )
+        path = "worker/compute/step.py"
+        assert archive.read(f"csdctl/{path}") == (ROOT / path).read_bytes()
 
 
 def test_zip_runs_by_itself_away_from_any_csdctl(tmp_path: Path) -> None:

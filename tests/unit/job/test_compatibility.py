@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.job.fit import check_fit, check_noise
+from csdctl.job.compatibility import check_compatibility, check_noise
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -19,18 +19,22 @@ def refused(
     recipe: Recipe, model: ModelInfo = MODEL, name: str = "public", data: DatasetInfo = DATA
 ) -> InputError:
     with pytest.raises(InputError) as raised:
-        check_fit(recipe, model, {name: data})
+        check_compatibility(recipe, model, {name: data})
     return raised.value
 
 
 def test_model_data_and_loss_that_fit_are_accepted() -> None:
-    check_fit(SPARSE, MODEL, {"public": DATA, "validation": None, "csd0": replace(DATA, max_label=3)})
-    check_fit(CATEGORICAL, MODEL, {"public": ONE_HOT})
-    check_fit(Recipe(from_logits=True), replace(MODEL, output_activation="linear"), {"public": DATA})
+    check_compatibility(
+        SPARSE, MODEL, {"public": DATA, "validation": None, "csd0": replace(DATA, max_label=3)}
+    )
+    check_compatibility(CATEGORICAL, MODEL, {"public": ONE_HOT})
+    check_compatibility(
+        Recipe(from_logits=True), replace(MODEL, output_activation="linear"), {"public": DATA}
+    )
 
 
 def test_open_sizes_of_the_model_take_any_sample() -> None:
-    check_fit(SPARSE, replace(MODEL, input_shape=(0, 0, 1)), {"public": DATA})
+    check_compatibility(SPARSE, replace(MODEL, input_shape=(0, 0, 1)), {"public": DATA})
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 1), (28, 28, 3), (28, 28), (28, 28, 1, 1)])
@@ -54,7 +58,7 @@ def test_too_few_outputs_are_told_with_the_largest_label() -> None:
 
 
 def test_as_many_outputs_as_labels_are_enough() -> None:
-    check_fit(SPARSE, MODEL, {"public": replace(DATA, max_label=9)})
+    check_compatibility(SPARSE, MODEL, {"public": replace(DATA, max_label=9)})
     refused(SPARSE, MODEL, data=replace(DATA, max_label=10))
 
 
@@ -72,7 +76,7 @@ def test_integer_labels_with_another_loss_are_told_with_both_shapes() -> None:
 
 
 def test_one_output_for_one_number_fits() -> None:
-    check_fit(
+    check_compatibility(
         Recipe(loss="mean_squared_error"),
         replace(MODEL, output_shape=(1,), output_activation="linear"),
         {"public": replace(DATA, max_label=-1)},
@@ -93,7 +97,9 @@ def test_softmax_taken_for_logits_or_the_reverse_is_told(
 
 @pytest.mark.parametrize("from_logits", [True, False])
 def test_activation_that_is_not_known_is_left_to_the_user(from_logits: bool) -> None:
-    check_fit(Recipe(from_logits=from_logits), replace(MODEL, output_activation=""), {"public": DATA})
+    check_compatibility(
+        Recipe(from_logits=from_logits), replace(MODEL, output_activation=""), {"public": DATA}
+    )
 
 
 NOISE = Noise(1.0, 8.0, 1e-5)

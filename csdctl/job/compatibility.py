@@ -11,7 +11,7 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 
 
-def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
+def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
     """Raise InputError for a model that cannot take the samples or whose output does not match the labels.
 
     `datasets` maps 'public', 'validation' or a node's name (its private data) to what was prepared.
