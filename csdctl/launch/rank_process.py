@@ -125,7 +125,7 @@ class RankProcess:
                 error = NodeError(f"rank {self.rank} has been released", node=self.node)
                 self._hear(ProcessEnded(self.rank, self.node, error, is_clean=True))
                 return
-            self._meter.note(TrafficClass.LOG, received=len(line) + 1)
+            self._meter.record(TrafficClass.LOG, received=len(line) + 1)
             if log and line.strip() and not is_noise(line):
                 with contextlib.suppress(OSError):
                     log.write(line.replace("\0", "") + "\n")

@@ -155,7 +155,7 @@ class _Exchange:
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
                 chunk = self._chunks.read(stored.source, start)[max(0, begin - start) :]
-                self._meter.note(stored.kind, sent=len(chunk))
+                self._meter.record(stored.kind, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
                     continue

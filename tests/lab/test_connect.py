@@ -94,7 +94,7 @@ class TestSickFleet:
 
     @pytest.mark.fault(2)
     def test_swallowed_packets_end_at_the_connect_deadline(self, machines: Machines) -> None:
-        assert "does not answer within 10 s" in machines["deaf"]["problem"]
+        assert "does not respond within 10 s" in machines["deaf"]["problem"]
 
     @pytest.mark.fault(2)
     def test_machine_that_is_off_is_unreachable(self, machines: Machines) -> None:
@@ -104,7 +104,7 @@ class TestSickFleet:
     @pytest.mark.fault(3)
     def test_stopped_server_is_told_from_a_dead_machine(self, machines: Machines) -> None:
         problem = machines["stopped"]["problem"]
-        assert "accepts connections but its SSH server did not answer within 10 s" in problem
+        assert "accepts connections but its SSH server did not respond within 10 s" in problem
 
     @pytest.mark.fault(4)
     def test_unknown_key_is_refused_with_its_fingerprint(self, machines: Machines, lab: Lab) -> None:
@@ -113,11 +113,11 @@ class TestSickFleet:
 
     @pytest.mark.fault(5)
     def test_changed_key_is_refused(self, machines: Machines) -> None:
-        assert "has changed: it shows ssh-ed25519 SHA256:" in machines["changed"]["problem"]
+        assert "has changed: received ssh-ed25519 SHA256:" in machines["changed"]["problem"]
 
     @pytest.mark.fault(6)
     def test_wrong_key_is_refused_without_a_prompt(self, machines: Machines) -> None:
-        assert "accepts none of our keys for user 'root'" in machines["wrong-key"]["problem"]
+        assert "accepts none of the offered keys for user 'root'" in machines["wrong-key"]["problem"]
         assert "has a passphrase, and csdctl never asks" in machines["locked-key"]["problem"]
         assert "ssh-add" in machines["locked-key"]["remedy"]
 

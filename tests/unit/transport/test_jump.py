@@ -14,7 +14,7 @@ import pytest
 from csdctl.errors import AuthenticationError, HostKeyError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport import ssh_connect
-from csdctl.transport.jump import watch_peer
+from csdctl.transport.jump import Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
@@ -99,7 +99,7 @@ def test_node_with_another_key_is_refused_behind_a_jump_host_too(server: Server,
 
 def test_jump_host_that_does_not_accept_our_key_is_named(server: Server, gate: Server) -> None:
     node = server.node(jump=gate.node(name="gate", user="nobody"))
-    with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of our keys"):
+    with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of the offered keys"):
         connect(node, both_known(server, gate))
 
 
@@ -110,7 +110,7 @@ def test_key_of_the_node_is_not_that_of_the_jump_host(server: Server, gate: Serv
 
 def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Server, gate: Server) -> None:
     gate.forwards = False
-    with pytest.raises(JumpHostError, match="jump host gate forwards no connections") as caught:
+    with pytest.raises(JumpHostError, match="jump host gate does not forward connections") as caught:
         connect(behind(server, gate), both_known(server, gate))
     assert "AllowTcpForwarding" in caught.value.remedy
 
@@ -144,15 +144,11 @@ def test_dropped_connections_are_tried_again_behind_a_jump_host(server: Server, 
 
 
 @pytest.mark.fault(17)
-def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
-    server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The jump host goes on answering; only what comes from the node stops."""
-    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 1)
-    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", 2)
+def test_node_that_falls_silent_behind_a_jump_host_is_noticed(server: Server, gate: Server) -> None:
+    """The jump host keeps responding; only the node's traffic stops."""
     with _stoppable_relay(server.port) as relay, _known(server, relay.port) as known_hosts:
         node = behind(server, gate, port=relay.port)
-        session = connect(node, [known_hosts, gate.known_hosts])
+        session = connect(node, [known_hosts, gate.known_hosts], keepalive=Keepalive(1, 2))
         assert session.run(["true"]).exit_code == 0
         relay.stop()
         started = time.monotonic()
@@ -166,7 +162,7 @@ def test_peer_that_answers_is_left_alone(server: Server) -> None:
     known = KnownHosts.load([server.known_hosts])
     jumps = ssh_connect.make_jump_hosts(known)
     transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(10), jumps)
-    watch_peer(transport, 0.05, 0.5)
+    watch_peer(transport, Keepalive(0.05, 0.5))
     time.sleep(1.5)
     assert transport.is_active()
     transport.close()

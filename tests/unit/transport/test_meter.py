@@ -13,19 +13,19 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
     made = Meter()
     made.num_sent, made.num_received = sent, received
     for kind, count in noted.items():
-        made.note(TrafficClass(kind), sent=count)
+        made.record(TrafficClass(kind), sent=count)
     return made
 
 
 def test_what_nobody_noted_is_control() -> None:
-    assert meter(100, 40, code=70).by_kind() == {
+    assert meter(100, 40, code=70).by_class() == {
         TrafficClass.CODE: ByteCount(70, 0),
         TrafficClass.CONTROL: ByteCount(30, 40),
     }
 
 
 def test_more_noted_than_carried_leaves_no_control() -> None:
-    assert meter(50, 0, code=70).by_kind() == {TrafficClass.CODE: ByteCount(70, 0)}
+    assert meter(50, 0, code=70).by_class() == {TrafficClass.CODE: ByteCount(70, 0)}
 
 
 def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:

@@ -228,7 +228,7 @@ def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> Non
 def test_conversation_has_deadlines_and_goes_on_after_one(machine: Machine) -> None:
     session, _ = machine
     talk = session.converse(["cat"])
-    with pytest.raises(DeadlineError, match="did not answer"):
+    with pytest.raises(DeadlineError, match="did not respond"):
         talk.read_line(deadline_s=0.2)
     talk.send_line("late")
     assert talk.read_line(deadline_s=30) == "late"

@@ -83,7 +83,7 @@ def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filler.connect(address)
-        with pytest.raises(UnreachableError, match="does not answer within"):
+        with pytest.raises(UnreachableError, match="does not respond within"):
             connect(server.node(port=address[1]), [server.known_hosts], connect_deadline_s=0.5)
 
 
@@ -96,7 +96,7 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Server) -> None:
     with (
         answering(None) as port,
-        pytest.raises(UnreachableError, match="did not answer within") as caught,
+        pytest.raises(UnreachableError, match="did not respond within") as caught,
     ):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
     assert caught.value.node == "csd0"
@@ -104,7 +104,7 @@ def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Serv
 
 @pytest.mark.fault(3)
 def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
-    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not answer"):
+    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not respond"):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
 
 
