@@ -1,9 +1,9 @@
 """The small POSIX shell script that wraps every command, on nodes and on the host; pure.
 
 It runs the command in its own process group, prints the group's id, ends the group when the command ends,
-and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the connection or
-csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not make the shell a group
-leader.
+and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the connection
+or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not make the
+shell a group leader.
 
 Login shells may print at start-up. A random token on both streams marks where the output of the command
 begins; earlier output is dropped.

@@ -15,7 +15,7 @@ from csdctl.placement.equation1 import Placed, RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import note_traffic
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import Delivery, OnProgress, deliver
+from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
@@ -76,7 +76,7 @@ def deploy_parcel(
     *,
     directory: Path,
     dry_run: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: OnDeliveryProgress = lambda progress: None,
     on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Delivery]]:
     """Bring `parcel` to every node of `fleet`; one that fails is an outcome, and the others go on."""

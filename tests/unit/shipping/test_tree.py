@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.parcel import Tree
+from csdctl.shipping.parcel import FileTree
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, is_ignored, parse_tree, read_tree
 
 
@@ -20,11 +20,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def read(source: Path, *ignored: str) -> Tree:
+def read(source: Path, *ignored: str) -> FileTree:
     return read_tree(TreeRequest(source, "there"), SharedChunks(), ignored)
 
 
-def names(tree: Tree) -> list[str]:
+def names(tree: FileTree) -> list[str]:
     return [name for name, _ in tree.files]
 
 
@@ -63,7 +63,7 @@ def test_patterns_fit_as_in_gitignore(pattern: str, name: str, is_directory: boo
 def test_symbolic_link_that_leads_out_is_refused_with_its_name(source: Path, target: str) -> None:
     (source / "deep" / "up").symlink_to("..")
     (source / "link").symlink_to(target)
-    with pytest.raises(InputError, match="source/link leads out of the tree") as raised:
+    with pytest.raises(InputError, match="source/link points outside of the tree") as raised:
         read(source)
     assert "--ignore" in raised.value.remedy
     assert "link" not in names(read(source, "link", "up"))
@@ -73,7 +73,7 @@ def test_symbolic_link_that_leads_out_is_refused_with_its_name(source: Path, tar
 def test_symbolic_link_to_a_directory_outside_is_not_walked(source: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (source / "deep" / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="leads out"):
+    with pytest.raises(InputError, match="points outside"):
         read(source)
 
 

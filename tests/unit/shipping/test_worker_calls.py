@@ -94,7 +94,7 @@ def test_killed_worker_is_told_as_out_of_memory() -> None:
 def test_unreadable_answer_is_an_error_of_the_node(stdout: str) -> None:
     error = failure(stdout=stdout)
     assert isinstance(error, RemoteCommandError)
-    assert error.message.startswith("preparing data: unreadable answer: ")
+    assert error.message.startswith("preparing data: invalid response: ")
 
 
 class TestWatching:
@@ -133,7 +133,7 @@ class TestWatching:
 
     @pytest.mark.parametrize("line", ["", PROGRESS_PREFIX + "{", ANSWER_PREFIX + "{}"])
     def test_unreadable_line_or_none_is_an_error_of_the_node(self, tmp_path: Path, line: str) -> None:
-        with pytest.raises(RemoteCommandError, match="csd2: preparing data: unreadable answer"):
+        with pytest.raises(RemoteCommandError, match="csd2: preparing data: invalid response"):
             self.watch(tmp_path, f"print({line!r})\n")
 
     def test_silence_ends_it(self, tmp_path: Path) -> None:

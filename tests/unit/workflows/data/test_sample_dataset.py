@@ -156,7 +156,10 @@ class TestFetching:
             download_with_apt(tmp_path, print)
 
     def test_tensorflow_is_not_imported(self) -> None:
-        code = "import sys, csdctl.workflows.data.sample_dataset; sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
+        code = (
+            "import sys, csdctl.workflows.data.sample_dataset; "
+            "sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
+        )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_debian_package_really_arrives_through_apt(self, tmp_path: Path) -> None:
