@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from csdctl.cli.commands import emulate
 from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
-from csdctl.emulation.processes import list_carriers
+from csdctl.emulation.processes import list_marked
 from csdctl.emulation.state import FleetPaths
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
@@ -40,7 +40,7 @@ def directory(tmp_path: Path) -> Iterator[Path]:
 
 def assert_nothing_is_left(directory: Path) -> None:
     paths = FleetPaths(directory)
-    assert list_carriers(paths.fleet_id) == []
+    assert list_marked(paths.fleet_id) == []
     assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
     assert not directory.exists()
     assert not paths.known_hosts.exists()
@@ -53,7 +53,7 @@ def test_a_fleet_that_is_up_is_found_again_and_another_is_refused(directory: Pat
     pids = [status.pid for status in fleet_status(directory)]
     assert start_fleet(directory, spec) == path
     assert [status.pid for status in fleet_status(directory)] == pids
-    with pytest.raises(InputError, match="another emulated fleet is up") as refusal:
+    with pytest.raises(InputError, match="another emulated fleet is running") as refusal:
         start_fleet(directory, EmulatedSpec(2, CPU, MEMORY_BYTES))
     assert "csdctl emulate down" in refusal.value.remedy
 
@@ -102,7 +102,7 @@ def test_a_fleet_with_a_dead_server_is_started_anew(directory: Path) -> None:
 def test_a_fleet_file_of_somebody_else_is_not_touched(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("nodes: []\n")
-    with pytest.raises(InputError, match="left as it is"):
+    with pytest.raises(InputError, match="left unchanged"):
         start_fleet(directory, EmulatedSpec(1), fleet_path=path)
     assert path.read_text() == "nodes: []\n"
     assert not directory.exists()

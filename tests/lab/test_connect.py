@@ -118,7 +118,7 @@ class TestSickFleet:
     @pytest.mark.fault(6)
     def test_wrong_key_is_refused_without_a_prompt(self, machines: Machines) -> None:
         assert "accepts none of the offered keys for user 'root'" in machines["wrong-key"]["problem"]
-        assert "has a passphrase, and csdctl never asks" in machines["locked-key"]["problem"]
+        assert "has a passphrase, and csdctl never prompts" in machines["locked-key"]["problem"]
         assert "ssh-add" in machines["locked-key"]["remedy"]
 
 

@@ -78,7 +78,7 @@ def test_a_fleet_file_that_was_changed_stays(paths: FleetPaths, state: FleetStat
     path.write_text(path.read_text() + "# mine\n")
     assert not remove_fleet_file(path, paths.fleet_id)
     assert path.exists()
-    with pytest.raises(InputError, match="left as it is"):
+    with pytest.raises(InputError, match="left unchanged"):
         check_may_write(path, paths.fleet_id)
 
 

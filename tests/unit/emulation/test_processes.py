@@ -36,9 +36,9 @@ def test_descendants_are_found_both_ways(sleeper: "subprocess.Popen[bytes]") -> 
 
 def test_a_process_is_found_by_the_mark_it_carries(sleeper: "subprocess.Popen[bytes]") -> None:
     family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
-    while set(processes.list_carriers("unit-test-fleet")) != family:  # until it has replaced this program
+    while set(processes.list_marked("unit-test-fleet")) != family:  # until it has replaced this program
         time.sleep(0.01)
-    assert processes.list_carriers("unit-test-flee") == []
+    assert processes.list_marked("unit-test-flee") == []
 
 
 def test_an_ended_process_is_not_running_though_nobody_waited_for_it() -> None:

@@ -63,7 +63,7 @@ def test_patterns_fit_as_in_gitignore(pattern: str, name: str, is_directory: boo
 def test_symbolic_link_that_leads_out_is_refused_with_its_name(source: Path, target: str) -> None:
     (source / "deep" / "up").symlink_to("..")
     (source / "link").symlink_to(target)
-    with pytest.raises(InputError, match="source/link points outside of the tree") as raised:
+    with pytest.raises(InputError, match="source/link points outside the tree") as raised:
         read(source)
     assert "--ignore" in raised.value.remedy
     assert "link" not in names(read(source, "link", "up"))

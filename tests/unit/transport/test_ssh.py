@@ -153,7 +153,7 @@ def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Pat
 
 @pytest.mark.fault(6)
 def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(AuthenticationError, match="none of our keys for user 'tester'") as caught:
+    with pytest.raises(AuthenticationError, match="none of the offered keys for user 'tester'") as caught:
         connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
     assert "ssh-copy-id" in caught.value.remedy
 
