@@ -19,8 +19,8 @@ from csdctl.emulation.limits import cgroup_prefix
 from csdctl.emulation.processes import (
     is_running,
     list_ancestors,
-    list_marked,
     list_descendants,
+    list_marked,
     send_signal,
     start_time,
 )

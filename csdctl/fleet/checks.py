@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from csdctl.errors import CsdctlError
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import addresses_in, is_checked
 
@@ -239,7 +239,7 @@ def _judge_memory(usable_bytes: int | None) -> Judgement:
     return Status.OK, found, "", ""
 
 
-def _judge_place(place: Place | None, *, least: int, ample: int) -> Judgement:
+def _judge_place(place: DirectorySpace | None, *, least: int, ample: int) -> Judgement:
     if place is None:
         return Status.WARN, "could not be told", "", "look at `df` there"
     free = place.free_bytes

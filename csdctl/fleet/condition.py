@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class DirectorySpace:
     """A directory that ranks write into. None: it could not be told.
 
     `refusal` is why a trial file could not be written there; '' when it could.
@@ -24,8 +24,8 @@ class Condition:
     hostname: str | None = None
     addresses: tuple[str, ...] | None = None
     """The IPv4 addresses of all interfaces."""
-    home: Place | None = None
-    temporary: Place | None = None
+    home: DirectorySpace | None = None
+    temporary: DirectorySpace | None = None
     """TMPDIR, where MPI and Python put their temporary files."""
     open_files: int | None = None
     """How many files a process may open at most; None also when there is no limit."""

@@ -70,7 +70,7 @@ class Arguments:
     """Host and command."""
 
 
-Settings = Mapping[str, Sequence[str]]
+SshSettings = Mapping[str, Sequence[str]]
 """What `ssh -G` prints: values by keyword in lower case; IdentityFile may have several."""
 
 
@@ -111,7 +111,7 @@ def build_query(target: Target) -> list[str]:
     return ["ssh", "-G", *target.arguments, "--", target.host]
 
 
-def parse_settings(output: str) -> Settings:
+def parse_settings(output: str) -> SshSettings:
     """What `ssh -G` printed."""
     settings: dict[str, list[str]] = defaultdict(list)
     for line in output.splitlines():
@@ -135,7 +135,7 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
     return host, (*kept, *(("-l", user) if at else ()))
 
 
-def build_node(target: Target, settings: Settings, jump: Node | None, home: Path) -> Node:
+def build_node(target: Target, settings: SshSettings, jump: Node | None, home: Path) -> Node:
     """`target` as a node; raises InputError for an address or user that may not stand in a fleet file."""
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
@@ -153,7 +153,9 @@ def build_node(target: Target, settings: Settings, jump: Node | None, home: Path
     )
 
 
-def list_notes(settings: Settings, defaults: Settings, known_hosts: Sequence[Path], home: Path) -> list[str]:
+def list_notes(
+    settings: SshSettings, defaults: SshSettings, known_hosts: Sequence[Path], home: Path
+) -> list[str]:
     """What of `settings` csdctl does not do, one line each; `defaults` are those of a bare `ssh`."""
     notes = [
         f"{name} {' '.join(settings[keyword])} is not taken over"
@@ -170,14 +172,14 @@ def list_notes(settings: Settings, defaults: Settings, known_hosts: Sequence[Pat
     return notes
 
 
-def written_identities(settings: Settings, defaults: Settings) -> Settings:
+def written_identities(settings: SshSettings, defaults: SshSettings) -> SshSettings:
     """`settings` without the key files that nobody wrote: those that every ssh tries by itself."""
     if settings.get("identityfile") == defaults.get("identityfile"):
         return {**settings, "identityfile": []}
     return settings
 
 
-def _identities(settings: Settings, home: Path) -> list[Path]:
+def _identities(settings: SshSettings, home: Path) -> list[Path]:
     """The key files; `ssh -G` leaves their tokens as they are written."""
     tokens = {
         "%d": str(home),

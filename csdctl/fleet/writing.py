@@ -11,7 +11,7 @@ from csdctl.fleet.jumps import NO_JUMP
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.ranges import fold_ordered
 
-Entry = dict[str, object]
+YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
@@ -24,7 +24,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     jumps = _JumpNames(fleet.nodes)
     machines = [*fleet.nodes, *jumps.hosts]
     defaults = _defaults(fleet.nodes, machines, jumps)
-    content: Entry = {}
+    content: YamlMapping = {}
     if fleet.host.threads:
         content["host"] = {"threads": fleet.host.threads}
     if fleet.network:
@@ -76,7 +76,7 @@ def _as_jump(node: Node) -> Node:
     return replace(node, python="python3", groups=(), jump=_as_jump(node.jump) if node.jump else None)
 
 
-def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> Entry:
+def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> YamlMapping:
     keys = {node.key for node in machines}
     return {
         "port": _most_common(node.port for node in nodes),
@@ -92,8 +92,8 @@ def _most_common(values: Iterable[object]) -> object:
     return Counter(values).most_common(1)[0][0]
 
 
-def _node_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
-    own: Entry = {
+def _node_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    own: YamlMapping = {
         "port": node.port,
         "user": node.user,
         "key": str(node.key) if node.key else "",
@@ -104,8 +104,8 @@ def _node_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
     return {key: value for key, value in own.items() if value != defaults[key]}
 
 
-def _jump_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
-    entry: Entry = {"name": jumps.name(node), "address": node.address}
+def _jump_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    entry: YamlMapping = {"name": jumps.name(node), "address": node.address}
     own = {"port": (node.port, 22), "user": (node.user, defaults["user"])}
     own["key"] = (str(node.key) if node.key else "", defaults["key"])
     own["jump"] = (jumps.name(node.jump), "")
@@ -117,7 +117,7 @@ def _show_groups(groups: object) -> object:
     return groups[0] if len(groups) == 1 else list(groups)
 
 
-def _fold(nodes: Sequence[Node], entries: Sequence[Entry]) -> Iterable[Entry]:
+def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterable[YamlMapping]:
     """One entry for neighbours that differ only in names and addresses that count up together."""
     begin = 0
     for end in range(1, len(nodes) + 1):

@@ -2,11 +2,11 @@
 
 import re
 
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.probes.machine import NUM_CLOCK_TRIPS, PROBES, measure_clock_trip, parse_facts
-from csdctl.probes.probe import FactValues, Probe, build_command, parse_outputs
+from csdctl.probes.probe import FactProbe, FactValues, build_command, parse_outputs
 from csdctl.transport.session import Session
 
 # Free space alone does not tell of quotas, read-only file systems and missing permissions.
@@ -66,11 +66,11 @@ def parse_places(output: str) -> FactValues:
     return {"home": home, "temporary": temporary}
 
 
-def _parse_place(text: str) -> Place:
+def _parse_place(text: str) -> DirectorySpace:
     path, *lines = text.splitlines()
     told = dict(line.partition(" ")[::2] for line in lines if " " in line)
     space, inodes = (_COUNTS.search(told.get(key, "")) for key in ("space", "inodes"))
-    return Place(
+    return DirectorySpace(
         path,
         free_bytes=int(space[2]) * 1024 if space else None,
         # A file system that makes inodes as it needs them counts none at all.
@@ -80,8 +80,8 @@ def _parse_place(text: str) -> Place:
 
 
 CONDITION_PROBES = (
-    Probe("hostname", "cat /proc/sys/kernel/hostname", parse_hostname),
-    Probe("addresses", "cat /proc/net/fib_trie", parse_addresses),
-    Probe("open files", "ulimit -H -n", parse_open_files),
-    Probe("places", _PLACES_SCRIPT, parse_places),
+    FactProbe("hostname", "cat /proc/sys/kernel/hostname", parse_hostname),
+    FactProbe("addresses", "cat /proc/net/fib_trie", parse_addresses),
+    FactProbe("open files", "ulimit -H -n", parse_open_files),
+    FactProbe("places", _PLACES_SCRIPT, parse_places),
 )

@@ -2,7 +2,7 @@
 
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 # From the "MIDR_EL1, Main ID Register" tables of Arm's technical reference manuals; NVIDIA's from Linux.
 _ARM_PARTS = {
@@ -65,5 +65,5 @@ def _arm_model(entries: list[tuple[str, str]]) -> str | None:
     return " + ".join(dict.fromkeys(models)) or None
 
 
-ARCHITECTURE = Probe("architecture", "uname -m", parse_architecture)
-CPUINFO = Probe("CPU", "cat /proc/cpuinfo", parse_cpuinfo)
+ARCHITECTURE = FactProbe("architecture", "uname -m", parse_architecture)
+CPUINFO = FactProbe("CPU", "cat /proc/cpuinfo", parse_cpuinfo)

@@ -3,7 +3,7 @@
 import re
 
 from csdctl.fleet.facts import Drive
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 SECTOR_BYTES = 512
 """What /sys counts in, whatever the drive's own sectors are."""
@@ -42,4 +42,4 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-NVME = Probe("NVMe drives", _SCRIPT, parse_nvme)
+NVME = FactProbe("NVMe drives", _SCRIPT, parse_nvme)

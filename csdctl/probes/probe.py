@@ -17,7 +17,7 @@ FactValues = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class Probe:
+class FactProbe:
     """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError."""
 
     name: str
@@ -25,7 +25,7 @@ class Probe:
     parse: Callable[[str], FactValues]
 
 
-def build_command(probes: Sequence[Probe], python: str) -> list[str]:
+def build_command(probes: Sequence[FactProbe], python: str) -> list[str]:
     """One command that runs all `probes`, whatever some of them do."""
     pieces = [
         f"echo '{_MARKER}{probe.name}'\n(\n{probe.script}\n) 2>/dev/null </dev/null" for probe in probes
@@ -33,7 +33,9 @@ def build_command(probes: Sequence[Probe], python: str) -> list[str]:
     return ["sh", "-c", "LC_ALL=C; export LC_ALL\n" + "\n".join(pieces) + "\nexit 0", "csdctl-probes", python]
 
 
-def parse_outputs(probes: Sequence[Probe], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
+def parse_outputs(
+    probes: Sequence[FactProbe], output: str, machine: str
+) -> tuple[dict[str, object], list[str]]:
     """The values of all `probes` and, for each that cannot be read, a note that says why.
 
     Raises RemoteCommandError when nothing of it is ours.

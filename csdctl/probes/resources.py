@@ -3,7 +3,7 @@
 import math
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 _UNLIMITED_BYTES = 1 << 60
 """cgroup v1 writes "no limit" as a number near 2⁶³."""
@@ -102,6 +102,6 @@ def _num_in_ranges(ranges: str) -> int:
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
-MEMORY = Probe("memory", "cat /proc/meminfo", parse_meminfo)
-DISK = Probe("disk", "df -Pk .", parse_disk_free)
-LIMITS = Probe("limits", _LIMITS_SCRIPT, parse_limits)
+MEMORY = FactProbe("memory", "cat /proc/meminfo", parse_meminfo)
+DISK = FactProbe("disk", "df -Pk .", parse_disk_free)
+LIMITS = FactProbe("limits", _LIMITS_SCRIPT, parse_limits)

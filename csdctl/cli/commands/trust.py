@@ -33,9 +33,9 @@ def trust(
     from csdctl.workflows.discovery.trust import (
         accept_keys,
         check_forgotten,
+        fetch_keys,
         forget_keys,
         list_layers,
-        look_at_keys,
     )
     from csdctl.workflows.workspace.partial_failure import choose_fleet, conclude
 
@@ -48,7 +48,7 @@ def trust(
         check_forgotten(chosen, streams.directory)
         return
     for machines in list_layers(chosen):
-        new = screen.show_keys(look_at_keys(chosen, machines, directory=streams.directory))
+        new = screen.show_keys(fetch_keys(chosen, machines, directory=streams.directory))
         if new:
             streams.confirm(f"Accept {len(new)} new keys?", yes=yes)
             accept_keys(new, project)

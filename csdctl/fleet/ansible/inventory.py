@@ -26,7 +26,7 @@ Variables = dict[str, Value]
 
 
 @dataclass
-class Group:
+class InventoryGroup:
     """One group: its own variables, and the names of its hosts and of the groups inside it."""
 
     variables: Variables = field(default_factory=dict)
@@ -38,7 +38,9 @@ class Group:
 class Inventory:
     """All groups and hosts of an inventory, in the order in which they were read."""
 
-    groups: dict[str, Group] = field(default_factory=lambda: {ALL: Group(), UNGROUPED: Group()})
+    groups: dict[str, InventoryGroup] = field(
+        default_factory=lambda: {ALL: InventoryGroup(), UNGROUPED: InventoryGroup()}
+    )
     hosts: dict[str, Variables] = field(default_factory=dict)
     group_files: dict[str, Variables] = field(default_factory=dict)
     """What group_vars/ has, by group."""
@@ -48,9 +50,9 @@ class Inventory:
     """What counts for every host that says nothing itself: ansible.cfg."""
     warnings: list[str] = field(default_factory=list)
 
-    def group(self, name: str) -> Group:
+    def group(self, name: str) -> InventoryGroup:
         """The group called `name`; made when there is none yet."""
-        return self.groups.setdefault(name, Group())
+        return self.groups.setdefault(name, InventoryGroup())
 
     def add_host(self, name: str, group: str, variables: Mapping[str, Value]) -> None:
         """Put host `name` into `group`; its variables add to those it has."""

@@ -1,7 +1,7 @@
-"""Bringing trees, worker, model and public shards to the machines that need them, only what is missing.
+"""Send trees, worker, model and public shards to the machines that need them, without what they have.
 
-Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
-files; the host reads its own part where it lies.
+Private data is never read here. The public shard of a node is cut on the host and sent as two .npy files; the
+host reads its own shard in place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,7 @@ OnDelivery = Callable[[str, Delivery], None]
 
 
 def place(plan: Plan, prepared: Prepared, *, is_repeating: bool) -> list[Placed]:
-    """Equation 1 over the plan's batch sizes and the data as it is now."""
+    """Apply equation 1 to the plan's batch sizes and the current data."""
     loads = [
         RankLoad(
             rank.node, rank.batch_size, info.num_samples if (info := prepared.private.get(rank.node)) else 0
@@ -47,7 +47,7 @@ def deploy_files(
     sessions: Mapping[str, Session],
     on_delivery: OnDelivery,
 ) -> dict[str, Delivery]:
-    """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
+    """Send each machine its files, in parallel; raises PartialError naming the machines that failed."""
     chunks = SharedChunks()
 
     def on_done(outcome: Outcome[Delivery]) -> None:
@@ -58,14 +58,14 @@ def deploy_files(
         parcel = pack_parcel([file.as_object() for file in files[session.name]])
         return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
 
-    needing = {name: sessions[name] for name in files if name != HOST_NAME}
-    return values_or_raise(run_on_all(needing, send, on_done=on_done), "deploying")
+    targets = {name: sessions[name] for name in files if name != HOST_NAME}
+    return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
 
 
 def pack_trees(
     requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
 ) -> Parcel:
-    """Read the trees of `requests` from the host's disk; raises InputError for what cannot be deployed."""
+    """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
     return pack_parcel(trees=[read_tree(request, chunks, ignored) for request in requests])
 
 
@@ -79,7 +79,7 @@ def deploy_parcel(
     on_progress: OnDeliveryProgress = lambda progress: None,
     on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Delivery]]:
-    """Bring `parcel` to every node of `fleet`; one that fails is an outcome, and the others go on."""
+    """Send `parcel` to every node of `fleet`; a failure is an outcome and does not stop the others."""
 
     def send(session: Session) -> Delivery:
         python = fleet.node(session.name).python
@@ -90,17 +90,17 @@ def deploy_parcel(
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:
-    """What every machine that trains or measures needs."""
+    """Return the files that every machine needs to train or measure."""
     return [prepared.worker, prepared.model.architecture, prepared.model.weights]
 
 
 def cut_shards(
     placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
-    """Images and labels of each node's public part, cut from the host's data.
+    """Return images and labels of each node's public shard, cut from the host's data.
 
-    A node that has private data needs no empty file to know the shape of a sample, and one that sees all
-    public data needs none at all.
+    A node with private data needs no empty shard to know the shape of a sample; a node that can read all
+    public data needs no shard at all.
     """
     if job.is_everywhere:
         return {}
@@ -119,7 +119,7 @@ def rank_specs(
     cut: Mapping[str, tuple[StoredFile, StoredFile]],
     job: Job,
 ) -> tuple[RankSpec, ...]:
-    """What every rank will read, in order of rank."""
+    """Return what every rank reads, in order of rank."""
     specs = []
     for number, (rank, shard) in enumerate(zip(plan.ranks, placed, strict=True)):
         public = None
@@ -150,7 +150,7 @@ def rank_specs(
 
 
 def whole(data: DatasetInfo) -> DatasetSlice:
-    """All rows of a prepared data set."""
+    """Return a slice with all rows of a prepared data set."""
     return DatasetSlice(*_arrays(data))
 
 
@@ -164,9 +164,9 @@ def _cut(
     import numpy as np
 
     name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
-    targets = [project.shards / f"{name}.{kind}.npy" for kind in ("images", "labels")]
+    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
     if not all(target.exists() for target in targets):
-        # The same rows as ShardPart.start … stop would mean on the host: worker.data.rows_of.
+        # The same rows as for a slice start … stop on the host: worker.data.rows_of.
         permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
         for source, target in zip(_arrays(public), targets, strict=True):
@@ -180,13 +180,13 @@ def _cut(
 
 
 def nodes_in(plan: Plan, fleet: Fleet) -> list[str]:
-    """The names of the plan's ranks that are nodes; raises InputError for one the fleet does not have."""
+    """Return the nodes among the plan's ranks; raises InputError for a node that the fleet does not have."""
     names = [rank.node for rank in plan.ranks if rank.node != HOST_NAME]
     known = {node.name for node in fleet.nodes}
     missing = [name for name in names if name not in known]
     if missing:
         raise InputError(
-            f"the plan needs {', '.join(missing)}, not among the nodes of {fleet.path} chosen",
+            f"the plan needs {', '.join(missing)}, which is not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
     return names

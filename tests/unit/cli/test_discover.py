@@ -145,7 +145,7 @@ class TestSources:
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
             (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
             (["--force", "--inventory", "hosts", "--limit", "nobody"], "matches no node of hosts"),
-            (["--inventory", "hosts"], "fleet.yaml is there already"),
+            (["--inventory", "hosts"], "fleet.yaml already exists"),
         ],
     )
     def test_bad_use_is_told_with_exit_code_2(self, tmp_path: Path, arguments: list[str], said: str) -> None:

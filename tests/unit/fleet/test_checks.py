@@ -17,7 +17,7 @@ from csdctl.fleet.checks import (
     judge_prefixes,
     red_machines,
 )
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 
 GIB = 1 << 30
@@ -38,7 +38,7 @@ HOST = Facts(
     clock_offset_s=0.01,
 )
 NODE = replace(HOST, name="csd1", architecture="aarch64", cpu_features=("asimd",))
-PLACE = Place("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
+PLACE = DirectorySpace("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
 CONDITION = Condition("csd1", "csd1", ("127.0.0.1", "10.1.1.2"), PLACE, PLACE)
 
 

@@ -78,7 +78,7 @@ def test_missing_interface_is_named_with_those_there_are() -> None:
 def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
     fleet = Fleet((Node("csd0", "10.1.2.3"),), path=tmp_path / "fleet.yaml")
     write_fleet(FoundFleet(fleet, "# found\n"))
-    with pytest.raises(InputError, match="is there already") as caught:
+    with pytest.raises(InputError, match="already exists") as caught:
         write_fleet(FoundFleet(fleet, "# again\n"))
     assert "--force" in caught.value.remedy
     write_fleet(FoundFleet(fleet, "# again\n"), force=True)
@@ -112,7 +112,7 @@ def test_machine_that_cannot_be_probed_has_a_problem_and_stops_nobody() -> None:
 def test_nodes_that_show_one_host_key_are_warned_about() -> None:
     fingerprints = {"csd0": "SHA256:a", "csd1": "SHA256:b", "csd2": "SHA256:a"}
     (warning,) = find_shared_host_keys(fingerprints)
-    assert warning.startswith("csd0, csd2 show the same host key SHA256:a")
+    assert warning.startswith("csd0, csd2 have the same host key SHA256:a")
 
 
 @pytest.mark.fault(13)

@@ -61,7 +61,7 @@ class TestFindingRuns:
     def test_unknown_run_is_told_with_the_known_ones(
         self, project: ProjectDirectory, run: RunDirectory, run_id: str
     ) -> None:
-        with pytest.raises(InputError, match=f"there is no run '{re.escape(run_id)}'") as raised:
+        with pytest.raises(InputError, match=f"no run '{re.escape(run_id)}'") as raised:
             project.find_run(run_id)
         assert run.run_id in raised.value.remedy
 

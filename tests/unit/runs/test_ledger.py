@@ -6,7 +6,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.reporting.privacy import REMARKS, Flow, add_flows
-from csdctl.runs.ledger import Entry, Ledger, read_ledger
+from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
 from csdctl.transport.meter import TrafficClass
 
 
@@ -44,10 +44,10 @@ def test_damaged_line_is_named(tmp_path: Path) -> None:
 
 def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
     entries = [
-        Entry(1.0, "deploy", "", "host", "csd0", "code", 5),
-        Entry(2.0, "train", "r1", "host", "csd0", "code", 6),
-        Entry(3.0, "train", "r1", "host", "csd0", "gradient", 60),
-        Entry(4.0, "train", "r2", "csd0", "host", "gradient", 7),
+        LedgerEntry(1.0, "deploy", "", "host", "csd0", "code", 5),
+        LedgerEntry(2.0, "train", "r1", "host", "csd0", "code", 6),
+        LedgerEntry(3.0, "train", "r1", "host", "csd0", "gradient", 60),
+        LedgerEntry(4.0, "train", "r2", "csd0", "host", "gradient", 7),
     ]
     assert add_flows(entries, "r1") == [Flow("host", "csd0", "gradient", 60), Flow("host", "csd0", "code", 6)]
     assert add_flows(entries)[-1] == Flow("host", "csd0", "code", 11)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.errors import CsdctlError, DamagedHistoryError, DeadlineError, InputError
+from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
 from csdctl.runs.directory import ProjectDirectory
@@ -281,7 +281,7 @@ class TestTroubles:
         path.parent.mkdir()
         path.write_bytes(content)
         with (
-            pytest.raises(DamagedHistoryError, match="not a history that can be read"),
+            pytest.raises(DamagedMeasurementsError, match="not a history that can be read"),
             open_measurements(path),
         ):
             pass
@@ -294,7 +294,7 @@ class TestTroubles:
     def test_history_cut_short_is_told(self, path: Path) -> None:
         said_when_measuring(path)
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-        with pytest.raises(DamagedHistoryError), open_measurements(path):
+        with pytest.raises(DamagedMeasurementsError), open_measurements(path):
             pass
         assert "begun anew" in said_when_measuring(path)[0]
 
@@ -330,7 +330,7 @@ class TestTroubles:
         connection = sqlite3.connect(path)
         connection.execute("CREATE TABLE theirs (value)")
         connection.close()
-        with pytest.raises(DamagedHistoryError, match="another program's"), open_measurements(path):
+        with pytest.raises(DamagedMeasurementsError, match="another program's"), open_measurements(path):
             pass
 
     @pytest.mark.fault(25)
