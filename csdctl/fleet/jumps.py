@@ -1,7 +1,7 @@
-"""Jump hosts: what `jump:` in fleet.yaml may say; pure.
+"""Jump hosts: the values of `jump:` in fleet.yaml; pure.
 
-It names an entry of `jump_hosts`, or a node, or says `[user@]address[:port]` as OpenSSH's ProxyJump does,
-with an IPv6 address in brackets; commas join several, the first of which is reached first.
+A value is an entry of `jump_hosts`, a node, or `[user@]address[:port]` as in OpenSSH's ProxyJump, with an
+IPv6 address in brackets. Several hops are separated by commas, the first hop first.
 """
 
 import re
@@ -17,7 +17,7 @@ _HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a ProxyJump as it is written; what is not said is None."""
+    """A hop of a ProxyJump as written; missing parts are None."""
 
     address: str
     user: str | None = None
@@ -25,13 +25,13 @@ class Hop:
 
     @property
     def name(self) -> str:
-        """A name that may stand in an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
+        """A valid alias for an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
         parts = [self.user, self.address, self.port and str(self.port)]
         return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(part for part in parts if part)).strip("-.")[:63]
 
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
-    """The steps of `text`, first one first; raises ValueError for what is no ProxyJump or not allowed."""
+    """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
     if text == NO_JUMP or not text:
         return ()
     hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))

@@ -1,4 +1,4 @@
-"""Nodes as a fleet.yaml that is nice to read: what most have in `defaults`, ranges folded; pure."""
+"""Render nodes as a readable fleet.yaml, with common values in `defaults` and name ranges; pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,9 +15,9 @@ YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """fleet.yaml for `fleet`; `origin` says in its first line where it comes from.
+    """Return fleet.yaml for `fleet`; `origin` is written to its first line.
 
-    Raises InputError when there is no node.
+    Raises InputError for a fleet without nodes.
     """
     if not fleet.nodes:
         raise InputError("a fleet needs a node")
@@ -40,7 +40,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
 
 
 class _JumpNames:
-    """The jump hosts of some nodes, each with a name of its own; one that is a node too keeps the node's."""
+    """The jump hosts of some nodes, with unique names; a jump host that is also a node keeps its name."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._names = {_as_jump(node): node.name for node in nodes}
@@ -54,7 +54,7 @@ class _JumpNames:
                 self.hosts.append(jump)
 
     def name(self, jump: Node | None) -> str:
-        """What `jump:` says for a node behind `jump`."""
+        """Return the value of `jump:` for a node behind `jump`."""
         return self._names[_as_jump(jump)] if jump else ""
 
 
@@ -72,7 +72,7 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _as_jump(node: Node) -> Node:
-    """What counts of a machine that connections go through."""
+    """Return `node` with only the fields that matter for a jump host."""
     return replace(node, python="python3", groups=(), jump=_as_jump(node.jump) if node.jump else None)
 
 
@@ -81,7 +81,9 @@ def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames
     return {
         "port": _most_common(node.port for node in nodes),
         "user": _most_common(node.user for node in machines),
-        "key": str(nodes[0].key) if len(keys) == 1 and nodes[0].key else "",  # none cannot be written
+        "key": str(nodes[0].key)
+        if len(keys) == 1 and nodes[0].key
+        else "",  # a missing key cannot be expressed
         "python": _most_common(node.python for node in nodes),
         "group": _show_groups(_most_common(node.groups for node in nodes)),
         "jump": _most_common(jumps.name(node.jump) for node in nodes),
@@ -118,11 +120,11 @@ def _show_groups(groups: object) -> object:
 
 
 def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterable[YamlMapping]:
-    """One entry for neighbours that differ only in names and addresses that count up together."""
-    begin = 0
+    """Yield one entry for consecutive nodes with the same settings and consecutive names and addresses."""
+    start = 0
     for end in range(1, len(nodes) + 1):
-        if end == len(nodes) or entries[end] != entries[begin]:
-            rows = [(node.name, node.address) for node in nodes[begin:end]]
+        if end == len(nodes) or entries[end] != entries[start]:
+            rows = [(node.name, node.address) for node in nodes[start:end]]
             for _, _, (name, address) in fold_ordered(rows):
-                yield {"name": name, "address": address, **entries[begin]}
-            begin = end
+                yield {"name": name, "address": address, **entries[start]}
+            start = end

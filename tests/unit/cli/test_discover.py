@@ -71,8 +71,8 @@ class TestTable:
         assert "drive: csd3 is /dev/nvme4 (CSD 32TB, serial S4)" in shown(result_of(node))
 
     def test_notes_of_many_machines_are_one_line(self) -> None:
-        text = shown(result_of(*csds(9, notes=("Python could not be told",))))
-        assert "note: csd[0-8]: Python could not be told" in text
+        text = shown(result_of(*csds(9, notes=("Python unknown",))))
+        assert "note: csd[0-8]: Python unknown" in text
 
     def test_thousand_nodes_fit_a_screen(self) -> None:
         machines = [

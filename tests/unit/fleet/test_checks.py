@@ -61,7 +61,7 @@ def test_host_that_is_like_itself_is_green() -> None:
 def test_node_without_python_is_red_and_nothing_is_said_of_packages() -> None:
     checks = judge(python_version=None, tensorflow_version=None, mpi_version=None)
     assert checks["Python"].status == Status.FAIL
-    assert "'/opt/bin/python' is no Python that runs" in checks["Python"].found
+    assert "'/opt/bin/python' is not a working Python" in checks["Python"].found
     assert "packages" not in checks
     assert "MPI" not in checks
 
@@ -186,7 +186,7 @@ def test_machines_of_one_name_are_amber() -> None:
     conditions = [Condition("csd0", "node"), Condition("csd1", "node"), Condition("host", "server")]
     checks = judge_hostnames(conditions)
     assert [check.machine for check in checks] == ["csd0", "csd1"]
-    assert checks[0].found == "node, like csd1"
+    assert checks[0].found == "node, same as csd1"
 
 
 def test_node_with_another_prefix_than_the_first_is_red() -> None:

@@ -32,7 +32,7 @@ def test_missing_software_is_named_with_the_node_and_its_python() -> None:
 
 
 def test_python_that_does_not_run_is_said() -> None:
-    with pytest.raises(NodeError, match="'/opt/bin/python' is no Python that runs"):
+    with pytest.raises(NodeError, match="'/opt/bin/python' is not a working Python"):
         check_machines(FLEET, [Facts("csd0")])
 
 

@@ -92,13 +92,13 @@ class TestSshConfig:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            ("HostKeyAlias x", "HostKeyAlias x is not taken over"),
-            ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is not taken over"),
-            ("UserKnownHostsFile /elsewhere", "UserKnownHostsFile /elsewhere is not taken over"),
+            ("HostKeyAlias x", "HostKeyAlias x is ignored"),
+            ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is ignored"),
+            ("UserKnownHostsFile /elsewhere", "UserKnownHostsFile /elsewhere is ignored"),
             ("StrictHostKeyChecking no", "csdctl always checks host keys"),
             ("IdentityFile /nowhere/id", "IdentityFile /nowhere/id does not exist"),
-            ("AddressFamily inet6", "AddressFamily inet6 is not taken over"),
-            ("BindInterface tun0", "BindInterface tun0 is not taken over"),
+            ("AddressFamily inet6", "AddressFamily inet6 is ignored"),
+            ("BindInterface tun0", "BindInterface tun0 is ignored"),
         ],
     )
     def test_what_csdctl_does_otherwise_is_said_once_for_all(
@@ -175,7 +175,7 @@ class TestAnsible:
         command = "ssh -o HostKeyAlias=x -W %h:%p gate"
         text = f"csd[0:9] ansible_ssh_common_args=\"-o 'ProxyCommand={command}'\"\n"
         assert from_ansible(tmp_path, text).warnings == (
-            "csd[0-9]: jump host gate: HostKeyAlias x is not taken over",
+            "csd[0-9]: jump host gate: HostKeyAlias x is ignored",
         )
 
 
