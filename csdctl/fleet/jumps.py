@@ -44,9 +44,9 @@ def _parse_hop(text: str) -> Hop:
     found = _HOP.fullmatch(text)
     address = found and (found["v6"] or found["address"])
     if not found or not address or not ADDRESS.fullmatch(address):
-        raise ValueError("not a usable jump host: expected a name or [user@]address[:port]")
+        raise ValueError("not a valid jump host: expected a name or [user@]address[:port]")
     if found["user"] is not None and not USER.fullmatch(found["user"]):
-        raise ValueError("not a usable user name of a jump host")
+        raise ValueError("not a valid user name of a jump host")
     port = int(found["port"]) if found["port"] else None
     if port is not None and not 0 < port < 1 << 16:
         raise ValueError(f"port {port} of a jump host is not between 1 and 65535")

@@ -107,7 +107,7 @@ def quote_value(text: str) -> str:
 def build_query(target: Target) -> list[str]:
     """Return the command that prints the settings of `target`; raises InputError for an invalid address."""
     if not ADDRESS.fullmatch(target.host):
-        raise InputError(f"{target.name}: {target.host!r} is not a usable address or host name")
+        raise InputError(f"{target.name}: {target.host!r} is not a valid address or host name")
     return ["ssh", "-G", *target.arguments, "--", target.host]
 
 
@@ -140,7 +140,7 @@ def build_node(target: Target, settings: SshSettings, jump: Node | None, home: P
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
         if not pattern.fullmatch(text):
-            raise InputError(f"{target.name}: {text!r} is not a usable {what}")
+            raise InputError(f"{target.name}: {text!r} is not a valid {what}")
     return Node(
         name=target.name,
         address=address,

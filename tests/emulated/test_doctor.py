@@ -153,7 +153,7 @@ def test_node_without_prted_is_red(project: Path, tmp_path: Path) -> None:
     code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
     assert code == 3
     assert red(document) == [("csd1", "MPI")]
-    assert f"{tmp_path}/half/bin/prted is not there" in found(document, "csd1", "MPI")["found"]
+    assert f"{tmp_path}/half/bin/prted is missing" in found(document, "csd1", "MPI")["found"]
 
 
 @pytest.mark.fault(49)
@@ -295,6 +295,6 @@ def test_training_is_refused_before_anything_is_started(project: Path, tmp_path:
     assert done.returncode == 1
     assert "the preflight found what would make the run fail" in done.stderr
     assert "csd1: MPI:" in done.stderr
-    assert "prted is not there" in done.stderr
+    assert "prted is missing" in done.stderr
     assert "--skip-doctor" in done.stderr
     assert not (project / ".csdctl" / "runs").exists()

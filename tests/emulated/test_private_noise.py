@@ -108,7 +108,7 @@ def test_model_that_keeps_statistics_of_samples_is_refused_before_training(proje
     refused = csdctl(project, *TRAIN)
     (project / "job.yaml").write_text(JOB)
     assert refused.returncode == 2
-    assert "keeps statistics of its samples, which data.private.noise does not cover" in refused.stderr
+    assert "stores statistics of its samples, which data.private.noise does not cover" in refused.stderr
     assert "(BatchNormalization)" in refused.stderr
 
 

@@ -133,8 +133,8 @@ class TestTargets:
         found, warnings = read(tmp_path, text)
         assert list(found) == ["csd0"]
         assert warnings == {
-            "is the host itself: left out": ["localhost", "server"],
-            "is reached by `network_cli`, not by SSH: left out": ["switch"],
+            "is the host itself: skipped": ["localhost", "server"],
+            "is reached by `network_cli`, not by SSH: skipped": ["switch"],
         }
 
     def test_passwords_and_odd_interpreters_are_said(self, tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ class TestWhatOnlyAnsibleCanTell:
 
     def test_program_is_never_run(self, tmp_path: Path) -> None:
         error = refused(tmp_path, f"#!/bin/sh\ntouch {tmp_path}/ran\n", "hosts.sh")
-        assert "is a program" in error.message
+        assert "is an inventory program" in error.message
         assert not (tmp_path / "ran").exists()
 
     def test_plugin_configuration_and_directories_are_refused(self, tmp_path: Path) -> None:
@@ -193,21 +193,21 @@ class TestWhatOnlyAnsibleCanTell:
         ("[a]\ncsd0 port\n", "hosts.ini", "hosts.ini:2: expected key=value, found 'port'"),
         ("[a:hosts:b]\n", "hosts.ini", "hosts.ini:1: "),
         ("[a:odd]\n", "hosts.ini", "hosts.ini:1: section [a:odd]"),
-        ("[a:children]\nnobody\n", "hosts.ini", "hosts.ini:2: there is no group 'nobody'"),
-        ("[a:vars]\nx=1\n", "hosts.ini", "hosts.ini:1: there is no group 'a'"),
-        ("[a:children]\nb\n[b:children]\na\n", "hosts.ini", "hosts.ini:4: group 'a' holds group 'b'"),
-        ("csd[05:2]\n", "hosts.ini", "hosts.ini:1: range [05:2] in 'csd[05:2]' is not usable"),
+        ("[a:children]\nnobody\n", "hosts.ini", "hosts.ini:2: group 'nobody' is not defined"),
+        ("[a:vars]\nx=1\n", "hosts.ini", "hosts.ini:1: group 'a' is not defined"),
+        ("[a:children]\nb\n[b:children]\na\n", "hosts.ini", "hosts.ini:4: group 'a' contains group 'b'"),
+        ("csd[05:2]\n", "hosts.ini", "hosts.ini:1: range [05:2] in 'csd[05:2]' is invalid"),
         ("csd[a:9]\n", "hosts.ini", "hosts.ini:1: range"),
         ("csd[0:99999999999]\n", "hosts.ini", "hosts.ini:1: range"),
-        ("csd[0:9999][0:9999]\n", "hosts.ini", "hosts.ini:1: 'csd[0:9999][0:9999]' stands for more than"),
+        ("csd[0:9999][0:9999]\n", "hosts.ini", "hosts.ini:1: 'csd[0:9999][0:9999]' expands to more than"),
         ("all:\n  <<: word\n", "hosts.yml", "hosts.yml:2: expected a mapping"),
         ("all:\n  hosts: [csd0]\n", "hosts.yml", "hosts.yml:2: expected keys and values"),
         ("all:\n  host: {csd0: }\n", "hosts.yml", "hosts.yml:2: group 'all' has 'host'"),
         ("all: {\n", "hosts.yml", "hosts.yml:2: not valid YAML"),
         ("- a\n", "hosts.yml", "expected"),
-        ('{"_meta": {}}', "list.json", "does not hold what"),
+        ('{"_meta": {}}', "list.json", "is not output of"),
         ("", "hosts.ini", "has no host"),
-        ("fd00::1\n", "hosts.ini", "'fd00::1' is not a usable name of a node"),
+        ("fd00::1\n", "hosts.ini", "'fd00::1' is not a valid node name"),
         ("csd0 ansible_ssh_common_args='-Z'\n", "hosts.ini", "hosts.ini:1: ansible_ssh_common_args '-Z'"),
     ],
 )

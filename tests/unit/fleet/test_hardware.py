@@ -125,7 +125,7 @@ class TestProblems:
             for k in range(2)
         }
         (problem,) = fold_problems(failed, self.FLEET)
-        assert problem.remedy == "ssh-copy-id root@10.0.0.2 (this is for csd0)"
+        assert problem.remedy == "ssh-copy-id root@10.0.0.2 (shown for csd0)"
 
     def test_address_that_begins_like_another_is_not_mixed_up(self) -> None:
         fleet = Fleet((Node("a", "10.0.0.1"), Node("b", "10.0.0.11")))

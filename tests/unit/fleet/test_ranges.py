@@ -49,5 +49,5 @@ def test_line_of_a_message_names_no_more_than_it_can_hold() -> None:
 
 
 def test_range_that_ends_before_it_begins_is_refused() -> None:
-    with pytest.raises(InputError, match="not usable"):
+    with pytest.raises(InputError, match="is invalid"):
         expand_range("csd[7-0]")

@@ -65,7 +65,7 @@ def test_as_many_outputs_as_labels_are_enough() -> None:
 @pytest.mark.parametrize("loss", ["sparse_categorical_crossentropy", "SparseCategoricalCrossentropy"])
 def test_one_hot_labels_with_a_sparse_loss_are_told_the_other_loss(loss: str) -> None:
     error = refused(Recipe(loss=loss), data=ONE_HOT)
-    assert f"loss {loss} needs one integer label a sample" in error.message
+    assert f"loss {loss} needs one integer label per sample" in error.message
     assert "labels of shape 10" in error.message
     assert "categorical_crossentropy" in error.remedy
 

@@ -99,7 +99,7 @@ class TestModelReferences:
         self, write: Write, tmp_path: Path, name: str
     ) -> None:
         (tmp_path / "my_model.py").write_text("")
-        with pytest.raises(InputError, match="of no known form") as raised:
+        with pytest.raises(InputError, match="is not a valid reference") as raised:
             load_job(write((MODEL, name)))
         assert "PATH.py:FUNCTION" in raised.value.remedy
 

@@ -66,7 +66,7 @@ class TestFindingRuns:
         assert run.run_id in raised.value.remedy
 
     def test_project_without_runs_says_how_to_start_one(self, project: ProjectDirectory) -> None:
-        with pytest.raises(InputError, match="no run in .* yet") as raised:
+        with pytest.raises(InputError, match="no runs in .* yet") as raised:
             project.find_run(None)
         assert "csdctl train" in raised.value.remedy
 

@@ -38,7 +38,7 @@ def test_project_without_a_ledger_has_sent_nothing(tmp_path: Path) -> None:
 
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text('{"time": 1}\n')
-    with pytest.raises(InputError, match="ledger.jsonl:1 is no entry"):
+    with pytest.raises(InputError, match="ledger.jsonl:1 is not a valid ledger entry"):
         list(read_ledger(tmp_path / "ledger.jsonl"))
 
 
