@@ -1,7 +1,6 @@
 """An emulated fleet with OpenSSH's client in front of it."""
 
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start_fleet
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
+from tests.waiting import eventually
 
 CPU = 0.25
 MEMORY_BYTES = 160 << 20
@@ -64,7 +64,4 @@ def start(directory: Path, mechanism: str, num_nodes: int = 2) -> Running:
 
 
 def wait_until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.05)
+    assert eventually(condition, deadline_s), f"not true within {deadline_s:g} s"

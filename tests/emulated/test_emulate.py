@@ -92,7 +92,7 @@ def test_a_command_that_reads_little_of_its_input_still_ends(fleet: Running) -> 
     assert (completed.returncode, completed.stdout) == (5, b"abc")
 
 
-def test_a_slow_reader_holds_the_command_back(fleet: Running) -> None:
+def test_a_slow_reader_slows_the_command(fleet: Running) -> None:
     command = ["ssh", "-F", str(fleet.config), "csd0", "head -c 400000000 /dev/zero"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
         time.sleep(1.0)
@@ -106,7 +106,7 @@ def load_rss_bytes(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
 
 
-def test_only_the_key_of_the_fleet_is_let_in(fleet: Running, tmp_path: Path) -> None:
+def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -> None:
     node = load_fleet(fleet.directory / "fleet.yaml").nodes[0]
     other = asyncssh.generate_private_key("ssh-ed25519")
 
@@ -171,7 +171,7 @@ def test_idle_node_is_never_stopped(fleet: Running) -> None:
     assert states == {"S"}
 
 
-def test_a_command_ends_when_its_client_goes_away(fleet: Running) -> None:
+def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
     client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", "trap '' TERM HUP; sleep 60 | sleep 60"])
     wait_until(lambda: fleet.status().num_processes >= 3)
     client.kill()
@@ -179,7 +179,7 @@ def test_a_command_ends_when_its_client_goes_away(fleet: Running) -> None:
     wait_until(lambda: fleet.status().num_processes == 0)
 
 
-def test_a_daemon_outlives_its_channel_and_stays_the_nodes(fleet: Running) -> None:
+def test_a_daemon_outlives_its_channel_and_stays_with_the_node(fleet: Running) -> None:
     fleet.output("setsid sleep 61 </dev/null >/dev/null 2>&1 &")
     time.sleep(0.3)
     assert fleet.status().num_processes == 1
@@ -233,7 +233,7 @@ def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
     wait_until(lambda: fleet.status().num_processes == 0)  # no daemon of MPI stays
 
 
-def test_each_node_shows_a_host_key_of_its_own(fleet: Running) -> None:
+def test_each_node_has_its_own_host_key(fleet: Running) -> None:
     lines = (fleet.directory.parent / "known_hosts").read_text().splitlines()
     ports = {f"[127.0.0.1]:{status.port}" for status in fleet_status(fleet.directory)}
     assert {line.split()[0] for line in lines} == ports

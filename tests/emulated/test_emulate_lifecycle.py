@@ -47,7 +47,7 @@ def assert_nothing_is_left(directory: Path) -> None:
     assert not paths.usual_short_tmp.exists()
 
 
-def test_a_fleet_that_is_up_is_found_again_and_another_is_refused(directory: Path) -> None:
+def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:
     spec = EmulatedSpec(1, CPU, MEMORY_BYTES)
     path = start_fleet(directory, spec)
     pids = [status.pid for status in fleet_status(directory)]
@@ -87,7 +87,7 @@ def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, stat
     assert_nothing_is_left(directory)
 
 
-def test_a_fleet_with_a_dead_server_is_started_anew(directory: Path) -> None:
+def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
     fleet = start(directory, "auto")
     pids = [status.pid for status in fleet_status(directory)]
     os.kill(pids[0], signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_a_fleet_with_a_dead_server_is_started_anew(directory: Path) -> None:
     assert all(status.is_running for status in fleet_status(directory))
 
 
-def test_a_fleet_file_of_somebody_else_is_not_touched(directory: Path, tmp_path: Path) -> None:
+def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("nodes: []\n")
     with pytest.raises(InputError, match="left unchanged"):
@@ -108,7 +108,7 @@ def test_a_fleet_file_of_somebody_else_is_not_touched(directory: Path, tmp_path:
     assert not directory.exists()
 
 
-def test_a_directory_of_somebody_else_is_not_touched(directory: Path) -> None:
+def test_a_foreign_directory_is_not_changed(directory: Path) -> None:
     directory.mkdir(parents=True)
     (directory / "thesis.tex").touch()
     for attempt in (lambda: start_fleet(directory, EmulatedSpec(1)), lambda: stop_fleet(directory)):
@@ -117,7 +117,7 @@ def test_a_directory_of_somebody_else_is_not_touched(directory: Path) -> None:
     assert (directory / "thesis.tex").exists()
 
 
-def test_the_commands_start_show_and_end_a_fleet(
+def test_commands_start_show_and_stop_a_fleet(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -73,7 +73,7 @@ def job_with(directory: Path, name: str, **changes: str) -> Path:
     return path
 
 
-def test_demo_says_what_it_does_and_ends_with_the_report(demo: Path) -> None:
+def test_demo_shows_its_commands_and_ends_with_the_report(demo: Path) -> None:
     log = (demo / "demo.log").read_text()
     for command in ("emulate up", "discover", "prepare", "tune", "train", "report"):
         assert f"$ csdctl {command}" in log
@@ -162,7 +162,7 @@ def test_second_deploy_sends_nothing(demo: Path) -> None:
         assert delivery["num_present"] > 0
 
 
-def test_discover_knows_the_limits_of_emulated_nodes(demo: Path) -> None:
+def test_discover_finds_the_limits_of_emulated_nodes(demo: Path) -> None:
     document = json.loads(csdctl(demo, "discover", "--json").stdout)
     machines = {machine["name"]: machine for machine in document["machines"]}
     assert machines["csd0"]["cpu_limit"] == 0.25
@@ -188,7 +188,7 @@ def expected_hash(demo: Path) -> str:
 )
 @pytest.mark.fault(45)
 @pytest.mark.fault(48)
-def test_run_whose_mpi_breaks_goes_on_to_the_same_bits(
+def test_run_continues_bit_identically_after_mpi_breaks(
     demo: Path, fault: Callable[[Path, Path], None], expected_hash: str
 ) -> None:
     process, run = start_training(demo, "--no-rebalance")
@@ -204,7 +204,7 @@ def test_run_whose_mpi_breaks_goes_on_to_the_same_bits(
 
 
 @pytest.mark.fault(44)
-def test_run_goes_on_without_a_rank_that_is_killed(demo: Path) -> None:
+def test_run_continues_without_a_killed_rank(demo: Path) -> None:
     process, run = start_training(demo)
     kill_rank("csd1")(demo, run)
     output, _ = process.communicate(timeout=200)
@@ -238,7 +238,7 @@ def test_run_that_lost_too_many_nodes_ends_and_is_resumed(demo: Path) -> None:
 
 
 @pytest.mark.fault(23)
-def test_run_that_is_stopped_goes_on_to_the_same_bits(demo: Path, expected_hash: str) -> None:
+def test_stopped_run_resumes_bit_identically(demo: Path, expected_hash: str) -> None:
     process, run = start_training(demo, "--no-rebalance")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
@@ -258,7 +258,7 @@ def test_run_that_is_stopped_goes_on_to_the_same_bits(demo: Path, expected_hash:
 
 @pytest.mark.fault(23)
 @pytest.mark.fault(24)
-def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the_same_bits(
+def test_killed_csdctl_leaves_nothing_running_and_its_run_resumes_bit_identically(
     demo: Path, expected_hash: str
 ) -> None:
     process, run = start_training(demo, "--no-rebalance")
@@ -274,7 +274,7 @@ def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the
 
 
 @pytest.mark.fault(57)
-def test_loss_that_is_no_number_ends_the_run_and_says_what_to_change(demo: Path) -> None:
+def test_nan_loss_ends_the_run_with_a_remedy(demo: Path) -> None:
     job_with(demo, "wild.yaml", learning_rate="1e12")
     done = csdctl(demo, "train", "wild.yaml", "--batch-size", "16", "--skip-doctor")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -284,7 +284,7 @@ def test_loss_that_is_no_number_ends_the_run_and_says_what_to_change(demo: Path)
     assert nothing_is_left(demo, max((demo / ".csdctl" / "runs").iterdir()))
 
 
-def test_verify_proves_the_gradient_on_the_fleet_at_hand(demo: Path) -> None:
+def test_verify_proves_the_gradient_on_this_fleet(demo: Path) -> None:
     done = csdctl(demo, "verify", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -329,13 +329,13 @@ def test_model_with_too_few_outputs_is_refused_before_anything_starts(demo: Path
     assert "has 5 outputs, the public data has labels up to 9" in done.stderr
 
 
-def test_missing_ssh_client_is_said(demo: Path) -> None:
+def test_missing_ssh_client_is_reported(demo: Path) -> None:
     done = csdctl(demo, "train", environment={**os.environ, "PATH": "/nonexistent"})
     assert done.returncode == 1
     assert "there is no ssh client" in done.stderr
 
 
-def test_node_that_is_down_is_named_and_can_be_left_out(demo: Path) -> None:
+def test_node_that_is_down_is_named_and_can_be_excluded(demo: Path) -> None:
     fleet = yaml.safe_load((demo / "fleet.yaml").read_text())
     fleet["nodes"][1]["port"] = 1
     for key in ("key",):

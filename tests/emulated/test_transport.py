@@ -45,7 +45,7 @@ def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_node_has_a_home_of_its_own(project: Path, fleet: Fleet) -> None:
+def test_every_node_has_its_own_home(project: Path, fleet: Fleet) -> None:
     with open_sessions(fleet, directory=project) as sessions:
         assert not sessions.failed
         homes = run_on_all(sessions.nodes, lambda session: session.run(["pwd"]).output)
@@ -98,7 +98,7 @@ def test_discover_prints_one_json_document_and_the_rest_to_stderr(project: Path,
     assert "(emulated fleet)" in ended.stderr
 
 
-def test_discover_tells_a_lost_node_its_remedy_and_exit_code_3(project: Path, fleet: Fleet) -> None:
+def test_discover_reports_a_lost_node_with_its_remedy_and_exit_code_3(project: Path, fleet: Fleet) -> None:
     text = fleet.path.read_text().replace(f"port: {fleet.nodes[1].port}", "port: 1")
     broken = project / "broken.yaml"
     broken.write_text(text)

@@ -1,8 +1,6 @@
 """`csdctl trust` on an emulated fleet: keys shown by real servers, accepted, and refused when they change."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +9,9 @@ import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.fleet.reading import load_fleet
+from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated
-
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
 
 @pytest.fixture(scope="module")
@@ -32,24 +29,13 @@ def project(emulated: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(CSDCTL), *arguments],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def known(project: Path) -> list[str]:
     path = project / ".csdctl" / "known_hosts"
     return path.read_text().splitlines() if path.exists() else []
 
 
 @pytest.mark.fault(4)
-def test_unknown_keys_are_refused_until_a_person_has_accepted_them(project: Path) -> None:
+def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> None:
     refused = csdctl(project, "discover")
     assert refused.returncode == 4
     assert "csdctl trust --limit csd0" in refused.stdout
@@ -63,7 +49,7 @@ def test_unknown_keys_are_refused_until_a_person_has_accepted_them(project: Path
     assert csdctl(project, "discover").returncode == 0
 
 
-def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
+def test_keys_are_stored_in_plain_text_and_accepted_once(project: Path) -> None:
     csdctl(project, "trust", "--yes")
     node = load_fleet(project / "fleet.yaml").node("csd0")
     assert known(project)[0].startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
@@ -74,7 +60,7 @@ def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
 
 
 @pytest.mark.fault(5)
-def test_changed_key_is_refused_always_and_forgotten_only_by_name(project: Path) -> None:
+def test_changed_key_is_always_refused_and_forgotten_only_by_name(project: Path) -> None:
     csdctl(project, "trust", "--yes")
     other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().split()[1]
     name = known(project)[0].split()[0]
@@ -92,7 +78,7 @@ def test_changed_key_is_refused_always_and_forgotten_only_by_name(project: Path)
     assert csdctl(project, "discover").returncode == 0
 
 
-def test_json_document_names_every_key_and_who_failed(project: Path) -> None:
+def test_json_document_lists_every_key_and_failed_machines(project: Path) -> None:
     text = (project / "fleet.yaml").read_text()
     node = load_fleet(project / "fleet.yaml").node("csd1")
     (project / "fleet.yaml").write_text(text.replace(f"port: {node.port}", "port: 1"))

@@ -49,7 +49,7 @@ def test_far_nodes_are_reached_through_the_gate_only(lab: Lab) -> None:
         assert inside.recv(4) == b"SSH-"
 
 
-def test_lab_that_was_killed_ends_by_itself_and_the_next_one_cleans_up(lab: Lab) -> None:
+def test_killed_lab_ends_and_the_next_one_cleans_up(lab: Lab) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LEAVES_A_LAB],
         cwd=Path(__file__).parents[2],

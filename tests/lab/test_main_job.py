@@ -108,7 +108,7 @@ def test_host_and_two_nodes_train_with_data_that_stays_private(tuned: tuple[Proj
 
 
 @pytest.mark.fault(37)
-def test_job_or_fleet_that_changed_after_tuning_is_noticed(tuned: tuple[Project, Path]) -> None:
+def test_job_or_fleet_changed_after_tuning_is_detected(tuned: tuple[Project, Path]) -> None:
     project, private = tuned
     third = project.lab.near[2]
     project.write_fleet(*project.lab.near, name="larger.yaml")
@@ -137,7 +137,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
 
 
 @pytest.mark.fault(10)
-def test_gate_that_is_off_is_named_once_for_all_behind_it(project: Project) -> None:
+def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Project) -> None:
     lab = project.lab
     _write_jumping_fleet(project, lab.gate.node, *(far.node for far in lab.far))
     project.know(lab.gate, *lab.far)

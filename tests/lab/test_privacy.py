@@ -114,7 +114,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
     check_ledger(project, captures)
 
 
-def test_worker_that_fails_on_private_data_tells_nothing_of_it(project: Project, job: Path) -> None:
+def test_worker_that_fails_on_private_data_reveals_nothing(project: Project, job: Path) -> None:
     """Of all pictures none can be used: the worker gives up, with the node, and without a name."""
     node = project.lab.near[0]
     project.use(node, network=NETWORK)
@@ -133,7 +133,7 @@ def test_worker_that_fails_on_private_data_tells_nothing_of_it(project: Project,
     assert search_host(project.path) == []
 
 
-def test_public_data_that_a_node_does_not_see_is_refused(project: Project, job: Path) -> None:
+def test_public_data_that_a_node_cannot_read_is_refused(project: Project, job: Path) -> None:
     nodes = project.lab.near[:2]
     project.use(*nodes, network=NETWORK)
     everywhere = job.with_name("everywhere.yaml")

@@ -3,8 +3,7 @@
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.lab import network
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.lab
 
@@ -54,15 +54,6 @@ def session_to(lab: Lab, node: LabNode) -> Iterator[SshSession]:
             session.close()
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.mark.fault(16)
 def test_hanging_command_is_gone_from_the_node_with_all_it_started(lab: Lab) -> None:
     node = lab.near[0]
@@ -74,7 +65,7 @@ def test_hanging_command_is_gone_from_the_node_with_all_it_started(lab: Lab) -> 
 
 
 @pytest.mark.fault(16)
-def test_hanging_command_ends_by_itself_when_nobody_can_reach_the_node(lab: Lab) -> None:
+def test_hanging_command_ends_on_an_unreachable_node(lab: Lab) -> None:
     node = lab.near[0]
     ends: list[CsdctlError] = []
 
@@ -99,7 +90,7 @@ class TestLostInTheMiddle:
 
     @pytest.mark.fault(17)
     @pytest.mark.fault(20)
-    def test_every_loss_is_known_within_15_s_and_never_taken_for_success(self, lab: Lab) -> None:
+    def test_every_loss_is_detected_within_15_s_and_never_taken_for_success(self, lab: Lab) -> None:
         ends: dict[str, object] = {}
 
         def wait_for(node: LabNode, session: SshSession) -> None:

@@ -27,13 +27,13 @@ def state(paths: FleetPaths, tmp_path: Path) -> FleetState:
     return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", "root", nodes)
 
 
-def test_state_comes_back_as_it_was_saved(paths: FleetPaths, state: FleetState) -> None:
+def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:
     save_state(paths, state)
     assert load_state(paths) == state
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "nodes": 3}'])
-def test_state_that_cannot_be_used_counts_as_lost(paths: FleetPaths, content: str) -> None:
+def test_unusable_state_counts_as_lost(paths: FleetPaths, content: str) -> None:
     paths.directory.mkdir(parents=True)
     paths.state.write_text(content)
     assert load_state(paths) is None
@@ -70,7 +70,7 @@ def test_the_fleet_file_is_one_that_csdctl_reads(paths: FleetPaths, state: Fleet
     }
 
 
-def test_a_fleet_file_that_was_changed_stays(paths: FleetPaths, state: FleetState) -> None:
+def test_a_changed_fleet_file_is_kept(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
     path = state.fleet_path
     assert is_unchanged(path, paths.fleet_id)
@@ -82,7 +82,7 @@ def test_a_fleet_file_that_was_changed_stays(paths: FleetPaths, state: FleetStat
         check_may_write(path, paths.fleet_id)
 
 
-def test_a_fleet_file_goes_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
+def test_a_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
     facts = state.fleet_path.with_name("fleet.facts.json")
     facts.write_text("{}")
@@ -102,7 +102,7 @@ def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Pat
     assert "csd7.example" in known
 
 
-def test_down_takes_only_its_own_host_keys(tmp_path: Path) -> None:
+def test_down_removes_only_its_own_host_keys(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     add_host_keys(path, {2200: KEY}, "mine")
     remove_host_keys(path, [], "mine")

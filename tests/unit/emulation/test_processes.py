@@ -34,14 +34,14 @@ def test_descendants_are_found_both_ways(sleeper: "subprocess.Popen[bytes]") -> 
     assert set(found) >= set(processes._descendants_in(processes._parents(), sleeper.pid))
 
 
-def test_a_process_is_found_by_the_mark_it_carries(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:
     family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
     while set(processes.list_marked("unit-test-fleet")) != family:  # until it has replaced this program
         time.sleep(0.01)
     assert processes.list_marked("unit-test-flee") == []
 
 
-def test_an_ended_process_is_not_running_though_nobody_waited_for_it() -> None:
+def test_a_zombie_is_not_running() -> None:
     child = subprocess.Popen(["true"])
     started = processes.load_stat(child.pid)
     assert started is not None

@@ -95,7 +95,7 @@ class TestModelReferences:
     @pytest.mark.parametrize(
         "name", ["MobileNetV2", "model.h5", "my_model.py", '"my_model.py:"', "my_model.py:a.b", "a.txt:build"]
     )
-    def test_unknown_form_is_refused_with_the_known_ones(
+    def test_invalid_reference_is_refused_with_the_valid_forms(
         self, write: Write, tmp_path: Path, name: str
     ) -> None:
         (tmp_path / "my_model.py").write_text("")
@@ -105,7 +105,7 @@ class TestModelReferences:
 
 
 class TestFingerprint:
-    def test_it_stays_when_nothing_changes(self, write: Write) -> None:
+    def test_fingerprint_is_stable(self, write: Write) -> None:
         assert load_job(write()).fingerprint() == load_job(write()).fingerprint()
 
     @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ class TestFingerprint:
 
 
 class TestRecipe:
-    def test_what_is_left_out_has_the_documented_default(self, write: Write) -> None:
+    def test_omitted_keys_have_documented_defaults(self, write: Write) -> None:
         recipe = load_job(write()).recipe
         assert (recipe.epochs, recipe.learning_rate, recipe.reference_batch) == (10, 0.1, 256)
         assert (recipe.optimizer, recipe.optimizer_args, recipe.warmup_epochs) == ("sgd", {}, 0.0)
@@ -184,7 +184,7 @@ class TestRecipe:
             load_job(write(("epochs: 10", f"epochs: {value}")))
 
     @pytest.mark.parametrize("line", ["  epochs: 10\n", "  learning_rate: 0.1\n"])
-    def test_epochs_and_learning_rate_must_be_there(self, write: Write, line: str) -> None:
+    def test_epochs_and_learning_rate_are_required(self, write: Write, line: str) -> None:
         with pytest.raises(InputError, match=f"`recipe.{line.strip().partition(':')[0]}` is missing"):
             load_job(write((line, "")))
 
@@ -208,7 +208,7 @@ def with_noise(write: Write, noise: str) -> Job:
     return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
 
 
-def test_noise_on_private_samples_changes_the_plan_and_is_absent_unless_asked_for(write: Write) -> None:
+def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(write: Write) -> None:
     without = load_job(write())
     job = with_noise(write, NOISE)
     assert (without.noise, job.noise) == (None, Noise(1.0, 8.0, 1e-5))

@@ -34,12 +34,12 @@ def job(tmp_path: Path) -> Write:
 
 
 class TestReading:
-    def test_nothing_said_leaves_everything_to_the_model(self, job: Write) -> None:
+    def test_defaults_leave_everything_to_the_model(self, job: Write) -> None:
         reading = job().reading
         assert reading.picture == ImageRule(None, "stretch", 100_000_000)
         assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
 
-    def test_pictures_classes_and_features_are_said(self, job: Write) -> None:
+    def test_images_classes_and_features_are_read(self, job: Write) -> None:
         said = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
         said += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
         reading = job(said).reading
@@ -79,7 +79,7 @@ class TestReading:
         assert loaded.fingerprint() != before
 
     @pytest.mark.parametrize("function", ["my_data.py:load", "my_model.py", "my_model.txt:load", "load"])
-    def test_function_that_is_not_there_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
+    def test_missing_function_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
         (tmp_path / "my_model.py").write_text("")
         with pytest.raises(InputError, match="was not found"):
             job(public=f"pub, function: '{function}'")
@@ -106,7 +106,7 @@ class TestPrivatePath:
         with pytest.raises(InputError, match=r"data\.validation\.path .* overlap"):
             job(private=private, validation=other)
 
-    def test_root_of_all_is_refused(self, job: Write) -> None:
+    def test_root_directory_is_refused(self, job: Write) -> None:
         with pytest.raises(InputError, match="overlap"):
             job(private="/")
 
@@ -117,10 +117,10 @@ class TestPrivatePath:
             job(private=str(tmp_path / "mine"))
 
     @pytest.mark.parametrize("private", ["/data/../etc", "..", "~/../other", "a/.."])
-    def test_way_upwards_is_refused(self, job: Write, private: str) -> None:
+    def test_parent_reference_is_refused(self, job: Write, private: str) -> None:
         with pytest.raises(InputError, match=r"contains `\.\.`"):
             job(private=private)
 
     @pytest.mark.parametrize("private", ["/data/private2", "~/private", "private", "/data/priv"])
-    def test_neighbours_are_no_matter(self, job: Write, private: str) -> None:
+    def test_sibling_paths_are_accepted(self, job: Write, private: str) -> None:
         assert job(private=private, public="/data/private").private_path == private

@@ -10,7 +10,7 @@ from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
 from csdctl.transport.meter import TrafficClass
 
 
-def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> None:
     path = tmp_path / ".csdctl" / "ledger.jsonl"
     for command, run, count in (("prepare", "", 5), ("train", "r1", 70)):
         ledger = Ledger(path, command)
@@ -24,7 +24,7 @@ def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path)
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
 
 
-def test_what_was_saved_is_not_saved_again(tmp_path: Path) -> None:
+def test_saved_traffic_is_not_saved_again(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", "tune")
     ledger.add({("host", "csd0", "code"): 1})
     ledger.save()
@@ -53,5 +53,5 @@ def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
     assert add_flows(entries)[-1] == Flow("host", "csd0", "code", 11)
 
 
-def test_every_kind_of_bytes_has_a_remark_for_the_reader() -> None:
+def test_every_traffic_class_has_a_description() -> None:
     assert set(REMARKS) == set(TrafficClass)

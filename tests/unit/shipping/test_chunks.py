@@ -28,7 +28,7 @@ class TestSharedReading:
         self.deliver_to(4, parcel, chunks, tmp_path)
         assert chunks.bytes_read == total
 
-    def test_more_than_the_cache_holds_is_read_once_more(self, tmp_path: Path) -> None:
+    def test_chunks_beyond_the_cache_are_read_twice(self, tmp_path: Path) -> None:
         content = os.urandom(6 * CHUNK_BYTES)
         source = fill(tmp_path / "tree", big=content)
         chunks = SharedChunks(max_bytes=2 * CHUNK_BYTES)
@@ -36,7 +36,7 @@ class TestSharedReading:
         self.deliver_to(1, parcel, chunks, tmp_path)
         assert chunks.bytes_read == len(content) + 4 * CHUNK_BYTES
 
-    def test_chunk_that_cannot_be_read_fails_for_all_that_wait(self, tmp_path: Path) -> None:
+    def test_unreadable_chunk_fails_for_all_waiters(self, tmp_path: Path) -> None:
         source = fill(tmp_path / "tree", a=b"x")
         chunks = SharedChunks(max_bytes=0)
         found = chunks.hash_source(str(source / "a"))

@@ -73,7 +73,7 @@ class TestFiles:
         assert (home / stored.path).read_bytes() == b"content"
         assert not (home / stored.path).is_symlink()
 
-    def test_nothing_to_deliver_asks_the_machine_nothing(self) -> None:
+    def test_empty_delivery_sends_no_command(self) -> None:
         session = FakeSession("csd0")
         assert send(session) == Delivery(0, 0, 0)
         assert session.commands == []
@@ -85,25 +85,23 @@ class TestFiles:
         assert session.conversations[0].sent_bytes == b""
         assert session.conversations[0].is_closed
 
-    def test_machine_without_python_is_told_what_it_needs(self, host: Path) -> None:
+    def test_missing_python_is_an_error_with_the_required_version(self, host: Path) -> None:
         session = FakeSession("csd4").on("sh", exit_code=127, stderr="python3: not found")
         with pytest.raises(RemoteCommandError, match="not found") as raised:
             send(session, store_bytes(b"x", "", host))
         assert (raised.value.node, "Python 3.8" in raised.value.remedy) == ("csd4", True)
 
-    def test_unreadable_answer_is_an_error_of_the_node(self, host: Path) -> None:
+    def test_invalid_response_is_an_error_of_the_node(self, host: Path) -> None:
         session = FakeSession("csd4").on("sh", stdout="Welcome!\n")
         with pytest.raises(RemoteCommandError, match="invalid response 'Welcome!'"):
             send(session, store_bytes(b"x", "", host))
 
-    def test_another_python_does_where_the_nodes_own_is_not_there_yet(
-        self, node: Machine, host: Path
-    ) -> None:
+    def test_python3_is_used_where_the_nodes_python_is_missing(self, node: Machine, host: Path) -> None:
         assert send(node[0], store_bytes(b"x", "", host), python="/opt/none/bin/python").num_sent == 1
 
 
 class TestTrees:
-    def test_tree_arrives_as_it_is(self, machine: Machine, source: Path) -> None:
+    def test_tree_arrives_unchanged(self, machine: Machine, source: Path) -> None:
         session, home = machine
         (source / "empty" / "directory").mkdir(parents=True)
         (source / ".hidden").write_bytes(b"hidden")
@@ -126,7 +124,7 @@ class TestTrees:
     def test_same_content_is_sent_once(self, node: Machine, source: Path) -> None:
         assert send_tree(node[0], source) == Delivery(2, 6, 0)
 
-    def test_changed_tree_replaces_the_old_one_at_once(self, node: Machine, source: Path) -> None:
+    def test_changed_tree_replaces_the_old_one_atomically(self, node: Machine, source: Path) -> None:
         session, home = node
         send_tree(session, source)
         before = os.readlink(home / "there")
@@ -144,21 +142,21 @@ class TestTrees:
         assert os.readlink(home / "there") == before
 
     @pytest.mark.fault(28)
-    def test_changed_bytes_in_a_deployed_tree_are_mended(self, node: Machine, source: Path) -> None:
+    def test_changed_bytes_in_a_deployed_tree_are_repaired(self, node: Machine, source: Path) -> None:
         session, home = node
         send_tree(session, source)
         (home / "there" / "deep" / "b").write_bytes(b"TWO")
         assert send_tree(session, source) == Delivery(1, 3, 1)
         assert (home / "there" / "deep" / "b").read_bytes() == b"two"
 
-    def test_file_that_was_added_on_the_node_is_no_change(self, node: Machine, source: Path) -> None:
+    def test_file_added_on_the_node_is_not_a_change(self, node: Machine, source: Path) -> None:
         session, home = node
         send_tree(session, source)
         (home / "there" / "cache").write_bytes(b"of the node")
         assert send_tree(session, source).num_sent == 0
         assert (home / "there" / "cache").exists()
 
-    def test_reader_never_sees_half_a_tree(self, node: Machine, source: Path) -> None:
+    def test_reader_never_sees_a_partial_tree(self, node: Machine, source: Path) -> None:
         session, home = node
         for name in "abcdefgh":
             (source / name).write_bytes(b"old")
@@ -189,7 +187,7 @@ class TestTrees:
         assert len(list((home / ".csdctl" / "manifests").iterdir())) == 1
         assert send_tree(session, source) == Delivery(0, 0, 62)
 
-    def test_damaged_manifest_of_the_node_is_asked_for_again(self, node: Machine, source: Path) -> None:
+    def test_damaged_manifest_of_the_node_is_requested_again(self, node: Machine, source: Path) -> None:
         session, home = node
         for number in range(60):
             (source / f"file {number}").write_bytes(b"%d" % number)
@@ -197,7 +195,7 @@ class TestTrees:
         next((home / ".csdctl" / "manifests").iterdir()).write_bytes(b"nonsense")
         assert send_tree(session, source).num_sent == 0
 
-    def test_two_trees_travel_together(self, node: Machine, source: Path, host: Path) -> None:
+    def test_two_trees_are_sent_together(self, node: Machine, source: Path, host: Path) -> None:
         session, home = node
         other = fill(host / "other", a=b"one", z=b"zzz")
         chunks = SharedChunks()
@@ -207,29 +205,29 @@ class TestTrees:
         assert content_of(home / "first") == content_of(source)
         assert content_of(home / "deep" / "second") == content_of(other)
 
-    def test_trees_inside_each_other_are_refused(self, source: Path) -> None:
+    def test_overlapping_trees_are_refused(self, source: Path) -> None:
         chunks = SharedChunks()
         trees = [read_tree(TreeRequest(source, name), chunks) for name in ("a/b", "a")]
         with pytest.raises(InputError, match="overlap"):
             pack_parcel(trees=trees)
 
-    def test_dry_run_tells_and_writes_nothing(self, machine: Machine, source: Path) -> None:
+    def test_dry_run_reports_and_writes_nothing(self, machine: Machine, source: Path) -> None:
         session, home = machine
         before = set(home.rglob("*"))
         assert send_tree(session, source, dry_run=True) == Delivery(2, 6, 0)
         assert set(home.rglob("*")) == before
 
-    def test_absolute_destination_is_taken(self, node: Machine, source: Path, tmp_path: Path) -> None:
+    def test_absolute_destination_is_accepted(self, node: Machine, source: Path, tmp_path: Path) -> None:
         send_tree(node[0], source, str(tmp_path / "srv" / "data"))
         assert content_of(tmp_path / "srv" / "data") == content_of(source)
 
-    def test_empty_directory_at_the_destination_gives_way(self, node: Machine, source: Path) -> None:
+    def test_empty_directory_at_the_destination_is_replaced(self, node: Machine, source: Path) -> None:
         (node[1] / "there").mkdir()
         send_tree(node[0], source)
         assert content_of(node[1] / "there") == content_of(source)
 
     @pytest.mark.parametrize("what", ["directory", "file", "link", "dangling link"])
-    def test_what_others_made_is_refused_and_left_alone(
+    def test_foreign_destination_is_refused_and_unchanged(
         self, node: Machine, source: Path, what: str, tmp_path: Path
     ) -> None:
         session, home = node
@@ -267,7 +265,7 @@ class TestTrees:
         assert (home / "there" / "a").stat().st_nlink == 1
 
     @pytest.mark.fault(32)
-    def test_ten_thousand_small_files_arrive_and_are_known_afterwards(
+    def test_ten_thousand_small_files_arrive_and_are_recognized_afterwards(
         self, node: Machine, tmp_path: Path
     ) -> None:
         source = tmp_path / "many"

@@ -43,7 +43,9 @@ def file_system(place: Path, options: str) -> Iterator[Path]:
 class TestFaults:
     @pytest.mark.fault(25)
     @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
-    def test_full_disk_is_said_and_leaves_old_files_and_no_part(self, source: Path, tmp_path: Path) -> None:
+    def test_full_disk_is_reported_and_keeps_old_files_without_parts(
+        self, source: Path, tmp_path: Path
+    ) -> None:
         with file_system(tmp_path / "node", "size=2m") as home:
             session = LocalSession("csd0", home)
             send_tree(session, source)
@@ -57,9 +59,7 @@ class TestFaults:
 
     @pytest.mark.fault(25)
     @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system can be mounted by root only")
-    def test_disk_that_is_full_for_the_tree_itself_leaves_the_old_one(
-        self, source: Path, tmp_path: Path
-    ) -> None:
+    def test_disk_full_while_building_the_tree_keeps_the_old_tree(self, source: Path, tmp_path: Path) -> None:
         with file_system(tmp_path / "node", "nr_inodes=40") as home:
             session = LocalSession("csd0", home)
             send_tree(session, source)
@@ -73,7 +73,7 @@ class TestFaults:
 
     @pytest.mark.fault(26)
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounted by root only")
-    def test_read_only_file_system_is_said_and_what_is_there_is_still_found(
+    def test_read_only_file_system_is_reported_and_existing_files_are_found(
         self, source: Path, tmp_path: Path
     ) -> None:
         with file_system(tmp_path / "node", "rw") as home:
@@ -88,7 +88,7 @@ class TestFaults:
             assert (home / "there" / "a").read_bytes() == b"one"
 
     @pytest.mark.fault(25)
-    def test_write_error_in_the_middle_keeps_the_old_tree(self, server: Any, source: Path) -> None:
+    def test_write_error_during_delivery_keeps_the_old_tree(self, server: Any, source: Path) -> None:
         session = connect(server.node(), [server.known_hosts])
         send_tree(session, source)
         session.close()
@@ -102,7 +102,7 @@ class TestFaults:
         assert len(os.listdir(server.home / OBJECTS)) == len(parts(server.home)) + 2
 
     @pytest.mark.fault(27)
-    def test_cut_at_half_leaves_a_part_that_the_next_deploy_continues(
+    def test_interrupted_delivery_leaves_a_part_that_the_next_deploy_continues(
         self, server: Any, source: Path
     ) -> None:
         size = 64_000_000
@@ -126,7 +126,7 @@ class TestFaults:
         assert not part.exists()
 
     @pytest.mark.fault(27)
-    def test_part_with_a_wrong_beginning_is_found_and_sent_anew(self, node: Machine, host: Path) -> None:
+    def test_part_with_wrong_content_is_detected_and_sent_again(self, node: Machine, host: Path) -> None:
         session, home = node
         stored = store_bytes(os.urandom(5_000_000), ".bin", host)
         (home / OBJECTS).mkdir(parents=True)
@@ -146,7 +146,7 @@ class TestFaults:
 
     @pytest.mark.fault(29)
     @pytest.mark.parametrize("change", ["other bytes", "cut short", "gone", "same size and time"])
-    def test_source_that_changes_meanwhile_is_named_and_nothing_appears(
+    def test_source_that_changes_meanwhile_is_named_and_not_deployed(
         self, node: Machine, source: Path, change: str
     ) -> None:
         session, home = node
@@ -182,7 +182,7 @@ class TestFaults:
         assert not (node[1] / stored.path).exists()
 
     @pytest.mark.fault(33)
-    def test_times_of_the_node_mean_nothing(self, node: Machine, source: Path) -> None:
+    def test_file_times_of_the_node_are_ignored(self, node: Machine, source: Path) -> None:
         session, home = node
         send_tree(session, source)
         for path in (home / "there").rglob("*"):
@@ -192,7 +192,7 @@ class TestFaults:
         os.utime(home / "there" / "a", (2**32, 2**32))
         assert send_tree(session, source).num_sent == 1
 
-    def test_killed_receiver_is_an_error_and_the_next_one_goes_on(self, node: Machine, host: Path) -> None:
+    def test_killed_receiver_is_an_error_and_the_next_one_continues(self, node: Machine, host: Path) -> None:
         session, home = node
         stored = store_bytes(os.urandom(8_000_000), ".bin", host)
 

@@ -16,7 +16,7 @@ from tests.unit.shipping.delivering import (
 
 
 class TestPruning:
-    def test_what_nothing_uses_is_removed(self, node: Machine, source: Path, host: Path) -> None:
+    def test_unused_files_are_removed(self, node: Machine, source: Path, host: Path) -> None:
         session, home = node
         send_tree(session, source)
         (source / "a").write_bytes(b"changed")

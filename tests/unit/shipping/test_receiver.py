@@ -49,7 +49,7 @@ def test_command_line_is_short_enough_for_dropbear() -> None:
     assert len(line) < DROPBEAR_MAX_COMMAND_BYTES
 
 
-def test_what_travels_is_the_module_itself(tmp_path: Path) -> None:
+def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
     program = f"{receiver_source()}\n"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program, '{"prune": true}'],
@@ -108,7 +108,7 @@ def _connect(node: Node, directory: Path) -> SshSession:
         time.sleep(0.05)
 
 
-def test_tree_arrives_by_way_of_a_real_server(node: Node, tmp_path: Path) -> None:
+def test_tree_arrives_through_a_real_server(node: Node, tmp_path: Path) -> None:
     source = tmp_path / "tree"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "big").write_bytes(os.urandom(3_000_000))

@@ -61,7 +61,7 @@ def test_nodes_behind_one_jump_host_share_one_connection_to_it(
     assert len(server.connections) == 12
 
 
-def test_jump_hosts_can_stand_behind_each_other(server: Server, gate: Server) -> None:
+def test_jump_hosts_can_be_nested(server: Server, gate: Server) -> None:
     middle = gate.node(name="middle", jump=gate.node(name="gate"))
     node = server.node(jump=middle)
     with contextlib.closing(connect(node, both_known(server, gate))) as session:
@@ -69,7 +69,7 @@ def test_jump_hosts_can_stand_behind_each_other(server: Server, gate: Server) ->
 
 
 @pytest.mark.fault(10)
-def test_jump_host_that_is_down_is_one_cause_for_all_nodes_behind_it(
+def test_jump_host_that_is_down_is_one_error_for_all_nodes_behind_it(
     server: Server, gate: Server, tmp_path: Path
 ) -> None:
     gone = gate.node(name="gate", port=1)
@@ -97,13 +97,13 @@ def test_node_with_another_key_is_refused_behind_a_jump_host_too(server: Server,
         connect(behind(server, gate), both_known(server, gate))
 
 
-def test_jump_host_that_does_not_accept_our_key_is_named(server: Server, gate: Server) -> None:
+def test_jump_host_that_refuses_the_key_is_named(server: Server, gate: Server) -> None:
     node = server.node(jump=gate.node(name="gate", user="nobody"))
     with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of the offered keys"):
         connect(node, both_known(server, gate))
 
 
-def test_key_of_the_node_is_not_that_of_the_jump_host(server: Server, gate: Server) -> None:
+def test_node_and_jump_host_use_their_own_keys(server: Server, gate: Server) -> None:
     with pytest.raises(AuthenticationError, match="csd0"):
         connect(behind(server, gate, key=gate.key), both_known(server, gate))
 
@@ -115,7 +115,7 @@ def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Serve
     assert "AllowTcpForwarding" in caught.value.remedy
 
 
-def test_node_that_is_down_behind_a_jump_host_is_the_nodes_fault(server: Server, gate: Server) -> None:
+def test_node_that_is_down_behind_a_jump_host_is_an_error_of_the_node(server: Server, gate: Server) -> None:
     with pytest.raises(UnreachableError, match="port 1 cannot be reached through gate") as caught:
         connect(behind(server, gate, port=1), both_known(server, gate))
     assert not isinstance(caught.value, JumpHostError)
@@ -138,7 +138,7 @@ def test_silent_jump_host_ends_at_the_deadline(server: Server, gate: Server) -> 
 
 
 @pytest.mark.fault(7)
-def test_dropped_connections_are_tried_again_behind_a_jump_host(server: Server, gate: Server) -> None:
+def test_dropped_connections_are_retried_behind_a_jump_host(server: Server, gate: Server) -> None:
     server.num_drops = 1
     connect(behind(server, gate), both_known(server, gate)).close()
 
@@ -158,7 +158,7 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(server: Server, ga
         session.close()
 
 
-def test_peer_that_answers_is_left_alone(server: Server) -> None:
+def test_responding_peer_stays_connected(server: Server) -> None:
     known = KnownHosts.load([server.known_hosts])
     jumps = ssh_connect.make_jump_hosts(known)
     transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(10), jumps)
@@ -168,7 +168,7 @@ def test_peer_that_answers_is_left_alone(server: Server) -> None:
     transport.close()
 
 
-def test_ssh_itself_goes_the_same_way(server: Server, gate: Server, tmp_path: Path) -> None:
+def test_ssh_uses_the_same_jump_host(server: Server, gate: Server, tmp_path: Path) -> None:
     """mpirun starts the nodes' daemons with this configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(build_ssh_config([behind(server, gate)], both_known(server, gate)))

@@ -64,7 +64,7 @@ def make_key(path: Path, passphrase: str | None = None) -> Path:
 
 
 @pytest.mark.fault(1)
-def test_closed_port_is_unreachable_and_says_what_to_check(server: Server) -> None:
+def test_closed_port_is_unreachable_with_a_remedy(server: Server) -> None:
     with pytest.raises(UnreachableError, match="refused") as caught:
         connect(server.node(port=closed_port()), [server.known_hosts])
     assert caught.value.node == "csd0"
@@ -93,7 +93,7 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 
 
 @pytest.mark.fault(3)
-def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Server) -> None:
+def test_server_that_accepts_and_never_responds_meets_the_deadline(server: Server) -> None:
     with (
         answering(None) as port,
         pytest.raises(UnreachableError, match="did not respond within") as caught,
@@ -172,7 +172,7 @@ def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_p
 
 
 @pytest.mark.parametrize("has_public_file", [True, False])
-def test_key_with_a_passphrase_works_when_an_agent_holds_it(
+def test_key_with_a_passphrase_works_with_an_agent(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_public_file: bool
 ) -> None:
     locked = tmp_path / "locked"
@@ -212,7 +212,7 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
 
 
 @pytest.mark.fault(8)
-def test_dropped_connections_are_tried_again(server: Server) -> None:
+def test_dropped_connections_are_retried(server: Server) -> None:
     server.num_drops = 2
     session = connect(server.node(), [server.known_hosts], connect_deadline_s=20)
     assert session.run(["true"]).exit_code == 0
@@ -228,7 +228,7 @@ def test_server_that_always_drops_is_unreachable_after_three_tries(server: Serve
 
 
 @pytest.mark.fault(12)
-def test_login_shell_that_prints_does_not_reach_the_output(server: Server) -> None:
+def test_output_of_the_login_shell_is_dropped(server: Server) -> None:
     server.shell_prefix = "echo welcome; echo notice >&2; printf 'no line end'; printf 'nor here' >&2"
     session = connect(server.node(), [server.known_hosts])
     completed = session.run(["sh", "-c", "echo out; echo err >&2"])
@@ -271,7 +271,7 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server) -> No
 
 
 @pytest.mark.fault(16)
-def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Server, ssh: Any) -> None:
+def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any) -> None:
     errors: list[CsdctlError] = []
 
     def run() -> None:
@@ -297,9 +297,7 @@ def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Ser
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_lost_connection_is_unreachable_for_everything_after(
-    server: Server, ssh: Any, tmp_path: Path
-) -> None:
+def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any, tmp_path: Path) -> None:
     assert ssh.run(["true"]).exit_code == 0
     server.drop_connections()
     (tmp_path / "source").write_bytes(b"x")
