@@ -44,7 +44,8 @@ _NO_NUMBER = -2
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold `names` to few ranges, in the order of their first names: csd0, csd1, csd2, jetson → csd[0-2], jetson.
+    """Fold `names` to few ranges, in the order of their first names: csd0, csd1, csd2, jetson → csd[0-2],
+    jetson.
 
     `expand_range` of the result gives the same names without duplicates.
     """

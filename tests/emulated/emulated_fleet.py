@@ -18,7 +18,7 @@ MEMORY_BYTES = 160 << 20
 
 @dataclass(frozen=True)
 class Running:
-    """A fleet that is up, and OpenSSH's configuration for it."""
+    """A running fleet, and OpenSSH's configuration for it."""
 
     directory: Path
     config: Path

@@ -1,4 +1,4 @@
-"""`csdctl clean` and `--failed-from` on an emulated fleet: real processes and files on real nodes."""
+"""`csdctl clean` and `--failed-from` on an emulated fleet, with real processes and files."""
 
 import json
 import subprocess

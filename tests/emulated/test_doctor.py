@@ -1,4 +1,4 @@
-"""`csdctl doctor` against an emulated fleet: real SSH, real sockets, a real mpirun, and real faults."""
+"""`csdctl doctor` on an emulated fleet: real SSH, real sockets, a real mpirun, and real faults."""
 
 import json
 import os

@@ -52,7 +52,7 @@ print("rank", world.rank, os.environ.get("CSDCTL_EMULATED_NODE", "host"), total[
 
 @pytest.fixture(scope="module", params=["cgroup", "duty"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One fleet for the tests that leave it as they found it, for each way to hold the CPU share."""
+    """One fleet for the tests that do not change it, for each CPU mechanism."""
     directory = tmp_path_factory.mktemp("fleet") / ".csdctl" / "emulated"
     try:
         yield start(directory, request.param)

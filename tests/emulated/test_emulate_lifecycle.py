@@ -31,7 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Iterator[Path]:
-    """Where a test starts a fleet of its own, which is ended after it."""
+    """A directory for a fleet of the test, which is stopped afterwards."""
     directory = tmp_path / ".csdctl" / "emulated"
     yield directory
     with contextlib.suppress(InputError):

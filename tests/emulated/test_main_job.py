@@ -1,6 +1,6 @@
-"""The main job, for real: SSH, MPI, training on Fashion-MNIST, over an emulated host and two nodes.
+"""The main job with real SSH, MPI and training on Fashion-MNIST, on an emulated host and two nodes.
 
-The demo runs once; what follows works in the directory it leaves, with its fleet still up.
+The demo runs once; the other tests work in its directory, with its fleet still running.
 """
 
 import json
@@ -21,14 +21,14 @@ from tests.emulated.training import (
     SHORT_RUN,
     STEPS,
     events_of,
-    goes_on_from,
     hash_at_the_end,
     kill_daemon,
     kill_mpirun,
     kill_rank,
     nothing_is_left,
+    remove_cpu_limits,
+    resumed_from,
     start_training,
-    unleash,
 )
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
@@ -38,7 +38,7 @@ NUM_NODES = 2
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The demo's directory after `csdctl demo --keep`; the fleet is up until the module ends."""
+    """The demo's directory after `csdctl demo --keep`; the fleet runs until the module ends."""
     directory = tmp_path_factory.mktemp("main") / "demo with a space"
     done = csdctl(
         directory.parent, "demo", "--keep", "--nodes", str(NUM_NODES), "--directory", directory.name
@@ -63,7 +63,7 @@ def plan(directory: Path) -> dict[str, Any]:
 
 
 def job_with(directory: Path, name: str, **changes: str) -> Path:
-    """job.yaml with some text replaced: `epochs: 5` by what is given for `epochs`."""
+    """Write job.yaml with changed values."""
     content = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
     for key, value in changes.items():
         target = content if key in content else content["recipe"]
@@ -172,8 +172,8 @@ def test_discover_finds_the_limits_of_emulated_nodes(demo: Path) -> None:
 
 @pytest.fixture(scope="module")
 def expected_hash(demo: Path) -> str:
-    """The weights of a short run that nothing happens to."""
-    unleash(demo)
+    """The hash of the final weights of a short undisturbed run."""
+    remove_cpu_limits(demo)
     done = csdctl(demo, "train", *SHORT_RUN, "--no-rebalance")
     assert done.returncode == 0, done.stdout + done.stderr
     return hash_at_the_end(max((demo / ".csdctl" / "runs").iterdir()))
@@ -198,7 +198,7 @@ def test_run_continues_bit_identically_after_mpi_breaks(
     assert "Traceback" not in output
     assert nothing_is_left(demo, run)
     assert events_of(run, "NodeLost") == []
-    again = goes_on_from(run)
+    again = resumed_from(run)
     assert len(again["batch_sizes"]) == NUM_NODES + 1
     assert hash_at_the_end(run) == expected_hash
 
@@ -214,7 +214,7 @@ def test_run_continues_without_a_killed_rank(demo: Path) -> None:
     assert "Traceback" not in output
     assert nothing_is_left(demo, run)
     assert [event["node"] for event in events_of(run, "NodeLost")] == ["csd1"]
-    assert len(goes_on_from(run)["batch_sizes"]) == NUM_NODES
+    assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES
     assert {event["steps"] for event in events_of(run, "Finished")} == {STEPS}
     hash_at_the_end(run)
     document = json.loads(csdctl(demo, "report", run.name, "--json").stdout)

@@ -1,4 +1,4 @@
-"""Models that are more than one picture and one label, trained for real on an emulated host and node."""
+"""Models with several inputs or user metrics, trained on an emulated host and node."""
 
 import json
 import subprocess

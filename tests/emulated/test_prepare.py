@@ -1,4 +1,4 @@
-"""`csdctl prepare` on pictures, for real: over SSH, on an emulated host and two nodes."""
+"""`csdctl prepare` on images over SSH, on an emulated host and two nodes."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Noise on private samples, for real: trained over SSH and MPI on an emulated host and two nodes."""
+"""Noise on private samples, trained over SSH and MPI on an emulated host and two nodes."""
 
 import json
 import shutil

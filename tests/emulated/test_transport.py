@@ -1,4 +1,4 @@
-"""Transport, probes and discovery against an emulated fleet: real servers, real sockets."""
+"""Transport, probes and discovery on an emulated fleet, with real servers and sockets."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""`csdctl trust` on an emulated fleet: keys shown by real servers, accepted, and refused when they change."""
+"""`csdctl trust` on an emulated fleet: host keys of real servers, accepted, and refused when they change."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tuning for real, on an emulated host and two nodes: probes, sums, trials, and what is remembered."""
+"""Tuning on an emulated host and two nodes: probes, collectives, trials, and saved measurements."""
 
 import json
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "
 
 
 def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
-    """A training under way: `csdctl train` and its run directory, after the first steps of rank 0."""
+    """Start `csdctl train`; return the process and its run directory after the first steps of rank 0."""
     before = set((demo / ".csdctl" / "runs").iterdir())
     process = subprocess.Popen(
         [str(CSDCTL), "train", *SHORT_RUN, *arguments],
@@ -36,11 +36,11 @@ def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], 
                 return process, run
         time.sleep(0.1)
     process.kill()
-    raise AssertionError(f"the training did not begin: {process.communicate()[0]}")
+    raise AssertionError(f"the training did not start: {process.communicate()[0]}")
 
 
 def processes(*wanted: str) -> list[int]:
-    """The pids of all processes whose command line holds all of `wanted`."""
+    """Return the pids of all processes with all of `wanted` in their command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -53,7 +53,7 @@ def processes(*wanted: str) -> list[int]:
 
 
 def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
-    """Those of `pids` in `demo`'s emulated fleet (in `node`) whose program is called `program…`."""
+    """Return those of `pids` in `demo`'s emulated fleet (in `node`) that run `program…`."""
     fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
     wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
     wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
@@ -104,25 +104,25 @@ def nothing_is_left(demo: Path, run: Path) -> bool:
     return False
 
 
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The run's events of one kind, in order of arrival."""
+def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
+    """Return the run's events of one type, in order of arrival."""
     found = []
     for line in (run / "events.jsonl").read_text().splitlines():
         event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
-        if event["event"] == kind:
+        if event["event"] == event_type:
             found.append(event)
     return found
 
 
 def hash_at_the_end(run: Path) -> str:
-    """The weights that all ranks ended with."""
+    """Return the hash of the final weights, equal on all ranks."""
     hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
     assert len(hashes) == 1
     return hashes.pop()
 
 
-def unleash(demo: Path) -> None:
-    """Let the nodes have all of the CPU: what follows is about faults, and most of its time is starting."""
+def remove_cpu_limits(demo: Path) -> None:
+    """Remove the CPU limits of the nodes: fault tests spend most of their time starting processes."""
     fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
     for group in list_cgroups(cgroup_prefix(fleet_id)):
         if (group / "cpu.max").exists():
@@ -131,8 +131,8 @@ def unleash(demo: Path) -> None:
             (group / "cpu.cfs_quota_us").write_text("-1")
 
 
-def goes_on_from(run: Path) -> dict[str, Any]:
-    """How the second group of ranks began: at most one step is lost."""
+def resumed_from(run: Path) -> dict[str, Any]:
+    """Return the `Joined` event of the second group; assert that at most one step was lost."""
     again = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
     seen = max(event["step"] for event in events_of(run, "LinkLost"))
     assert seen - 1 <= again["step"] <= seen

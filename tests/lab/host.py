@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.lab import network
-from tests.lab.network import DIES_WITH_US
+from tests.lab.network import DIES_WITH_PARENT
 
 RUN_DEADLINE_S = 240.0
 
 
 class LabHost:
-    """The machine that csdctl runs on: it shares our file system, and has a network and a name of its own."""
+    """The machine that csdctl runs on: shares the file system, with its own network and hostname."""
 
     name = "labhost"
 
@@ -27,7 +27,7 @@ class LabHost:
     def start(
         self, *command: str, cwd: Path, environment: dict[str, str] | None = None
     ) -> subprocess.Popen[str]:
-        """Start `command` there; it is a process group's leader, and the one that signals reach."""
+        """Start `command` there as a process group leader, which receives the signals."""
         return subprocess.Popen(
             self._build_command(command),
             cwd=cwd,
@@ -47,7 +47,7 @@ class LabHost:
         environment: dict[str, str] | None = None,
         deadline_s: float = RUN_DEADLINE_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command` there to its end; raises subprocess.TimeoutExpired."""
+        """Run `command` there to completion; raises subprocess.TimeoutExpired."""
         process = self.start(*command, cwd=cwd, environment=environment)
         try:
             stdout, stderr = process.communicate(timeout=deadline_s)
@@ -62,12 +62,14 @@ class LabHost:
 
     def _build_command(self, command: Sequence[str]) -> list[str]:
         return [
-            *DIES_WITH_US,
+            *DIES_WITH_PARENT,
             *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
             *("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command),
         ]
 
     def _environment(self) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))
+        }
         home, temporary = self.directory / "home", self.directory / "tmp"
-        return ours | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}
+        return inherited | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}

@@ -1,4 +1,4 @@
-"""FAULTS 1–15: connecting, as a user of `csdctl discover` sees it, to real SSH servers that misbehave."""
+"""FAULTS 1–15: connections of `csdctl discover` to real SSH servers that misbehave."""
 
 import re
 import socket

@@ -1,4 +1,4 @@
-"""FAULTS 25–33: trees deployed to nodes whose disks, links and clocks misbehave."""
+"""FAULTS 25–33: trees deployed to nodes with faulty disks, links and clocks."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The main job over real SSH servers, on machines that share nothing; and csdctl ended in its middle."""
+"""The main job over real SSH servers on isolated machines, and csdctl interrupted during a run."""
 
 import contextlib
 import json
@@ -130,7 +130,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
     far = lab.far[0]
     _write_jumping_fleet(project, lab.gate.node, far.node)
     project.know(lab.gate, far)
-    with lab.routed_but_for_ssh():
+    with lab.routed_except_ssh():
         done = project.csdctl("train", str(job), "--batch-size", "8", "--json", "--skip-doctor")
     assert done.returncode == 0, done.stderr
     assert last_line(done.stdout)["num_ranks"] == 2

@@ -1,4 +1,4 @@
-"""Private data stays where it is: a whole way from discover to report, with every cable listened to."""
+"""Private data stays on its node: all commands from discover to report, with all traffic captured."""
 
 import json
 import os

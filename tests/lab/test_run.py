@@ -1,4 +1,4 @@
-"""FAULTS 16–22: commands that hang, flood, or lose their machine in the middle."""
+"""FAULTS 16–22: commands that hang, flood their output, or lose their machine."""
 
 import re
 import sys

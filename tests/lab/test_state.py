@@ -1,4 +1,4 @@
-"""FAULT 36: what csdctl wrote itself is damaged. (37 is in test_main_job.)"""
+"""FAULT 36: files written by csdctl are damaged. (37 is in test_main_job.)"""
 
 import re
 from pathlib import Path

@@ -51,12 +51,12 @@ def test_state_is_readable_json(paths: FleetPaths, state: FleetState) -> None:
     }
 
 
-def test_the_fleet_id_follows_from_the_directory(tmp_path: Path) -> None:
+def test_the_fleet_id_is_derived_from_the_directory(tmp_path: Path) -> None:
     assert FleetPaths(tmp_path / "a" / ".." / "b").fleet_id == FleetPaths(tmp_path / "b").fleet_id
     assert FleetPaths(tmp_path / "a").fleet_id != FleetPaths(tmp_path / "b").fleet_id
 
 
-def test_the_fleet_file_is_one_that_csdctl_reads(paths: FleetPaths, state: FleetState) -> None:
+def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "/opt/python")
     fleet = load_fleet(state.fleet_path)
     assert fleet.emulated

@@ -28,7 +28,7 @@ def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
     assert stat.children_cpu_s == pytest.approx(400 / os.sysconf("SC_CLK_TCK"))
 
 
-def test_descendants_are_found_both_ways(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_descendants_are_found_with_and_without_children_files(sleeper: "subprocess.Popen[bytes]") -> None:
     found = processes.list_descendants(os.getpid())
     assert {sleeper.pid, *processes.list_descendants(sleeper.pid)} <= set(found)
     assert set(found) >= set(processes._descendants_in(processes._parents(), sleeper.pid))
@@ -64,7 +64,7 @@ def test_cpu_time_is_what_the_process_itself_reports() -> None:
     assert before <= read <= time.process_time()
 
 
-def test_the_largest_process_is_ended_when_the_limit_is_passed() -> None:
+def test_the_largest_process_is_killed_above_the_limit() -> None:
     hold = "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print(flush=True); time.sleep(60)"
     children = [
         subprocess.Popen([sys.executable, "-c", hold, size], stdout=subprocess.PIPE) for size in ("8", "64")

@@ -33,12 +33,12 @@ def test_compatible_model_data_and_loss_are_accepted() -> None:
     )
 
 
-def test_open_sizes_of_the_model_take_any_sample() -> None:
+def test_unspecified_input_sizes_accept_any_sample() -> None:
     check_compatibility(SPARSE, replace(MODEL, input_shape=(0, 0, 1)), {"public": DATA})
 
 
 @pytest.mark.parametrize("shape", [(32, 32, 1), (28, 28, 3), (28, 28), (28, 28, 1, 1)])
-def test_samples_of_another_shape_are_told_with_both_shapes(shape: tuple[int, ...]) -> None:
+def test_samples_of_another_shape_are_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
     error = refused(SPARSE, data=replace(DATA, sample_shape=shape))
     shown = "×".join(map(str, shape))
     assert error.message == (

@@ -1,4 +1,4 @@
-"""How data is read, as job.yaml says it; and private data named as other data."""
+"""How job.yaml defines the reading of data; private data that overlaps with other data."""
 
 from collections.abc import Callable
 from pathlib import Path

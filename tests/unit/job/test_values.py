@@ -1,4 +1,4 @@
-"""A job in flat values: whatever its fingerprint depends on is told by one of them."""
+"""A job as flat values, which include every input of its fingerprint."""
 
 from pathlib import Path
 

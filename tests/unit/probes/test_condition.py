@@ -1,4 +1,4 @@
-"""What a preflight asks of a machine: names, addresses, and where it can write."""
+"""Probes of preflight checks: hostname, addresses, and writable directories."""
 
 import os
 import sys

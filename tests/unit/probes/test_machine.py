@@ -1,4 +1,4 @@
-"""The parsers over captured outputs; captures/README.md says which are real."""
+"""The parsers on captured output; captures/README.md says which captures are real."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""The NVMe probe over a tree like /sys; no machine with such drives was at hand, so the tree is a sample."""
+"""The NVMe probe on a sample tree like /sys; no machine with such drives was available."""
 
 import subprocess
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The ledger: what commands sent, a line for each link and kind."""
+"""The ledger: bytes sent by commands, one line for each link and traffic class."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Unusual file names arrive; names and links that lead out of the destination are refused."""
+"""Unusual file names arrive; names and links pointing outside the destination are refused."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The receiver as a program: what it needs, how it travels, and that it runs under OpenSSH and dropbear."""
+"""The receiver as a program: requirements, source text, and runs under OpenSSH and dropbear."""
 
 import ast
 import os

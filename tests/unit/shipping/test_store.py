@@ -1,4 +1,4 @@
-"""The host's own store."""
+"""The host's content-addressed store."""
 
 import hashlib
 import subprocess

@@ -1,4 +1,4 @@
-"""What of a directory becomes a tree, and how trees are written on the command line."""
+"""Reading directories as trees, and parsing trees of the command line."""
 
 import os
 from pathlib import Path

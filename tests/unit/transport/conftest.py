@@ -1,6 +1,6 @@
-"""Sessions for the transport's tests: the host itself, and a small real SSH server in a thread.
+"""Sessions for the tests of transport: the host itself, and a small real SSH server in a thread.
 
-The server is asyncssh's, on a real socket, with a home directory of its own.
+The server is asyncssh's, on a real socket, with its own home directory.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ USER = "tester"
 
 @dataclass
 class SshServer:
-    """Where the server listens and what it does; its fields may be changed while it runs."""
+    """The configuration of the server; fields may be changed while it runs."""
 
     directory: Path
     port: int = 0
     shell_prefix: str = ""
-    """Shell text run before every command, as a login shell's start-up file is."""
+    """Shell text that runs before every command, like the start-up file of a login shell."""
     is_group_leader: bool = True
     num_drops: int = 0
-    """How many connections to drop right after they were accepted."""
+    """Number of connections to drop right after accepting them."""
     refuse_exec: bool = False
     forwards: bool = True
     """Whether it serves as a jump host."""

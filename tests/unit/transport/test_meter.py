@@ -1,4 +1,4 @@
-"""Bytes by link and kind, also through jump hosts."""
+"""Byte counts by link and traffic class, also through jump hosts."""
 
 from csdctl.fleet.model import Node
 from csdctl.transport.meter import ByteCount, Meter, TrafficClass, add_up

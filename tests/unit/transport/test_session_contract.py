@@ -1,4 +1,4 @@
-"""What every real session keeps: the same tests over the host and over SSH."""
+"""The contract of every real session: the same tests for the host and for SSH."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""SSH alone: every way a connection can fail or break, and servers that behave badly."""
+"""SSH: failing and lost connections, and misbehaving servers."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Options for other programs' ssh: OpenSSH itself, and Ansible where there is one, against a real socket."""
+"""Options for the ssh of other programs: OpenSSH, and Ansible if installed, against a real socket."""
 
 import os
 import shutil

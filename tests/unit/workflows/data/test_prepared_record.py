@@ -1,4 +1,4 @@
-"""The note of what a job's data came to: it is there for the same data section, and for no other."""
+"""The record of prepared data is valid for the same data section only."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Sample data: real IDX files, small ones of our own, and Debian's package fetched for real."""
+"""Sample data: real IDX files, small generated files, and Debian's package, really downloaded."""
 
 import gzip
 import shutil

@@ -1,4 +1,4 @@
-"""Placing a sample where data of a job lies, on the host and on a node that is a directory here."""
+"""Sample data written to the data paths of a job, on the host and on a node (a local directory)."""
 
 from pathlib import Path
 

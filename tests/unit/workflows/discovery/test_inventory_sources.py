@@ -1,4 +1,4 @@
-"""Nodes from Ansible inventories and ssh_config files, as the real `ssh -G` explains them."""
+"""Nodes from Ansible inventories and ssh_config files, resolved by the real `ssh -G`."""
 
 from pathlib import Path
 
