@@ -61,7 +61,7 @@ def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:
     if len(set(types.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
         raise InputError(
-            f"the data sets hold samples of different types: {listed}",
+            f"the data sets have samples of different types: {listed}",
             remedy="store all of them with one type",
         )
 

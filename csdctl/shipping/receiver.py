@@ -1,4 +1,4 @@
-"""The command that receives files on a machine; its source travels on the command line."""
+"""The command that receives files on a machine; its source is part of the command line."""
 
 import ast
 import base64

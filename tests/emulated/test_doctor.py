@@ -232,7 +232,7 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
 
 @pytest.mark.fault(47)
 def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path, tmp_path: Path) -> None:
-    stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" hello "*) kill -STOP $$ ;; esac'
+    stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" mpi-check "*) kill -STOP $$ ;; esac'
     python = write_script(tmp_path / "python", f'{stop}\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")

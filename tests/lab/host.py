@@ -68,8 +68,7 @@ class LabHost:
         ]
 
     def _environment(self) -> dict[str, str]:
-        inherited = {
-            name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))
-        }
+        dropped = ("CSDCTL_", "SSH_")
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
         home, temporary = self.directory / "home", self.directory / "tmp"
         return inherited | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}
