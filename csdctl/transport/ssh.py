@@ -128,8 +128,9 @@ class _ForwardingEvent(threading.Event):
 class ChannelProcess:
     """A command at the other end of an SSH channel; implements `process.Process`.
 
-    Waits for either stream or the exit without polling, which paramiko's documented interface cannot do: hence
-    the undocumented attributes `in_buffer`, `in_stderr_buffer`, `status_event` and `eof_received` of Channel.
+    Waits for either stream or the exit without polling, which paramiko's documented interface cannot do:
+    hence the undocumented attributes `in_buffer`, `in_stderr_buffer`, `status_event` and `eof_received` of
+    Channel.
     """
 
     def __init__(self, name: str, channel: paramiko.Channel) -> None:

@@ -26,7 +26,7 @@ LEAVE_A_RANK = (
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project with an emulated fleet, and a fleet.yaml in which csd1 has a port where nothing listens."""
+    """A project with an emulated fleet, and broken.yaml in which the port of csd1 is closed."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     written = start_fleet(
@@ -46,7 +46,7 @@ def on_csd0(project: Path, script: str) -> str:
 
 
 def num_running(project: Path) -> int:
-    """How many processes of the run still run; one that was just killed may take a moment to be gone."""
+    """Return the number of running processes of the run; a killed process may take a moment to end."""
     script = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '^csdctl-run={RUN}'; true"
     deadline = time.monotonic() + 5
     while (number := int(on_csd0(project, script))) and time.monotonic() < deadline:

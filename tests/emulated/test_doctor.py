@@ -39,7 +39,7 @@ def csdctl(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory whose fleet of three emulated nodes is up."""
+    """A project directory with a running fleet of three emulated nodes."""
     directory = tmp_path_factory.mktemp("doctor")
     done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
     yield directory
@@ -50,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def fleet_with(
     project: Path, name: str, *, all_nodes: dict[str, object] | None = None, **csd1: object
 ) -> str:
-    """A copy of fleet.yaml in which all nodes, or csd1, differ; returns its name."""
+    """Write a copy of fleet.yaml with changes to all nodes or csd1; return its name."""
     content = yaml.safe_load((project / "fleet.yaml").read_text())
     content["defaults"] |= {"key": str((project / content["defaults"]["key"]).resolve()), **(all_nodes or {})}
     content["nodes"][1] |= csd1
@@ -59,7 +59,7 @@ def fleet_with(
 
 
 def examine(project: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, document, and what people saw."""
+    """Run `doctor`; return exit code, JSON document, and standard error."""
     done = csdctl(project, "doctor", "--json", *arguments)
     assert "Traceback" not in done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
@@ -76,7 +76,7 @@ def found(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
 
 
 def virtual_environment(path: Path, *, packages: bool) -> Path:
-    """An environment of its own, with this one's packages or with none."""
+    """Create a virtual environment, with the packages of this one or without any."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     if packages:
         own = path / SITE.relative_to(sys.prefix)
@@ -91,7 +91,7 @@ def write_script(path: Path, text: str) -> Path:
 
 
 def carriers(word: str) -> list[str]:
-    """Command lines of processes that still run with `word` in them."""
+    """Return the command lines of running processes that contain `word`."""
     lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

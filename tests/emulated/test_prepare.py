@@ -76,7 +76,7 @@ def private(directory: Path, node: str) -> Path:
 
 
 def holds_no_canary(project: Path, *texts: str) -> bool:
-    """Neither what was printed nor any file of the host's names a private file."""
+    """Assert that neither output nor any file of the host names a private file."""
     nodes = project / ".csdctl" / "emulated" / "nodes"
     files = [path for path in project.rglob("*") if path.is_file() and nodes not in path.parents]
     return not any(CANARY in text for text in texts) and not any(

@@ -35,7 +35,7 @@ def build(norm="LayerNormalization"):
 TRAIN = ("train", "--batch-size", "4", "--skip-doctor", "--no-rebalance", "--json")
 NUM_PRIVATE = {"csd0": 12, "csd1": 5}
 PASSES = {"csd0": 1, "csd1": 3}
-"""csd1 reads its 5 samples until it has 12."""
+"""csd1 repeats its 5 samples to get 12."""
 
 
 def save_samples(directory: Path, count: int) -> None:

@@ -25,7 +25,7 @@ MEMORY_BYTES = 1 << 30
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project directory whose emulated fleet is up; `.csdctl/emulated/fleet.yaml` describes it."""
+    """A project directory with a running emulated fleet; its file is `.csdctl/emulated/fleet.yaml`."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     start_fleet(emulated, EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES))

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.emulated
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The fleet file of a fleet of two nodes."""
+    """The fleet file of an emulated fleet of two nodes."""
     directory = tmp_path_factory.mktemp("emulated")
     yield start_fleet(directory / "state", EmulatedSpec(2, 0.5, 1 << 30), cpu_mechanism="duty")
     stop_fleet(directory / "state")
@@ -24,7 +24,7 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def project(emulated: Path, tmp_path: Path) -> Path:
-    """A project that describes the fleet and knows none of its keys."""
+    """A project with the fleet file and without known keys."""
     (tmp_path / "fleet.yaml").write_text(emulated.read_text())
     return tmp_path
 

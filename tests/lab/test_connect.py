@@ -47,7 +47,7 @@ def make_key(path: Path, passphrase: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Machines, str]:
-    """One discovery of a fleet in which every node but one has something wrong with it."""
+    """One `discover` of a fleet in which every node except one has a fault."""
     project = Project(lab, tmp_path_factory.mktemp("sick"))
     well, other, stopped = lab.near
     with ExitStack() as stack:

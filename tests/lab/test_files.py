@@ -34,7 +34,7 @@ def write_tree(project: Project, **files: bytes) -> Path:
 
 
 def deploy(project: Project, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How `csdctl deploy --tree tree:there` ended, and what it tells of each node."""
+    """Run `csdctl deploy --tree tree:there`; return exit code and the result of each node."""
     done = project.csdctl("deploy", "--tree", "tree:there", "--json", *options)
     return done, json.loads(done.stdout)["nodes"] if done.stdout else {}
 

@@ -23,7 +23,7 @@ TOLERANCE = 0.02
 
 
 def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
-    """Private samples of nothing but canaries, in files with a canary's name; one picture is corrupt."""
+    """Write private samples that consist of canaries, in files named after a canary; one image is corrupt."""
     place = node.home / "private"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -41,14 +41,14 @@ def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
 
 
 def find_canaries(content: bytes) -> bool:
-    """Whether something of a private sample, however it is aligned, or a private name is in `content`."""
+    """Return whether `content` contains part of a private sample, at any alignment, or a private name."""
     return CANARY_NAME.encode() in content or any(
         CANARY[start : start + 12] in content for start in range(0, len(CANARY) - 12, 4)
     )
 
 
 def search_host(directory: Path) -> list[str]:
-    """The files of the user's directory with a canary in them, or in their names."""
+    """Return the files of the user's directory with a canary in their content or name."""
     found = []
     for place, _, names in os.walk(directory):
         for name in names:
@@ -115,7 +115,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
 
 
 def test_worker_that_fails_on_private_data_reveals_nothing(project: Project, job: Path) -> None:
-    """Of all pictures none can be used: the worker gives up, with the node, and without a name."""
+    """No image can be used: the worker fails, naming the node but no file."""
     node = project.lab.near[0]
     project.use(node, network=NETWORK)
     private = job.with_name("corrupt.yaml")

@@ -86,7 +86,7 @@ def test_hanging_command_ends_on_an_unreachable_node(lab: Lab) -> None:
 
 
 class TestLostInTheMiddle:
-    """Three nodes are lost at once, each in its own way, while a command runs on each."""
+    """Lose three nodes at once, each in a different way, while a command runs on each."""
 
     @pytest.mark.fault(17)
     @pytest.mark.fault(20)
@@ -118,7 +118,7 @@ class TestLostInTheMiddle:
             with pulled.cable_pulled():
                 for thread in threads:
                     thread.join(15)
-        pulled.restart()  # its command would go on to its own deadline: nobody told it
+        pulled.restart()  # its command would run until its own deadline, unaware of the loss
         assert {name: type(end) for name, end in ends.items()} == dict.fromkeys(
             ("csd0", "csd1", "csd2"), UnreachableError
         )

@@ -20,7 +20,7 @@ ANSIBLE = shutil.which("ansible-inventory")
 
 
 def as_ansible_prints(inventory: Inventory) -> dict[str, Any]:
-    """Our reading in the form of `ansible-inventory --list`; lists as sets."""
+    """Return the parsed inventory in the form of `ansible-inventory --list`, with sets for lists."""
     groups = {
         name: {"hosts": set(group.hosts), "children": set(group.children)}
         for name, group in inventory.groups.items()

@@ -43,7 +43,7 @@ CONDITION = Condition("csd1", "csd1", ("127.0.0.1", "10.1.1.2"), PLACE, PLACE)
 
 
 def judge(condition: Condition = CONDITION, **changes: object) -> dict[str, Check]:
-    """The checks of a good node with these `changes`, by name."""
+    """Return the checks of a good node with these `changes`, by name."""
     facts = replace(NODE, **changes)  # type: ignore[arg-type]
     return {one.check: one for one in judge_machine(facts, condition, HOST, python="/opt/bin/python")}
 

@@ -24,7 +24,7 @@ from csdctl.workflows.discovery.scan import check_interface, scan
 
 @contextlib.contextmanager
 def listening(greetings: dict[str, bytes]) -> Iterator[int]:
-    """One port on several loopback addresses, each with its greeting (b'' says nothing)."""
+    """Listen on one port of several loopback addresses, each with its banner (b'' sends none)."""
     with contextlib.ExitStack() as stack:
         port = 0
         for address, greeting in greetings.items():

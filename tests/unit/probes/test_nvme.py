@@ -17,7 +17,7 @@ def probe(sys: Path) -> tuple[Drive, ...]:
 
 
 def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:
-    """As Linux has it: values padded with blanks to the width of the NVMe field."""
+    """A tree as in Linux: values are padded with blanks to the width of the NVMe field."""
     directory = sys / "class" / "nvme" / controller
     directory.mkdir(parents=True)
     (directory / "serial").write_text(f"{serial:<20}\n")

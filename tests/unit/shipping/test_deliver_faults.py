@@ -30,13 +30,13 @@ from tests.unit.shipping.delivering import (
 
 @contextmanager
 def file_system(place: Path, options: str) -> Iterator[Path]:
-    """A file system of its own in memory, mounted at `place`."""
+    """Mount a tmpfs at `place`."""
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", place], check=True)
     try:
         yield place
     finally:
-        # It goes when nobody uses it: what a session has just ended may take a moment to be gone.
+        # Lazy, because processes of a closed session may take a moment to end.
         subprocess.run(["umount", "--lazy", place], check=True)
 
 

@@ -57,8 +57,8 @@ class TestNames:
         assert b'"missing": [[0, 2]]' in done.stdout
 
 
-class TestNothingLeadsOut:
-    """The host refuses such trees; a receiver trusts no host."""
+class TestNothingOutside:
+    """The host refuses such trees, but the receiver does not trust the host."""
 
     def refuse(self, node: Machine, **changes: Any) -> str:
         tree = {"id": "0" * 32, "destination": "there", "directories": [], "files": [], "links": []}

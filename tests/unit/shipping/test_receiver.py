@@ -62,7 +62,7 @@ def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["openssh", "dropbear"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    """A real SSH server on loopback; root's home is, in a mount namespace of its own, `tmp_path/home`."""
+    """A real SSH server on loopback, in a mount namespace with `tmp_path/home` as root's home."""
     program = {"openssh": "/usr/sbin/sshd", "dropbear": "/usr/sbin/dropbear"}[request.param]
     if not os.path.exists(program) or os.geteuid() != 0:
         pytest.skip(f"needs root and {program}")
@@ -97,7 +97,7 @@ def _dropbear(program: str, directory: Path) -> list[str]:
 
 
 def _connect(node: Node, directory: Path) -> SshSession:
-    """A session, as soon as the server listens."""
+    """Return a session as soon as the server listens."""
     end_s = time.monotonic() + 20
     while True:
         try:

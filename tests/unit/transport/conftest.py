@@ -68,7 +68,7 @@ class SshServer:
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
 
     def drop_connections(self) -> None:
-        """Cut every connection, as a pulled cable whose other end answers with a reset."""
+        """Abort every connection with a reset."""
         for connection in self.connections:
             self.loop.call_soon_threadsafe(connection.abort)
 
@@ -96,7 +96,7 @@ def ssh(server: SshServer) -> Iterator[SshSession]:
 
 @pytest.fixture(params=["local", "ssh"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
-    """A session of each transport, and the directory that its commands start in."""
+    """A session of each transport, and its home directory."""
     if request.param == "ssh":
         yield request.getfixturevalue("ssh"), request.getfixturevalue("server").home
     else:
@@ -107,7 +107,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[An
 
 @contextlib.contextmanager
 def _running_server(directory: Path) -> Iterator[SshServer]:
-    """Start a server whose keys and home lie in `directory`."""
+    """Start a server with keys and home in `directory`."""
     server = SshServer(directory)
     server.home.mkdir(parents=True)
     for path in (server.key, directory / "host_key"):
@@ -198,7 +198,7 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
         start_new_session=server.is_group_leader,
     )
     try:
-        # asyncssh can redirect by itself, but loses its way when a command ends while input still comes.
+        # asyncssh has its own redirection, which fails when a command ends while input still comes.
         feeding = asyncio.create_task(_pump(process.stdin, child.stdin))
         await asyncio.gather(_pump(child.stdout, process.stdout), _pump(child.stderr, process.stderr))
         code = await child.wait()

@@ -33,12 +33,12 @@ def both_known(server: Server, gate: Server) -> list[Path]:
 
 
 def run_true_on(nodes: list[Node], known: list[Path], directory: Path) -> dict[str, Any]:
-    """The exit code of `true` on each; all connections are open at one time."""
+    """Return the exit code of `true` on each node; all connections are open at the same time."""
     all_done = threading.Barrier(len(nodes))
 
     def visit(session: Session) -> int:
         code = session.run(["true"]).exit_code
-        # This gate ends its whole connection when a node still sends as its channel closes; sshd does not.
+        # This gate drops its whole connection when a node sends on a closing channel; sshd does not.
         all_done.wait(timeout=30)
         return code
 
@@ -181,7 +181,7 @@ def test_ssh_uses_the_same_jump_host(server: Server, gate: Server, tmp_path: Pat
 
 
 class _Relay(threading.Thread):
-    """Passes bytes on between a port of its own and `target`, until it is stopped; then it swallows them."""
+    """Forwards bytes between its port and `target` until it is stopped; then it drops them."""
 
     def __init__(self, target: int) -> None:
         super().__init__(daemon=True)
@@ -202,9 +202,9 @@ class _Relay(threading.Thread):
                 near, _ = self._listening.accept()
                 far = socket.create_connection(("127.0.0.1", self._target))
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if not self._is_stopped.is_set():

@@ -9,7 +9,7 @@ from csdctl.transport.known_hosts import KnownHosts, fingerprint, known_hosts_pa
 
 
 def make_key() -> tuple[str, str, bytes]:
-    """Its line, its type, its blob."""
+    """Return line, type and blob of a key."""
     key = asyncssh.generate_private_key("ssh-ed25519")
     line = key.export_public_key().decode().strip()
     return line, line.split()[0], key.public_data

@@ -30,7 +30,7 @@ Server = Any
 
 @contextlib.contextmanager
 def answering(what: bytes | None) -> Iterator[int]:
-    """A listening port that says `what` to everybody, or nothing at all, and keeps the connection."""
+    """Listen on a port, send `what` to every client, and keep the connection open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         kept: list[socket.socket] = []
 
@@ -188,7 +188,7 @@ def test_key_with_a_passphrase_works_with_an_agent(
 
 @contextlib.contextmanager
 def _agent_holding(keys: list[Path], directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A real ssh-agent that holds `keys` and that this process knows of."""
+    """Run a real ssh-agent with `keys` for this process."""
     address = directory / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
     try:
