@@ -1,8 +1,8 @@
-"""Files that people write and csdctl reads, and files that csdctl writes.
+"""Read files written by the user; write files atomically.
 
-`load_document` turns YAML into a pydantic model; what is wrong with it becomes one InputError with
-the line and, for an unknown key, the nearest known one. `save_text`, `save_json` and `write_aside` write
-aside, sync and rename, so that a reader never sees half a file and a crash leaves the old one.
+`load_document` parses YAML into a pydantic model; all problems become one InputError with line numbers and,
+for an unknown key, the nearest known key. `save_text`, `save_json` and `write_aside` write a temporary file,
+sync and rename it, so that a reader never sees a partial file and a crash leaves the old file.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from csdctl.errors import InputError
 
 
 class Document(BaseModel):
-    """Base of every file that a person writes: unknown keys are errors, numbers finite, values stay."""
+    """Base of every file written by the user: unknown keys are errors, numbers finite, values immutable."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -32,15 +32,15 @@ DocumentT = TypeVar("DocumentT", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's booleans, so that `on: host` means what it says; and no key twice in one mapping."""
+    """YAML with the booleans of YAML 1.2, so that the key `on` stays a string, and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping; raises ConstructorError, with its line, for a key that was there before."""
+        """Build a mapping; raises ConstructorError, with its line, for a duplicate key."""
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key `{key.value}` is there twice", key.start_mark
+                    None, None, f"duplicate key `{key.value}`", key.start_mark
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
@@ -60,14 +60,14 @@ def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy=f"write {path} or name another file") from None
+        raise InputError(f"{path} does not exist", remedy=f"create {path} or give another file") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
     return parse_document(text, model, name=str(path))
 
 
 def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
-    """Read YAML `text` as `model`; `name` is what error messages call it."""
+    """Parse YAML `text` as `model`; `name` is its name in error messages."""
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -75,7 +75,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
         raise InputError(f"{name}{line}: not valid YAML: {problem}") from None
-    except ValueError as error:  # 2020-13-45 has the form of a date
+    except ValueError as error:  # for example 2020-13-45, which looks like a date
         raise InputError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:
         raise InputError(f"{name}: not valid YAML: nested too deeply") from None
@@ -87,25 +87,27 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
     try:
         return model.model_validate(content)
     except ValidationError as error:
-        tree = yaml.compose(text, Loader=_Loader)  # for the lines; half of the time that reading takes
+        tree = yaml.compose(
+            text, Loader=_Loader
+        )  # only needed for line numbers; takes half of the parsing time
         problems = [_describe(problem, tree, model) for problem in error.errors()]
-    raise InputError("\n".join(f"{name}{problem}" for problem in problems), remedy=f"mend {name}")
+    raise InputError("\n".join(f"{name}{problem}" for problem in problems), remedy=f"fix {name}")
 
 
 def save_text(path: Path, text: str) -> None:
-    """Write `text` to `path` aside, sync it, and rename it into place."""
+    """Write `text` to `path` atomically and sync it."""
     save_bytes(path, text.encode())
 
 
 def save_bytes(path: Path, content: bytes) -> None:
-    """Write `content` to `path` aside, sync it, and rename it into place."""
+    """Write `content` to `path` atomically and sync it."""
     with write_aside(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
 def write_aside(path: Path) -> Iterator[BinaryIO]:
-    """A file to write that becomes `path` at the end, synced; after an error, `path` is as it was."""
+    """Yield a temporary file that replaces `path` at the end, synced; after an error `path` is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -121,9 +123,9 @@ def write_aside(path: Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def build_aside(directory: Path) -> Iterator[Path]:
-    """An empty directory to fill that becomes `directory` at the end, its files synced.
+    """Yield an empty directory that replaces `directory` at the end, its files synced.
 
-    What was at `directory` is replaced; after an error it is as it was.
+    After an error `directory` is unchanged.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
@@ -131,7 +133,7 @@ def build_aside(directory: Path) -> Iterator[Path]:
         yield aside
         for file in aside.rglob("*"):
             _sync(file)
-        aside.chmod(0o755)  # mkdtemp lets nobody else in
+        aside.chmod(0o755)  # mkdtemp creates it with mode 0700
         shutil.rmtree(directory, ignore_errors=True)
         aside.rename(directory)
     finally:
@@ -147,19 +149,19 @@ def _sync(path: Path) -> None:
 
 
 def save_json(path: Path, content: object) -> None:
-    """Write `content` as indented JSON, whole or not at all."""
+    """Write `content` as indented JSON, atomically."""
     save_text(path, json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def load_json(path: Path) -> Any:
-    """Read a JSON file that csdctl wrote; raises InputError when it is missing or cut short."""
+    """Read a JSON file written by csdctl; raises InputError when it is missing or truncated."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path} does not exist") from None
     except (OSError, ValueError) as error:
         raise InputError(
-            f"{path} cannot be read: {error}", remedy=f"remove {path} and make it again"
+            f"{path} cannot be read: {error}", remedy=f"remove {path} and create it again"
         ) from None
 
 
@@ -180,7 +182,7 @@ def _describe(problem: Any, tree: yaml.Node | None, model: type[BaseModel]) -> s
 
 
 def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | None:
-    """The line, from 1, of the deepest part of `location` that the file has."""
+    """Return the line (from 1) of the deepest existing part of `location`."""
     line = None
     for part in location:
         if isinstance(node, yaml.MappingNode):
@@ -199,7 +201,7 @@ def _line_of(node: yaml.Node | None, location: Sequence[str | int]) -> int | Non
 
 
 def _known_keys(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """The keys allowed at `location`, following nested models, lists and options."""
+    """Return the keys allowed at `location`, following nested models, lists and optional types."""
     current: Any = model
     for part in location:
         if isinstance(part, int):
@@ -216,7 +218,7 @@ def _is_model(candidate: Any) -> bool:
 
 
 def _inner_model(annotation: Any) -> Any:
-    """The pydantic model inside `X | None`, `list[X]`, `dict[str, X]`, …"""
+    """Return the pydantic model inside `X | None`, `list[X]`, `dict[str, X]`, …"""
     if _is_model(annotation):
         return annotation
     for argument in getattr(annotation, "__args__", ()):

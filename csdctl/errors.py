@@ -1,30 +1,30 @@
-"""Every error of csdctl, as one tree, with its exit code.
+"""All errors of csdctl as one tree, with their exit codes.
 
 CsdctlError                 1  something failed
-├── InputError              2  what a person wrote or asked for cannot be used
-│   ├── TuningError         2  no plan can be made (tuning/stannis.py)
+├── InputError              2  a file or an option of the user cannot be used
+│   ├── TuningError         2  no plan is possible (tuning/stannis.py)
 │   └── DamagedMeasurementsError 2  the measurements file cannot be read
-├── PartialError            3  done on some nodes only
-├── NodeError               1  one node failed at one thing
-│   ├── UnreachableError    4  no connection: closed port, no answer, network
-│   │   └── JumpHostError   4  the machine that the connection goes through cannot be used
-│   ├── HostKeyError        4  the key the node shows is unknown or has changed
-│   ├── AuthenticationError 4  the node does not accept our key
-│   └── RemoteCommandError  1  a command on the node ended badly
-├── NoNodeReachableError    4  not one node could be reached
-├── DeadlineError           5  something took longer than it may
+├── PartialError            3  succeeded on some nodes only
+├── NodeError               1  an operation failed on one node
+│   ├── UnreachableError    4  no connection: closed port, no response, network
+│   │   └── JumpHostError   4  the jump host of a node cannot be used
+│   ├── HostKeyError        4  the host key of a node is unknown or has changed
+│   ├── AuthenticationError 4  the node does not accept the user's key
+│   └── RemoteCommandError  1  a command on a node failed
+├── NoNodeReachableError    4  no node could be reached
+├── DeadlineError           5  an operation exceeded its deadline
 └── RunError                1  a training run failed
-    └── OutOfMemoryError    1  a rank was killed, most likely because its memory was full
+    └── OutOfMemoryError    1  a rank was killed, most likely because memory was exhausted
 
 A message says what was received, what was expected and what to do about it; `node` names the
-machine. The command line prints both parts and never a traceback (that is `-vv`).
+machine. The command line prints message and remedy, and a traceback only with `-vv`.
 """
 
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process returns; documented in docs/reference/exit-codes.md."""
+    """The exit code of the process; documented in docs/reference/exit-codes.md."""
 
     DONE = 0
     FAILED = 1
@@ -36,7 +36,7 @@ class ExitCode(IntEnum):
 
 
 class CsdctlError(Exception):
-    """The root: `message` says what happened, `remedy` what to do, `node` where."""
+    """The base class: `message` says what happened, `remedy` what to do, `node` where."""
 
     exit_code = ExitCode.FAILED
 
@@ -53,27 +53,27 @@ class CsdctlError(Exception):
 
 
 class InputError(CsdctlError):
-    """What a person wrote (a file, an option) cannot be used."""
+    """A file or an option of the user cannot be used."""
 
     exit_code = ExitCode.BAD_INPUT
 
 
 class DamagedMeasurementsError(InputError):
-    """The measurements file is damaged, or is something else."""
+    """The measurements file is damaged or has another format."""
 
 
 class PartialError(CsdctlError):
-    """Done on some nodes, not on others."""
+    """An operation succeeded on some nodes only."""
 
     exit_code = ExitCode.PARTIAL
 
 
 class NodeError(CsdctlError):
-    """One node failed at one thing."""
+    """An operation failed on one node."""
 
 
 class UnreachableError(NodeError):
-    """No connection could be made to a node, or it was lost."""
+    """No connection to a node could be opened, or it was lost."""
 
     exit_code = ExitCode.UNREACHABLE
 
@@ -83,29 +83,29 @@ class JumpHostError(UnreachableError):
 
 
 class HostKeyError(NodeError):
-    """The host key a node shows is unknown, or is not the one we know."""
+    """The host key of a node is unknown or has changed."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class AuthenticationError(NodeError):
-    """The node does not accept the key or user we offer."""
+    """The node does not accept the offered key or user."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class RemoteCommandError(NodeError):
-    """A command on a node ended with a non-zero exit code or unreadable output."""
+    """A command on a node failed, or its output cannot be parsed."""
 
 
 class NoNodeReachableError(CsdctlError):
-    """Not one node of the fleet could be reached."""
+    """No node of the fleet could be reached."""
 
     exit_code = ExitCode.UNREACHABLE
 
 
 class DeadlineError(CsdctlError):
-    """Something took longer than it may."""
+    """An operation exceeded its deadline."""
 
     exit_code = ExitCode.DEADLINE
 
@@ -115,4 +115,4 @@ class RunError(CsdctlError):
 
 
 class OutOfMemoryError(RunError):
-    """A rank was killed from outside, which is what becomes of who fills its machine's memory."""
+    """A rank was killed by the system, most likely because its machine's memory was exhausted."""

@@ -1,1 +1,1 @@
-"""A fleet on this machine: real SSH servers, held to a share of its CPU and memory."""
+"""A fleet on this machine: real SSH servers, limited to a share of its CPU and memory."""

@@ -1,7 +1,7 @@
-"""A share of the CPU through the kernel's control groups, version 1 or 2, where they are writable.
+"""CPU limits with the kernel's control groups, version 1 or 2, where they are writable.
 
-A command is started through a shell that moves itself into the group first, so that nothing it
-starts can be outside. The groups are named after the fleet, so that they are found without a record.
+A command is started by a shell that first moves itself into the group, so that no child can be outside. The
+groups are named after the fleet, so that they can be found without a state file.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ from csdctl.emulation.processes import send_signal
 from csdctl.errors import CsdctlError
 
 PERIOD_US = 6_000
-"""A short period makes a training step smooth: at a quarter of a core, 1.5 ms of each 6 ms.
+"""A short period gives steady step times: at a quarter of a core, 1.5 ms of every 6 ms.
 
-With 20 ms, a step of 70 ms ends up to 15 ms sooner or later than its work says, and all wait for the latest.
+With 20 ms, a step of 70 ms varies by up to 15 ms, and all ranks wait for the slowest.
 """
 MIN_QUOTA_US = 1_000
-"""The least the kernel accepts."""
+"""The minimum that the kernel accepts."""
 REMOVAL_DEADLINE_S = 5.0
 
 _ENTER = 'echo 0 > "$0" || exit 125; exec "$@"'
@@ -30,7 +30,7 @@ _ENTER = 'echo 0 > "$0" || exit 125; exec "$@"'
 
 @dataclass(frozen=True)
 class CpuHierarchy:
-    """Where the kernel's CPU controller is mounted, and this process's place in it."""
+    """The mount point of the kernel's CPU controller, and the group of this process."""
 
     version: int
     mount: Path
@@ -38,14 +38,14 @@ class CpuHierarchy:
 
 
 class CgroupLimit:
-    """One node's control group. Made by `open_cgroup`; `close` ends what is in it and removes it."""
+    """One node's control group. Created by `open_cgroup`; `close` ends its processes and removes it."""
 
     def __init__(self, path: Path, version: int) -> None:
         self.path = path
         self.mechanism = f"cgroup-v{version}"
 
     def build_command(self, command: list[str]) -> list[str]:
-        """`command`, started inside the group."""
+        """Return the argument list that runs `command` inside the group."""
         return ["/bin/sh", "-c", _ENTER, str(self.path / "cgroup.procs"), *command]
 
     def close(self) -> None:
@@ -54,25 +54,25 @@ class CgroupLimit:
 
 
 def plan_quota(cpu: float) -> tuple[int, int]:
-    """(quota, period) in microseconds that give `cpu` cores."""
+    """Return (quota, period) in microseconds for `cpu` cores."""
     period_us = max(PERIOD_US, int(MIN_QUOTA_US / cpu))
     return max(MIN_QUOTA_US, round(cpu * period_us)), period_us
 
 
 def open_cgroup(name: str, cpu: float) -> CgroupLimit | None:
-    """A new control group that is held to `cpu` cores; None where none can be made."""
+    """Create a control group limited to `cpu` cores; return None if that is impossible."""
     for hierarchy in find_hierarchies():
-        # The nearest place first: the others may belong to somebody else.
+        # The own group first: parents may belong to another user.
         for parent in (hierarchy.own, *hierarchy.own.parents):
             if not parent.is_relative_to(hierarchy.mount):
                 break
-            if _make(parent / name, hierarchy.version, cpu):
+            if _create(parent / name, hierarchy.version, cpu):
                 return CgroupLimit(parent / name, hierarchy.version)
     return None
 
 
 def find_hierarchies() -> list[CpuHierarchy]:
-    """The mounted hierarchies that may have a CPU controller, version 1 first."""
+    """Return the mounted hierarchies that may have a CPU controller, version 1 first."""
     try:
         return parse_hierarchies(
             Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text()
@@ -82,7 +82,7 @@ def find_hierarchies() -> list[CpuHierarchy]:
 
 
 def parse_hierarchies(mountinfo: str, own_cgroups: str) -> list[CpuHierarchy]:
-    """Read /proc/self/mountinfo and /proc/self/cgroup."""
+    """Parse /proc/self/mountinfo and /proc/self/cgroup."""
     own = {}
     for line in own_cgroups.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -100,7 +100,7 @@ def parse_hierarchies(mountinfo: str, own_cgroups: str) -> list[CpuHierarchy]:
 
 
 def list_cgroups(prefix: str) -> list[Path]:
-    """The control groups, wherever in the CPU hierarchies, whose name starts with `prefix`."""
+    """Return all control groups in the CPU hierarchies with a name that starts with `prefix`."""
     found = []
     for hierarchy in find_hierarchies():
         for directory, children, _ in os.walk(hierarchy.mount):
@@ -109,7 +109,7 @@ def list_cgroups(prefix: str) -> list[Path]:
 
 
 def list_members(path: Path) -> list[int]:
-    """The pids in the control group `path`."""
+    """Return the pids in the control group `path`."""
     try:
         return [int(pid) for pid in (path / "cgroup.procs").read_text().split()]
     except OSError:
@@ -117,7 +117,7 @@ def list_members(path: Path) -> list[int]:
 
 
 def remove_cgroup(path: Path) -> None:
-    """End every process in the control group and remove it; raises CsdctlError when it stays."""
+    """End every process in the control group and remove it; raises CsdctlError on failure."""
     deadline = time.monotonic() + REMOVAL_DEADLINE_S
     while path.exists():
         send_signal(list_members(path), signal.SIGKILL)
@@ -128,13 +128,13 @@ def remove_cgroup(path: Path) -> None:
                 if time.monotonic() > deadline:
                     raise CsdctlError(
                         f"the control group {path} cannot be removed: {error.strerror}",
-                        remedy="end its processes (cgroup.procs), then `csdctl emulate down` again",
+                        remedy="end its processes (cgroup.procs), then run `csdctl emulate down` again",
                     ) from None
                 time.sleep(0.02)
 
 
-def _make(path: Path, version: int, cpu: float) -> bool:
-    """Make the group, set its share and try to enter it; leaves nothing when that fails."""
+def _create(path: Path, version: int, cpu: float) -> bool:
+    """Create the group, set its share and try to enter it; remove it on failure."""
     try:
         path.mkdir()
     except OSError:

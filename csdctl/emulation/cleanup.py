@@ -1,7 +1,7 @@
-"""Taking an emulated fleet away, whatever is left of it.
+"""Remove an emulated fleet in any state.
 
-What belongs to the fleet is found three ways: the servers in its state, their descendants, and, when
-the state is lost or a server was killed, the mark in the environment and the control groups' names.
+Its processes are found in three ways: the servers in its state, their descendants, and, when the state is
+lost or a server was killed, the marker in the environment and the names of control groups.
 """
 
 import os
@@ -19,8 +19,8 @@ from csdctl.emulation.limits import cgroup_prefix
 from csdctl.emulation.processes import (
     is_running,
     list_ancestors,
-    list_carriers,
     list_descendants,
+    list_marked,
     send_signal,
     start_time,
 )
@@ -33,7 +33,7 @@ DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class StoppedFleet:
-    """What was ended; `kept_fleet_path` is a fleet.yaml that a person changed and that stays."""
+    """What was ended; `kept_fleet_path` is a fleet.yaml that the user has changed and that is kept."""
 
     num_processes: int = 0
     num_cgroups: int = 0
@@ -55,7 +55,7 @@ def remove_fleet(paths: FleetPaths) -> StoppedFleet:
 
 
 def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
-    """The fleet.yaml of the state; where the state is lost, the places it usually has."""
+    """Return the fleet.yaml of the state; without a state, its default locations."""
     if state is not None:
         return [state.fleet_path]
     usual = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
@@ -63,19 +63,22 @@ def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
 
 
 def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
-    """End the servers gently, then what is left; returns the pids of all that ran."""
+    """End the servers with SIGTERM, then kill the rest; return the pids of all processes found."""
     servers = [(node.pid, node.start_time) for node in state.nodes] if state else []
     alive = [pid for pid, started in servers if is_running(pid, started)]
-    mine = set(list_ancestors(os.getpid()))
+    own = set(list_ancestors(os.getpid()))
 
     def remaining() -> set[int]:
         found = {
-            pid for server in alive if is_running(server, dict(servers)[server]) for pid in _family(server)
+            pid
+            for server in alive
+            if is_running(server, dict(servers)[server])
+            for pid in _with_descendants(server)
         }
-        found |= set(list_carriers(paths.fleet_id))
+        found |= set(list_marked(paths.fleet_id))
         for cgroup in list_cgroups(cgroup_prefix(paths.fleet_id)):
             found |= set(list_members(cgroup))
-        return {pid for pid in found - mine if start_time(pid) is not None}
+        return {pid for pid in found - own if start_time(pid) is not None}
 
     ended = remaining()
     send_signal(alive, signal.SIGTERM)
@@ -90,12 +93,12 @@ def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
     if not _wait_until(is_empty, DEADLINE_S):
         raise CsdctlError(
             f"processes of the emulated fleet do not end: {sorted(remaining())}",
-            remedy="look at them with `ps`, then `csdctl emulate down` again",
+            remedy="check them with `ps`, then run `csdctl emulate down` again",
         )
     return ended
 
 
-def _family(pid: int) -> list[int]:
+def _with_descendants(pid: int) -> list[int]:
     return [pid, *list_descendants(pid)]
 
 
@@ -111,18 +114,18 @@ def _wait_until(condition: Callable[[], bool], deadline_s: float) -> bool:
 def _remove_directory(paths: FleetPaths) -> None:
     _remove_short_tmp(paths)
     if paths.is_ours:
-        # The mark goes last: a removal that is cut short can be taken up again.
+        # The marker is removed last, so that an interrupted removal can be repeated.
         for entry in paths.directory.iterdir():
-            if entry not in (paths.mark, paths.state):
+            if entry not in (paths.marker, paths.state):
                 _remove_tree(entry)
         paths.state.unlink(missing_ok=True)
-        paths.mark.unlink(missing_ok=True)
+        paths.marker.unlink(missing_ok=True)
     if paths.directory.exists():
         paths.directory.rmdir()
 
 
 def _remove_short_tmp(paths: FleetPaths) -> None:
-    """Remove the short TMPDIRs where the link says, and where they usually are if the link is lost."""
+    """Remove the short TMPDIRs at the target of the link, and at the default path if the link is lost."""
     linked = [paths.short_tmp.readlink()] if paths.short_tmp.is_symlink() else []
     for path in {*linked, paths.usual_short_tmp}:
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
@@ -130,7 +133,7 @@ def _remove_short_tmp(paths: FleetPaths) -> None:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a file or a tree, also one whose directories were made read-only."""
+    """Remove a file or a tree, including one with read-only directories."""
 
     def retry(function: Callable[..., object], name: str, _: object) -> None:
         os.chmod(os.path.dirname(name), 0o700)

@@ -1,9 +1,8 @@
-"""Commands that come over SSH: started as sshd does, ended when their channel is lost.
+"""Commands over SSH: started as sshd does, ended when their channel is lost.
 
-A command runs through `/bin/sh -c` in the node's home, in a session of its own. When the client goes
-away before the command has ended, its process group is ended too (sshd would leave it). A command
-that ended by itself may leave processes behind, as with sshd; one that daemonized itself has left
-the group and survives in any case.
+A command runs with `/bin/sh -c` in the node's home, in its own session. When the client disconnects before
+the command has ended, its process group is ended too (sshd would leave it). A command that has ended may
+leave processes behind, as with sshd; a daemon has left the group and survives in any case.
 """
 
 import asyncio
@@ -19,13 +18,13 @@ from csdctl.emulation.limits import CpuLimit
 from csdctl.emulation.processes import list_descendants, load_stat, send_signal
 
 GRACE_S = 1.0
-"""From SIGTERM to SIGKILL for a command whose client is gone."""
-LOOK_INTERVAL_S = 1.0
+"""From SIGTERM to SIGKILL for a command after its client has disconnected."""
+CHECK_INTERVAL_S = 1.0
 CHUNK_BYTES = 1 << 16
 
 
 class Commands:
-    """Runs the commands of one node; `pids` are those that are waited for here."""
+    """Run the commands of one node; `pids` are the processes that are waited for here."""
 
     def __init__(self, limit: CpuLimit, environment: dict[str, str], home: Path) -> None:
         self._limit = limit
@@ -39,7 +38,7 @@ class Commands:
         self.pids.add(child.pid)
         finished = False
         try:
-            finished = await self._attend(process, child)
+            finished = await self._forward(process, child)
         finally:
             if not finished:
                 self._end_group(child.pid)
@@ -63,23 +62,23 @@ class Commands:
             start_new_session=True,
         )
 
-    async def _attend(
+    async def _forward(
         self, process: "asyncssh.SSHServerProcess[bytes]", child: "subprocess.Popen[bytes]"
     ) -> bool:
-        """Carry the streams until the command has ended; False when the client went away first."""
+        """Forward the streams until the command has ended; return False if the client disconnects first."""
         # Not `process.redirect`: asyncssh 2.24 loses the end of the output when the client is slow.
-        stdin = asyncio.create_task(_carry_in(process, child))
+        stdin = asyncio.create_task(_forward_input(process, child))
         ended: asyncio.Future[Any] = asyncio.gather(
-            _carry_out(child.stdout, process.stdout),
-            _carry_out(child.stderr, process.stderr),
+            _forward_output(child.stdout, process.stdout),
+            _forward_output(child.stderr, process.stderr),
             self._wait(child),
         )
         try:
             while not ended.done() and not process.is_closing():
                 lost: asyncio.Future[Any] = asyncio.ensure_future(process.wait_closed())
-                # With a deadline, because input that nobody reads holds back the news of the end.
+                # With a timeout, because unread input delays the close notification.
                 await asyncio.wait(
-                    {ended, lost}, timeout=LOOK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
+                    {ended, lost}, timeout=CHECK_INTERVAL_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 lost.cancel()
             return ended.done() and ended.exception() is None
@@ -107,8 +106,10 @@ class Commands:
         asyncio.get_running_loop().call_later(GRACE_S, lambda: send_signal(_members(group), signal.SIGKILL))
 
 
-async def _carry_in(process: "asyncssh.SSHServerProcess[bytes]", child: "subprocess.Popen[bytes]") -> None:
-    """From the client to the command, no faster than it reads; signals go to its process group."""
+async def _forward_input(
+    process: "asyncssh.SSHServerProcess[bytes]", child: "subprocess.Popen[bytes]"
+) -> None:
+    """Forward client input to the command with backpressure; send signals to its process group."""
     loop = asyncio.get_running_loop()
     transport, protocol = await loop.connect_write_pipe(_pipe_protocol, child.stdin)
     writer = asyncio.StreamWriter(transport, protocol, None, loop)
@@ -127,14 +128,14 @@ async def _carry_in(process: "asyncssh.SSHServerProcess[bytes]", child: "subproc
                 try:
                     writer.write(content)
                     await writer.drain()
-                except OSError:  # the command reads no more; what still comes is dropped
+                except OSError:  # the command no longer reads; further input is dropped
                     has_ended = True
     finally:
         writer.close()
 
 
-async def _carry_out(pipe: IO[bytes] | None, writer: "asyncssh.SSHWriter[bytes]") -> None:
-    """From the command to the client, no faster than it takes it, until every writer has closed."""
+async def _forward_output(pipe: IO[bytes] | None, writer: "asyncssh.SSHWriter[bytes]") -> None:
+    """Forward command output to the client with backpressure, until every writer has closed."""
     reader = asyncio.StreamReader(limit=CHUNK_BYTES)
     transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), pipe
@@ -152,6 +153,6 @@ def _pipe_protocol() -> asyncio.StreamReaderProtocol:
 
 
 def _members(group: int) -> list[int]:
-    """The processes of this node that are in process group `group`."""
+    """Return the processes of this node in process group `group`."""
     stats = {pid: load_stat(pid) for pid in list_descendants(os.getpid())}
     return [pid for pid, stat in stats.items() if stat and stat.group == group]

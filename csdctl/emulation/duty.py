@@ -1,11 +1,11 @@
-"""A share of the CPU without privileges: what has used up its share is stopped until it is due again.
+"""A CPU limit without privileges: a token bucket that stops processes when their share is used up.
 
-On every beat of the clock a bucket of CPU seconds is given the node's share; what the node's
-processes really used drains it. Only when it is empty are they stopped (SIGSTOP), until a beat has
-filled it again (SIGCONT), so a node that waits or sleeps is never touched.
+Every period adds the node's share of CPU seconds to a bucket; the CPU time of the node's processes drains it.
+Processes are stopped (SIGSTOP) only while the bucket is empty, and continued (SIGCONT) when a period has
+refilled it, so that an idle node is never stopped.
 
-A process that somebody else stopped is left stopped; only, to stop one that is stopped here already
-makes no difference: it is continued when the node is.
+A process that another process has stopped stays stopped, unless that happens while it is stopped here: then
+it is continued with the node.
 """
 
 import contextlib
@@ -18,19 +18,18 @@ import time
 
 from csdctl.emulation.processes import cpu_time_s, list_descendants, load_stat, send_signal
 
-BEAT_S = 0.020
-SHORTEST_LOOK_S = 0.002
-EMPTY_LOOK_S = 0.100
-"""Between looks at a node where nothing runs: what a new process used meanwhile is made up for."""
-LONGEST_STOP_S = 0.5
-"""However much was used beyond the share, as by a thread that was looked at late: a node that stands
-still for seconds is taken for dead."""
+PERIOD_S = 0.020
+MIN_CHECK_S = 0.002
+IDLE_CHECK_S = 0.100
+"""Between checks of a node without processes; CPU time used meanwhile is charged later."""
+MAX_STOP_S = 0.5
+"""Limits the debt, for instance after a late check: a node that stops for seconds is taken for dead."""
 
 log = logging.getLogger(__name__)
 
 
 class DutyCycle:
-    """Holds the descendants of the process `root_pid` (this process) to `cpu` cores, in a thread."""
+    """Limit the descendants of process `root_pid` (this process) to `cpu` cores, in a thread."""
 
     mechanism = "duty"
 
@@ -40,18 +39,18 @@ class DutyCycle:
         self._num_cores = os.cpu_count() or 1
         self._tokens_s = 0.0
         self._used_s = self._measure_used_s([])
-        self._beat = 0
+        self._period = 0
         self._stopped: set[int] = set()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="duty cycle", daemon=True)
         self._thread.start()
 
     def build_command(self, command: list[str]) -> list[str]:
-        """`command` as it is: descendants are found by themselves."""
+        """Return `command` unchanged: descendants are found automatically."""
         return command
 
     def close(self) -> None:
-        """End the thread; nothing stays stopped."""
+        """End the thread and continue all stopped processes."""
         self._ended.set()
         self._thread.join()
 
@@ -61,47 +60,47 @@ class DutyCycle:
             while not self._ended.wait(pause_s):
                 try:
                     pause_s = self._step(time.monotonic())
-                except Exception:  # one bad look at /proc must not free the node for good
+                except Exception:  # a single failed read of /proc must not lift the limit
                     log.exception("duty cycle")
-                    pause_s = BEAT_S
+                    pause_s = PERIOD_S
         finally:
             self._resume()
 
     def _step(self, now: float) -> float:
-        """Look at the node once; returns the seconds until the next look."""
+        """Check the node once; return the seconds until the next check."""
         pids = list_descendants(self._root_pid)
         spent_s = self._spend(pids)
-        self._refill(int(now / BEAT_S))
-        to_next_beat_s = (self._beat + 1) * BEAT_S - now
+        self._refill(int(now / PERIOD_S))
+        to_next_period_s = (self._period + 1) * PERIOD_S - now
         if self._tokens_s <= 0:
             self._stop(pids)
-            return to_next_beat_s
+            return to_next_period_s
         self._resume()
         if not pids:
-            return EMPTY_LOOK_S
+            return IDLE_CHECK_S
         if not spent_s:
-            return to_next_beat_s
-        # All cores may be busy for this node: look again when that would have used it up.
-        return min(to_next_beat_s, max(SHORTEST_LOOK_S, self._tokens_s / self._num_cores))
+            return to_next_period_s
+        # All cores may work for this node: check again when they could have used up the bucket.
+        return min(to_next_period_s, max(MIN_CHECK_S, self._tokens_s / self._num_cores))
 
-    def _refill(self, beat: int) -> None:
-        """Give the share of the beats that passed; a rested node has no more than one and a half."""
-        share_s = self._cpu * BEAT_S
-        self._tokens_s = min(1.5 * share_s, self._tokens_s + (beat - self._beat) * share_s)
-        self._tokens_s = max(-LONGEST_STOP_S * self._cpu, self._tokens_s)
-        self._beat = beat
+    def _refill(self, period: int) -> None:
+        """Add the share of the elapsed periods; the bucket holds at most one and a half."""
+        share_s = self._cpu * PERIOD_S
+        self._tokens_s = min(1.5 * share_s, self._tokens_s + (period - self._period) * share_s)
+        self._tokens_s = max(-MAX_STOP_S * self._cpu, self._tokens_s)
+        self._period = period
 
     def _spend(self, pids: list[int]) -> float:
-        """Take from the bucket the CPU seconds used since the last look, and return them."""
+        """Subtract the CPU seconds used since the last check from the bucket, and return them."""
         used_s = self._measure_used_s(pids)
-        # A process that is just being reaped is missing for a moment: the sum never really falls.
+        # A process that is being reaped is missing for a moment: the sum never really decreases.
         spent_s = max(0.0, used_s - self._used_s)
         self._used_s = max(used_s, self._used_s)
         self._tokens_s -= spent_s
         return spent_s
 
     def _measure_used_s(self, pids: list[int]) -> float:
-        """CPU seconds of the node so far: what runs, and what has ended."""
+        """Return the CPU seconds of the node so far, of running and ended processes."""
         ended = resource.getrusage(resource.RUSAGE_CHILDREN)
         used_s = ended.ru_utime + ended.ru_stime
         for pid in pids:
@@ -111,7 +110,7 @@ class DutyCycle:
 
     def _stop(self, pids: list[int]) -> None:
         newcomers = self._stoppable(pids)
-        while newcomers:  # what was forked before its parent was stopped
+        while newcomers:  # processes forked before their parent was stopped
             send_signal(newcomers, signal.SIGSTOP)
             self._stopped |= newcomers
             newcomers = self._stoppable(list_descendants(self._root_pid))

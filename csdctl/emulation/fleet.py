@@ -1,7 +1,7 @@
-"""Starting, looking at and ending an emulated fleet; what other rooms call.
+"""Start, inspect and stop an emulated fleet; the interface of this package.
 
-Everything of a fleet lies in its directory, but for its lines in known_hosts, its fleet.yaml, its
-control groups and, where the directory's path is long, a short directory for the TMPDIRs.
+All files of a fleet are in its directory, except its lines in known_hosts, its fleet.yaml, its control groups
+and, if the path of the directory is long, a short directory for the TMPDIRs.
 """
 
 import contextlib
@@ -31,13 +31,13 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError
 
 __all__ = ["EmulatedSpec", "NodeStatus", "StoppedFleet", "fleet_status", "is_up", "start_fleet", "stop_fleet"]
 
-LONGEST_NODE_PATH = 40
-"""Open MPI makes unix sockets some 60 characters below TMPDIR, and 108 is the most they may have."""
+MAX_NODE_PATH_LENGTH = 40
+"""Open MPI creates unix sockets at paths 60 characters longer than TMPDIR; the limit is 108."""
 
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node as it is now; `cpu_limit` in cores."""
+    """The current state of one node; `cpu_limit` in cores."""
 
     name: str
     port: int
@@ -60,16 +60,16 @@ def start_fleet(
 ) -> Path:
     """Start the servers, detached, and return the path of the fleet.yaml that describes them.
 
-    A fleet that is up with the same spec is left as it is; one that crashed is cleaned away first.
-    `python` is the nodes' interpreter as fleet.yaml names it. Raises InputError when another fleet
-    is up there, when the fleet.yaml is somebody else's, or when asyncssh is not installed.
+    A running fleet with the same spec is left as it is; a crashed fleet is removed first. `python` is the
+    nodes' interpreter in fleet.yaml. Raises InputError when another fleet is running there, when fleet.yaml
+    was not written by the emulator, or when asyncssh is not installed.
     """
     _check_request(spec, cpu_mechanism)
     paths = FleetPaths(directory)
     with _locked(paths):
         if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
             raise InputError(
-                f"{paths.directory} holds other files; an emulated fleet needs a directory of its own"
+                f"{paths.directory} contains other files; an emulated fleet needs a separate directory"
             )
         state = load_state(paths)
         if state is not None and _is_alive(state):
@@ -90,13 +90,13 @@ def start_fleet(
 
 
 def is_up(directory: Path) -> bool:
-    """Whether an emulated fleet is there with every server alive."""
+    """Return whether an emulated fleet is running there with every server alive."""
     state = load_state(FleetPaths(directory))
     return state is not None and _is_alive(state)
 
 
 def fleet_status(directory: Path) -> list[NodeStatus]:
-    """Every node as it is now; raises InputError when no emulated fleet is there."""
+    """Return the current state of every node; raises InputError without an emulated fleet."""
     state = load_state(FleetPaths(directory))
     if state is None or not state.nodes:
         raise InputError(
@@ -106,13 +106,15 @@ def fleet_status(directory: Path) -> list[NodeStatus]:
 
 
 def stop_fleet(directory: Path) -> StoppedFleet:
-    """End the fleet and everything it left, also after a crash; nothing there is nothing to do."""
+    """End the fleet and remove everything of it, even after a crash; do nothing without a fleet."""
     paths = FleetPaths(directory)
-    if not paths.directory.parent.exists():  # removed by hand; its processes may still be there
+    if not paths.directory.parent.exists():  # removed manually; its processes may still run
         return remove_fleet(paths)
     with _locked(paths):
         if paths.directory.exists() and not paths.is_ours and any(paths.directory.iterdir()):
-            raise InputError(f"{paths.directory} is not an emulated fleet's; it is left as it is")
+            raise InputError(
+                f"{paths.directory} is not the directory of an emulated fleet; it is left unchanged"
+            )
         return remove_fleet(paths)
 
 
@@ -134,16 +136,16 @@ def _check_same(
     same_path = fleet_path is None or fleet_path.absolute() == state.fleet_path
     if state.spec != spec or state.cpu_mechanism != cpu_mechanism or not same_path:
         raise InputError(
-            f"another emulated fleet is up in {paths.directory}: {state.spec.num_nodes} nodes with "
+            f"another emulated fleet is running in {paths.directory}: {state.spec.num_nodes} nodes with "
             f"{state.spec.cpu:g} cores and {state.spec.memory_bytes >> 20} MiB each, in {state.fleet_path}",
-            remedy="end it first: `csdctl emulate down`",
+            remedy="stop it first: `csdctl emulate down`",
         )
 
 
 def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
     paths.directory.mkdir(mode=0o700, exist_ok=True)
-    save_text(paths.mark, state.fleet_id + "\n")
-    _make_nodes(paths, state)
+    save_text(paths.marker, state.fleet_id + "\n")
+    _create_nodes(paths, state)
     save_state(paths, state)
     pids = _launch(paths)
     deadline = time.monotonic() + 30 + 2 * state.spec.num_nodes
@@ -156,21 +158,21 @@ def _start(paths: FleetPaths, state: FleetState, python: str) -> Path:
     return state.fleet_path
 
 
-def _make_nodes(paths: FleetPaths, state: FleetState) -> None:
+def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
     import asyncssh  # heavy, and optional
 
-    def make_key(path: Path) -> None:
+    def create_key(path: Path) -> None:
         key = asyncssh.generate_private_key("ssh-ed25519")
         path.touch(mode=0o600)
         path.write_bytes(key.export_private_key())
         path.with_name(f"{path.name}.pub").write_bytes(key.export_public_key())
 
-    make_key(paths.key)
-    short = _make_short_tmp(paths)
+    create_key(paths.key)
+    short = _create_short_tmp(paths)
     for name in state.node_names:
         node = paths.node(name)
         node.private.mkdir(parents=True)
-        make_key(node.host_key)
+        create_key(node.host_key)
         if short is None:
             node.tmp.mkdir()
         else:
@@ -178,21 +180,21 @@ def _make_nodes(paths: FleetPaths, state: FleetState) -> None:
             node.tmp.symlink_to(short / name)
 
 
-def _make_short_tmp(paths: FleetPaths) -> Path | None:
-    if len(str(paths.node("csd0").tmp)) <= LONGEST_NODE_PATH:
+def _create_short_tmp(paths: FleetPaths) -> Path | None:
+    if len(str(paths.node("csd0").tmp)) <= MAX_NODE_PATH_LENGTH:
         return None
     paths.short_tmp.symlink_to(paths.usual_short_tmp)
-    paths.usual_short_tmp.mkdir(mode=0o700)  # fails when it is there: nobody can prepare it for us
+    paths.usual_short_tmp.mkdir(mode=0o700)  # fails if it exists, so that no other user can prepare it
     return paths.usual_short_tmp
 
 
 def _launch(paths: FleetPaths) -> dict[str, int]:
-    """Start the servers; returns the pid of each."""
+    """Start the servers; return the pid of each."""
     command = [sys.executable, "-P", "-m", "csdctl.emulation.server", str(paths.directory)]
     environment = {
         "PATH": os.defpath,
         "LANG": "C.UTF-8",
-        # The servers find this csdctl also where it is not installed.
+        # The servers find this csdctl even if it is not installed.
         "PYTHONPATH": str(Path(csdctl.__file__).parents[1]),
         FLEET_VARIABLE: paths.fleet_id,
     }
@@ -207,20 +209,18 @@ def _launch(paths: FleetPaths) -> dict[str, int]:
 
 
 def _wait_for(paths: FleetPaths, name: str, pid: int, deadline: float) -> NodeState:
-    """Wait until a server listens and greets."""
+    """Wait until a server listens and sends its banner."""
     node = paths.node(name)
     while not node.ready.exists():
         if not Path(f"/proc/{pid}").exists() or time.monotonic() > deadline:
             lines = node.log.read_text(errors="replace").splitlines() if node.log.exists() else []
-            raise CsdctlError(
-                f"its server did not start: {lines[-1] if lines else 'it left no message'}", node=name
-            )
+            raise CsdctlError(f"its server did not start: {lines[-1] if lines else 'no message'}", node=name)
         time.sleep(0.02)
     state = NodeState(**load_json(node.ready))
     with socket.create_connection(("127.0.0.1", state.port), timeout=10) as connection:
         connection.settimeout(10)
         if not connection.recv(4).startswith(b"SSH-"):
-            raise DeadlineError("its server accepts connections but does not greet", node=name)
+            raise DeadlineError("its server accepts connections but sends no SSH banner", node=name)
     return state
 
 
@@ -254,7 +254,7 @@ def _user() -> str:
 
 @contextlib.contextmanager
 def _locked(paths: FleetPaths) -> Iterator[None]:
-    """One `up` or `down` at a time: a lock on the directory above, which leaves no file."""
+    """Serialize `up` and `down`: a lock on the parent directory, which leaves no file."""
     paths.directory.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(paths.directory.parent, os.O_RDONLY)
     try:

@@ -1,7 +1,7 @@
-"""The fleet.yaml that the emulator writes, and whether one that is there is still as it was written.
+"""The fleet.yaml that the emulator writes, and whether an existing one is unchanged.
 
-Its first line says who wrote it, for which fleet, and the hash of the rest: nothing else needs to be
-kept to tell a file that a person has changed from one that may be removed.
+Its first line names the writer, the fleet, and the hash of the rest. That is enough to distinguish a file
+that the user has changed from one that may be removed.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ def save_fleet_file(paths: FleetPaths, state: FleetState, python: str) -> None:
 
 
 def is_unchanged(path: Path, fleet_id: str) -> bool:
-    """Whether `path` is what the emulator wrote for this fleet, to the byte."""
+    """Return whether `path` is byte for byte what the emulator wrote for this fleet."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -51,16 +51,16 @@ def is_unchanged(path: Path, fleet_id: str) -> bool:
 
 
 def check_may_write(path: Path, fleet_id: str) -> None:
-    """Raise InputError when `path` holds something that the emulator did not write for this fleet."""
+    """Raise InputError when `path` exists and was not written by the emulator for this fleet."""
     if path.exists() and not is_unchanged(path, fleet_id):
         raise InputError(
-            f"{path} exists and is not this emulated fleet's; it is left as it is",
-            remedy="name another file with --fleet, or move this one away",
+            f"{path} exists and does not belong to this emulated fleet; it is left unchanged",
+            remedy="give another file with --fleet, or move this one away",
         )
 
 
 def remove_fleet_file(path: Path, fleet_id: str) -> bool:
-    """Remove fleet.yaml and its facts; returns False when a person changed it, and leaves it then."""
+    """Remove fleet.yaml and its facts; if the user has changed it, leave it and return False."""
     if not path.exists():
         return True
     if not is_unchanged(path, fleet_id):

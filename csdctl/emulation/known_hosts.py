@@ -1,6 +1,6 @@
 """The nodes' host keys in `.csdctl/known_hosts`, plain, one line per node.
 
-A line ends in a comment that names the fleet, so that `down` takes away its own lines and no other.
+Each line ends in a comment that names the fleet, so that `down` removes only its own lines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +10,7 @@ from csdctl.documents import save_text
 
 
 def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
-    """Write the host key (`ssh-ed25519 AAAA…`) of every port; an older key of the same port goes."""
+    """Write the host key (`ssh-ed25519 AAAA…`) of every port; remove older keys of the same ports."""
     ports = {f"[127.0.0.1]:{port}" for port in keys}
     kept = [line for line in _load_lines(path) if not ports & set(_first_word(line).split(","))]
     added = [
@@ -20,7 +20,7 @@ def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
 
 
 def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
-    """Take away the lines of a fleet, known by their comment or, where that was lost, by the key."""
+    """Remove the lines of a fleet, identified by their comment or, without it, by the key."""
     lines = _load_lines(path)
     bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
     kept = [

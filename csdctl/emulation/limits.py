@@ -1,4 +1,4 @@
-"""Which of the two ways holds a node to its share of the CPU: control groups or the duty cycle."""
+"""Choose the CPU limit of a node: control groups or the duty cycle."""
 
 import os
 from typing import Protocol
@@ -9,27 +9,27 @@ from csdctl.errors import InputError
 
 
 class CpuLimit(Protocol):
-    """Holds the processes of one node to a share of the CPU."""
+    """Limits the processes of one node to a share of the CPU."""
 
     mechanism: str
 
     def build_command(self, command: list[str]) -> list[str]:
-        """The argument list that runs `command` under the limit."""
+        """Return the argument list that runs `command` under the limit."""
 
     def close(self) -> None:
-        """Take the limit away; nothing stays stopped."""
+        """Remove the limit and continue all stopped processes."""
 
 
 def cgroup_prefix(fleet_id: str) -> str:
-    """What the control groups of a fleet's nodes start with."""
+    """Return the prefix of the control groups of a fleet."""
     return f"csdctl-{fleet_id}-"
 
 
 def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuLimit:
-    """Hold the descendants of this process to `cpu` cores.
+    """Limit the descendants of this process to `cpu` cores.
 
-    `mechanism` is "cgroup", "duty" or "auto" (control groups where they are writable). Raises
-    InputError when "cgroup" is asked for and none can be made.
+    `mechanism` is "cgroup", "duty" or "auto" (control groups if they are writable). Raises InputError when
+    "cgroup" is requested and no group can be created.
     """
     if mechanism in ("auto", "cgroup"):
         cgroup = open_cgroup(cgroup_prefix(fleet_id) + node, cpu)
@@ -37,7 +37,7 @@ def open_cpu_limit(mechanism: str, fleet_id: str, node: str, cpu: float) -> CpuL
             return cgroup
         if mechanism == "cgroup":
             raise InputError(
-                "no control group with a CPU share can be made here",
+                "no control group with a CPU limit can be created on this machine",
                 remedy="use --cpu-mechanism duty",
                 node=node,
             )

@@ -1,4 +1,4 @@
-"""The node's memory limit: what grows beyond it is ended, as the kernel's OOM killer would."""
+"""The node's memory limit: processes that exceed it are killed, as by the kernel's OOM killer."""
 
 import asyncio
 import logging
@@ -13,14 +13,14 @@ log = logging.getLogger(__name__)
 
 
 async def watch_memory(limit_bytes: int) -> None:
-    """Hold the descendants of this process to `limit_bytes` of anonymous memory, for ever."""
+    """Limit the descendants of this process to `limit_bytes` of anonymous memory; never returns."""
     while True:
         await asyncio.sleep(INTERVAL_S)
         end_largest_above(limit_bytes, {pid: anonymous_bytes(pid) for pid in list_descendants(os.getpid())})
 
 
 def end_largest_above(limit_bytes: int, used_bytes: dict[int, int]) -> int | None:
-    """End the largest of the processes when together they use more than the limit; returns its pid."""
+    """If the processes exceed the limit together, kill the largest and return its pid."""
     total_bytes = sum(used_bytes.values())
     if total_bytes <= limit_bytes:
         return None

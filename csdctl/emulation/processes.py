@@ -1,7 +1,7 @@
-"""Reading /proc: which processes belong to a node, what they use, and ending them.
+"""Read /proc: the processes of a node and their resource usage; send signals.
 
-A process is named by its pid and its start time together, so that a recycled pid is never taken
-for the one that was meant. A zombie counts as ended.
+A process is identified by its pid and start time, so that a reused pid is never mistaken for it. A zombie
+counts as ended.
 """
 
 import contextlib
@@ -20,47 +20,47 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True)
 class ProcessStat:
-    """What /proc/PID/stat says; `start_time` in clock ticks since boot."""
+    """Fields of /proc/PID/stat; `start_time` in clock ticks since boot."""
 
     state: str
     parent: int
     group: int
     children_cpu_s: float
-    """CPU time of the children that ended and were waited for."""
+    """CPU time of the children that were reaped."""
     start_time: int
 
     @property
     def has_ended(self) -> bool:
-        """True for a zombie: it runs no more, only its exit code is left."""
+        """Whether it is a zombie: ended, but not reaped."""
         return self.state in "ZX"
 
 
 def parse_stat(text: str) -> ProcessStat:
-    """Read the content of /proc/PID/stat; the name in it may hold spaces and brackets."""
+    """Parse the content of /proc/PID/stat; the process name may contain spaces and brackets."""
     fields = text[text.rindex(")") + 2 :].split()
     children_cpu_s = (int(fields[13]) + int(fields[14])) / _TICKS_PER_S
     return ProcessStat(fields[0], int(fields[1]), int(fields[2]), children_cpu_s, int(fields[19]))
 
 
 def load_stat(pid: int) -> ProcessStat | None:
-    """The state of process `pid`, or None when there is none."""
+    """Return the state of process `pid`, or None if it does not exist."""
     text = _load(f"/proc/{pid}/stat")
     return parse_stat(text) if text else None
 
 
 def start_time(pid: int) -> int | None:
-    """When `pid` started, in clock ticks since boot; None when it has ended."""
+    """Return the start time of `pid` in clock ticks since boot; None if it has ended."""
     stat = load_stat(pid)
     return None if stat is None or stat.has_ended else stat.start_time
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Whether the process that was `pid` at `started` still runs."""
+    """Return whether process `pid` with start time `started` still runs."""
     return start_time(pid) == started
 
 
 def list_children(pid: int) -> list[int]:
-    """The pids of the direct children of `pid`, zombies among them."""
+    """Return the pids of the children of `pid`, including zombies."""
     if not _has_children_files():
         return [child for child, parent in _parents().items() if parent == pid]
     found: list[int] = []
@@ -71,17 +71,17 @@ def list_children(pid: int) -> list[int]:
 
 
 def list_descendants(pid: int) -> list[int]:
-    """The pids of all processes below `pid`, parents before children."""
+    """Return the pids of all descendants of `pid`, parents before children."""
     if not _has_children_files():
         return _descendants_in(_parents(), pid)
     found = list_children(pid)
-    for child in found:  # grows while it is walked
+    for child in found:  # grows during the iteration
         found += list_children(child)
     return found
 
 
-def list_carriers(fleet_id: str) -> list[int]:
-    """The pids that carry the mark of the emulated fleet in their environment."""
+def list_marked(fleet_id: str) -> list[int]:
+    """Return the pids with the marker of the emulated fleet in their environment."""
     mark = f"{FLEET_VARIABLE}={fleet_id}".encode()
     found = []
     for pid in _all_pids():
@@ -92,7 +92,7 @@ def list_carriers(fleet_id: str) -> list[int]:
 
 
 def list_ancestors(pid: int) -> list[int]:
-    """`pid`, its parent, and so on up to the first process."""
+    """Return `pid`, its parent, and so on up to process 1."""
     found: list[int] = []
     while pid > 0:
         found.append(pid)
@@ -102,8 +102,8 @@ def list_ancestors(pid: int) -> list[int]:
 
 
 def cpu_time_s(pid: int) -> float:
-    """CPU seconds of all threads of `pid`, to the nanosecond; 0 when it is gone."""
-    # clock_getcpuclockid(3) makes this same number; Python has it for threads only.
+    """Return the CPU seconds of all threads of `pid`, to the nanosecond; 0 if it has ended."""
+    # The same number as clock_getcpuclockid(3), which Python only has for threads.
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError:
@@ -111,7 +111,7 @@ def cpu_time_s(pid: int) -> float:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory of `pid` that no file backs (RssAnon + RssShmem), in bytes; 0 when it is gone."""
+    """Return the memory of `pid` without a backing file (RssAnon + RssShmem), in bytes; 0 if ended."""
     return sum(
         int(line.split()[1]) << 10
         for line in _load(f"/proc/{pid}/status").splitlines()
@@ -120,12 +120,12 @@ def anonymous_bytes(pid: int) -> int:
 
 
 def process_name(pid: int) -> str:
-    """The short name of `pid`, or '' when it is gone."""
+    """Return the short name of `pid`, or '' if it has ended."""
     return _load(f"/proc/{pid}/comm").strip()
 
 
 def send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those of `pids` that are there and ours."""
+    """Send a signal to those of `pids` that exist and belong to this user."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
@@ -141,7 +141,7 @@ def _load(path: str) -> str:
 
 @cache
 def _has_children_files() -> bool:
-    """Whether the kernel lists children (CONFIG_PROC_CHILDREN): far cheaper than reading all of /proc."""
+    """Return whether the kernel lists children (CONFIG_PROC_CHILDREN), far cheaper than reading /proc."""
     return os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
 
 
@@ -156,6 +156,6 @@ def _parents() -> dict[int, int]:
 
 def _descendants_in(parents: dict[int, int], pid: int) -> list[int]:
     found = [child for child, parent in parents.items() if parent == pid]
-    for known in found:  # grows while it is walked
+    for known in found:  # grows during the iteration
         found += [child for child, parent in parents.items() if parent == known]
     return found

@@ -1,9 +1,9 @@
-"""One node: an SSH server on 127.0.0.1 with a home, a TMPDIR and limits of its own.
+"""One node: an SSH server on 127.0.0.1 with its own home, TMPDIR and limits.
 
-Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server
-for each node (so that what they all import is in memory once), prints `name pid` for each, and ends.
-A node's server adopts what daemonizes itself (child subreaper), so everything that was started
-over SSH stays below it, and its limits hold for all of that.
+Run as `python -m csdctl.emulation.server DIRECTORY`: reads the fleet's state.json, forks one server for each
+node (so that imported modules are in memory once), prints `name pid` for each, and exits. A node's server
+adopts daemons (child subreaper), so every process started over SSH is its descendant and subject to its
+limits.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ _PR_SET_NAME = 15
 log = logging.getLogger(__name__)
 
 
-class _Gate(asyncssh.SSHServer):
-    """Lets in one user with one key, and nothing but sessions."""
+class _Authenticator(asyncssh.SSHServer):
+    """Accept one user with one key, and sessions only."""
 
     def __init__(self, user: str, key: asyncssh.SSHKey) -> None:
         self._user = user
@@ -57,10 +57,10 @@ class _Gate(asyncssh.SSHServer):
 
 
 def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[str, str]:
-    """All that a node's processes get as environment; nothing of the user's own leaks in."""
+    """Return the complete environment of a node's processes, without the user's own variables."""
     return {
         "HOME": str(paths.home),
-        "TMPDIR": str(paths.tmp.resolve()),  # its short name, where it has one
+        "TMPDIR": str(paths.tmp.resolve()),  # its short path, if it has one
         "PATH": PATH,
         "USER": state.user,
         "LOGNAME": state.user,
@@ -74,7 +74,7 @@ def build_environment(state: FleetState, name: str, paths: NodePaths) -> dict[st
 
 
 async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int = 0) -> None:
-    """Serve one node until SIGTERM; `port` 0 takes a free one."""
+    """Serve one node until SIGTERM; `port` 0 selects a free port."""
     node = paths.node(name)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -86,7 +86,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int 
         acceptor = await asyncssh.listen(
             "127.0.0.1",
             port,
-            server_factory=functools.partial(_Gate, state.user, key),
+            server_factory=functools.partial(_Authenticator, state.user, key),
             server_host_keys=[str(node.host_key)],
             process_factory=commands.run,
             sftp_factory=True,
@@ -104,7 +104,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int 
         started = start_time(os.getpid()) or 0
         ready = NodeState(name, os.getpid(), started, acceptor.get_port(), limit.mechanism)
         save_json(node.ready, vars(ready))
-        log.info("%s listens on port %d, CPU share by %s", name, ready.port, limit.mechanism)
+        log.info("%s listens on port %d, CPU limit by %s", name, ready.port, limit.mechanism)
         await stopping.wait()
         acceptor.close()
         for task in watching:
@@ -115,7 +115,7 @@ async def serve_node(paths: FleetPaths, state: FleetState, name: str, port: int 
 
 
 async def _reap_adopted(commands: Commands) -> None:
-    """Take the exit code of processes that daemonized themselves and ended; nobody else will."""
+    """Reap daemons that have ended: they are children of this process."""
     while True:
         await asyncio.sleep(REAP_INTERVAL_S)
         for pid in list_children(os.getpid()):
@@ -132,7 +132,7 @@ def _end_descendants() -> None:
 
 
 def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
-    """In the forked child: leave the launcher behind, and serve."""
+    """Detach the forked child from the launcher, and serve."""
     node = paths.node(name)
     os.setsid()
     os.chdir(node.home)  # relative SFTP paths start here
@@ -149,7 +149,7 @@ def _become_node(paths: FleetPaths, state: FleetState, name: str) -> None:
 
 
 def main(directory: str) -> int:
-    """Fork a server for every node of the fleet in `directory`; returns the launcher's exit code."""
+    """Fork a server for every node of the fleet in `directory`; return the exit code of the launcher."""
     paths = FleetPaths(Path(directory))
     state = load_state(paths)
     if state is None:

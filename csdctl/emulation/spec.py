@@ -1,4 +1,4 @@
-"""What an emulated fleet is asked to be: how many nodes, and how much of the machine each may use."""
+"""The specification of an emulated fleet: number of nodes, and CPU and memory of each."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from csdctl.errors import InputError
 
 MAX_NODES = 64
 MIN_CPU = 0.01
-"""The smallest share of a core, in cores: below it a node takes seconds to answer anything."""
+"""Minimum share, in cores: below it a node takes seconds to respond."""
 MIN_MEMORY_BYTES = 16 << 20
 CPU_MECHANISMS = ("auto", "cgroup", "duty")
 
@@ -18,7 +18,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class EmulatedSpec:
-    """An emulated fleet: `cpu` in cores and `memory_bytes` are for each node."""
+    """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
 
     num_nodes: int
     cpu: float = 0.25
@@ -32,8 +32,8 @@ def check_spec(spec: EmulatedSpec) -> None:
         raise InputError(f"received {spec.num_nodes} nodes, expected 1 to {MAX_NODES}")
     if not MIN_CPU <= spec.cpu <= num_cores:
         raise InputError(
-            f"received a share of {spec.cpu:g} cores for each node, expected {MIN_CPU} to {num_cores}, "
-            "the cores of this machine"
+            f"received {spec.cpu:g} cores for each node, expected {MIN_CPU} to {num_cores}, "
+            "the number of cores of this machine"
         )
     if spec.memory_bytes < MIN_MEMORY_BYTES:
         raise InputError(
@@ -43,7 +43,7 @@ def check_spec(spec: EmulatedSpec) -> None:
 
 
 def parse_size(text: str) -> int:
-    """Read `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
+    """Parse `2G`, `512M` or `1.5GiB` as bytes (K, M, G and T are powers of 1024); raises InputError."""
     match = _SIZE.fullmatch(text.strip())
     if not match:
         raise InputError(f"received {text!r} as a size, expected a number and a unit such as 512M or 2G")

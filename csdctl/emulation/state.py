@@ -1,7 +1,7 @@
-"""Where an emulated fleet keeps its files, and what it remembers of itself.
+"""The files and the saved state of an emulated fleet.
 
-The id of a fleet follows from its directory, so that a fleet whose state is lost is still found: by
-the mark in the environment of its processes and by the names of its control groups.
+The id of a fleet is derived from its directory, so that a fleet without its state is still found: by the
+marker in the environment of its processes and by the names of its control groups.
 """
 
 import hashlib
@@ -18,37 +18,37 @@ SCHEMA = 1
 
 
 class FleetPaths:
-    """Every file of an emulated fleet, by name."""
+    """The path of every file of an emulated fleet."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory.resolve()
         self.fleet_id = hashlib.sha256(str(self.directory).encode()).hexdigest()[:12]
-        self.mark = self.directory / "fleet.id"
-        """Written first: says that the directory is an emulated fleet's, and may be removed."""
+        self.marker = self.directory / "fleet.id"
+        """Written first: marks the directory as that of an emulated fleet, which may be removed."""
         self.state = self.directory / "state.json"
         self.key = self.directory / "id_ed25519"
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
-        """A link to the short directory that holds the nodes' TMPDIRs, where one is needed."""
+        """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
         self.usual_short_tmp = Path(tempfile.gettempdir(), f"csdctl-{self.fleet_id[:6]}")
         self.known_hosts = self.directory.parent / "known_hosts"
 
     @property
     def is_ours(self) -> bool:
-        """Whether the directory was made for an emulated fleet."""
-        return self.mark.exists() or self.state.exists()
+        """Whether the directory was created for an emulated fleet."""
+        return self.marker.exists() or self.state.exists()
 
     def node(self, name: str) -> "NodePaths":
-        """The files of one node."""
+        """Return the files of one node."""
         return NodePaths(self.directory / "nodes" / name)
 
     def nodes(self) -> list["NodePaths"]:
-        """The files of every node there is a directory of."""
+        """Return the files of every node that has a directory."""
         return [NodePaths(path) for path in sorted((self.directory / "nodes").glob("*"))]
 
 
 class NodePaths:
-    """Every file of one node."""
+    """The path of every file of one node."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -59,12 +59,12 @@ class NodePaths:
         self.public_host_key = directory / "host_key.pub"
         self.log = directory / "server.log"
         self.ready = directory / "node.json"
-        """What the node's server writes once it listens: a NodeState."""
+        """Written by the node's server once it listens: a NodeState."""
 
 
 @dataclass(frozen=True)
 class NodeState:
-    """One server; `start_time` in clock ticks since boot, so that a recycled pid is not taken for it."""
+    """One server; `start_time` in clock ticks since boot detects a reused pid."""
 
     name: str
     pid: int
@@ -75,12 +75,12 @@ class NodeState:
 
 @dataclass(frozen=True)
 class FleetState:
-    """What `up` wrote. `nodes` is empty while the fleet is being started."""
+    """The state that `up` saves. `nodes` is empty while the fleet starts."""
 
     fleet_id: str
     spec: EmulatedSpec
     cpu_mechanism: str
-    """What was asked for: auto, cgroup or duty."""
+    """The requested mechanism: auto, cgroup or duty."""
     fleet_path: Path
     user: str
     nodes: tuple[NodeState, ...] = ()
@@ -92,12 +92,12 @@ class FleetState:
 
 
 def save_state(paths: FleetPaths, state: FleetState) -> None:
-    """Write state.json, whole or not at all."""
+    """Write state.json atomically."""
     save_json(paths.state, {"schema": SCHEMA, **asdict(state), "fleet_path": str(state.fleet_path)})
 
 
 def load_state(paths: FleetPaths) -> FleetState | None:
-    """Read state.json; None when it is missing, cut short, or of another version."""
+    """Read state.json; return None when it is missing, truncated, or of another version."""
     try:
         content: dict[str, Any] = load_json(paths.state)
         if content.pop("schema") != SCHEMA:

@@ -1,1 +1,1 @@
-"""The fleet: the host and its nodes, what is known of them, and fleet.yaml."""
+"""The fleet: the host and its nodes, facts about them, and fleet.yaml."""

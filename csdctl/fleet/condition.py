@@ -1,13 +1,13 @@
-"""What a machine is like right now, beyond its facts: what a preflight measures and nobody keeps."""
+"""The current condition of a machine beyond its facts, measured by preflight checks and not saved."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
-    """A directory that ranks write into. None: it could not be told.
+class DirectorySpace:
+    """Free space of a directory that ranks write to; None means unknown.
 
-    `refusal` is why a trial file could not be written there; '' when it could.
+    `refusal` is why a test file could not be written there; '' on success.
     """
 
     path: str
@@ -18,14 +18,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Condition:
-    """The machine's name for itself, its addresses, and where it can write."""
+    """The hostname, addresses and writable directories of a machine."""
 
     name: str
     hostname: str | None = None
     addresses: tuple[str, ...] | None = None
     """The IPv4 addresses of all interfaces."""
-    home: Place | None = None
-    temporary: Place | None = None
-    """TMPDIR, where MPI and Python put their temporary files."""
+    home: DirectorySpace | None = None
+    temporary: DirectorySpace | None = None
+    """TMPDIR, the directory for temporary files of MPI and Python."""
     open_files: int | None = None
-    """How many files a process may open at most; None also when there is no limit."""
+    """Maximum number of open files of a process; None if unknown or unlimited."""

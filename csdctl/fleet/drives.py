@@ -1,4 +1,4 @@
-"""Which drive of the host a node is: the one whose serial both of them show; pure."""
+"""Find the host's drive for each node by the serial number that both report; pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -8,10 +8,10 @@ from csdctl.fleet.model import HOST_NAME
 
 
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
-    """The host's drive for each node that is one, by node.
+    """Return the host's drive of each node that is a drive, by node.
 
-    A serial that is empty, that two nodes show, or that two drives of the host have, proves nothing; nor
-    does a node that shows several of the host's drives: it sees the host's own devices.
+    A serial number that is empty, reported by two nodes, or shared by two drives of the host proves nothing.
+    Nor does a node that reports several of the host's drives: it sees the host's own devices.
     """
     own = {(drive.serial, drive.model): drive for drive in reversed(facts[HOST_NAME].drives)}
     shown: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -29,11 +29,11 @@ def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
 
 
 def _common(machine: Facts, own: Mapping[tuple[str, str], Drive]) -> set[tuple[str, str]]:
-    """Serial and model of the host's drives that `machine` shows too."""
+    """Return serial number and model of the host's drives that `machine` reports too."""
     identities = {(drive.serial, drive.model) for drive in machine.drives}
-    return {identity for identity in identities & own.keys() if _says_much(identity[0])}
+    return {identity for identity in identities & own.keys() if _is_distinctive(identity[0])}
 
 
-def _says_much(serial: str) -> bool:
-    """Whether `serial` can tell drives apart: drives without one show blanks, or one sign repeated."""
+def _is_distinctive(serial: str) -> bool:
+    """Return whether `serial` is usable: drives without one report blanks or one repeated character."""
     return len(set(serial.strip())) > 1

@@ -1,4 +1,4 @@
-"""What `discover` learns of a machine; kept beside fleet.yaml, never in it."""
+"""Facts that `discover` collects about machines; saved beside fleet.yaml, never in it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,10 +24,10 @@ class Drive:
 
 @dataclass(frozen=True)
 class Facts:
-    """One machine as it was found. None: it could not be told.
+    """Facts about one machine; None means unknown.
 
-    `cpu_limit` and `memory_limit_bytes` are what a container, a cgroup or the environment
-    (CSDCTL_CPU_LIMIT, CSDCTL_MEMORY_LIMIT) leaves of the machine.
+    `cpu_limit` and `memory_limit_bytes` are limits set by a container, a cgroup or the environment
+    (CSDCTL_CPU_LIMIT, CSDCTL_MEMORY_LIMIT).
     """
 
     name: str
@@ -48,32 +48,32 @@ class Facts:
     mpi4py_version: str | None = None
     glibc_version: str | None = None
     prefix: str | None = None
-    """sys.prefix of the node's Python: where `bin/prted` lies."""
+    """sys.prefix of the node's Python, which contains `bin/prted`."""
     has_prted: bool | None = None
     home: str | None = None
     clock_offset_s: float | None = None
     round_trip_s: float | None = None
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a person should look at, and what could not be told and why."""
+    """What the user should check, and which facts are unknown and why."""
     problem: str | None = None
-    """Why nothing is known: the error that reaching it ended with."""
+    """The error with which the connection or the probes failed; then no facts are known."""
 
     @property
     def num_threads(self) -> int:
-        """Threads a rank should use: the cores, less when only a share of them is allowed."""
+        """Threads for a rank: the cores, or fewer under a CPU limit."""
         cores = self.num_cores or 1
         return max(1, min(cores, int(self.cpu_limit))) if self.cpu_limit else cores
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """The memory a rank may fill: the smallest of what is available and what is allowed."""
+        """Memory for a rank: the smaller of available memory and memory limit."""
         known = [size for size in (self.memory_available_bytes, self.memory_limit_bytes) if size]
         return min(known) if known else None
 
 
 def facts_path(fleet: Fleet) -> Path:
-    """Where the facts of `fleet` lie: fleet.yaml → fleet.facts.json."""
+    """Return the path of the facts of `fleet`: fleet.yaml → fleet.facts.json."""
     return fleet.path.with_suffix(".facts.json")
 
 
@@ -85,7 +85,7 @@ def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
 
 
 def load_facts(fleet: Fleet) -> dict[str, Facts]:
-    """Read what `discover` wrote; raises InputError when it has not run yet."""
+    """Read the facts saved by `discover`; raises InputError if there are none."""
     path = facts_path(fleet)
     content = load_json(path)
     try:
@@ -93,11 +93,11 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
             raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)
         return {name: _facts(values) for name, values in content["machines"].items()}
     except (KeyError, TypeError, AttributeError):
-        raise InputError(f"{path} does not hold what `csdctl discover` writes", remedy=DISCOVER) from None
+        raise InputError(f"{path} was not written by `csdctl discover`", remedy=DISCOVER) from None
 
 
 def set_facts_aside(fleet: Fleet) -> Path:
-    """Rename the facts file, which cannot be read, to *.bak; an older one there is replaced."""
+    """Rename the unreadable facts file to *.bak, replacing an older backup."""
     path = facts_path(fleet)
     return path.replace(path.with_name(path.name + ".bak"))
 

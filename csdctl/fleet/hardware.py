@@ -1,4 +1,4 @@
-"""Machines of equal hardware and software, as groups, and what tells the odd ones from the rest; pure."""
+"""Group machines by equal hardware and software, and describe outliers; pure."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME
 
 MEMORY_TOLERANCE = 0.03
-"""Firmware takes a little more of one machine's memory than of another's."""
+"""Firmware reserves slightly different amounts of memory on equal machines."""
 
 _KEYS: Mapping[str, str] = {
     "architecture": "architecture",
@@ -24,7 +24,7 @@ _KEYS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class EqualMachines:
-    """Machines that do not differ; the host is always alone."""
+    """Machines with equal hardware and software; the host is always alone."""
 
     machines: tuple[Facts, ...]
 
@@ -35,37 +35,37 @@ class EqualMachines:
 
     @property
     def first(self) -> Facts:
-        """One that stands for all."""
+        """A representative machine."""
         return self.machines[0]
 
     def least(self, key: str) -> float | None:
-        """The smallest value of `key` among them, None when nobody could tell."""
+        """Return the smallest value of `key`, None if all are unknown."""
         return min((value for one in self.machines if (value := getattr(one, key)) is not None), default=None)
 
     def most(self, key: str) -> float | None:
-        """The largest value of `key` among them."""
+        """Return the largest value of `key`, None if all are unknown."""
         return max((value for one in self.machines if (value := getattr(one, key)) is not None), default=None)
 
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
-    """The machines that answered, those of equal hardware and software together, in their order."""
-    answered = [facts for facts in machines if not facts.problem]
+    """Group the machines without a problem by equal hardware and software, in their order."""
+    reachable = [facts for facts in machines if not facts.problem]
     groups: dict[tuple[object, ...], list[list[Facts]]] = {}
-    for facts in sorted(answered, key=_memory_bytes):
-        clusters = groups.setdefault(_kind(facts), [])
+    for facts in sorted(reachable, key=_memory_bytes):
+        clusters = groups.setdefault(_identity(facts), [])
         if clusters and _memory_bytes(facts) <= _memory_bytes(clusters[-1][0]) * (1 + MEMORY_TOLERANCE):
             clusters[-1].append(facts)
         else:
             clusters.append([facts])
-    order = {facts.name: number for number, facts in enumerate(answered)}
+    order = {facts.name: number for number, facts in enumerate(reachable)}
     found = [sorted(each, key=lambda facts: order[facts.name]) for many in groups.values() for each in many]
     return [EqualMachines(tuple(each)) for each in sorted(found, key=lambda each: order[each[0].name])]
 
 
 def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
-    """What nodes have otherwise than most: one text for each group but the largest.
+    """Describe how nodes differ from the majority: one text for each group except the largest.
 
-    Empty when no group has more than half of the nodes: then there is no rule to differ from.
+    Return an empty list when no group has more than half of the nodes.
     """
     nodes = [group for group in groups if HOST_NAME not in group.names]
     usual = max(nodes, key=lambda group: len(group.names), default=None)
@@ -84,10 +84,10 @@ def _compare(odd: Facts, usual: Facts) -> str:
     if high > low * (1 + MEMORY_TOLERANCE):
         sizes = [f"{_memory_bytes(one) / 2**30:.1f} GiB" for one in (odd, usual)]
         different.append(f"memory {sizes[0]} instead of {sizes[1]}")
-    return ", ".join(different) or "memory a little different"
+    return ", ".join(different) or "memory slightly different"
 
 
-def _kind(facts: Facts) -> tuple[object, ...]:
+def _identity(facts: Facts) -> tuple[object, ...]:
     return (facts.name == HOST_NAME, *(getattr(facts, key) for key in _KEYS))
 
 

@@ -1,7 +1,7 @@
-"""Jump hosts: what `jump:` in fleet.yaml may say; pure.
+"""Jump hosts: the values of `jump:` in fleet.yaml; pure.
 
-It names an entry of `jump_hosts`, or a node, or says `[user@]address[:port]` as OpenSSH's ProxyJump does,
-with an IPv6 address in brackets; commas join several, the first of which is reached first.
+A value is an entry of `jump_hosts`, a node, or `[user@]address[:port]` as in OpenSSH's ProxyJump, with an
+IPv6 address in brackets. Several hops are separated by commas, the first hop first.
 """
 
 import re
@@ -17,7 +17,7 @@ _HOP = re.compile(r"(?:(?P<user>[^@]*)@)?(?:\[(?P<v6>[^\]]*)\]|(?P<address>[^:]*
 
 @dataclass(frozen=True)
 class Hop:
-    """One step of a ProxyJump as it is written; what is not said is None."""
+    """A hop of a ProxyJump as written; missing parts are None."""
 
     address: str
     user: str | None = None
@@ -25,13 +25,13 @@ class Hop:
 
     @property
     def name(self) -> str:
-        """A name that may stand in an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
+        """A valid alias for an ssh_config: `ops@10.0.0.1:2222` is ops-10.0.0.1-2222."""
         parts = [self.user, self.address, self.port and str(self.port)]
         return re.sub(r"[^A-Za-z0-9.-]+", "-", "-".join(part for part in parts if part)).strip("-.")[:63]
 
 
 def parse_jump(text: str) -> tuple[Hop, ...]:
-    """The steps of `text`, first one first; raises ValueError for what is no ProxyJump or not allowed."""
+    """Parse the hops of `text`, the first hop first; raises ValueError for an invalid ProxyJump."""
     if text == NO_JUMP or not text:
         return ()
     hops = tuple(_parse_hop(part.strip().removeprefix("ssh://")) for part in text.split(","))
@@ -44,9 +44,9 @@ def _parse_hop(text: str) -> Hop:
     found = _HOP.fullmatch(text)
     address = found and (found["v6"] or found["address"])
     if not found or not address or not ADDRESS.fullmatch(address):
-        raise ValueError("not a usable jump host: expected a name or [user@]address[:port]")
+        raise ValueError("not a valid jump host: expected a name or [user@]address[:port]")
     if found["user"] is not None and not USER.fullmatch(found["user"]):
-        raise ValueError("not a usable user name of a jump host")
+        raise ValueError("not a valid user name of a jump host")
     port = int(found["port"]) if found["port"] else None
     if port is not None and not 0 < port < 1 << 16:
         raise ValueError(f"port {port} of a jump host is not between 1 and 65535")

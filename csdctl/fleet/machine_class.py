@@ -1,8 +1,8 @@
-"""What makes machines alike for measuring: equal hardware, equal limits, equal software; pure.
+"""Machine classes: machines with equal hardware, limits and software, which share measurements; pure.
 
-A measurement of one machine serves for all of its class, and for the same machine tomorrow. So nothing is in
-it that differs from day to day (available memory, free disk, clock) or between twins (names, a few
-megabytes that firmware takes).
+A measurement of one machine is valid for its whole class, and later too. A class therefore excludes what
+changes over time (available memory, free disk, clock) and what differs between equal machines (names, a few
+megabytes reserved by firmware).
 """
 
 import hashlib
@@ -20,37 +20,37 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class MachineClass:
-    """Machines whose steps take equally long. None, '' or 0: not known."""
+    """Machines with equal step times. None, '' or 0: unknown."""
 
     architecture: str
     cpu_model: str
     cpu_features: str
-    """A short hash of the instruction sets that the CPU names."""
+    """A short hash of the instruction sets of the CPU."""
     num_cores: int
     cpu_limit: float | None
-    """Cores' worth of time that it may use; None: all."""
+    """CPU limit in cores; None: unlimited."""
     memory_bytes: int
-    """What a rank could fill at best, rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
+    """Memory available to a rank at most, rounded up to 1, 1.25, 1.5 or 1.75 times a power of two."""
     python: str
-    """Major and minor version: a patch does not change how long a step takes."""
+    """Major and minor version: a patch release does not change the step time."""
     tensorflow: str
     keras: str
     numpy: str
     num_emulated: int = 0
-    """Nodes of an emulated fleet, which share one machine's cores; 0: a machine of its own."""
+    """Number of nodes of an emulated fleet, which share the cores of one machine; 0: a real machine."""
     is_host: bool = False
-    """The host adds up and serves the others beside its own steps, which a node that is its twin does not."""
+    """The host also sums vectors and serves the nodes, unlike a node with equal hardware."""
 
     @property
     def key(self) -> str:
-        """The same for machines of one class, on any host and in any version of csdctl with these fields."""
+        """Equal for machines of one class, on any host and in any version of csdctl with these fields."""
         return _short_hash(
             {name: value for name, value in asdict(self).items() if name != "is_host" or value}
         )
 
     @property
     def name(self) -> str:
-        """For people: "aarch64 Cortex-A53, 4 cores, 6 GiB"; two classes may have one name."""
+        """For display: "aarch64 Cortex-A53, 4 cores, 6 GiB"; two classes may have the same name."""
         cores = f"{self.num_cores or _UNKNOWN} core" + ("" if self.num_cores == 1 else "s")
         parts = [f"{self.architecture or _UNKNOWN} {_shorten(self.cpu_model)}".rstrip(), cores]
         if self.cpu_limit is not None:
@@ -63,7 +63,7 @@ class MachineClass:
 
     @property
     def software(self) -> str:
-        """For people: "Python 3.11, TensorFlow 2.21.0, …"."""
+        """For display: "Python 3.11, TensorFlow 2.21.0, …"."""
         versions = {
             "Python": self.python,
             "TensorFlow": self.tensorflow,
@@ -74,33 +74,33 @@ class MachineClass:
 
     @property
     def is_emulated(self) -> bool:
-        """Whether what it shows is an emulated fleet's."""
+        """Whether it belongs to an emulated fleet."""
         return self.num_emulated > 0
 
 
 @dataclass(frozen=True)
 class FleetClass:
-    """What makes sums over the ranks take equally long, but for their number: machines and network."""
+    """Fleets with equal collective times, apart from the number of ranks: same machines and network."""
 
     host: MachineClass
     nodes: tuple[MachineClass, ...]
     """Each class once, in the order of their keys."""
     network: str
-    """As fleet.yaml has it: CIDR, or '' when MPI chooses."""
+    """As in fleet.yaml: a CIDR, or '' if MPI chooses."""
 
     @property
     def key(self) -> str:
-        """The same for fleets of one class, however many nodes they have."""
+        """Equal for fleets of one class, whatever their number of nodes."""
         return _short_hash([self.host.key, [node.key for node in self.nodes], self.network])
 
     @property
     def is_emulated(self) -> bool:
-        """Whether what it shows is an emulated fleet's."""
+        """Whether it belongs to an emulated fleet."""
         return self.host.is_emulated
 
 
 def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = False) -> MachineClass:
-    """The class of the machine that `facts` describe; in an emulated fleet with the number of its nodes."""
+    """Return the class of a machine; `num_emulated` is the number of nodes of an emulated fleet."""
     sizes = [size for size in (facts.memory_bytes, facts.memory_limit_bytes) if size]
     features = " ".join(sorted(set(facts.cpu_features)))
     return MachineClass(
@@ -120,22 +120,22 @@ def classify_machine(facts: Facts, *, num_emulated: int = 0, is_host: bool = Fal
 
 
 def classify_fleet(host: MachineClass, nodes: Iterable[MachineClass], network: str) -> FleetClass:
-    """The class of a fleet; neither the order of the nodes nor their number matters."""
+    """Return the class of a fleet; order and number of the nodes do not matter."""
     return FleetClass(host, tuple(sorted(set(nodes), key=lambda node: node.key)), network)
 
 
 def round_memory_up(num_bytes: int) -> int:
-    """The next of 1, 1.25, 1.5, 1.75 times a power of two: 5.8 and 5.7 GiB are both 6.
+    """Round up to 1, 1.25, 1.5 or 1.75 times a power of two: 5.8 and 5.7 GiB both become 6.
 
-    Up, because firmware and kernel always take some of what a machine was sold with: the sizes that are
-    found lie below such a number by a few percent, where no two of one kind fall on different sides of it.
+    Up, because firmware and kernel reserve part of the nominal memory: reported sizes are a few percent below
+    such a number, so equal machines are never on different sides of it.
     """
     quarter: int = 2 ** max(0, math.floor(math.log2(num_bytes)) - 2)
     return math.ceil(num_bytes / quarter) * quarter
 
 
 def _shorten(cpu_model: str) -> str:
-    """Without what vendors decorate it with."""
+    """Remove trademark signs and the word CPU."""
     return " ".join(re.sub(r"\((?:R|TM|C)\)|\bCPU\b", " ", cpu_model, flags=re.IGNORECASE).split())
 
 

@@ -1,4 +1,4 @@
-"""The fleet as frozen values; `reading` is the way from fleet.yaml to them."""
+"""The fleet as frozen dataclasses; `reading` creates them from fleet.yaml."""
 
 import sys
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ HOST_NAME = "host"
 
 @dataclass(frozen=True)
 class Node:
-    """One machine that is reached by SSH and trains."""
+    """A machine that is reached over SSH and trains."""
 
     name: str
     address: str
@@ -21,12 +21,12 @@ class Node:
     python: str = "python3"
     groups: tuple[str, ...] = ()
     jump: "Node | None" = None
-    """The machine whose SSH server the connection goes through; may have one of its own."""
+    """The jump host of the connection, which may have a jump host itself."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """The machine csdctl runs on, as a rank; `threads` 0 means all its cores."""
+    """The machine that csdctl runs on, as a rank; `threads` 0 means all cores."""
 
     threads: int = 0
 
@@ -48,11 +48,11 @@ class Fleet:
         return (HOST_NAME, *(node.name for node in self.nodes))
 
     def python_of(self, machine: str) -> str:
-        """The Python that runs the worker on `machine`."""
+        """Return the Python that runs the worker on `machine`."""
         return sys.executable if machine == HOST_NAME else self.node(machine).python
 
     def node(self, name: str) -> Node:
-        """The node called `name`; raises InputError when there is none."""
+        """Return node `name`; raises InputError if it does not exist."""
         for node in self.nodes:
             if node.name == name:
                 return node

@@ -1,4 +1,4 @@
-"""Allow-lists: names, addresses, users and groups end up in ssh_config files and command lines."""
+"""Allow-lists for names, addresses, users and groups, which are used in ssh_config and command lines."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The IPv4 addresses of a machine, and those inside a network; pure."""
+"""IPv4 addresses of a machine, and those in a network; pure."""
 
 import ipaddress
 import re
@@ -8,7 +8,7 @@ _LEAF = re.compile(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$")
 
 
 def parse_local_addresses(fib_trie: str) -> list[str]:
-    """The IPv4 addresses of all interfaces, from the text of /proc/net/fib_trie."""
+    """Return the IPv4 addresses of all interfaces, from the content of /proc/net/fib_trie."""
     found: dict[str, None] = {}
     address = ""
     for line in fib_trie.splitlines():
@@ -20,14 +20,14 @@ def parse_local_addresses(fib_trie: str) -> list[str]:
 
 
 def addresses_in(network: str, addresses: Iterable[str]) -> list[str]:
-    """Those of `addresses` that lie inside `network`, a CIDR; '' means those that are no loopback."""
+    """Return the addresses in `network`, a CIDR; with '', those that are not loopback addresses."""
     found = [ipaddress.ip_address(address) for address in addresses]
     if not network:
         return [str(address) for address in found if not address.is_loopback]
-    wanted = ipaddress.ip_network(network)
-    return [str(address) for address in found if address.version == wanted.version and address in wanted]
+    parsed = ipaddress.ip_network(network)
+    return [str(address) for address in found if address.version == parsed.version and address in parsed]
 
 
 def is_checked(network: str) -> bool:
-    """Whether addresses can be compared with `network`: an IPv6 network is not checked."""
+    """Return whether addresses can be checked against `network`: IPv6 networks are not checked."""
     return not network or ipaddress.ip_network(network).version == 4

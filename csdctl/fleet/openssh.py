@@ -1,6 +1,6 @@
-"""What OpenSSH says of a target: arguments of `ssh`, and what `ssh -G` prints, as nodes; pure.
+"""Convert OpenSSH targets to nodes: arguments of `ssh`, and the output of `ssh -G`; pure.
 
-OpenSSH itself works out its configuration (Include, Match, tokens); nothing of it is read twice.
+OpenSSH itself evaluates its configuration (Include, Match, tokens); it is not parsed again here.
 """
 
 import getopt
@@ -17,9 +17,9 @@ from csdctl.fleet.names import ADDRESS, USER
 
 _LETTERS = "1246ab:c:e:fgi:kl:m:no:p:qstvxAB:CD:E:F:GI:J:KL:MNO:P:Q:R:S:TVw:W:XYy"
 _KEPT = {"-4", "-6", "-b", "-B", "-c", "-F", "-I", "-i", "-J", "-l", "-m", "-o", "-p"}
-"""Arguments that say how a machine is reached; the others say what to do there."""
+"""Arguments that define how a machine is reached; the others define what to do there."""
 
-_TAKEN_OVER = {
+_SUPPORTED = {
     "hostname",
     "identitiesonly",
     "identityfile",
@@ -29,7 +29,7 @@ _TAKEN_OVER = {
     "stricthostkeychecking",
     "user",
 }
-_NOT_TAKEN_OVER = {
+_UNSUPPORTED = {
     "addressfamily": "AddressFamily",
     "bindaddress": "BindAddress",
     "bindinterface": "BindInterface",
@@ -50,7 +50,7 @@ _NOT_TAKEN_OVER = {
 
 @dataclass(frozen=True)
 class Target:
-    """One machine as `ssh` would be called for it: `ssh ARGUMENTS HOST`."""
+    """A machine as an argument list of ssh: `ssh ARGUMENTS HOST`."""
 
     name: str
     host: str
@@ -61,21 +61,21 @@ class Target:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The command line of an `ssh`: what says how to reach a machine, and the rest."""
+    """A parsed command line of `ssh`: the arguments for reaching a machine, and the rest."""
 
     kept: tuple[str, ...]
     forwards_to: str
-    """What -W says; '' where it is not there."""
+    """The value of -W, or ''."""
     words: tuple[str, ...]
     """Host and command."""
 
 
-Settings = Mapping[str, Sequence[str]]
-"""What `ssh -G` prints: values by keyword in lower case; IdentityFile may have several."""
+SshSettings = Mapping[str, Sequence[str]]
+"""Output of `ssh -G`: values by lower-case keyword; IdentityFile may have several values."""
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
-    """Take the arguments of an `ssh` apart; raises ValueError for one that ssh does not have."""
+    """Parse the arguments of `ssh`; raises ValueError for unknown options."""
     try:
         options, rest = getopt.gnu_getopt(list(words), _LETTERS)
     except getopt.GetoptError as error:
@@ -85,34 +85,34 @@ def read_arguments(words: Sequence[str]) -> Arguments:
         if letter == "-o" and not _is_read(value):
             continue
         if letter == "-i":
-            kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i whose file is not there
+            kept += ["-o", f"IdentityFile={quote_value(value)}"]  # ssh drops an -i with a missing file
         elif letter in _KEPT:
             kept += [letter, value] if value else [letter]
     return Arguments(tuple(kept), dict(options).get("-W", ""), tuple(rest))
 
 
 def _is_read(option: str) -> bool:
-    """Whether an -o sets what is read here; `Match exec`, which runs a program, is never passed on."""
+    """Return whether `option` of -o is used here; `Match exec`, which runs a program, is never passed on."""
     keyword = re.split(r"[\s=]", option.strip(), maxsplit=1)[0].lower()
-    return keyword in _TAKEN_OVER or keyword in _NOT_TAKEN_OVER
+    return keyword in _SUPPORTED or keyword in _UNSUPPORTED
 
 
 def quote_value(text: str) -> str:
-    """`text` as one value of an ssh_config; raises ValueError for what cannot be one."""
+    """Quote `text` as a value of an ssh_config; raises ValueError if that is impossible."""
     if any(part in text for part in ('"', "\\", "\n", "\r", "${")):
         raise ValueError(f"{text!r} cannot be written in an ssh_config")
     return f'"{text}"'
 
 
 def build_query(target: Target) -> list[str]:
-    """The command that prints the settings of `target`; raises InputError for what is no address."""
+    """Return the command that prints the settings of `target`; raises InputError for an invalid address."""
     if not ADDRESS.fullmatch(target.host):
-        raise InputError(f"{target.name}: {target.host!r} is not a usable address or host name")
+        raise InputError(f"{target.name}: {target.host!r} is not a valid address or host name")
     return ["ssh", "-G", *target.arguments, "--", target.host]
 
 
-def parse_settings(output: str) -> Settings:
-    """What `ssh -G` printed."""
+def parse_settings(output: str) -> SshSettings:
+    """Parse the output of `ssh -G`."""
     settings: dict[str, list[str]] = defaultdict(list)
     for line in output.splitlines():
         keyword, _, value = line.partition(" ")
@@ -121,7 +121,7 @@ def parse_settings(output: str) -> Settings:
 
 
 def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
-    """`ssh -W %h:%p [user@]gateway` as gateway and arguments; None for any other ProxyCommand."""
+    """Parse `ssh -W %h:%p [user@]gateway` to gateway and arguments; None for any other ProxyCommand."""
     try:
         words = shlex.split(command.removeprefix("exec "))
         arguments = read_arguments(words[1:])
@@ -135,12 +135,12 @@ def parse_proxy_command(command: str) -> tuple[str, tuple[str, ...]] | None:
     return host, (*kept, *(("-l", user) if at else ()))
 
 
-def build_node(target: Target, settings: Settings, jump: Node | None, home: Path) -> Node:
-    """`target` as a node; raises InputError for an address or user that may not stand in a fleet file."""
+def build_node(target: Target, settings: SshSettings, jump: Node | None, home: Path) -> Node:
+    """Build the node of `target`; raises InputError for an address or user that a fleet file may not have."""
     address, user = settings["hostname"][0], settings["user"][0]
     for text, pattern, what in ((address, ADDRESS, "address"), (user, USER, "user name")):
         if not pattern.fullmatch(text):
-            raise InputError(f"{target.name}: {text!r} is not a usable {what}")
+            raise InputError(f"{target.name}: {text!r} is not a valid {what}")
     return Node(
         name=target.name,
         address=address,
@@ -153,32 +153,34 @@ def build_node(target: Target, settings: Settings, jump: Node | None, home: Path
     )
 
 
-def list_notes(settings: Settings, defaults: Settings, known_hosts: Sequence[Path], home: Path) -> list[str]:
-    """What of `settings` csdctl does not do, one line each; `defaults` are those of a bare `ssh`."""
+def list_notes(
+    settings: SshSettings, defaults: SshSettings, known_hosts: Sequence[Path], home: Path
+) -> list[str]:
+    """List the `settings` that csdctl ignores, one line each; `defaults` are those of plain `ssh`."""
     notes = [
-        f"{name} {' '.join(settings[keyword])} is not taken over"
-        for keyword, name in _NOT_TAKEN_OVER.items()
+        f"{name} {' '.join(settings[keyword])} is ignored"
+        for keyword, name in _UNSUPPORTED.items()
         if settings.get(keyword) and settings[keyword] != defaults.get(keyword)
         if keyword != "userknownhostsfile" or _has_other_files(settings[keyword], known_hosts, home)
     ]
     if settings.get("stricthostkeychecking", [""])[0] in ("no", "off", "false", "accept-new"):
-        notes.append("StrictHostKeyChecking is off there; csdctl always checks host keys")
+        notes.append("StrictHostKeyChecking is off; csdctl always checks host keys")
     if settings.get("identityfile") != defaults.get("identityfile"):
         paths = _identities(settings, home)
         if paths and not any(path.is_file() for path in paths):
-            notes.append(f"IdentityFile {paths[0]} does not exist: the agent and the default keys are tried")
+            notes.append(f"IdentityFile {paths[0]} does not exist; the agent and the default keys are used")
     return notes
 
 
-def written_identities(settings: Settings, defaults: Settings) -> Settings:
-    """`settings` without the key files that nobody wrote: those that every ssh tries by itself."""
+def written_identities(settings: SshSettings, defaults: SshSettings) -> SshSettings:
+    """Return `settings` without the default key files, which every ssh tries."""
     if settings.get("identityfile") == defaults.get("identityfile"):
         return {**settings, "identityfile": []}
     return settings
 
 
-def _identities(settings: Settings, home: Path) -> list[Path]:
-    """The key files; `ssh -G` leaves their tokens as they are written."""
+def _identities(settings: SshSettings, home: Path) -> list[Path]:
+    """Return the key files; `ssh -G` does not expand their tokens."""
     tokens = {
         "%d": str(home),
         "%h": settings["hostname"][0],
@@ -191,10 +193,10 @@ def _identities(settings: Settings, home: Path) -> list[Path]:
     for text in settings.get("identityfile", ()):
         if text == "none":
             continue
-        pieces = text.split("%%")
+        parts = text.split("%%")
         for token, value in tokens.items():
-            pieces = [piece.replace(token, value) for piece in pieces]
-        path = "%".join(pieces)
+            parts = [part.replace(token, value) for part in parts]
+        path = "%".join(parts)
         paths.append(home / path[2:] if path.startswith("~/") else Path(path).absolute())
     return [path for path in paths if path.suffix != ".pub"]
 

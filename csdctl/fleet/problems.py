@@ -1,4 +1,4 @@
-"""Errors of many nodes, folded: those with the same cause are one problem; pure."""
+"""Group errors of many nodes by cause; pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _ADDRESS = "\0"
 
 @dataclass(frozen=True)
 class Problem:
-    """What went wrong, the same way, on `names`."""
+    """One problem that occurred on all of `names`."""
 
     names: tuple[str, ...]
     message: str
@@ -21,14 +21,14 @@ class Problem:
 
 
 def fold_problems(failed: Mapping[str, CsdctlError], fleet: Fleet) -> list[Problem]:
-    """The errors of `failed`, by name; messages that differ only in the node's address are one problem."""
+    """Group the errors of `failed`; messages that differ only in the node's address are one problem."""
     addresses = {node.name: node.address for node in fleet.nodes}
-    alike: dict[tuple[type, str], list[str]] = defaultdict(list)
+    grouped: dict[tuple[type, str], list[str]] = defaultdict(list)
     for name, error in failed.items():
         address = addresses.get(name)
         template = error.message.replace(address, _ADDRESS) if address else error.message
-        alike[type(error), template].append(name)
-    return [_problem(template, names, failed, addresses) for (_, template), names in alike.items()]
+        grouped[type(error), template].append(name)
+    return [_problem(template, names, failed, addresses) for (_, template), names in grouped.items()]
 
 
 def _problem(
@@ -36,6 +36,6 @@ def _problem(
 ) -> Problem:
     first = failed[names[0]]
     remedies = {failed[name].remedy for name in names}
-    remedy = first.remedy if len(remedies) == 1 else f"{first.remedy} (this is for {names[0]})"
+    remedy = first.remedy if len(remedies) == 1 else f"{first.remedy} (shown for {names[0]})"
     shown = show_names(addresses.get(name, "") for name in names)
     return Problem(tuple(names), template.replace(_ADDRESS, shown), remedy)

@@ -1,6 +1,6 @@
-"""fleet.yaml as pydantic reads it.
+"""The pydantic models of fleet.yaml.
 
-`load_fleet` is the only way from the file to a Fleet. An entry with ranges stands for many nodes.
+`load_fleet` is the only way to load a Fleet from a file. An entry with ranges expands to many nodes.
 """
 
 import ipaddress
@@ -25,7 +25,7 @@ def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> A
     def check(value: str) -> str:
         for one in _expand(value) if ranges else [value]:
             if not pattern.fullmatch(one):
-                raise ValueError(f"not a usable {what}")
+                raise ValueError(f"not a valid {what}")
         return value
 
     return AfterValidator(check)
@@ -45,9 +45,9 @@ Address = Annotated[str, _matching(ADDRESS, "address or host name")]
 Addresses = Annotated[str, _matching(ADDRESS, "address or host name", ranges=True)]
 User = Annotated[str, _matching(USER, "user name")]
 Port = Annotated[int, Field(ge=1, le=65535)]
-Group = Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]
+GroupName = Annotated[str, _matching(GROUP, "group (no spaces, commas or brackets)")]
 Groups = Annotated[
-    list[Group],
+    list[GroupName],
     BeforeValidator(lambda value: ([value] if value else []) if isinstance(value, str) else value),
 ]
 
@@ -69,7 +69,7 @@ Python = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
 
 
 class NodeDefaults(Document):
-    """What every node has unless it says otherwise."""
+    """Default settings of all nodes."""
 
     port: Port = 22
     user: User = "root"
@@ -80,7 +80,7 @@ class NodeDefaults(Document):
 
 
 class NodeEntry(Document):
-    """One node in fleet.yaml, or many: `csd[0-35]` with as many addresses."""
+    """One node in fleet.yaml, or many: `csd[0-35]` with the same number of addresses."""
 
     name: Names
     address: Addresses
@@ -96,14 +96,14 @@ class NodeEntry(Document):
         num_names, num_addresses = len(expand_range(self.name)), len(expand_range(self.address))
         if num_names != num_addresses:
             raise ValueError(
-                f"name {self.name!r} stands for {num_names} nodes, and address {self.address!r} "
-                f"for {num_addresses}; expected as many of both"
+                f"name {self.name!r} expands to {num_names} nodes, but address {self.address!r} "
+                f"to {num_addresses}; expected equal numbers"
             )
         return self
 
 
 class JumpHostEntry(Document):
-    """A machine that connections go through, and that does not train."""
+    """A jump host that does not train."""
 
     name: Name
     address: Address
@@ -131,27 +131,27 @@ class FleetFile(Document):
 
 
 def load_fleet(path: Path) -> Fleet:
-    """Read fleet.yaml; raises InputError for bad content, no node, a name used twice, jumps in a circle."""
+    """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
     file = load_document(path, FleetFile)
     if not file.nodes:
         raise InputError(
-            f"{path}: the fleet is empty", remedy="add nodes, or let `csdctl discover --cidr` find them"
+            f"{path}: the fleet is empty", remedy="add nodes, or find them with `csdctl discover --cidr`"
         )
-    ways = {entry.name: _jump_host(entry, file.defaults, path.parent) for entry in file.jump_hosts}
+    machines = {entry.name: _jump_host(entry, file.defaults, path.parent) for entry in file.jump_hosts}
     nodes = [_nodes(entry, file.defaults, path.parent) for entry in file.nodes]
     flat = [(node, jump) for entry, jump in nodes for node in entry]
     _check_names(path, [*(entry.name for entry in file.jump_hosts), *(node.name for node, _ in flat)])
-    ways |= {node.name: (node, jump) for node, jump in flat}
-    resolver = _Jumps(ways, user=file.defaults.user, key=_key(None, file.defaults, path.parent))
+    machines |= {node.name: (node, jump) for node, jump in flat}
+    resolver = _Jumps(machines, user=file.defaults.user, key=_key(None, file.defaults, path.parent))
     try:
         resolved = tuple(resolver.resolve(node, jump) for node, jump in flat)
     except ValueError as error:
-        raise InputError(f"{path}: {error}", remedy=f"mend `jump` in {path}") from None
+        raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
     return Fleet(resolved, Host(file.host.threads), file.network, file.emulated, path)
 
 
 def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[list[Node], str]:
-    """The nodes that `entry` stands for, without their jump hosts, and what its `jump` says."""
+    """Return the nodes of `entry` without their jump hosts, and the value of its `jump`."""
     groups = defaults.group if entry.group is None else entry.group
     nodes = [
         Node(
@@ -182,28 +182,29 @@ def _key(key: Path | None, defaults: NodeDefaults, directory: Path) -> Path | No
 def _check_names(path: Path, names: Iterable[str]) -> None:
     for name, count in Counter(names).items():
         if name == HOST_NAME or name.lower() == "localhost":
-            raise InputError(f"{path}: a node may not be called {name!r}; that is the host")
+            raise InputError(f"{path}: {name!r} is not allowed as a node name; it means the host")
         if count > 1:
             raise InputError(
-                f"{path}: two nodes are called {name!r}", remedy="give each node a name of its own"
+                f"{path}: two nodes have the name {name!r}", remedy="give each node a unique name"
             )
 
 
 @dataclass
 class _Jumps:
-    """Gives nodes their chains of jump hosts.
+    """Resolves the chains of jump hosts of nodes.
 
-    `ways` are the machines that a jump may name, each with what its own `jump` says; `user` and `key` are
-    for those that are written as an address.
+    `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `key`
+    are
+    for jump hosts given as an address.
     """
 
-    ways: Mapping[str, tuple[Node, str]]
+    machines: Mapping[str, tuple[Node, str]]
     user: str
     key: Path | None = None
     _found: dict[str, Node | None] = field(default_factory=dict)
 
     def resolve(self, node: Node, jump: str) -> Node:
-        """`node` with the chain that `jump` stands for; raises ValueError for a circle."""
+        """Return `node` with the chain of `jump`; raises ValueError for a cycle."""
         return replace(node, jump=self._chain(jump, (node.name,)))
 
     def _chain(self, jump: str, passed: tuple[str, ...]) -> Node | None:
@@ -215,10 +216,10 @@ class _Jumps:
         before: Node | None = None
         for number, hop in enumerate(parse_jump(jump)):
             if hop.name in passed:
-                raise ValueError(f"jumps lead in a circle: {' → '.join([*passed, hop.name])}")
-            found = self.ways.get(hop.address) if hop.user is None and hop.port is None else None
+                raise ValueError(f"cyclic jumps: {' → '.join([*passed, hop.name])}")
+            found = self.machines.get(hop.address) if hop.user is None and hop.port is None else None
             node, own = found or (self._direct(hop), "")
-            # As with ssh -J, only the first of a chain is reached the way it says itself.
+            # As with ssh -J, only the first hop of a chain uses its own `jump`.
             before = replace(node, jump=before if number else self._chain(own, (*passed, hop.name)))
         return before
 

@@ -1,4 +1,4 @@
-"""The addresses of a range, and the nodes found at them; pure. What knocks there is in workflows/scan."""
+"""Addresses of a range, and nodes at them; pure. workflows/discovery/scan.py connects to them."""
 
 import ipaddress
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ MAX_ADDRESSES = 4096
 
 
 def expand_addresses(cidr: str) -> list[str]:
-    """Every host address of `cidr`, such as 10.1.2.0/24 or fd00::/120.
+    """Return every host address of `cidr`, such as 10.1.2.0/24 or fd00::/120.
 
-    Raises InputError when it is no network, or has more than MAX_ADDRESSES.
+    Raises InputError for an invalid network or more than MAX_ADDRESSES addresses.
     """
     try:
         network = ipaddress.ip_network(cidr, strict=False)
@@ -23,14 +23,14 @@ def expand_addresses(cidr: str) -> list[str]:
         ) from None
     if network.num_addresses > MAX_ADDRESSES:
         raise InputError(
-            f"{cidr} has {network.num_addresses} addresses, and at most {MAX_ADDRESSES} are tried",
-            remedy="name a smaller range, or several one after the other",
+            f"{cidr} has {network.num_addresses} addresses, but at most {MAX_ADDRESSES} are scanned",
+            remedy="give a smaller range, or run several scans",
         )
     return [str(address) for address in network.hosts()]
 
 
 def name_nodes(addresses: Sequence[str], *, user: str, key: Path | None, port: int) -> tuple[Node, ...]:
-    """The machines at `addresses` as nodes csd0, csd1, …, in that order."""
+    """Return the machines at `addresses` as nodes csd0, csd1, …, in that order."""
     return tuple(
         Node(name=f"csd{number}", address=address, port=port, user=user, key=key)
         for number, address in enumerate(addresses)

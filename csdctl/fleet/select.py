@@ -1,4 +1,4 @@
-"""`--limit` and `--exclude`: which nodes of a fleet a command works on."""
+"""`--limit` and `--exclude`: select the nodes of a command."""
 
 import fnmatch
 import re
@@ -13,11 +13,10 @@ _WILDCARDS = re.compile(r"[*?\[]")
 
 
 def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = ()) -> Fleet:
-    """The fleet with only the nodes that match `limit` (all when empty) and not `exclude`.
+    """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
-    commas. Raises InputError for a pattern that matches nothing, and
-    when no node is left.
+    commas. Raises InputError for a pattern without a match, or when no node remains.
     """
     groups = {node.name: node.groups for node in fleet.nodes}
     kept = set(select_names(groups, limit, exclude, where=str(fleet.path)))
@@ -27,7 +26,7 @@ def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str]
 def select_names(
     groups: Mapping[str, Sequence[str]], limit: Sequence[str], exclude: Sequence[str], *, where: str
 ) -> list[str]:
-    """Those of some names, each with its groups, that `select_nodes` would keep; `where` they are written."""
+    """Select names as `select_nodes` does, given the groups of each name; `where` names their file."""
     kept: Iterable[str] = groups
     if limit:
         wanted = {name for pattern in _split(limit) for name in _matching(groups, pattern, "--limit", where)}
@@ -37,12 +36,12 @@ def select_names(
     }
     kept = [name for name in kept if name not in unwanted]
     if not kept:
-        raise InputError(f"--limit and --exclude leave no node of {where}", remedy="leave one at least")
+        raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")
     return kept
 
 
 def keep_nodes(fleet: Fleet, names: Container[str]) -> Fleet:
-    """The fleet with only the nodes called one of `names`; may be left with none."""
+    """Return the fleet with only the nodes in `names`; possibly without nodes."""
     return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in names))
 
 

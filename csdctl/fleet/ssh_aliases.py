@@ -1,6 +1,6 @@
-"""The aliases that an ssh_config has: its `Host` lines, with those of the files that it includes.
+"""The aliases of an ssh_config: its `Host` lines, including those of included files.
 
-Only the names are read here; what they mean, OpenSSH is asked.
+Only names are read here; OpenSSH itself resolves their settings.
 """
 
 import glob
@@ -17,22 +17,23 @@ _LINE = re.compile(r"\s*(?P<keyword>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<rest>.*\S)\s*")
 
 
 def list_aliases(path: Path) -> list[str]:
-    """Every name that stands in a Host line of `path` as it is, without patterns; raises InputError."""
+    """Return every literal name (no pattern) of the Host lines of `path`; raises InputError."""
     aliases = dict.fromkeys(_aliases(path, 0))
     if not aliases:
         raise InputError(
-            f"{path} has no Host line with a name", remedy="patterns such as `Host csd*` name no machine"
+            f"{path} has no Host line with a name",
+            remedy="patterns such as `Host csd*` do not name a machine",
         )
     return list(aliases)
 
 
 def _aliases(path: Path, depth: int) -> Iterator[str]:
     if depth > _MAX_DEPTH:
-        raise InputError(f"{path}: includes lead more than {_MAX_DEPTH} files deep")
+        raise InputError(f"{path}: includes are nested more than {_MAX_DEPTH} levels deep")
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy="name the file that ssh uses") from None
+        raise InputError(f"{path} does not exist", remedy="give the file that ssh uses") from None
     except OSError as error:
         raise InputError(f"{path} cannot be read: {error.strerror}") from None
     for number, line in enumerate(lines, start=1):

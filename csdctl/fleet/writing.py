@@ -1,4 +1,4 @@
-"""Nodes as a fleet.yaml that is nice to read: what most have in `defaults`, ranges folded; pure."""
+"""Render nodes as a readable fleet.yaml, with common values in `defaults` and name ranges; pure."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,20 +11,20 @@ from csdctl.fleet.jumps import NO_JUMP
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.ranges import fold_ordered
 
-Entry = dict[str, object]
+YamlMapping = dict[str, object]
 
 
 def render_fleet(fleet: Fleet, *, origin: str) -> str:
-    """fleet.yaml for `fleet`; `origin` says in its first line where it comes from.
+    """Return fleet.yaml for `fleet`; `origin` is written to its first line.
 
-    Raises InputError when there is no node.
+    Raises InputError for a fleet without nodes.
     """
     if not fleet.nodes:
         raise InputError("a fleet needs a node")
     jumps = _JumpNames(fleet.nodes)
     machines = [*fleet.nodes, *jumps.hosts]
     defaults = _defaults(fleet.nodes, machines, jumps)
-    content: Entry = {}
+    content: YamlMapping = {}
     if fleet.host.threads:
         content["host"] = {"threads": fleet.host.threads}
     if fleet.network:
@@ -40,7 +40,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
 
 
 class _JumpNames:
-    """The jump hosts of some nodes, each with a name of its own; one that is a node too keeps the node's."""
+    """The jump hosts of some nodes, with unique names; a jump host that is also a node keeps its name."""
 
     def __init__(self, nodes: Sequence[Node]) -> None:
         self._names = {_as_jump(node): node.name for node in nodes}
@@ -54,7 +54,7 @@ class _JumpNames:
                 self.hosts.append(jump)
 
     def name(self, jump: Node | None) -> str:
-        """What `jump:` says for a node behind `jump`."""
+        """Return the value of `jump:` for a node behind `jump`."""
         return self._names[_as_jump(jump)] if jump else ""
 
 
@@ -72,16 +72,18 @@ def _candidates(name: str) -> Iterable[str]:
 
 
 def _as_jump(node: Node) -> Node:
-    """What counts of a machine that connections go through."""
+    """Return `node` with only the fields that matter for a jump host."""
     return replace(node, python="python3", groups=(), jump=_as_jump(node.jump) if node.jump else None)
 
 
-def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> Entry:
+def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> YamlMapping:
     keys = {node.key for node in machines}
     return {
         "port": _most_common(node.port for node in nodes),
         "user": _most_common(node.user for node in machines),
-        "key": str(nodes[0].key) if len(keys) == 1 and nodes[0].key else "",  # none cannot be written
+        "key": str(nodes[0].key)
+        if len(keys) == 1 and nodes[0].key
+        else "",  # a missing key cannot be expressed
         "python": _most_common(node.python for node in nodes),
         "group": _show_groups(_most_common(node.groups for node in nodes)),
         "jump": _most_common(jumps.name(node.jump) for node in nodes),
@@ -92,8 +94,8 @@ def _most_common(values: Iterable[object]) -> object:
     return Counter(values).most_common(1)[0][0]
 
 
-def _node_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
-    own: Entry = {
+def _node_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    own: YamlMapping = {
         "port": node.port,
         "user": node.user,
         "key": str(node.key) if node.key else "",
@@ -104,8 +106,8 @@ def _node_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
     return {key: value for key, value in own.items() if value != defaults[key]}
 
 
-def _jump_entry(node: Node, defaults: Entry, jumps: _JumpNames) -> Entry:
-    entry: Entry = {"name": jumps.name(node), "address": node.address}
+def _jump_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:
+    entry: YamlMapping = {"name": jumps.name(node), "address": node.address}
     own = {"port": (node.port, 22), "user": (node.user, defaults["user"])}
     own["key"] = (str(node.key) if node.key else "", defaults["key"])
     own["jump"] = (jumps.name(node.jump), "")
@@ -117,12 +119,12 @@ def _show_groups(groups: object) -> object:
     return groups[0] if len(groups) == 1 else list(groups)
 
 
-def _fold(nodes: Sequence[Node], entries: Sequence[Entry]) -> Iterable[Entry]:
-    """One entry for neighbours that differ only in names and addresses that count up together."""
-    begin = 0
+def _fold(nodes: Sequence[Node], entries: Sequence[YamlMapping]) -> Iterable[YamlMapping]:
+    """Yield one entry for consecutive nodes with the same settings and consecutive names and addresses."""
+    start = 0
     for end in range(1, len(nodes) + 1):
-        if end == len(nodes) or entries[end] != entries[begin]:
-            rows = [(node.name, node.address) for node in nodes[begin:end]]
+        if end == len(nodes) or entries[end] != entries[start]:
+            rows = [(node.name, node.address) for node in nodes[start:end]]
             for _, _, (name, address) in fold_ordered(rows):
-                yield {"name": name, "address": address, **entries[begin]}
-            begin = end
+                yield {"name": name, "address": address, **entries[start]}
+            start = end

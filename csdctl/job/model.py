@@ -1,4 +1,4 @@
-"""The job as frozen values, and job.yaml as pydantic reads it."""
+"""The job as a frozen dataclass, and the pydantic models of job.yaml."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True)
 class Job:
-    """What to train: model, data, recipe. Paths on the host are absolute, private ones as written."""
+    """What to train: model, data, recipe. Host paths are absolute, private paths as written."""
 
     path: Path
     model: str
@@ -39,34 +39,34 @@ class Job:
     recipe: Recipe
     reading: Reading = field(default_factory=Reading)
     is_everywhere: bool = False
-    """Every node sees the public data at the same path, by a shared file system."""
+    """Every node can read the public data at the same path, on a shared file system."""
     is_repeating: bool = False
-    """Nodes with few private samples read them again, instead of more public ones."""
+    """Nodes with few private samples repeat them, instead of reading more public samples."""
     is_weighted_by_data_set: bool = False
-    """A rank counts as much as it has different samples, however often it reads them."""
+    """A rank is weighted by its number of distinct samples, however often it reads them."""
     noise: Noise | None = None
     """Differential privacy of private samples."""
 
     @property
     def name(self) -> str:
-        """The job file's name without its ending."""
+        """The job file's name without its extension."""
         return self.path.stem
 
     @property
     def model_file(self) -> Path | None:
-        """The user's own file behind `model`, None for a model of keras.applications."""
+        """The user's file of `model`, None for a model of keras.applications."""
         if self.model.startswith("keras.applications:"):
             return None
         return Path(self.model if self.model.endswith(".keras") else self.model.rpartition(":")[0])
 
     @property
     def own_files(self) -> tuple[Path, ...]:
-        """The user's files that the job needs: of the model, the functions and the metrics."""
+        """The user's files that the job needs: for model, functions and metrics."""
         own = (self.model_file, *self.reading.function_files, *files_of(self.recipe.metrics))
         return tuple(file for file in own if file)
 
     def fingerprint(self) -> str:
-        """Changes with whatever a plan depends on: model (its file's content too), data paths, recipe."""
+        """Return a hash of all inputs of a plan: model (with its file's content), data paths, recipe."""
         digest = hashlib.sha256(
             repr(
                 (
@@ -95,7 +95,7 @@ class PublicData(Document):
 
 
 class NoiseEntry(Document):
-    """Differential privacy of private samples, by the terms of DP-SGD."""
+    """Differential privacy of private samples, with the parameters of DP-SGD."""
 
     l2_norm_clip: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -112,7 +112,7 @@ class PrivateData(Document):
 
 
 class ValidationData(Document):
-    """Data that rank 0 evaluates on after each epoch."""
+    """Data on which rank 0 evaluates after each epoch."""
 
     path: Path
     on: Literal["host"] = "host"
@@ -120,7 +120,7 @@ class ValidationData(Document):
 
 
 class DataEntry(Document):
-    """The data sets of a job. `input_range`: what uint8 pixels 0…255 become; null leaves them."""
+    """The data sets of a job. `input_range`: uint8 pixels 0…255 are scaled to it; null keeps them."""
 
     public: PublicData
     private: PrivateData | None = None
@@ -133,15 +133,15 @@ class DataEntry(Document):
 
     @field_validator("classes")
     @classmethod
-    def _each_once(cls, value: list[str] | None) -> list[str] | None:
-        twice = sorted({name for name in value or () if (value or ()).count(name) > 1})
-        if twice:
-            raise ValueError(f"{', '.join(twice)} is there twice")
+    def _no_duplicates(cls, value: list[str] | None) -> list[str] | None:
+        duplicates = sorted({name for name in value or () if (value or ()).count(name) > 1})
+        if duplicates:
+            raise ValueError(f"duplicate {', '.join(duplicates)}")
         return value
 
 
 class EarlyStoppingEntry(Document):
-    """End the run when it no longer gets better."""
+    """End the run when the metric stops improving."""
 
     monitor: str = "validation_loss"
     patience: Annotated[int, Field(ge=1)] = 5
@@ -149,7 +149,7 @@ class EarlyStoppingEntry(Document):
 
 
 class ReduceOnPlateauEntry(Document):
-    """Lower the learning rate when it no longer gets better."""
+    """Lower the learning rate when the metric stops improving."""
 
     monitor: str = "validation_loss"
     patience: Annotated[int, Field(ge=1)] = 3
@@ -207,12 +207,12 @@ class JobFile(Document):
         try:
             json.dumps(value)
         except TypeError as error:
-            raise ValueError(f"must be values that JSON knows: {error}") from None
+            raise ValueError(f"must be JSON values: {error}") from None
         return value
 
 
 def load_job(path: Path) -> Job:
-    """Read job.yaml; paths in it are relative to it. Raises InputError."""
+    """Read job.yaml; its paths are relative to it. Raises InputError."""
     file = load_document(path, JobFile)
     directory = path.parent
 
@@ -281,51 +281,51 @@ def _check_private(job: Job, data: DataEntry) -> None:
 
 
 def _function(written: str, directory: Path, job_path: Path) -> str:
-    """FILE.py:NAME with the file made absolute; raises InputError when it is of another form or missing."""
+    """Return FILE.py:NAME with an absolute path; raises InputError if it is invalid or missing."""
     file, _, name = written.rpartition(":")
     path = _resolve(directory, Path(file), job_path)
     if not (file.endswith(".py") and name.isidentifier() and path.is_file()):
         raise InputError(
-            f"{job_path}: function {written!r} cannot be found",
-            remedy="expected PATH.py:FUNCTION, the path relative to the job file",
+            f"{job_path}: function {written!r} was not found",
+            remedy="expected PATH.py:FUNCTION, with a path relative to the job file",
         )
     return f"{path}:{name}"
 
 
-def _values(kind: type[ValueT], entry: Document | None) -> ValueT | None:
-    return None if entry is None else kind(**entry.model_dump())
+def _values(target: type[ValueT], entry: Document | None) -> ValueT | None:
+    return None if entry is None else target(**entry.model_dump())
 
 
 def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
-    """`written`, relative to `directory`, as an absolute path; raises InputError for one that cannot be."""
+    """Return `written`, relative to `directory`, as an absolute path; raises InputError if invalid."""
     try:
         return (directory / written.expanduser()).resolve()
     except (RuntimeError, ValueError, OSError) as error:
         raise InputError(
             f"{job_path}: path {str(written)!r} cannot be used: {error}",
-            remedy="mend the path in the job file",
+            remedy="fix the path in the job file",
         ) from None
 
 
 def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
-    """A metric's name as Keras knows it, or the user's `FILE.py:NAME` with the file made absolute."""
+    """Return Keras' name of a metric, or the user's `FILE.py:NAME` with an absolute path."""
     is_own = bool(files_of([written]))
     return _function(written, directory, job_path) if is_own else written
 
 
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:
-    """`written` with its file made absolute; raises InputError when it is of no known form or missing."""
+    """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
     if written.startswith("keras.applications:"):
         return written
     file, separator, function = (written, "", "") if written.endswith(".keras") else written.rpartition(":")
     if not written.endswith(".keras") and not (file.endswith(".py") and function.isidentifier()):
         raise InputError(
-            f"{job_path}: model {written!r} is of no known form",
+            f"{job_path}: model {written!r} is not a valid reference",
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
     path = _resolve(directory, Path(file), job_path)
     if not path.is_file():
         raise InputError(
-            f"{job_path}: model file {path} does not exist", remedy="mend `model` in the job file"
+            f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
         )
     return f"{path}{separator}{function}"

@@ -1,4 +1,4 @@
-"""How a job's data is read: pictures, classes, TFRecord features, the user's functions; what is refused."""
+"""How a job's data is read: images, classes, TFRecord features, user functions, path checks."""
 
 import os
 from collections.abc import Iterable
@@ -12,23 +12,23 @@ from csdctl.documents import Document
 from csdctl.errors import InputError
 from csdctl.worker.protocol.datasets import ImageRule, RecordSchema
 
-MOST_PIXELS = 1 << 27
-"""TensorFlow decodes no larger PNG with four channels."""
+MAX_PIXELS = 1 << 27
+"""TensorFlow's limit for a PNG with four channels."""
 
 Size = Annotated[int, Field(ge=1, le=1 << 16)]
 Name = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f\x7f/]+$")]
 
 
 class ImageEntry(Document):
-    """What pictures become."""
+    """How images are converted."""
 
     shape: tuple[Size, Size, Literal[1, 3]] | None = None
     fit: Literal["stretch", "crop", "pad"] = "stretch"
-    max_pixels: Annotated[int, Field(ge=1, le=MOST_PIXELS)] = ImageRule.max_pixels
+    max_pixels: Annotated[int, Field(ge=1, le=MAX_PIXELS)] = ImageRule.max_pixels
 
 
 class RecordEntry(Document):
-    """Which features of TFRecord examples hold a sample."""
+    """The features of TFRecord examples that contain a sample."""
 
     image: Annotated[str, Field(min_length=1)]
     label: Annotated[str, Field(min_length=1)]
@@ -38,13 +38,13 @@ class RecordEntry(Document):
     @model_validator(mode="after")
     def _raw_has_a_shape(self) -> Self:
         if self.shape is None and self.dtype != "uint8":
-            raise ValueError("dtype is that of raw numbers, which need a shape")
+            raise ValueError("dtype applies to raw numbers, which need a shape")
         return self
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How the data of a job is read. Functions are `FILE.py:NAME`, the file absolute; '' for none."""
+    """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path; '' for none."""
 
     picture: ImageRule = field(default_factory=ImageRule)
     classes: tuple[str, ...] | None = None
@@ -60,47 +60,46 @@ class Reading:
 
 
 def files_of(references: Iterable[str]) -> tuple[Path, ...]:
-    """The files of those `references` that are functions of the user's, `FILE.py:NAME`, each once."""
+    """Return the files of those `references` that are user functions, `FILE.py:NAME`, each once."""
     files = (reference.rpartition(":")[0] for reference in references)
     return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 
 
 def build_picture_rule(entry: ImageEntry) -> ImageRule:
-    """The rule of the job's `data.image`."""
+    """Return the rule of the job's `data.image`."""
     return ImageRule(entry.shape, entry.fit, entry.max_pixels)
 
 
 def build_schema(entry: RecordEntry | None) -> RecordSchema | None:
-    """The schema of the job's `data.tfrecord`."""
+    """Return the schema of the job's `data.tfrecord`."""
     if entry is None:
         return None
     return RecordSchema(entry.image, entry.label, tuple(entry.shape) if entry.shape else None, entry.dtype)
 
 
 def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_path: Path) -> None:
-    """Raise InputError when `private` climbs by `..`, or is named as other data too.
+    """Raise InputError when `private` contains `..`, or overlaps with other data.
 
-    `public` maps what each other data set is called to its path as written and as resolved on the host. A
-    node's own links are seen by the node alone, so the private path is compared as it is written.
+    `public` maps the name of each other data set to its path as written and as resolved on the host. The
+    private path is compared as written, because only the node itself can resolve its links.
     """
     if ".." in Path(private).parts:
         raise InputError(
-            f"{job_path}: data.private.path {private} leads upwards by `..`",
-            remedy="write the path without it",
+            f"{job_path}: data.private.path {private} contains `..`",
+            remedy="write the path without `..`",
         )
     own = {os.path.normpath(private), os.path.normpath(os.path.expanduser(private))}
     for name, paths in public.items():
         others = {os.path.normpath(path) for path in paths}
         if any(_overlap(one, other) for one in own for other in others):
             raise InputError(
-                f"{job_path}: data.private.path {private} and data.{name}.path {paths[0]} are one, "
-                "or one lies in the other",
-                remedy="private data must not be named as data that others read: give them separate places",
+                f"{job_path}: data.private.path {private} and data.{name}.path {paths[0]} overlap",
+                remedy="private data must not be readable as other data: use separate directories",
             )
 
 
 def _overlap(one: str, other: str) -> bool:
-    """Whether two paths are equal or one is above the other; a relative and an absolute one never are."""
+    """Return whether two paths are equal or nested; a relative and an absolute path never overlap."""
     if os.path.isabs(one) != os.path.isabs(other):
         return False
     return os.path.commonpath([one, other]) in (one, other)

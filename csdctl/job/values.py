@@ -1,4 +1,4 @@
-"""A job as flat named values, as job.yaml names them: to say what is different from another time."""
+"""A job as flat named values, with the names of job.yaml, to describe changes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,9 @@ from csdctl.job.model import Job
 
 
 def describe_job(job: Job) -> dict[str, Any]:
-    """What `Job.fingerprint` depends on, but for the files' content; what is not set is not there.
+    """Return the inputs of `Job.fingerprint`, except file content; unset values are omitted.
 
-    Values are those of YAML: text, numbers, booleans, and lists of them.
+    Values are YAML values: text, numbers, booleans, and lists of them.
     """
     recipe, reading = asdict(job.recipe), asdict(job.reading)
     described = {
@@ -36,7 +36,7 @@ def describe_job(job: Job) -> dict[str, Any]:
 
 
 def hash_own_files(job: Job) -> dict[str, str]:
-    """A short hash of the content of each of the user's files, by path."""
+    """Return a short hash of the content of each of the user's files, by path."""
     return {str(file): hashlib.sha256(file.read_bytes()).hexdigest()[:16] for file in job.own_files}
 
 

@@ -1,15 +1,15 @@
-"""What a preflight asks beyond the facts, in the same round trip: names, addresses, a trial write."""
+"""Probes of preflight checks, in the same round trip as facts: hostname, addresses, a test write."""
 
 import re
 
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.probes.machine import NUM_CLOCK_TRIPS, PROBES, measure_clock_trip, parse_facts
-from csdctl.probes.probe import FactValues, Probe, build_command, parse_outputs
+from csdctl.probes.probe import FactProbe, FactValues, build_command, parse_outputs
 from csdctl.transport.session import Session
 
-# Free space alone does not tell of quotas, read-only file systems and missing permissions.
+# Free space alone does not reveal quotas, read-only file systems and missing permissions.
 _PLACES_SCRIPT = """\
 for place in "$PWD" "${TMPDIR:-/tmp}"; do
   echo "place $place"
@@ -24,64 +24,64 @@ _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
 def collect_condition(session: Session, python: str, *, deadline_s: float) -> tuple[Facts, Condition]:
-    """Facts and condition of the machine behind `session`, freshly measured.
+    """Measure facts and condition of the machine of `session`.
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
     completed = session.run(build_command((*PROBES, *CONDITION_PROBES), python), deadline_s=deadline_s)
-    completed.check(session.name, doing="probing", remedy="try `sh -c true` there by hand")
+    completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
     trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
     return parse_facts(session.name, completed.output, trips), parse_condition(session.name, completed.output)
 
 
 def parse_condition(name: str, output: str) -> Condition:
-    """The condition of machine `name` from what its probes printed; pure."""
+    """Parse the condition of machine `name` from the output of its probes; pure."""
     values, _ = parse_outputs(CONDITION_PROBES, output, name)
     return Condition(name=name, **values)  # type: ignore[arg-type]
 
 
 def parse_hostname(output: str) -> FactValues:
-    """/proc/sys/kernel/hostname."""
+    """Parse /proc/sys/kernel/hostname."""
     return {"hostname": output.strip() or None}
 
 
 def parse_addresses(output: str) -> FactValues:
-    """/proc/net/fib_trie."""
+    """Parse /proc/net/fib_trie."""
     if "LOCAL" not in output:
         raise ValueError("/proc/net/fib_trie lists no address")
     return {"addresses": tuple(parse_local_addresses(output))}
 
 
 def parse_open_files(output: str) -> FactValues:
-    """`ulimit -H -n`; `unlimited` and what cannot be read are None."""
+    """Parse `ulimit -H -n`; `unlimited` and invalid output become None."""
     return {"open_files": int(output) if output.strip().isdigit() else None}
 
 
 def parse_places(output: str) -> FactValues:
-    """The home directory and TMPDIR, in this order, as the script above prints them."""
+    """Parse the script's output for the home directory and TMPDIR, in this order."""
     texts = re.split(r"^place ", output, flags=re.MULTILINE)[1:]
     if len(texts) != 2:
-        raise ValueError(f"two places expected, received {output[:80]!r}")
-    home, temporary = map(_parse_place, texts)
+        raise ValueError(f"expected two directories, received {output[:80]!r}")
+    home, temporary = map(_parse_space, texts)
     return {"home": home, "temporary": temporary}
 
 
-def _parse_place(text: str) -> Place:
+def _parse_space(text: str) -> DirectorySpace:
     path, *lines = text.splitlines()
-    told = dict(line.partition(" ")[::2] for line in lines if " " in line)
-    space, inodes = (_COUNTS.search(told.get(key, "")) for key in ("space", "inodes"))
-    return Place(
+    values = dict(line.partition(" ")[::2] for line in lines if " " in line)
+    space, inodes = (_COUNTS.search(values.get(key, "")) for key in ("space", "inodes"))
+    return DirectorySpace(
         path,
         free_bytes=int(space[2]) * 1024 if space else None,
-        # A file system that makes inodes as it needs them counts none at all.
+        # A file system with dynamic inodes reports none.
         free_inodes=int(inodes[2]) if inodes and int(inodes[1]) else None,
-        refusal=told.get("refused", "").rpartition(": ")[2].strip(),
+        refusal=values.get("refused", "").rpartition(": ")[2].strip(),
     )
 
 
 CONDITION_PROBES = (
-    Probe("hostname", "cat /proc/sys/kernel/hostname", parse_hostname),
-    Probe("addresses", "cat /proc/net/fib_trie", parse_addresses),
-    Probe("open files", "ulimit -H -n", parse_open_files),
-    Probe("places", _PLACES_SCRIPT, parse_places),
+    FactProbe("hostname", "cat /proc/sys/kernel/hostname", parse_hostname),
+    FactProbe("addresses", "cat /proc/net/fib_trie", parse_addresses),
+    FactProbe("open files", "ulimit -H -n", parse_open_files),
+    FactProbe("places", _PLACES_SCRIPT, parse_places),
 )

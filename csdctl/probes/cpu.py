@@ -2,7 +2,7 @@
 
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 # From the "MIDR_EL1, Main ID Register" tables of Arm's technical reference manuals; NVIDIA's from Linux.
 _ARM_PARTS = {
@@ -33,7 +33,7 @@ _ARM_PARTS = {
 
 
 def parse_architecture(output: str) -> FactValues:
-    """What `uname -m` prints."""
+    """Parse `uname -m`."""
     architecture = output.strip()
     if not re.fullmatch(r"\w+", architecture):
         raise ValueError(f"`uname -m` printed {architecture[:80]!r}")
@@ -41,7 +41,7 @@ def parse_architecture(output: str) -> FactValues:
 
 
 def parse_cpuinfo(output: str) -> FactValues:
-    """/proc/cpuinfo as x86 writes it (model name, flags) or as ARM does (CPU part, Features)."""
+    """Parse /proc/cpuinfo of x86 (model name, flags) or ARM (CPU part, Features)."""
     lines = [line.partition(":") for line in output.splitlines()]
     entries = [(key.strip(), value.strip()) for key, colon, value in lines if colon]
     num_cores = sum(key == "processor" and value.isdigit() for key, value in entries)
@@ -54,7 +54,7 @@ def parse_cpuinfo(output: str) -> FactValues:
 
 
 def _arm_model(entries: list[tuple[str, str]]) -> str | None:
-    """The cores by name, each kind once: big and little ones stand in one machine."""
+    """Return the names of the core types, each once: a machine may have big and little cores."""
     implementer, models = 0, []
     for key, value in entries:
         if key == "CPU implementer":
@@ -65,5 +65,5 @@ def _arm_model(entries: list[tuple[str, str]]) -> str | None:
     return " + ".join(dict.fromkeys(models)) or None
 
 
-ARCHITECTURE = Probe("architecture", "uname -m", parse_architecture)
-CPUINFO = Probe("CPU", "cat /proc/cpuinfo", parse_cpuinfo)
+ARCHITECTURE = FactProbe("architecture", "uname -m", parse_architecture)
+CPUINFO = FactProbe("CPU", "cat /proc/cpuinfo", parse_cpuinfo)

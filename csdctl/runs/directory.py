@@ -1,4 +1,4 @@
-"""Names every file of a run, and of the project's `.csdctl/`; nobody else spells a path in them."""
+"""The paths of all files of a run and of the project's `.csdctl/`; defined nowhere else."""
 
 import hashlib
 import json
@@ -18,13 +18,13 @@ SHARED_MEMORY = Path("/dev/shm")
 
 @dataclass(frozen=True)
 class ProjectDirectory:
-    """The directory that csdctl works in; everything it writes lies below `.csdctl/`."""
+    """The working directory of csdctl; it writes all its files below `.csdctl/`."""
 
     root: Path
 
     @property
     def state(self) -> Path:
-        """One directory to delete."""
+        """The directory of all files that csdctl writes."""
         return self.root / ".csdctl"
 
     @property
@@ -39,17 +39,17 @@ class ProjectDirectory:
 
     @property
     def ledger(self) -> Path:
-        """Every byte that was sent, by command, link and kind."""
+        """All bytes sent, by command, link and traffic class."""
         return self.state / "ledger.jsonl"
 
     @property
     def measurements(self) -> Path:
-        """What was measured, for the next tune."""
+        """Measurements, reused by the next tune."""
         return self.state / "measurements.sqlite"
 
     @property
     def failed(self) -> Path:
-        """On which nodes the latest command failed."""
+        """The nodes on which the latest command failed."""
         return self.state / "failed.json"
 
     @property
@@ -64,45 +64,45 @@ class ProjectDirectory:
 
     @property
     def shards(self) -> Path:
-        """Shards cut for the nodes, before they go into the store."""
+        """Shards for the nodes, before they are stored."""
         return self.state / "shards"
 
     @property
     def models(self) -> Path:
-        """Models as `build` wrote them."""
+        """Models written by the worker's `build`."""
         return self.state / "models"
 
     @property
     def scratch(self) -> Path:
-        """What `doctor` tried: a directory for each hello that failed."""
+        """Files of `doctor`: a directory for each failed MPI check."""
         return self.state / "scratch"
 
     def plan(self, job_name: str) -> Path:
-        """The plan that `tune` wrote for a job."""
+        """Return the path of the plan that `tune` writes for a job."""
         return self.state / "plans" / f"{job_name}.yaml"
 
     def prepared(self, job_name: str) -> Path:
-        """What a job's data came to when it was last prepared."""
+        """Return the path of the record of a job's prepared data."""
         return self.state / "prepared" / f"{job_name}.json"
 
     def step_file(self, run: "RunDirectory") -> Path:
-        """Where rank 0 keeps the state after every step: in memory where there is a place, else on disk."""
+        """Return the path of rank 0's state after every step: in shared memory if possible, else on disk."""
         if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
             return run.path.absolute() / "step.state"
-        # standalone/leftovers.py, which removes stale step files, spells the same name.
+        # standalone/leftovers.py, which removes stale step files, builds the same name.
         place = hashlib.sha256(os.path.realpath(self.root).encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
 
     def new_run(self) -> "RunDirectory":
-        """A new run directory with an id of its own: UTC time to the microsecond; ids sort by time."""
+        """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time."""
         return _new_directory(self.runs)
 
     def new_scratch(self) -> "RunDirectory":
-        """A directory for one hello, with an id like a run's."""
+        """Create a directory for one MPI check, with an id like that of a run."""
         return _new_directory(self.scratch)
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """The run `run_id`, or the latest; raises InputError when there is none."""
+        """Return run `run_id`, or the latest run; raises InputError if it does not exist."""
         known = (
             sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
         )
@@ -111,20 +111,20 @@ class ProjectDirectory:
         if run_id in known:
             return RunDirectory(self.runs / str(run_id))
         raise InputError(
-            f"there is no run {run_id!r} in {self.runs}" if run_id else f"there is no run in {self.runs} yet",
+            f"no run {run_id!r} in {self.runs}" if run_id else f"no runs in {self.runs} yet",
             remedy=f"known runs: {', '.join(known[-5:])}" if known else "start one with `csdctl train`",
         )
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """One training's files."""
+    """The files of one training."""
 
     path: Path
 
     @property
     def run_id(self) -> str:
-        """The run's id, which everything it starts carries."""
+        """The run's id, which all its processes carry."""
         return self.path.name
 
     @property
@@ -134,17 +134,17 @@ class RunDirectory:
 
     @property
     def spec(self) -> Path:
-        """What the ranks were told; `train --resume` tells them the same."""
+        """The specification sent to the ranks; `train --resume` sends the same."""
         return self.path / "spec.json"
 
     @property
     def events(self) -> Path:
-        """Every event of every rank, in order of arrival, as JSON lines."""
+        """All events of all ranks, in order of arrival, as JSON lines."""
         return self.path / "events.jsonl"
 
     @property
     def logs(self) -> Path:
-        """What the ranks and mpirun printed."""
+        """Output of the ranks and mpirun."""
         return self.path / "logs"
 
     @property
@@ -153,16 +153,16 @@ class RunDirectory:
         return self.path / "model.keras"
 
     def rank_log(self, rank: int) -> Path:
-        """The log of one rank."""
+        """Return the path of the log of one rank."""
         return self.logs / f"rank-{rank}.log"
 
     @property
     def mpirun_log(self) -> Path:
-        """What mpirun itself and its ssh processes said."""
+        """Output of mpirun and its ssh processes."""
         return self.logs / "mpirun.log"
 
     def save_manifest(self, content: dict[str, object]) -> None:
-        """Write manifest.json, whole or not at all."""
+        """Write manifest.json atomically."""
         save_json(self.manifest, content)
 
     def load_manifest(self) -> dict[str, object]:
@@ -171,12 +171,12 @@ class RunDirectory:
         return content
 
     def read_events(self) -> Iterator[tuple[float, Event]]:
-        """Unix time of arrival and event, in order; a line cut short by a crash is left out."""
+        """Yield Unix time of arrival and event, in order; skip a line truncated by a crash."""
         try:
             lines = self.events.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:
             raise InputError(
-                f"run {self.run_id} has no events", remedy="the run ended before it began"
+                f"run {self.run_id} has no events", remedy="the run ended before training started"
             ) from None
         for line in lines:
             try:
@@ -195,7 +195,7 @@ def _new_directory(parent: Path) -> RunDirectory:
 
 
 class EventLog:
-    """Appends events to events.jsonl, a line each."""
+    """Appends events to events.jsonl, one per line."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._file = run.events.open("a", encoding="utf-8")
@@ -206,6 +206,6 @@ class EventLog:
         self._file.flush()
 
     def close(self) -> None:
-        """Sync and close."""
+        """Sync and close the file."""
         os.fsync(self._file.fileno())
         self._file.close()

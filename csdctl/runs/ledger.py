@@ -1,7 +1,7 @@
-"""The ledger: every byte that csdctl and MPI sent, by link and by what it was.
+"""The ledger: all bytes sent by csdctl and MPI, by link and traffic class.
 
-`ledger.jsonl` gets its lines when a command ends, one for each link, direction and kind. Bytes are the
-payload of TCP connections, encryption included; TCP's and IP's own headers are not.
+At the end of a command, `ledger.jsonl` gets one line for each link, direction and traffic class. Bytes are
+TCP payload, including encryption, without TCP and IP headers.
 """
 
 import json
@@ -16,39 +16,40 @@ from csdctl.runs.directory import ProjectDirectory
 
 
 @dataclass(frozen=True)
-class Entry:
-    """Bytes of one kind that one machine sent to another within one command."""
+class LedgerEntry:
+    """Bytes of one traffic class that one machine sent to another during one command."""
 
     time: float
     """Unix time of the command's end."""
     command: str
     run: str
-    """The run they belong to; '' for commands without one."""
+    """The run they belong to; '' for commands without a run."""
     sender: str
     receiver: str
     kind: str
+    """A `TrafficClass`."""
     num_bytes: int
 
 
 class Ledger:
-    """Takes in what one command sends, and writes it down at its end."""
+    """Collects the byte counts of one command and saves them at its end."""
 
     def __init__(self, path: Path, command: str) -> None:
         self._path = path
         self._command = command
         self._bytes: Counter[tuple[str, str, str]] = Counter()
         self.run = ""
-        """The run that the command is about, once it is known."""
+        """The run of the command, once it is known."""
 
     def add(self, num_bytes: Mapping[tuple[str, str, str], int]) -> None:
-        """Bytes by sender, receiver and kind."""
+        """Add bytes by sender, receiver and traffic class."""
         self._bytes.update(num_bytes)
 
     def save(self) -> None:
-        """Append what was taken in to the file; raises OSError."""
+        """Append the collected counts to the file; raises OSError."""
         now = round(time.time(), 3)
         lines = [
-            json.dumps(asdict(Entry(now, self._command, self.run, *key, count))) + "\n"
+            json.dumps(asdict(LedgerEntry(now, self._command, self.run, *key, count))) + "\n"
             for key, count in sorted(self._bytes.items())
             if count
         ]
@@ -60,7 +61,7 @@ class Ledger:
 
 
 def note_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
-    """For commands that end with their connections: returns what records the bytes these carried."""
+    """Return a callback that records the bytes of a command's connections when they are closed."""
 
     def note(sent: Mapping[tuple[str, str, str], int]) -> None:
         ledger = Ledger(ProjectDirectory(directory).ledger, command)
@@ -70,12 +71,12 @@ def note_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, 
     return note
 
 
-def read_ledger(path: Path) -> Iterator[Entry]:
-    """All entries, in order; raises InputError when a line is damaged."""
+def read_ledger(path: Path) -> Iterator[LedgerEntry]:
+    """Yield all entries in order; raises InputError for a damaged line."""
     if not path.exists():
         return
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
-            yield Entry(**json.loads(line))
+            yield LedgerEntry(**json.loads(line))
         except (ValueError, TypeError) as error:
-            raise InputError(f"{path}:{number} is no entry of a ledger: {error}") from None
+            raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None

@@ -1,7 +1,7 @@
-"""Reading source files once for many machines.
+"""Read source files once for many machines.
 
-Nodes get the same objects in the same order, so what one has just read the others need next. A bounded
-cache holds it for them: what was read while it was hashed as far as there is room, then what was last sent.
+Nodes get the same objects in the same order, so a chunk that was read for one node is needed next by the
+others. A bounded cache keeps chunks: first those read for hashing, while there is room, then the latest sent.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file as it was when it was hashed."""
+    """The state of a file when it was hashed."""
 
     path: str
     size: int
@@ -31,11 +31,11 @@ class SourceFile:
 
 
 class SharedChunks:
-    """The chunks of source files, each read from the disk by the first thread that asks."""
+    """Chunks of source files; the first thread that needs a chunk reads it from disk."""
 
     def __init__(self, max_bytes: int = MAX_CACHE_BYTES) -> None:
         self.bytes_read = 0
-        """What was read from the disk so far."""
+        """Bytes read from disk so far."""
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class SharedChunks:
         self._loading: dict[_Key, Future[bytes]] = {}
 
     def hash_source(self, path: str) -> SourceFile:
-        """Read and hash a file, keeping what fits; raises InputError when it cannot be read or changes."""
+        """Read and hash a file, caching what fits; raises InputError when it cannot be read or changes."""
         digest = hashlib.sha256()
         try:
             with open(path, "rb", buffering=0, opener=_open_regular) as file:
@@ -51,7 +51,7 @@ class SharedChunks:
                 for start in range(0, before.st_size, CHUNK_BYTES):
                     chunk = _read_exactly(file.fileno(), min(CHUNK_BYTES, before.st_size - start), path)
                     digest.update(chunk)
-                    self._keep_if_room((path, start), chunk)
+                    self._cache_if_room((path, start), chunk)
                 after = os.fstat(file.fileno())
         except OSError as error:
             raise unreadable(path, error) from error
@@ -61,7 +61,7 @@ class SharedChunks:
         return SourceFile(path, after.st_size, after.st_mtime_ns, mode, digest.hexdigest())
 
     def read(self, source: SourceFile, start: int) -> bytes:
-        """The chunk at `start`, a multiple of CHUNK_BYTES; raises InputError when the file has changed."""
+        """Return the chunk at `start`, a multiple of CHUNK_BYTES; raises InputError for a changed file."""
         key = (source.path, start)
         with self._lock:
             if key in self._chunks:
@@ -69,7 +69,7 @@ class SharedChunks:
                 return self._chunks[key]
             loading = self._loading.get(key)
             if loading is None:
-                ours = self._loading[key] = Future()
+                future = self._loading[key] = Future()
         if loading is not None:
             return loading.result()
         try:
@@ -77,20 +77,20 @@ class SharedChunks:
         except BaseException as error:
             with self._lock:
                 del self._loading[key]
-            ours.set_exception(error)
+            future.set_exception(error)
             raise
-        self._keep(key, chunk)
-        ours.set_result(chunk)
+        self._cache(key, chunk)
+        future.set_result(chunk)
         return chunk
 
-    def _keep_if_room(self, key: _Key, chunk: bytes) -> None:
+    def _cache_if_room(self, key: _Key, chunk: bytes) -> None:
         with self._lock:
             self.bytes_read += len(chunk)
             if key not in self._chunks and self._num_bytes + len(chunk) <= self._max_bytes:
                 self._chunks[key] = chunk
                 self._num_bytes += len(chunk)
 
-    def _keep(self, key: _Key, chunk: bytes) -> None:
+    def _cache(self, key: _Key, chunk: bytes) -> None:
         with self._lock:
             self.bytes_read += len(chunk)
             del self._loading[key]
@@ -102,20 +102,20 @@ class SharedChunks:
 
 
 def changed(path: str) -> InputError:
-    """What to raise when a source is no longer what was hashed."""
+    """Return the error for a source that changed after it was hashed."""
     return InputError(
         f"{printable(path)} changed while it was being deployed",
-        remedy="wait until nothing writes there, and deploy again; the old files are still in place",
+        remedy="wait until no process writes there, then deploy again; the old files are still in place",
     )
 
 
 def unreadable(path: str, error: OSError) -> InputError:
-    """What to raise when a source cannot be read."""
+    """Return the error for a source that cannot be read."""
     return InputError(f"{printable(path)} cannot be read: {error.strerror or error}")
 
 
 def printable(path: str) -> str:
-    """A file name as it can be printed, whatever its bytes are."""
+    """Return a file name in printable form, whatever its bytes are."""
     return os.fsencode(path).decode("utf-8", "backslashreplace")
 
 

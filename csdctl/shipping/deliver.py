@@ -1,6 +1,6 @@
-"""Bringing a parcel to one machine: one command on it says what it misses, and gets exactly that.
+"""Deliver a parcel to one machine: a command there reports missing objects and receives only those.
 
-When nothing is missing, one round trip does. The other end is `standalone/receive.py`.
+If nothing is missing, this takes one round trip. The other end is `standalone/receive.py`.
 """
 
 import errno
@@ -16,24 +16,24 @@ from csdctl.shipping.parcel import Parcel, StoreObject
 from csdctl.shipping.receiver import build_receiver_command
 from csdctl.transport.session import Conversation, Session
 
-ANSWER_DEADLINE_S = 60.0
-"""The receiver says every second that it is still at work, so this is about a machine that hangs."""
+RESPONSE_DEADLINE_S = 60.0
+"""The receiver sends a heartbeat every second, so this only detects a machine that hangs."""
 
 SEND_BYTES = 256 * 1024
 
 _REMEDIES = {
-    errno.ENOSPC: "make room there: `df -h`, `csdctl clean`",
-    errno.EDQUOT: "make room within the user's quota there",
-    errno.EROFS: "the file system is mounted read-only: see `mount` and `dmesg` there",
-    errno.EACCES: "mend the permissions there, or deploy as another user",
-    errno.EPERM: "mend the permissions there, or deploy as another user",
-    errno.EIO: "the disk there fails: see `dmesg`",
+    errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
+    errno.EDQUOT: "free space within the user's quota there",
+    errno.EROFS: "the file system is mounted read-only: check `mount` and `dmesg` there",
+    errno.EACCES: "fix the permissions there, or deploy as another user",
+    errno.EPERM: "fix the permissions there, or deploy as another user",
+    errno.EIO: "the disk there reports errors: check `dmesg`",
 }
 
 
 @dataclass(frozen=True)
 class Delivery:
-    """What bringing files to one machine came to, or would come to."""
+    """The result of a delivery to one machine, or of a dry run."""
 
     num_sent: int
     bytes_sent: int
@@ -42,14 +42,14 @@ class Delivery:
 
 @dataclass(frozen=True)
 class DeliveryProgress:
-    """How far one machine is; `bytes_total` is what it misses."""
+    """The progress of one machine; `bytes_total` is the size of its missing objects."""
 
     node: str
     bytes_sent: int
     bytes_total: int
 
 
-OnProgress = Callable[[DeliveryProgress], None]
+OnDeliveryProgress = Callable[[DeliveryProgress], None]
 
 
 def deliver(
@@ -59,14 +59,14 @@ def deliver(
     *,
     python: str = "python3",
     dry_run: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: OnDeliveryProgress = lambda progress: None,
 ) -> Delivery:
-    """Bring to the machine what it lacks of `parcel`; with `dry_run`, only find out what that is.
+    """Send the machine the missing part of `parcel`; with `dry_run`, only determine that part.
 
-    Sources are read through `chunks`, which is shared by all machines of one deploy. Raises InputError for a
-    source that changes meanwhile or a destination that is taken, RemoteCommandError with the machine's own
-    words when it cannot write, UnreachableError and DeadlineError. What arrived before is then continued by
-    the next deploy; nothing half arrived is ever under its own name.
+    Sources are read through `chunks`, which all machines of one deploy share. Raises InputError for a source
+    that changes meanwhile or an occupied destination, RemoteCommandError with the machine's own message when
+    it cannot write, UnreachableError and DeadlineError. The next deploy then continues partial objects; an
+    incomplete object never has its final name.
     """
     if not parcel.objects and not parcel.trees:
         return Delivery(0, 0, 0)
@@ -76,7 +76,7 @@ def deliver(
 
 
 class _Exchange:
-    """The host's side of one conversation with a receiver."""
+    """The host's side of a conversation with a receiver."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class _Exchange:
         conversation: Conversation,
         chunks: SharedChunks,
         dry_run: bool,
-        on_progress: OnProgress,
+        on_progress: OnDeliveryProgress,
     ) -> None:
         self._node = session.name
         self._meter = session.meter
@@ -95,49 +95,49 @@ class _Exchange:
         self._dry_run = dry_run
         self._on_progress = on_progress
         self._missing: dict[StoreObject, int] = {}
-        """What was asked for last, with the byte to begin from."""
+        """The objects of the latest request, with the byte to start from."""
         self._sent: set[StoreObject] = set()
         self._bytes_sent = 0
 
     def run(self) -> Delivery:
-        """Answer what the receiver asks until it is done."""
+        """Serve the receiver's requests until it is done."""
         while True:
-            answer = self._read()
-            if "done" in answer:
-                self._conversation.wait(deadline_s=ANSWER_DEADLINE_S)
+            response = self._read()
+            if "done" in response:
+                self._conversation.wait(deadline_s=RESPONSE_DEADLINE_S)
                 num_sent = len(self._sent)
                 return Delivery(num_sent, self._bytes_sent, len(self._parcel.objects) - num_sent)
-            if "refused" in answer:
-                raise InputError(answer["refused"], remedy=answer.get("remedy", ""), node=self._node)
-            if "failed" in answer:
-                raise self._failure(answer)
-            if "need" in answer:
+            if "refused" in response:
+                raise InputError(response["refused"], remedy=response.get("remedy", ""), node=self._node)
+            if "failed" in response:
+                raise self._failure(response)
+            if "need" in response:
                 self._send(iter([self._parcel.packed]))
-            elif "missing" in answer:
-                self._note_missing(answer)
-                if not answer["more"]:
+            elif "missing" in response:
+                self._record_missing(response)
+                if not response["more"]:
                     self._send_missing()
 
     def _read(self) -> dict[str, Any]:
-        """The next answer that wants one; raises NodeError for the receiver's own end."""
+        """Return the next response that is not a heartbeat; raises NodeError when the receiver ends."""
         while True:
             try:
-                line = self._conversation.read_line(deadline_s=ANSWER_DEADLINE_S)
+                line = self._conversation.read_line(deadline_s=RESPONSE_DEADLINE_S)
             except EOFError:
                 raise self._ended() from None
             try:
-                answer = json.loads(line)
-                if "busy" not in answer:
-                    return dict(answer)
+                response = json.loads(line)
+                if "busy" not in response:
+                    return dict(response)
             except (ValueError, TypeError):
                 raise RemoteCommandError(
-                    f"receiving files: unreadable answer {line[:200]!r}", node=self._node
+                    f"receiving files: invalid response {line[:200]!r}", node=self._node
                 ) from None
 
-    def _note_missing(self, answer: dict[str, Any]) -> None:
-        for first, last in answer["missing"]:
+    def _record_missing(self, response: dict[str, Any]) -> None:
+        for first, last in response["missing"]:
             for number in range(first, last + 1):
-                start = answer["resume"].get(str(number), 0)
+                start = response["resume"].get(str(number), 0)
                 self._missing[self._parcel.objects[number]] = start
 
     def _send_missing(self) -> None:
@@ -150,12 +150,12 @@ class _Exchange:
             self._send(self._content(missing), total)
 
     def _content(self, missing: dict[StoreObject, int]) -> Iterator[bytes]:
-        """The bytes of `missing`: large files in parts, many small ones together."""
+        """Yield the bytes of `missing`: large files in chunks, small files combined."""
         gathered = bytearray()
         for stored, begin in missing.items():
             for start in range(begin - begin % CHUNK_BYTES, stored.source.size, CHUNK_BYTES):
                 chunk = self._chunks.read(stored.source, start)[max(0, begin - start) :]
-                self._meter.note(stored.kind, sent=len(chunk))
+                self._meter.record(stored.traffic_class, sent=len(chunk))
                 if len(gathered) + len(chunk) <= SEND_BYTES:
                     gathered += chunk
                     continue
@@ -165,30 +165,30 @@ class _Exchange:
         yield bytes(gathered)
 
     def _send(self, content: Iterator[bytes], num_bytes: int = 0) -> None:
-        """Send `content`; a receiver that ended meanwhile says why in its next answer."""
+        """Send `content`; a receiver that ends early reports why in its next response."""
         sent = 0
         self._on_progress(DeliveryProgress(self._node, 0, num_bytes))
         for chunk in content:
             try:
                 for start in range(0, len(chunk), SEND_BYTES):
-                    piece = chunk[start : start + SEND_BYTES]
-                    self._conversation.send_bytes(piece)
-                    sent += len(piece)
+                    part = chunk[start : start + SEND_BYTES]
+                    self._conversation.send_bytes(part)
+                    sent += len(part)
                     self._on_progress(DeliveryProgress(self._node, sent, num_bytes))
             except EOFError:
                 break
         if num_bytes:
             self._bytes_sent += sent
 
-    def _failure(self, answer: dict[str, Any]) -> CsdctlError:
-        """What the receiver failed at, as an error: damaged objects, or a refusal of its system."""
-        if answer["failed"] == "damaged":
-            return self._damaged([self._parcel.objects[number] for number in answer["numbers"]])
-        where = f" at {answer['path']}" if answer["path"] else ""
+    def _failure(self, response: dict[str, Any]) -> CsdctlError:
+        """Return the receiver's failure as an error: damaged objects, or a system error."""
+        if response["failed"] == "damaged":
+            return self._damaged([self._parcel.objects[number] for number in response["numbers"]])
+        where = f" at {response['path']}" if response["path"] else ""
         return RemoteCommandError(
-            f"receiving files failed{where}: {answer['words']}",
+            f"receiving files failed{where}: {response['words']}",
             node=self._node,
-            remedy=_REMEDIES.get(answer["errno"], "check the disk there: `df -h`, `mount`"),
+            remedy=_REMEDIES.get(response["errno"], "check the disk there: `df -h`, `mount`"),
         )
 
     def _damaged(self, damaged: list[StoreObject]) -> CsdctlError:
@@ -196,14 +196,14 @@ class _Exchange:
             if SharedChunks(0).hash_source(stored.source.path).sha256 != stored.source.sha256:
                 return changed(stored.source.path)
         return NodeError(
-            f"{len(damaged)} of {len(self._parcel.objects)} files arrived damaged, twice",
+            f"{len(damaged)} of {len(self._parcel.objects)} files arrived damaged twice",
             node=self._node,
-            remedy="look for a failing disk or failing memory there, and try again",
+            remedy="check that machine for failing disk or memory, then retry",
         )
 
     def _ended(self) -> CsdctlError:
-        """Why the receiver ended without a word; raises UnreachableError for a lost connection."""
-        done = self._conversation.wait(deadline_s=ANSWER_DEADLINE_S)
+        """Return why the receiver ended without a response; raises UnreachableError for a lost connection."""
+        done = self._conversation.wait(deadline_s=RESPONSE_DEADLINE_S)
         try:
             done.check(
                 self._node,
@@ -212,4 +212,4 @@ class _Exchange:
             )
         except RemoteCommandError as error:
             return error
-        return RemoteCommandError("receiving files ended without an answer", node=self._node)
+        return RemoteCommandError("receiving files ended without a response", node=self._node)

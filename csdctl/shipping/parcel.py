@@ -1,7 +1,7 @@
-"""What is to be at a machine, as one message: objects of the store, and trees of them; pure.
+"""The desired content of a machine as one message: objects of the store, and trees of them; pure.
 
-The same parcel goes to many machines. A long one is named by its digest first, and only sent to a machine
-that does not have it from an earlier time.
+The same parcel goes to many machines. A long manifest is first identified by its digest, and only sent to
+machines that have no copy from an earlier deploy.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from csdctl.shipping.chunks import SourceFile, printable
 from csdctl.transport.meter import TrafficClass
 
 MAX_INLINE_BYTES = 1000
-"""A shorter manifest travels in the command line; dropbear takes one of 9000 bytes in all."""
+"""Up to this size a manifest is sent in the command line; dropbear accepts 9000 bytes in all."""
 
 PLAIN_MODE = 0o644
 
@@ -30,12 +30,12 @@ class StoreObject:
     name: str
     source: SourceFile
     mode: int = PLAIN_MODE
-    kind: TrafficClass = TrafficClass.FILES
+    traffic_class: TrafficClass = TrafficClass.FILES
 
 
 @dataclass(frozen=True)
-class Tree:
-    """A directory as it is to be at `destination`; all names are relative to it."""
+class FileTree:
+    """The desired content of the directory `destination`; all names are relative to it."""
 
     destination: str
     directories: tuple[tuple[str, int], ...] = ()
@@ -52,21 +52,21 @@ class Tree:
 
 @dataclass(frozen=True)
 class Parcel:
-    """Objects in the order that they are sent in, and the manifest that describes them."""
+    """Objects in sending order, and the manifest that describes them."""
 
     objects: tuple[StoreObject, ...]
-    trees: tuple[Tree, ...]
+    trees: tuple[FileTree, ...]
     manifest: dict[str, Any] = field(repr=False)
     packed: bytes = field(repr=False)
-    """The manifest as it travels by itself; empty when it travels in the command line."""
+    """The compressed manifest; empty when it is sent in the command line."""
 
     @property
     def destinations(self) -> list[str]:
-        """Where its trees go."""
+        """The destinations of its trees."""
         return [tree.destination for tree in self.trees]
 
     def build_request(self, *, dry_run: bool = False) -> str:
-        """What the receiver is started with."""
+        """Return the argument of the receiver."""
         request: dict[str, Any] = {"dry_run": True} if dry_run else {}
         if self.packed:
             request |= {"digest": hashlib.sha256(self.packed).hexdigest(), "num_bytes": len(self.packed)}
@@ -75,8 +75,8 @@ class Parcel:
         return _as_json(request)
 
 
-def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[Tree] = ()) -> Parcel:
-    """One message for `objects` and `trees`; raises InputError for trees that lie in each other."""
+def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Parcel:
+    """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
     _check_apart([tree.destination for tree in trees])
     distinct = {stored.name: stored for stored in objects}
     for tree in trees:
@@ -92,7 +92,7 @@ def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[Tree] = ())
     return Parcel(tuple(distinct.values()), tuple(trees), manifest, packed)
 
 
-def _describe(tree: Tree, numbers: dict[str, int]) -> dict[str, Any]:
+def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
     content = {
         "directories": tree.directories,
         "files": [(name, numbers[stored.name]) for name, stored in tree.files],
@@ -108,11 +108,11 @@ def _check_apart(destinations: Sequence[str]) -> None:
     for first, second in pairwise(ordered):
         if second.startswith(first):
             raise InputError(
-                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} lie in each other",
-                remedy="give each tree a destination of its own",
+                f"the trees for {printable(first[:-1])} and {printable(second[:-1])} overlap",
+                remedy="give each tree a separate destination",
             )
 
 
 def _as_json(content: object) -> str:
-    """JSON in ASCII: bytes of names that are not UTF-8 travel as lone surrogates."""
+    """Return ASCII JSON; bytes of names that are not UTF-8 become lone surrogates."""
     return json.dumps(content, separators=(",", ":"))

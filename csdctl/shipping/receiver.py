@@ -1,8 +1,9 @@
-"""The command that receives files on a machine; its source travels on the command line."""
+"""The command that receives files on a machine; its source is part of the command line."""
 
 import ast
 import base64
 import json
+import threading
 import zlib
 from functools import cache
 
@@ -12,34 +13,43 @@ from csdctl.transport.standalone import read_program
 
 PRUNE_DEADLINE_S = 900.0
 
-# A node gets its first files before its own Python is there; then any other will do.
+# A node gets its first files before its own Python is installed; until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
 
 
 def build_receiver_command(python: str, request: str) -> list[str]:
-    """The argument list that serves `request` (JSON) on a machine."""
+    """Return the argument list that serves `request` (JSON) on a machine."""
     return ["sh", "-c", _START, "csdctl-receive", python, "-I", "-S", "-c", receiver_source(), request]
 
 
 def prune_store(session: Session, python: str) -> int:
-    """Remove from the machine's store what no deployed tree uses; returns how many names that were.
+    """Remove unused objects and trees from the machine's store; return the number of removed names.
 
-    Raises RemoteCommandError when the machine cannot.
+    Raises RemoteCommandError on failure.
     """
     command = build_receiver_command(python, json.dumps({"prune": True}))
     done = session.run(command, deadline_s=PRUNE_DEADLINE_S)
-    done.check(session.name, doing="removing what is not used")
+    done.check(session.name, doing="removing unused files")
     try:
         return int(json.loads(done.output.splitlines()[-1])["done"]["num_removed"])
     except (ValueError, KeyError, IndexError, TypeError):
         raise RemoteCommandError(
-            f"removing what is not used gave no answer: {done.output[-80:]!r}", node=session.name
+            f"removing unused files returned no result: {done.output[-80:]!r}", node=session.name
         ) from None
 
 
-@cache
+_PARSING = threading.Lock()
+"""Python 3.11 may fail with SystemError when several threads parse at a time."""
+
+
 def receiver_source() -> str:
-    """`standalone/receive.py` as one line of Python, without its docstrings and comments; 6 kB."""
+    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 6 kB."""
+    with _PARSING:
+        return _pack_source()
+
+
+@cache
+def _pack_source() -> str:
     source = read_program("receive")
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):

@@ -1,7 +1,7 @@
-"""The host's own content-addressed store.
+"""The host's content-addressed store.
 
-A stored file lies at `.csdctl/objects/<sha256><suffix>`, relative to where a session starts, on the host
-as on the nodes. What has the right name and wrong content is replaced. `deliver` brings files to the nodes.
+A stored file has the path `.csdctl/objects/<sha256><suffix>`, relative to a session's home, on the host and
+on the nodes. A file with the right name and wrong content is replaced. `deliver` sends files to the nodes.
 """
 
 import hashlib
@@ -19,51 +19,51 @@ OBJECTS = ".csdctl/objects"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of the store; `source` is where the host has it."""
+    """A file of the store; `source` is its path on the host."""
 
     sha256: str
     suffix: str
     source: Path
-    kind: TrafficClass = TrafficClass.CONTROL
-    """What it is, for the ledger."""
+    traffic_class: TrafficClass = TrafficClass.CONTROL
+    """Its class in the ledger."""
 
     @property
     def path(self) -> str:
-        """Where it lies on every machine, relative to the session's home."""
+        """Its path on every machine, relative to the session's home."""
         return f"{OBJECTS}/{self.sha256}{self.suffix}"
 
     def as_object(self) -> StoreObject:
-        """What a parcel holds of it; raises InputError when the host has it no more."""
+        """Return its object for a parcel; raises InputError when the file is gone."""
         try:
             found = self.source.stat()
         except OSError as error:
             raise unreadable(str(self.source), error) from error
         source = SourceFile(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
-        return StoreObject(f"{self.sha256}{self.suffix}", source, kind=self.kind)
+        return StoreObject(f"{self.sha256}{self.suffix}", source, traffic_class=self.traffic_class)
 
 
 def hash_file(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
+    """Return the SHA-256 of a file, in hex."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_file(path: Path, project: Path, kind: TrafficClass = TrafficClass.CONTROL) -> StoredFile:
-    """Copy `path` into the host's own store below `project`."""
+def store_file(path: Path, project: Path, traffic_class: TrafficClass = TrafficClass.CONTROL) -> StoredFile:
+    """Copy `path` into the host's store below `project`."""
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
     if not (target.exists() and hash_file(target) == digest):
         with write_aside(target) as file, path.open("rb") as source:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
-    return StoredFile(digest, path.suffix, target, kind)
+    return StoredFile(digest, path.suffix, target, traffic_class)
 
 
 def store_bytes(
-    content: bytes, suffix: str, project: Path, kind: TrafficClass = TrafficClass.CONTROL
+    content: bytes, suffix: str, project: Path, traffic_class: TrafficClass = TrafficClass.CONTROL
 ) -> StoredFile:
-    """Put `content` into the host's own store below `project`."""
+    """Write `content` into the host's store below `project`."""
     digest = hashlib.sha256(content).hexdigest()
     target = project / OBJECTS / f"{digest}{suffix}"
     if not (target.exists() and hash_file(target) == digest):
         save_bytes(target, content)
-    return StoredFile(digest, suffix, target, kind)
+    return StoredFile(digest, suffix, target, traffic_class)

@@ -1,7 +1,7 @@
-"""A directory on the host as a tree that can be deployed.
+"""Read a directory of the host as a tree to deploy.
 
-Everything in it travels: hidden files, empty directories, permissions, symbolic links that stay inside. What
-cannot travel is an error that names it, unless it is ignored.
+A tree includes hidden files, empty directories, permissions, and symbolic links that stay inside. Anything
+that cannot be deployed is an error that names it, unless it is ignored.
 """
 
 import fnmatch
@@ -13,23 +13,23 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import SharedChunks, SourceFile, printable, unreadable
-from csdctl.shipping.parcel import PLAIN_MODE, StoreObject, Tree
+from csdctl.shipping.parcel import PLAIN_MODE, FileTree, StoreObject
 
 DEFAULT_IGNORED = (".git/", "__pycache__/", ".csdctl/")
 
 
 @dataclass(frozen=True)
 class TreeRequest:
-    """A directory of the host, and where it is to be on the nodes."""
+    """A directory of the host, and its destination on the nodes."""
 
     source: Path
     destination: str
 
 
 def parse_tree(written: str) -> TreeRequest:
-    """SOURCE[:DESTINATION] as written on the command line; raises InputError.
+    """Parse SOURCE[:DESTINATION] of the command line; raises InputError.
 
-    The last colon counts. A source with a colon in its name is written with one more at its end.
+    The last colon separates. A source with a colon in its name needs another colon at the end.
     """
     source, colon, destination = written.rpartition(":")
     if not colon:
@@ -39,21 +39,24 @@ def parse_tree(written: str) -> TreeRequest:
         what = "is not a directory" if path.exists() else "does not exist"
         raise InputError(
             f"--tree {printable(written)}: {printable(source)!r} {what}",
-            remedy="name a directory; one with a colon in its name needs a colon at the end, too",
+            remedy="give a directory; if its name contains a colon, append another colon",
         )
     destination = (destination or path.name).removeprefix("~/").rstrip("/")
     if destination in ("", ".", "~") or ".." in destination.split("/") or "\0" in destination:
         raise InputError(
             f"--tree {printable(written)}: {printable(destination)!r} cannot be a destination",
-            remedy="name a directory below the node's home, or an absolute path",
+            remedy="give a path below the node's home, or an absolute path",
         )
     return TreeRequest(path, destination)
 
 
-def read_tree(request: TreeRequest, chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED) -> Tree:
+def read_tree(
+    request: TreeRequest, chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
+) -> FileTree:
     """Read and hash the directory of `request`.
 
-    `ignored` has patterns as in .gitignore, without negation. Raises InputError for what cannot travel.
+    `ignored` has patterns as in .gitignore, without negation. Raises InputError for entries that cannot be
+    deployed.
     """
     root = str(request.source)
     directories: list[tuple[str, int]] = []
@@ -68,20 +71,20 @@ def read_tree(request: TreeRequest, chunks: SharedChunks, ignored: Sequence[str]
             files.append((name, as_object(chunks.hash_source(entry.path))))
         else:
             raise InputError(
-                f"{printable(entry.path)} is {_kind(entry)} and cannot be deployed",
-                remedy=f"remove it, or leave it out: --ignore {printable(name)!r}",
+                f"{printable(entry.path)} is {_file_type(entry)} and cannot be deployed",
+                remedy=f"remove it, or exclude it: --ignore {printable(name)!r}",
             )
-    return Tree(request.destination, tuple(directories), tuple(files), tuple(links))
+    return FileTree(request.destination, tuple(directories), tuple(files), tuple(links))
 
 
 def as_object(source: SourceFile, suffix: str = "") -> StoreObject:
-    """How the store names a file of a tree: files of other permissions are other files."""
+    """Return the store object of a file; its name depends on content and permissions."""
     mode = "" if source.mode == PLAIN_MODE else f"-{source.mode:03o}"
     return StoreObject(f"{source.sha256}{mode}", source, source.mode)
 
 
 def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Everything below `root` that is not ignored, in order of name, directories before what they hold."""
+    """Yield all entries below `root` that are not ignored, by name, directories before their content."""
     try:
         with os.scandir(f"{root}/{prefix}") as found:
             entries = sorted(found, key=lambda entry: entry.name)
@@ -98,34 +101,34 @@ def _walk(root: str, prefix: str, ignored: Sequence[str]) -> Iterator[tuple[str,
 
 
 def is_ignored(name: str, patterns: Sequence[str], *, is_directory: bool) -> bool:
-    """Whether one of `patterns` fits `name`, a path inside the tree.
+    """Return whether one of `patterns` matches `name`, a path inside the tree.
 
-    A pattern without a slash fits a name at any depth, one with a slash the path from the top of the tree; a
-    slash at its end lets it fit directories only.
+    A pattern without a slash matches a name at any depth; a pattern with a slash matches the path from the
+    top of the tree; a slash at its end restricts it to directories.
     """
     for pattern in patterns:
-        wanted = pattern.rstrip("/")
+        stripped = pattern.rstrip("/")
         if pattern.endswith("/") and not is_directory:
             continue
-        subject = name if "/" in wanted else name.rpartition("/")[2]
-        if fnmatch.fnmatchcase(subject, wanted.removeprefix("/")):
+        subject = name if "/" in stripped else name.rpartition("/")[2]
+        if fnmatch.fnmatchcase(subject, stripped.removeprefix("/")):
             return True
     return False
 
 
 def _check_link(root: str, entry: os.DirEntry[str]) -> str:
-    """The target of a symbolic link; raises InputError when it leads out of the tree."""
+    """Return the target of a symbolic link; raises InputError when it points outside the tree."""
     target = os.readlink(entry.path)
     inside = os.path.realpath(entry.path)
     if target.startswith("/") or os.path.commonpath([root, inside]) != root:
         raise InputError(
-            f"the symbolic link {printable(entry.path)} leads out of the tree, to {printable(target)}",
-            remedy="replace it by what it leads to, or leave it out with --ignore",
+            f"the symbolic link {printable(entry.path)} points outside the tree, to {printable(target)}",
+            remedy="replace it with its target, or exclude it with --ignore",
         )
     return target
 
 
-def _kind(entry: os.DirEntry[str]) -> str:
+def _file_type(entry: os.DirEntry[str]) -> str:
     mode = entry.stat(follow_symlinks=False).st_mode
-    kinds = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
-    return kinds.get(stat.S_IFMT(mode), "a device")
+    names = {stat.S_IFSOCK: "a socket", stat.S_IFIFO: "a pipe"}
+    return names.get(stat.S_IFMT(mode), "a device")

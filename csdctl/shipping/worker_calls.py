@@ -1,4 +1,4 @@
-"""Calling the worker's commands on a machine: argument lists, and its answers back as values."""
+"""Call commands of the worker on a machine: build argument lists, parse responses."""
 
 import json
 import re
@@ -19,17 +19,17 @@ from csdctl.worker.protocol.json_codec import (
     to_json,
 )
 
-AnswerT = TypeVar("AnswerT")
+ResponseT = TypeVar("ResponseT")
 
 END_DEADLINE_S = 30.0
-"""Between a worker's answer and its end."""
+"""Time between a worker's response and its end."""
 
 _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
-"""What TensorFlow prints whatever happens; never the cause."""
+"""What TensorFlow always prints; never the cause of an error."""
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
-    """The argument list that runs the worker's command `arguments[0]`."""
+    """Return the argument list that runs the worker's command `arguments[0]`."""
     return [python, "-u", worker_path, *arguments]
 
 
@@ -38,17 +38,17 @@ def run_worker(
     python: str,
     worker_path: str,
     arguments: Sequence[str],
-    answer: type[AnswerT],
+    response: type[ResponseT],
     *,
     doing: str,
     deadline_s: float,
-) -> AnswerT:
-    """Run one of the worker's commands and read its answer; raises what the worker said went wrong."""
+) -> ResponseT:
+    """Run a command of the worker and parse its response; raises the error that the worker reports."""
     done = session.run(build_worker_command(python, worker_path, arguments), deadline_s=deadline_s)
     if done.exit_code != 0:
         raise worker_error(done, session.name, doing)
     answers = [line for line in done.output.splitlines() if line.startswith(ANSWER_PREFIX)]
-    return _parse(answer, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "", session.name, doing)
+    return _parse(response, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "", session.name, doing)
 
 
 def watch_worker(
@@ -56,22 +56,22 @@ def watch_worker(
     python: str,
     worker_path: str,
     command: str,
-    told: object,
-    answer: type[AnswerT],
+    request: object,
+    response: type[ResponseT],
     on_working: Callable[[PrepareProgress], None],
     *,
     doing: str,
     silence_deadline_s: float,
-) -> AnswerT:
-    """Run a worker's command that may take hours: give it `told`, follow it, and read its answer.
+) -> ResponseT:
+    """Run a command of the worker that may take hours: send `request`, report progress, parse its response.
 
-    Raises what the worker said went wrong, and DeadlineError when nothing came for `silence_deadline_s`.
+    Raises the error that the worker reports, and DeadlineError after `silence_deadline_s` without output.
     """
     argv = build_worker_command(python, worker_path, [command])
-    answered = ""
+    received = ""
     with closing(session.converse(argv)) as conversation:
         with suppress(EOFError):
-            conversation.send_line(to_json(told))
+            conversation.send_line(to_json(request))
         with suppress(EOFError):
             while True:
                 line = conversation.read_line(deadline_s=silence_deadline_s)
@@ -80,34 +80,34 @@ def watch_worker(
                         _parse(PrepareProgress, line.removeprefix(PROGRESS_PREFIX), session.name, doing)
                     )
                 elif line.startswith(ANSWER_PREFIX):
-                    answered = line.removeprefix(ANSWER_PREFIX)
+                    received = line.removeprefix(ANSWER_PREFIX)
         done = conversation.wait(deadline_s=END_DEADLINE_S)
     if done.exit_code != 0:
         raise worker_error(done, session.name, doing)
-    return _parse(answer, answered, session.name, doing)
+    return _parse(response, received, session.name, doing)
 
 
-def _parse(kind: type[AnswerT], text: str, node: str, doing: str) -> AnswerT:
+def _parse(expected: type[ResponseT], text: str, node: str, doing: str) -> ResponseT:
     try:
-        return from_json(kind, text)
+        return from_json(expected, text)
     except ProtocolError as error:
-        raise RemoteCommandError(f"{doing}: unreadable answer: {error}", node=node) from None
+        raise RemoteCommandError(f"{doing}: invalid response: {error}", node=node) from None
 
 
 def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
-    """The error that a worker's command ended with, as one of csdctl's."""
+    """Return the error of a worker's command as a CsdctlError."""
     for line in reversed(done.stderr.decode(errors="replace").splitlines()):
         if line.startswith(WORKER_ERROR_PREFIX):
             try:
-                said = json.loads(line[len(WORKER_ERROR_PREFIX) :])
-                kind = InputError if said["exit_code"] == ExitCode.BAD_INPUT else RemoteCommandError
-                return kind(said["message"], remedy=said["remedy"], node=node)
-            except (ValueError, KeyError, TypeError):  # cut short as the worker died
+                reported = json.loads(line[len(WORKER_ERROR_PREFIX) :])
+                error_type = InputError if reported["exit_code"] == ExitCode.BAD_INPUT else RemoteCommandError
+                return error_type(reported["message"], remedy=reported["remedy"], node=node)
+            except (ValueError, KeyError, TypeError):  # truncated when the worker died
                 break
-    words = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
+    lines = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
     try:
-        remedy = "look what else that machine does, then try again"
-        replace(done, stderr=b"\n".join(words)).check(node, doing=doing, remedy=remedy)
+        remedy = "check the load of that machine, then retry"
+        replace(done, stderr=b"\n".join(lines)).check(node, doing=doing, remedy=remedy)
     except CsdctlError as error:
         return error
-    return RemoteCommandError(f"{doing} gave no answer", node=node)
+    return RemoteCommandError(f"{doing} returned no response", node=node)

@@ -1,6 +1,6 @@
 """The worker as one zip file that Python runs directly.
 
-The same source gives the same bytes: fixed times, sorted names, no compression differences.
+The same source gives the same bytes: fixed times, sorted names, no compression.
 """
 
 import io
@@ -12,7 +12,7 @@ MAIN = "from csdctl.worker.__main__ import run\n\nrun()\n"
 
 
 def pack_worker() -> bytes:
-    """The zip: csdctl/__init__.py, csdctl/worker/ and a __main__ that starts it."""
+    """Return the zip: csdctl/__init__.py, csdctl/worker/ and a __main__ that starts the worker."""
     root = resources.files("csdctl")
     entries = {"__main__.py": MAIN.encode(), "csdctl/__init__.py": (root / "__init__.py").read_bytes()}
     for name, file in _python_files(root / "worker", "csdctl/worker"):

@@ -1,1 +1,1 @@
-"""Programs of the standard library alone, which run on a node before anything else is there."""
+"""Programs that use only the standard library and run on a node before anything is installed there."""

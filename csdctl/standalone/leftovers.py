@@ -1,11 +1,12 @@
-"""What an earlier csdctl left on a machine: found, and if asked ended and removed.
+"""Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
-Runs alone, from the text of this file: standard library only. The directory is the session's own. Reads
-one JSON object (run_id, node, is_ending, is_removing, is_removing_all, is_forced), writes one:
+Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
+object (run_id, node, is_ending, is_removing, is_removing_all, is_forced), writes one:
 
-- `holder`: the csdctl that works here now, else null; with one, nothing is touched unless forced
-- `processes`: what was found running, with its run's id
-- `paths` and `num_bytes`: files and directories nobody needs any more
+- `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is touched unless
+forced
+- `processes`: running processes, each with its run's id
+- `paths` and `num_bytes`: files and directories that are no longer needed
 """
 
 import contextlib
@@ -29,7 +30,7 @@ TREE_LINKS = ".csdctl/trees/*.link"
 
 
 def main() -> None:
-    """Answer one request: about one run, however it is started, or about all that is here."""
+    """Serve one request: for one run, or for everything in this directory."""
     request = json.loads(sys.stdin.readline())
     run_id = request["run_id"]
     holder = None if run_id else find_holder()
@@ -45,12 +46,12 @@ def main() -> None:
         for path in paths:
             remove(path)
         paths = [path for path in paths if not os.path.lexists(path)]
-    answer = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
-    print(json.dumps(answer), flush=True)
+    response = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
+    print(json.dumps(response), flush=True)
 
 
 def find_holder() -> "dict[str, object] | None":
-    """Who holds the lock, as it says itself; {} when it does not say."""
+    """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
     if not os.path.exists(LOCK):
         return None
     with open(LOCK) as lock:
@@ -64,12 +65,12 @@ def find_holder() -> "dict[str, object] | None":
 
 
 def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
-    """The processes of run `run_id`; without one, all of csdctl that were started in `home`.
+    """Return the processes of run `run_id`; without a run, all processes of csdctl started in `home`.
 
-    With `node`, only the run's ranks and links of that node: others may be on the same machine.
+    With `node`, only the run's ranks and links of that node: other nodes may be on the same machine.
 
-    Their command lines tell: ranks, MPI's daemons and the ssh that starts them carry the run's id, and what
-    else csdctl starts runs a file of its store.
+    Command lines identify them: ranks, MPI daemons and the ssh that starts them contain the run's id; other
+    processes of csdctl run a file of its store.
     """
     found: list[dict[str, Any]] = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -82,13 +83,13 @@ def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
             is_ours = run == run_id if run_id else is_of_csdctl(words) and is_in(pid, home)
             if is_ours:
                 found.append({"pid": int(pid), "run": run})
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
 
 def run_of(words: "list[str]") -> str:
-    """The id of the run that a command line carries; '' when there is none."""
+    """Return the run id in a command line, or ''."""
     for word in words:
         if word.startswith(RANK_MARKER):
             return word[len(RANK_MARKER) :].partition("/")[0]
@@ -98,17 +99,17 @@ def run_of(words: "list[str]") -> str:
 
 
 def is_of_csdctl(words: "list[str]") -> bool:
-    """Whether a command line is one that csdctl starts."""
+    """Return whether csdctl started a process with this command line."""
     return any(word.startswith((RANK_MARKER, DAEMON_MARKER, STORED)) for word in words)
 
 
 def is_in(pid: str, directory: str) -> bool:
-    """Whether process `pid` works in `directory`; raises OSError when it has ended."""
+    """Return whether `directory` is the working directory of `pid`; raises OSError if it has ended."""
     return os.path.samefile(f"/proc/{pid}/cwd", directory)
 
 
 def end_all(processes: "list[dict[str, Any]]") -> None:
-    """End processes at once, and what they have started."""
+    """Kill processes and their descendants."""
     children = find_children()
     for process in processes:
         for pid in with_descendants(process["pid"], children):
@@ -116,7 +117,7 @@ def end_all(processes: "list[dict[str, Any]]") -> None:
 
 
 def find_children() -> "dict[int, list[int]]":
-    """The processes that each process has started."""
+    """Return the children of each process."""
     children: dict[int, list[int]] = {}
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
@@ -126,7 +127,7 @@ def find_children() -> "dict[int, list[int]]":
 
 
 def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
-    """`pid` and all that it and they have started."""
+    """Return `pid` and all its descendants."""
     found = [pid]
     for one in found:
         found += children.get(one, [])
@@ -134,36 +135,36 @@ def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
 
 
 def find_paths(is_all: bool) -> "list[str]":
-    """What may be removed; with `is_all`, all that csdctl ever wrote here."""
+    """Return the paths to remove; with `is_all`, everything that csdctl wrote here."""
     paths = (
         [*find_tree_links(), ".csdctl"]
         if is_all
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
     paths += glob.glob(step_files())
-    # MPI's own directories, one for each of its daemons, stay behind when a daemon is killed.
+    # A killed MPI daemon leaves its directory behind.
     for path in glob.glob(glob.escape(mpi_directory("")) + "*"):
         pid = path.rpartition(".")[2]
         with contextlib.suppress(OSError):
-            is_mine = os.lstat(path).st_uid == os.getuid()
-            if pid.isdigit() and is_mine and not os.path.exists(f"/proc/{pid}"):
+            is_own = os.lstat(path).st_uid == os.getuid()
+            if pid.isdigit() and is_own and not os.path.exists(f"/proc/{pid}"):
                 paths.append(path)
     return [path for path in paths if os.path.lexists(path)]
 
 
 def mpi_directory(pid: object) -> str:
-    """Where a daemon of MPI keeps its files, and leaves them when it is killed."""
+    """Return the directory of an MPI daemon's files, which it leaves behind when killed."""
     return os.path.join(tempfile.gettempdir(), f"ompi.{pid}")
 
 
 def step_files() -> str:
-    """The states of runs of this directory that were not finished, which `train --resume` begins with."""
+    """Return the pattern of the states of unfinished runs of this directory, used by `train --resume`."""
     place = hashlib.sha256(os.path.realpath(os.getcwd()).encode()).hexdigest()[:12]
     return f"/dev/shm/csdctl-{os.getuid()}-{place}-*"
 
 
 def find_tree_links() -> "list[str]":
-    """The destinations that are links to deployed trees; what a person put in their place is not ours."""
+    """Return the destinations that still link to deployed trees, and not what the user put in their place."""
     found = []
     for path in glob.glob(TREE_LINKS):
         with open(path, "rb") as file, contextlib.suppress(OSError):
@@ -174,7 +175,7 @@ def find_tree_links() -> "list[str]":
 
 
 def size_of(path: str) -> int:
-    """Bytes of a file, or of all files below a directory."""
+    """Return the bytes of a file, or of all files below a directory."""
     sizes = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
     total = 0
     for file in sizes or [path]:
@@ -184,7 +185,7 @@ def size_of(path: str) -> int:
 
 
 def remove(path: str) -> None:
-    """Remove a file or a directory; what cannot be removed stays, and is not in the answer."""
+    """Remove a file or a directory, ignoring errors."""
     if os.path.isdir(path) and not os.path.islink(path):
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -193,7 +194,7 @@ def remove(path: str) -> None:
 
 
 def end(pid: object) -> None:
-    """End one process at once."""
+    """Kill one process."""
     if isinstance(pid, int) and pid > 1:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""Holds a machine for one csdctl at a time. Runs alone, from the text of this file: standard library only.
+"""Lock a machine for one csdctl at a time.
 
-The first line of input says who wants it. Answers `mine` and waits until its input ends, which it does
-however that csdctl ends; or answers `held` and who has it.
+Sent as source, so it uses the standard library only. The first line of input describes the csdctl that
+wants the lock. The response is `mine`, and the lock is kept until the input ends, however that csdctl ends;
+or `held`, with a description of the current holder.
 """
 
 import fcntl
@@ -11,7 +12,7 @@ import sys
 
 
 def main() -> None:
-    """Take the lock or tell who has it; the directory is the session's own."""
+    """Take the lock or print its holder; runs in the session's home directory."""
     os.makedirs(".csdctl", exist_ok=True)
     lock = os.open(".csdctl/lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     holder = json.loads(sys.stdin.readline())
@@ -24,7 +25,7 @@ def main() -> None:
     os.pwrite(lock, json.dumps({**holder, "holding_pid": os.getpid()}).encode(), 0)
     print("mine", flush=True)
     os.set_inheritable(lock, True)
-    os.execvp("cat", ["cat"])  # waits in a tenth of the memory of a Python
+    os.execvp("cat", ["cat"])  # waits with a tenth of the memory of Python
 
 
 if __name__ == "__main__":

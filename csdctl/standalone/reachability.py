@@ -1,14 +1,15 @@
-"""Opens doors on this machine and knocks at those of the others; one conversation, a line of JSON each.
+"""Listen on this machine and connect to the listeners of the other machines.
 
-Sent as source and run by `PYTHON -I -S -c`, so it needs the standard library only.
+Sent as source and run by `PYTHON -I -S -c`, so it uses the standard library only. Requests and responses
+are one line of JSON each:
 
-    asked     {"name": …, "token": …, "address": …, "is_host": …}
-    answers   {"ports": [1024, 40123]}     or   {"error": …}
-    asked     {"doors": [[NAME, ADDRESS, PORT], …], "deadline_s": …}
-    answers   {"knocks": [[NAME, PORT, ""], [NAME, PORT, "timed out"], …]}
+    request   {"name": …, "token": …, "address": …, "is_host": …}
+    response  {"ports": [1024, 40123]}     or   {"error": …}
+    request   {"listeners": [[NAME, ADDRESS, PORT], …], "deadline_s": …}
+    response  {"attempts": [[NAME, PORT, ""], [NAME, PORT, "timed out"], …]}
 
-Doors stay open until standard input ends. Ranks of Open MPI listen at the first free port from 1024 on,
-mpirun itself at one that the system chooses: so do the doors.
+Listeners stay open until standard input ends. Open MPI's ranks listen on the first free port from 1024 up,
+mpirun itself on a port that the system chooses. The listeners here do the same.
 """
 
 import errno
@@ -23,98 +24,99 @@ LAST_RANK_PORT = 65535
 MAX_GREETING_BYTES = 256
 
 
-def open_door(address: str, ports: Iterable[int]) -> socket.socket:
-    """Listen at the first of `ports` that is free; raises OSError."""
-    refused = OSError("no port is free")
+def open_listener(address: str, ports: Iterable[int]) -> socket.socket:
+    """Listen on the first free port of `ports`; raises OSError."""
+    failure = OSError("no port is free")
     for port in ports:
-        door = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            door.bind((address, port))
-            door.listen(128)
-            return door
+            listener.bind((address, port))
+            listener.listen(128)
+            return listener
         except OSError as error:
-            door.close()
-            refused = error
+            listener.close()
+            failure = error
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 break
-    raise refused
+    raise failure
 
 
-def answer(door: socket.socket, greeting: bytes) -> None:
-    """Tell everybody who comes in who is here."""
+def serve(listener: socket.socket, greeting: bytes) -> None:
+    """Send `greeting` to every client."""
     while True:
-        visitor, _ = door.accept()
+        client, _ = listener.accept()
         try:
-            visitor.settimeout(5)
-            visitor.sendall(greeting)
+            client.settimeout(5)
+            client.sendall(greeting)
         except OSError:
             pass
         finally:
-            visitor.close()
+            client.close()
 
 
-def knock(name: str, address: str, port: int, token: str, deadline_s: float) -> str:
-    """'' when `name` answers there, else why not."""
+def connect(name: str, address: str, port: int, token: str, deadline_s: float) -> str:
+    """Connect to the listener of `name`; return '' on success, else the reason."""
     try:
-        visit = socket.create_connection((address, port), timeout=deadline_s)
+        connection = socket.create_connection((address, port), timeout=deadline_s)
     except TimeoutError:
         return "timed out"
     except OSError as error:
         return (error.strerror or str(error)).lower()
     try:
-        heard = b""
-        while not heard.endswith(b"\n") and len(heard) < MAX_GREETING_BYTES:
-            piece = visit.recv(MAX_GREETING_BYTES)
-            if not piece:
+        received = b""
+        while not received.endswith(b"\n") and len(received) < MAX_GREETING_BYTES:
+            data = connection.recv(MAX_GREETING_BYTES)
+            if not data:
                 break
-            heard += piece
+            received += data
     except OSError:
-        return "connected, but nothing was answered"
+        return "connected, but received no response"
     finally:
-        visit.close()
-    told, _, who = heard.decode("utf-8", "replace").strip().partition(" ")
-    if told != token:
-        return "something else answers there"
-    return "" if who == name else f"{who} answers there"
+        connection.close()
+    received_token, _, server = received.decode("utf-8", "replace").strip().partition(" ")
+    if received_token != token:
+        return "another program listens there"
+    return "" if server == name else f"{server} listens there"
 
 
-def knock_at_all(
-    doors: list[tuple[str, str, int]], token: str, deadline_s: float
+def connect_to_all(
+    listeners: list[tuple[str, str, int]], token: str, deadline_s: float
 ) -> list[tuple[str, int, str]]:
-    """Knock at all doors at once; returns [name, port, why not] for each."""
-    reasons = ["timed out"] * len(doors)
+    """Connect to all listeners in parallel; return [name, port, reason of failure or ''] for each."""
+    reasons = ["timed out"] * len(listeners)
 
-    def knock_at(number: int) -> None:
-        name, address, port = doors[number]
-        reasons[number] = knock(name, address, port, token, deadline_s)
+    def connect_to(number: int) -> None:
+        name, address, port = listeners[number]
+        reasons[number] = connect(name, address, port, token, deadline_s)
 
-    threads = [threading.Thread(target=knock_at, args=(number,), daemon=True) for number in range(len(doors))]
+    threads = [threading.Thread(target=connect_to, args=(i,), daemon=True) for i in range(len(listeners))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * deadline_s + 1)
-    return [(name, port, why) for (name, _, port), why in zip(doors, reasons, strict=True)]
+    return [(name, port, reason) for (name, _, port), reason in zip(listeners, reasons, strict=True)]
 
 
 def main() -> None:
-    """Open, knock, and stay until nobody asks any more."""
-    asked = json.loads(sys.stdin.readline())
+    """Listen, connect to the other machines when requested, and exit when standard input ends."""
+    request = json.loads(sys.stdin.readline())
     try:
-        doors = [open_door(asked["address"], range(FIRST_RANK_PORT, LAST_RANK_PORT))]
-        if asked["is_host"]:
-            doors.append(open_door(asked["address"], [0]))
+        listeners = [open_listener(request["address"], range(FIRST_RANK_PORT, LAST_RANK_PORT))]
+        if request["is_host"]:
+            listeners.append(open_listener(request["address"], [0]))
     except OSError as error:
-        print(json.dumps({"error": f"no port can be opened at {asked['address']}: {error.strerror}"}))
+        print(json.dumps({"error": f"no port can be opened at {request['address']}: {error.strerror}"}))
         return
-    greeting = f"{asked['token']} {asked['name']}\n".encode()
-    for door in doors:
-        threading.Thread(target=answer, args=(door, greeting), daemon=True).start()
-    print(json.dumps({"ports": [door.getsockname()[1] for door in doors]}))
+    greeting = f"{request['token']} {request['name']}\n".encode()
+    for listener in listeners:
+        threading.Thread(target=serve, args=(listener, greeting), daemon=True).start()
+    print(json.dumps({"ports": [listener.getsockname()[1] for listener in listeners]}))
     sys.stdout.flush()
     line = sys.stdin.readline()
     if line:
-        wanted = json.loads(line)
-        print(json.dumps({"knocks": knock_at_all(wanted["doors"], asked["token"], wanted["deadline_s"])}))
+        targets = json.loads(line)
+        attempts = connect_to_all(targets["listeners"], request["token"], targets["deadline_s"])
+        print(json.dumps({"attempts": attempts}))
         sys.stdout.flush()
         sys.stdin.readline()
 

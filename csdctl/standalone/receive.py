@@ -1,22 +1,22 @@
-"""Receives files on a node: one command that is spoken to over its own input and output.
+"""Receive files on a node, over standard input and output of one command.
 
-Started as `PYTHON -I -S -c SOURCE REQUEST`, so nothing of csdctl has to be there: standard library only,
-Python 3.8 or newer. REQUEST holds the manifest, or its digest when it is long; a manifest that the node
-does not have yet is asked for. Then the node says what it misses, gets the bytes of exactly that in the
-same order, and says so when everything is in place. Answers are lines of JSON:
+Started as `PYTHON -I -S -c SOURCE REQUEST`, so csdctl need not be installed: standard library only, Python
+3.8 or newer. REQUEST contains the manifest, or its digest when it is long; the node requests a manifest that
+it does not have. The node then lists its missing objects, receives exactly their bytes in that order, and
+reports when everything is in place. Responses are lines of JSON:
 
     {"need": "manifest"}                                     send the packed manifest
     {"missing": [[first, last], …], "resume": {"7": 4096}}   send these objects, number 7 from byte 4096 on
-    {"busy": …}                                              still at work; no answer is wanted
+    {"busy": …}                                              heartbeat; expects no reply
     {"done": {…}}    {"refused": …}    {"failed": …}         the end
 
-Nothing from the manifest is trusted: names that lead out of the store or of a tree are refused here too.
-What is there counts by its content, never by its time or its size alone.
+The manifest is not trusted: names that point outside the store or a tree are refused here too. Existing
+files are compared by content, never only by time or size.
 
-    .csdctl/objects/NAME            a file by its content; NAME begins with its SHA-256
-    .csdctl/objects/NAME.part       what arrived of it so far; continued by the next deploy
+    .csdctl/objects/NAME            a file, addressed by content; NAME begins with its SHA-256
+    .csdctl/objects/NAME.part       its received part; continued by the next deploy
     .csdctl/trees/ID-xxxxxxxx/      a tree, of hard links to objects; its destination is a link to it
-    .csdctl/trees/ID-xxxxxxxx.link  the destination; the tree is in use while that links to it
+    .csdctl/trees/ID-xxxxxxxx.link  its destination; the tree is in use while that links to it
     .csdctl/manifests/DIGEST        a long manifest, so that it need not be sent again
 """
 
@@ -49,77 +49,77 @@ INPUT_BYTES = 1 << 17
 FLUSH_BYTES = 8 << 20
 SYNC_FILE_RANGE_WRITE = 2
 RESUME_BYTES = 1 << 20
-"""A part shorter than this is sent anew."""
+"""A shorter part is sent again from the start."""
 
 SILENCE_S = 120.0
-"""How long the host may send nothing before this command ends by itself."""
+"""How long the host may be silent before this command ends on its own."""
 
 BUSY_S = 1.0
 LOCK_WAIT_S = 600.0
 MAX_TRIES = 2
 MAX_RANGES = 1000
-"""In one line: the host reads no line of more than a megabyte."""
+"""Per line: the host reads lines of at most a megabyte."""
 
 MAX_STEPS = 4096
-"""How far a symbolic link is followed; a circle of links has no end."""
+"""Maximum steps to resolve a symbolic link; links may form a cycle."""
 
 MANY_FILES = 32
-"""From so many files on, syncing the whole file system once is quicker than syncing each."""
+"""Above this number of files, one sync of the file system is faster than one per file."""
 
 NO_LINK = (errno.EMLINK, errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES)
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-class Refused(Exception):
-    """What was asked for must not be done; `remedy` says what to do about it."""
+class RefusedError(Exception):
+    """The request must not be served; `remedy` says what to do."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
         super().__init__(message)
         self.remedy = remedy
 
 
-class HostGone(Exception):
-    """The host said nothing any more; parts are kept for the next time."""
+class HostLostError(Exception):
+    """The host no longer sends; parts are kept for the next deploy."""
 
 
-def say(**answer: Any) -> None:
-    """One line to the host."""
-    sys.stdout.write(json.dumps(answer) + "\n")
+def respond(**response: Any) -> None:
+    """Send one line to the host."""
+    sys.stdout.write(json.dumps(response) + "\n")
     sys.stdout.flush()
 
 
-class Pulse:
-    """Tells the host now and then that work goes on, so that it need not guess how long work may take."""
+class Heartbeat:
+    """Regular messages to the host while work continues, so that it needs no guess about its duration."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
 
     def beat(self, what: str) -> None:
-        """Say that we are at work, if nothing was said for a while."""
+        """Send a heartbeat unless the last one is recent."""
         if time.monotonic() - self._last_s > BUSY_S:
-            say(busy=what)
+            respond(busy=what)
             self._last_s = time.monotonic()
 
 
-PULSE = Pulse()
+HEARTBEAT = Heartbeat()
 
 
 def encoded(name: str) -> bytes:
-    """A name as the bytes that the host's file system has, whatever the locale is here."""
+    """Return the bytes of a name on the host's file system, whatever the locale is here."""
     return name.encode("utf-8", "surrogateescape")
 
 
-def shown(path: bytes) -> str:
-    """A path as it can be printed."""
+def printable(path: bytes) -> str:
+    """Return a path in printable form."""
     return path.decode("utf-8", "backslashreplace")
 
 
-class Wanted:
+class ManifestObject:
     """An object of the manifest."""
 
     def __init__(self, name: str, sha256: str, size: int, mode: int) -> None:
         if not re.fullmatch(r"[0-9a-f]{64}[A-Za-z0-9._-]{0,40}", name) or not name.startswith(sha256):
-            raise Refused(f"{name!r} is not the name of an object")
+            raise RefusedError(f"{name!r} is not a valid object name")
         self.path = OBJECTS + b"/" + name.encode()
         self.part = self.path + b".part"
         self.sha256 = sha256
@@ -127,13 +127,13 @@ class Wanted:
         self.mode = int(mode) & 0o777
 
 
-class Tree:
-    """A tree of the manifest, its names checked."""
+class ManifestTree:
+    """A tree of the manifest, with checked names."""
 
-    def __init__(self, content: dict[str, Any], objects: list[Wanted]) -> None:
+    def __init__(self, content: dict[str, Any], objects: list[ManifestObject]) -> None:
         self.id = str(content["id"])
         if not re.fullmatch(r"[0-9a-f]{32}", self.id):
-            raise Refused(f"{self.id!r} is not the id of a tree")
+            raise RefusedError(f"{self.id!r} is not a valid tree id")
         self.destination = check_destination(encoded(content["destination"]))
         self.directories = [(check_inside(encoded(name)), mode) for name, mode in content["directories"]]
         self.files = [(check_inside(encoded(name)), objects[number]) for name, number in content["files"]]
@@ -141,34 +141,34 @@ class Tree:
         self.links = [(check_inside(name), check_link(name, target, links)) for name, target in links.items()]
 
     def current(self) -> bytes:
-        """The directory that the destination links to; empty when it is not one of ours."""
+        """Return the directory that the destination links to; empty if csdctl did not create it."""
         try:
             target = os.readlink(self.destination)
         except OSError:
             return b""
         return target if os.path.dirname(target) == os.path.realpath(TREES) else b""
 
-    def is_whole(self) -> bool:
-        """Whether the destination holds this tree, every byte of it."""
+    def is_complete(self) -> bool:
+        """Return whether the destination contains exactly this tree, compared byte for byte."""
         directory = self.current()
         if not os.path.basename(directory).startswith(self.id.encode()):
             return False
         return (
             all(os.path.isdir(directory + b"/" + name) for name, _ in self.directories)
             and all(is_link_to(directory + b"/" + name, target) for name, target in self.links)
-            and all(is_right(directory + b"/" + name, wanted) for name, wanted in self.files)
+            and all(matches(directory + b"/" + name, expected) for name, expected in self.files)
         )
 
 
 def check_inside(name: bytes) -> bytes:
-    """`name` when it stays inside its tree; raises Refused."""
+    """Return `name` if it stays inside its tree; raises RefusedError."""
     if b"\0" in name or any(part in (b"", b".", b"..") for part in name.split(b"/")):
-        raise Refused(f"{shown(name)!r} leads out of its tree")
+        raise RefusedError(f"{printable(name)!r} points outside its tree")
     return name
 
 
 def check_link(name: bytes, target: bytes, links: dict[bytes, bytes]) -> bytes:
-    """`target` when the symbolic link `name` stays inside its tree, also by way of other links."""
+    """Return `target` if the symbolic link `name` stays inside its tree, also through other links."""
     place: list[bytes] = []
     pending = [*os.path.dirname(name).split(b"/"), *target.split(b"/")]
     is_inside = not target.startswith(b"/") and b"\0" not in target
@@ -187,51 +187,51 @@ def check_link(name: bytes, target: bytes, links: dict[bytes, bytes]) -> bytes:
                 pending[:0] = followed.split(b"/")
                 place.pop()
     if pending or not is_inside:
-        raise Refused(f"the symbolic link {shown(name)!r} leads out of its tree")
+        raise RefusedError(f"the symbolic link {printable(name)!r} points outside its tree")
     return target
 
 
 def check_destination(destination: bytes) -> bytes:
-    """`destination` when a tree may come there; raises Refused when something of others is there."""
+    """Return the normalized `destination`; raises RefusedError if it is invalid or occupied."""
     parts = [part for part in destination.split(b"/") if part not in (b"", b".")]
     if not parts or b".." in parts or b"\0" in destination or parts[0] == STATE:
-        raise Refused(f"{shown(destination)!r} cannot be the destination of a tree")
+        raise RefusedError(f"{printable(destination)!r} is not a valid destination of a tree")
     destination = (b"/" if destination.startswith(b"/") else b"") + b"/".join(parts)
     state = os.path.realpath(STATE)
     if (os.path.realpath(os.path.dirname(destination) or b".") + b"/").startswith(state + b"/"):
-        raise Refused(f"{shown(destination)} lies inside another tree, or in csdctl's own directory")
+        raise RefusedError(f"{printable(destination)} is inside another tree or csdctl's own directory")
     if os.path.lexists(destination) and not is_ours(destination):
-        raise Refused(
-            f"{shown(destination)} is there already and was not made by `csdctl deploy`",
-            "move it away, or name another destination",
+        raise RefusedError(
+            f"{printable(destination)} already exists and was not created by `csdctl deploy`",
+            "move it away, or give another destination",
         )
     return destination
 
 
 def is_ours(destination: bytes) -> bool:
-    """Whether `destination` is a link that csdctl made, or an empty directory."""
+    """Return whether `destination` is a link that csdctl created, or an empty directory."""
     if os.path.islink(destination):
         return os.path.dirname(os.readlink(destination)) == os.path.realpath(TREES)
     return os.path.isdir(destination) and not os.listdir(destination)
 
 
 def is_link_to(path: bytes, target: bytes) -> bool:
-    """Whether `path` is a symbolic link to `target`."""
+    """Return whether `path` is a symbolic link to `target`."""
     return os.path.islink(path) and os.readlink(path) == target
 
 
-def is_right(path: bytes, wanted: Wanted) -> bool:
-    """Whether the file at `path` has the content and the mode that are wanted."""
+def matches(path: bytes, expected: ManifestObject) -> bool:
+    """Return whether the file at `path` has the expected content and mode."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
         return False
     try:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != wanted.size:
+        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.size:
             return False
-        is_mode_right = stat.S_IMODE(found.st_mode) == wanted.mode
-        return is_mode_right and hash_of(handle, wanted.size).hexdigest() == wanted.sha256
+        has_mode = stat.S_IMODE(found.st_mode) == expected.mode
+        return has_mode and hash_of(handle, expected.size).hexdigest() == expected.sha256
     except OSError:
         return False
     finally:
@@ -239,50 +239,50 @@ def is_right(path: bytes, wanted: Wanted) -> bool:
 
 
 def hash_of(handle: int, num_bytes: int) -> Any:
-    """SHA-256 over the next `num_bytes` of `handle`, or what there is of them."""
+    """Return the SHA-256 of the next `num_bytes` of `handle`, or of fewer at the end of the file."""
     digest = hashlib.sha256()
     while num_bytes:
-        piece = os.read(handle, min(num_bytes, READ_BYTES))
-        if not piece:
+        chunk = os.read(handle, min(num_bytes, READ_BYTES))
+        if not chunk:
             break
-        digest.update(piece)
-        num_bytes -= len(piece)
-        PULSE.beat("checking")
+        digest.update(chunk)
+        num_bytes -= len(chunk)
+        HEARTBEAT.beat("checking")
     return digest
 
 
 def read_input(num_bytes: int) -> Iterator[bytes]:
-    """The next `num_bytes` from the host, piece by piece; raises HostGone."""
+    """Yield the next `num_bytes` from the host in chunks; raises HostLostError."""
     while num_bytes:
         if not select.select([0], [], [], SILENCE_S)[0]:
-            raise HostGone
-        piece = os.read(0, min(num_bytes, INPUT_BYTES))
-        if not piece:
-            raise HostGone
-        num_bytes -= len(piece)
-        yield piece
+            raise HostLostError
+        chunk = os.read(0, min(num_bytes, INPUT_BYTES))
+        if not chunk:
+            raise HostLostError
+        num_bytes -= len(chunk)
+        yield chunk
 
 
 def load_manifest(request: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of `request`: in it, kept here from an earlier time, or asked for."""
+    """Return the manifest of `request`: inline, stored by an earlier deploy, or requested from the host."""
     if "manifest" in request:
         content: dict[str, Any] = request["manifest"]
         return content
-    packed = kept_manifest(request["digest"])
+    packed = stored_manifest(request["digest"])
     if not packed:
-        say(need="manifest")
+        respond(need="manifest")
         packed = b"".join(read_input(int(request["num_bytes"])))
         if hashlib.sha256(packed).hexdigest() != request["digest"]:
-            raise Refused("the manifest arrived damaged", "try again")
+            raise RefusedError("the manifest arrived damaged", "retry")
         request["packed"] = packed
     content = json.loads(zlib.decompress(packed))
     return content
 
 
-def kept_manifest(digest: str) -> bytes:
-    """The packed manifest of an earlier time, or nothing."""
+def stored_manifest(digest: str) -> bytes:
+    """Return the packed manifest of an earlier deploy, or b''."""
     if not re.fullmatch(r"[0-9a-f]{64}", digest):
-        raise Refused(f"{digest!r} is not a digest")
+        raise RefusedError(f"{digest!r} is not a valid digest")
     try:
         with open(MANIFESTS + b"/" + digest.encode(), "rb") as file:
             packed = file.read()
@@ -291,8 +291,8 @@ def kept_manifest(digest: str) -> bytes:
     return packed if hashlib.sha256(packed).hexdigest() == digest else b""
 
 
-def keep_manifest(request: dict[str, Any]) -> None:
-    """Keep a manifest that was sent, so that asking whether all is in place is one round trip."""
+def store_manifest(request: dict[str, Any]) -> None:
+    """Store a received manifest, so that the next check takes one round trip."""
     if "packed" in request:
         os.makedirs(MANIFESTS, exist_ok=True)
         path = MANIFESTS + b"/" + request["digest"].encode()
@@ -302,49 +302,50 @@ def keep_manifest(request: dict[str, Any]) -> None:
 
 
 class Receiver:
-    """One deploy: what the manifest wants, and what of it is not in place."""
+    """One deploy: the content of the manifest, and what of it is missing."""
 
     def __init__(self, manifest: dict[str, Any]) -> None:
-        self.objects = [Wanted(*fields) for fields in manifest["objects"]]
-        self.trees = [Tree(content, self.objects) for content in manifest["trees"]]
+        self.objects = [ManifestObject(*fields) for fields in manifest["objects"]]
+        self.trees = [ManifestTree(content, self.objects) for content in manifest["trees"]]
         self.keep = [self.objects[number] for number in manifest["keep"]]
-        self.stale: list[Tree] = []
+        self.stale: list[ManifestTree] = []
         self.found: set[bytes] = set()
-        """What lies in the store; asking it is quicker than opening thousands of files that are not there."""
+        """Paths in the store; a lookup here is faster than opening thousands of missing files."""
 
     def missing(self) -> list[int]:
-        """The numbers of the objects that are needed and not there."""
-        self.stale = [tree for tree in self.trees if not tree.is_whole()]
+        """Return the numbers of the objects that are needed and missing."""
+        self.stale = [tree for tree in self.trees if not tree.is_complete()]
         self.found = (
             {OBJECTS + b"/" + name for name in list_names(OBJECTS)} if self.stale or self.keep else set()
         )
-        needed = {id(wanted) for wanted in self.keep}
+        needed = {id(expected) for expected in self.keep}
         for tree in self.stale:
-            needed.update(id(wanted) for _, wanted in tree.files)
+            needed.update(id(expected) for _, expected in tree.files)
         return [
             number
-            for number, wanted in enumerate(self.objects)
-            if id(wanted) in needed and not (wanted.path in self.found and is_right(wanted.path, wanted))
+            for number, expected in enumerate(self.objects)
+            if id(expected) in needed
+            and not (expected.path in self.found and matches(expected.path, expected))
         ]
 
     def receive(self, missing: list[int]) -> None:
-        """Get the objects `missing`, verify them, sync them and give them their names.
+        """Receive the objects `missing`, verify and sync them, and rename them to their final names.
 
-        After a full disk, nothing of them remains; after a lost connection, their parts do.
+        After a full disk, nothing of them remains; after a lost connection, their parts remain.
         """
         os.makedirs(OBJECTS, exist_ok=True)
         arrived = list(missing)
-        offsets = {number: self.found_of_part(self.objects[number]) for number in missing}
+        offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
         missing = [n for n in arrived if not offsets[n] or offsets[n] < self.objects[n].size]
         try:
             for _ in range(MAX_TRIES):
-                tell_missing(missing, offsets)
+                report_missing(missing, offsets)
                 missing = [n for n in missing if not receive_object(self.objects[n], offsets[n])]
                 if not missing:
                     break
                 offsets = dict.fromkeys(missing, 0)
             if missing:
-                tell_damaged(missing)
+                report_damaged(missing)
             sync([self.objects[number].part for number in arrived])
         except OSError as error:
             if error.errno in FULL:
@@ -355,26 +356,26 @@ class Receiver:
         for number in arrived:
             os.replace(self.objects[number].part, self.objects[number].path)
 
-    def found_of_part(self, wanted: Wanted) -> int:
-        """How much of the object is there from an interrupted deploy; its hash is checked at the end."""
-        if wanted.part not in self.found:
+    def resume_offset(self, expected: ManifestObject) -> int:
+        """Return the size of the part from an interrupted deploy; its hash is checked at the end."""
+        if expected.part not in self.found:
             return 0
-        with open(os.open(wanted.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        with open(os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size == wanted.size and hash_of(file.fileno(), size).hexdigest() == wanted.sha256:
-                os.chmod(wanted.part, wanted.mode)
+            if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
+                os.chmod(expected.part, expected.mode)
                 return size
-        return size if RESUME_BYTES <= size < wanted.size else 0
+        return size if RESUME_BYTES <= size < expected.size else 0
 
     def build_trees(self) -> None:
-        """Build every tree that is not whole beside the others, then let the destinations link to them."""
+        """Build every incomplete tree in a new directory, then redirect the destinations to them."""
         built = [(tree, build_tree(tree)) for tree in self.stale]
         for tree, directory in built:
             switch(tree.destination, directory)
 
 
-def tell_missing(missing: list[int], offsets: dict[int, int]) -> None:
-    """Say what is to be sent, as ranges of numbers in the order that it is read."""
+def report_missing(missing: list[int], offsets: dict[int, int]) -> None:
+    """Report the objects to send, as ranges of numbers in reading order."""
     ranges: list[list[int]] = []
     for number in missing:
         if ranges and ranges[-1][1] == number - 1:
@@ -385,46 +386,46 @@ def tell_missing(missing: list[int], offsets: dict[int, int]) -> None:
         now, ranges = ranges[:MAX_RANGES], ranges[MAX_RANGES:]
         numbers = (number for first, last in now for number in range(first, last + 1))
         resume = {str(number): offsets[number] for number in numbers if offsets[number]}
-        say(missing=now, resume=resume, more=bool(ranges))
+        respond(missing=now, resume=resume, more=bool(ranges))
         if not ranges:
             return
 
 
-def tell_damaged(missing: list[int]) -> None:
-    """End: these objects came with another hash than they should have, however often they were sent."""
-    say(failed="damaged", numbers=missing[:100])
+def report_damaged(missing: list[int]) -> None:
+    """Exit: these objects had a wrong hash after every retry."""
+    respond(failed="damaged", numbers=missing[:100])
     raise SystemExit(1)
 
 
-def receive_object(wanted: Wanted, offset: int) -> bool:
-    """Read the bytes of an object from `offset` on into its part; says whether its hash is right."""
+def receive_object(expected: ManifestObject, offset: int) -> bool:
+    """Read an object from `offset` on into its part; return whether its hash is right."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if offset else os.O_TRUNC)
-    with open(os.open(wanted.part, flags, 0o600), "r+b", buffering=0) as part:
+    with open(os.open(expected.part, flags, 0o600), "r+b", buffering=0) as part:
         digest = hashlib.sha256()
         if offset:
             digest = hash_of(part.fileno(), offset)
             part.seek(offset)
         num_written = 0
-        for piece in read_input(wanted.size - offset):
-            digest.update(piece)
-            write_all(part.fileno(), piece)
-            num_written += len(piece)
+        for chunk in read_input(expected.size - offset):
+            digest.update(chunk)
+            write_all(part.fileno(), chunk)
+            num_written += len(chunk)
             if num_written >= FLUSH_BYTES:
                 start_flush(part.fileno())
                 num_written = 0
-        os.fchmod(part.fileno(), wanted.mode)
-    return bool(digest.hexdigest() == wanted.sha256)
+        os.fchmod(part.fileno(), expected.mode)
+    return bool(digest.hexdigest() == expected.sha256)
 
 
 def write_all(handle: int, data: bytes) -> None:
-    """Write all of `data`; a file near the end of its disk takes less than it is given."""
+    """Write all of `data`; os.write may write less when the disk is nearly full."""
     rest = memoryview(data)
     while rest:
         rest = rest[os.write(handle, rest) :]
 
 
 def start_flush(handle: int) -> None:
-    """Let the system begin to write to the disk what a file holds, so that syncing it later is quick."""
+    """Start writing a file's pages to disk, so that a later sync is fast."""
     with contextlib.suppress(ImportError, OSError, AttributeError):
         import ctypes
 
@@ -433,7 +434,7 @@ def start_flush(handle: int) -> None:
 
 
 def sync(paths: list[bytes]) -> None:
-    """Bring what was written to the disk itself: a file that has its name survives a power cut whole."""
+    """Sync to disk: a file with its final name survives a power cut intact."""
     if len(paths) > MANY_FILES and sync_file_system():
         return
     for path in paths:
@@ -442,11 +443,11 @@ def sync(paths: list[bytes]) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-        PULSE.beat("syncing")
+        HEARTBEAT.beat("syncing")
 
 
 def sync_file_system() -> bool:
-    """Sync the store's file system; says whether the C library could."""
+    """Sync the store's file system; return whether the C library supports that."""
     try:
         import ctypes
 
@@ -459,8 +460,8 @@ def sync_file_system() -> bool:
         return False
 
 
-def build_tree(tree: Tree) -> bytes:
-    """The tree as a new directory; returns its path. Nothing of it remains when that fails."""
+def build_tree(tree: ManifestTree) -> bytes:
+    """Build the tree in a new directory and return its path; leave nothing after a failure."""
     name = tree.id.encode() + b"-" + os.urandom(4).hex().encode()
     directory = os.path.realpath(TREES) + b"/" + name
     os.makedirs(TREES, exist_ok=True)
@@ -478,23 +479,23 @@ def build_tree(tree: Tree) -> bytes:
     return directory
 
 
-def fill_tree(tree: Tree, directory: bytes) -> None:
-    """Directories, then files, then links: nothing is ever written by way of a link."""
+def fill_tree(tree: ManifestTree, directory: bytes) -> None:
+    """Create directories, then files, then links, so that nothing is ever written through a link."""
     os.mkdir(directory)
     for name, _ in tree.directories:
         os.mkdir(directory + b"/" + name)
     copies = []
-    for name, wanted in tree.files:
+    for name, expected in tree.files:
         path = directory + b"/" + name
         try:
-            os.link(wanted.path, path)
+            os.link(expected.path, path)
         except OSError as error:
             if error.errno not in NO_LINK:
                 raise
-            shutil.copyfile(wanted.path, path)
-            os.chmod(path, wanted.mode)
+            shutil.copyfile(expected.path, path)
+            os.chmod(path, expected.mode)
             copies.append(path)
-        PULSE.beat("linking")
+        HEARTBEAT.beat("linking")
     for name, target in tree.links:
         os.symlink(target, directory + b"/" + name)
     for name, mode in reversed(tree.directories):
@@ -503,12 +504,12 @@ def fill_tree(tree: Tree, directory: bytes) -> None:
 
 
 def switch(destination: bytes, directory: bytes) -> None:
-    """Let `destination` link to `directory`, in one step."""
+    """Make `destination` a link to `directory`, atomically."""
     parent = os.path.dirname(destination)
     if parent:
         os.makedirs(parent, exist_ok=True)
     if os.path.isdir(destination) and not os.path.islink(destination):
-        os.rmdir(destination)  # only an empty one gets here, and only an empty one can be removed
+        os.rmdir(destination)  # only empty directories pass the check; rmdir would refuse others
     aside = destination + b".csdctl-" + os.urandom(4).hex().encode()
     os.symlink(directory, aside)
     try:
@@ -520,7 +521,7 @@ def switch(destination: bytes, directory: bytes) -> None:
 
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
-    """Hold the store's lock: two deploys to one store take turns. A dead one holds no lock."""
+    """Hold the store's lock, which serializes deploys; a dead process holds no lock."""
     os.makedirs(STATE, exist_ok=True)
     with open(LOCK, "a+") as file:
         end_s = time.monotonic() + LOCK_WAIT_S
@@ -530,17 +531,19 @@ def locked() -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > end_s:
-                    raise Refused("another csdctl deploys here and does not end", "wait for it") from None
+                    raise RefusedError(
+                        "another csdctl is deploying here and does not end", "wait for it"
+                    ) from None
             time.sleep(0.05)
-            PULSE.beat("waiting for another deploy")
+            HEARTBEAT.beat("waiting for another deploy")
         yield
 
 
 def prune() -> int:
-    """Remove what nothing uses: trees that no destination links to, objects of no tree, parts, manifests.
+    """Remove unused files: trees that no destination links to, objects of no tree, parts, manifests.
 
-    Files that were sent for training (the worker, models, shards) go too: the next deploy sends them again.
-    Returns how many names were removed.
+    Files sent for training (the worker, models, shards) are removed too: the next deploy sends them again.
+    Return the number of removed names.
     """
     num_removed = 0
     for name in list_names(TREES):
@@ -559,7 +562,7 @@ def prune() -> int:
 
 
 def is_in_use(directory: bytes) -> bool:
-    """Whether the destination of a tree still links to it."""
+    """Return whether the destination of a tree still links to it."""
     try:
         with open(directory + b".link", "rb") as file:
             return is_link_to(file.read(), directory)
@@ -568,7 +571,7 @@ def is_in_use(directory: bytes) -> bool:
 
 
 def list_names(directory: bytes) -> list[bytes]:
-    """The names in `directory`; none when it is not there."""
+    """Return the names in `directory`; an empty list if it does not exist."""
     try:
         return os.listdir(directory)
     except FileNotFoundError:
@@ -576,40 +579,40 @@ def list_names(directory: bytes) -> list[bytes]:
 
 
 def serve(request: dict[str, Any]) -> None:
-    """Do what `request` asks for."""
+    """Serve `request`."""
     if request.get("prune"):
         with locked():
-            say(done={"num_removed": prune()})
+            respond(done={"num_removed": prune()})
         return
     receiver = Receiver(load_manifest(request))
     missing = receiver.missing()
     if request.get("dry_run"):
-        tell_missing(missing, dict.fromkeys(missing, 0))
+        report_missing(missing, dict.fromkeys(missing, 0))
     elif missing or receiver.stale:
         with locked():
-            missing = receiver.missing()  # another deploy may have brought it while we waited
+            missing = receiver.missing()  # another deploy may have delivered it meanwhile
             if missing:
                 receiver.receive(missing)
             receiver.build_trees()
-            keep_manifest(request)
-    say(done={"num_missing": len(missing), "num_trees": len(receiver.stale)})
+            store_manifest(request)
+    respond(done={"num_missing": len(missing), "num_trees": len(receiver.stale)})
 
 
 def main() -> int:
-    """Serve the request on the command line; what goes wrong becomes one line."""
+    """Serve the request on the command line; report errors as one line."""
     os.umask(0o022)
     try:
         serve(json.loads(sys.argv[1]))
-    except Refused as refused:
-        say(refused=str(refused), remedy=refused.remedy)
+    except RefusedError as refused:
+        respond(refused=str(refused), remedy=refused.remedy)
         return 2
-    except HostGone:
+    except HostLostError:
         return 1
     except BrokenPipeError:
         return 1
     except OSError as error:
         path = error.filename if isinstance(error.filename, bytes) else b""
-        say(failed="system", errno=error.errno, words=error.strerror or str(error), path=shown(path))
+        respond(failed="system", errno=error.errno, words=error.strerror or str(error), path=printable(path))
         return 1
     return 0
 

@@ -139,7 +139,7 @@ class RankProcess:
         return True
 
     def _log(self, line: str, log: IO[str] | None) -> None:
-        self._meter.note(TrafficClass.LOG, received=len(line) + 1)
+        self._meter.record(TrafficClass.LOG, received=len(line) + 1)
         if log and line.strip() and not is_noise(line):
             with contextlib.suppress(OSError):
                 log.write(line.replace("\0", "") + "\n")

@@ -1,1 +1,1 @@
-"""SSH: sessions, host keys, many nodes at once; and a fake that is part of the product."""
+"""SSH: sessions, host keys, many nodes in parallel, and a fake session for tests."""

@@ -1,9 +1,9 @@
-"""A session that answers from a script: for trying workflows without any machine.
+"""A session with scripted responses, to try workflows without any machine.
 
     fake = FakeSession("csd0").on("uname", stdout="aarch64\\n").on("rm", exit_code=1, stderr="no such file")
     fake.on("python3", replies=lambda line: [line.upper()])      # for `converse`
 
-It keeps what it was asked in `commands`, and what it was sent in `stdins` and in its conversations.
+It records commands in `commands`, and input in `stdins` and in its conversations.
 """
 
 from collections import deque
@@ -18,8 +18,8 @@ Replies = Callable[[str], Iterable[str]]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a command beginning with `prefix` answers."""
+class ScriptedResponse:
+    """The response to commands that begin with `prefix`."""
 
     prefix: tuple[str, ...]
     stdout: bytes = b""
@@ -30,7 +30,7 @@ class Answer:
 
 
 class FakeSession:
-    """Implements `session.Session` from scripted answers; an unscripted command ends with 127."""
+    """Implements `session.Session` with scripted responses; an unscripted command ends with 127."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class FakeSession:
         self.stdins: list[bytes] = []
         self.conversations: list[FakeConversation] = []
         self.is_closed = False
-        self._answers: list[Answer] = []
+        self._responses: list[ScriptedResponse] = []
 
     def on(
         self,
@@ -51,84 +51,86 @@ class FakeSession:
         error: CsdctlError | None = None,
         replies: Replies = lambda line: (),
     ) -> "FakeSession":
-        """Answer commands that begin with `prefix`; the longest prefix wins, then the latest."""
-        answer = Answer(prefix, _as_bytes(stdout), _as_bytes(stderr), exit_code, error, replies)
-        self._answers.insert(0, answer)
+        """Set the response to commands that begin with `prefix`; the longest prefix wins, then the latest."""
+        response = ScriptedResponse(prefix, _as_bytes(stdout), _as_bytes(stderr), exit_code, error, replies)
+        self._responses.insert(0, response)
         return self
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
-        """The scripted answer; raises its error."""
-        answer = self._answer(command)
+        """Return the scripted response; raise its error."""
+        response = self._response(command)
         self.stdins.append(stdin)
-        if answer.error:
-            raise answer.error
-        stdout, stderr = answer.stdout[:MAX_OUTPUT_BYTES], answer.stderr[-MAX_OUTPUT_BYTES:]
-        return Completed(tuple(command), answer.exit_code, stdout, stderr, 0.0)
+        if response.error:
+            raise response.error
+        stdout, stderr = response.stdout[:MAX_OUTPUT_BYTES], response.stderr[-MAX_OUTPUT_BYTES:]
+        return Completed(tuple(command), response.exit_code, stdout, stderr, 0.0)
 
     def converse(self, command: Sequence[str]) -> "FakeConversation":
-        """A conversation with the scripted replies, after `stdout` as its first lines."""
-        answer = self._answer(command)
-        if answer.error:
-            raise answer.error
-        conversation = FakeConversation(self.name, tuple(command), answer)
+        """Start a conversation: `stdout` is its first lines, then come the scripted replies."""
+        response = self._response(command)
+        if response.error:
+            raise response.error
+        conversation = FakeConversation(self.name, tuple(command), response)
         self.conversations.append(conversation)
         return conversation
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Record the call in `is_closed`."""
         self.is_closed = True
 
-    def _answer(self, command: Sequence[str]) -> Answer:
-        asked = tuple(command)
-        if not asked:
+    def _response(self, command: Sequence[str]) -> ScriptedResponse:
+        request = tuple(command)
+        if not request:
             raise InputError("not a command: []")
-        self.commands.append(asked)
-        fitting = [answer for answer in self._answers if asked[: len(answer.prefix)] == answer.prefix]
-        missing = Answer(asked, stderr=f"{asked[0]}: not found\n".encode(), exit_code=127)
-        return max(fitting, key=lambda answer: len(answer.prefix), default=missing)
+        self.commands.append(request)
+        matching = [
+            response for response in self._responses if request[: len(response.prefix)] == response.prefix
+        ]
+        missing = ScriptedResponse(request, stderr=f"{request[0]}: not found\n".encode(), exit_code=127)
+        return max(matching, key=lambda response: len(response.prefix), default=missing)
 
 
 class FakeConversation:
-    """Implements `session.Conversation`: each sent line gives the lines of `replies`."""
+    """Implements `session.Conversation`: each sent line is answered with the lines of `replies`."""
 
-    def __init__(self, name: str, command: tuple[str, ...], answer: Answer) -> None:
+    def __init__(self, name: str, command: tuple[str, ...], response: ScriptedResponse) -> None:
         self.sent: list[str] = []
         self.sent_bytes = b""
         self.is_closed = False
         self._name = name
         self._command = command
-        self._answer = answer
-        self._lines = deque(answer.stdout.decode(errors="replace").splitlines())
-        self._has_ended = answer.exit_code != 0
+        self._response = response
+        self._lines = deque(response.stdout.decode(errors="replace").splitlines())
+        self._has_ended = response.exit_code != 0
 
     def send_line(self, line: str) -> None:
-        """Take one line; raises EOFError when the command has ended."""
+        """Record one line; raises EOFError when the command has ended."""
         if self._has_ended or self.is_closed:
             raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
         self.sent.append(line)
-        self._lines += self._answer.replies(line)
+        self._lines += self._response.replies(line)
 
     def send_bytes(self, data: bytes) -> None:
-        """Keep `data` in `sent_bytes`; raises EOFError when the command has ended."""
+        """Add `data` to `sent_bytes`; raises EOFError when the command has ended."""
         if self._has_ended or self.is_closed:
             raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
         self.sent_bytes += data
 
     def read_line(self, *, deadline_s: float) -> str:
-        """The next scripted line; raises DeadlineError, or EOFError after the end."""
+        """Return the next scripted line; raises DeadlineError, or EOFError after the end."""
         if self._lines:
             return self._lines.popleft()
         if self._has_ended or self.is_closed:
             raise EOFError(f"`{self._command[0]}` on {self._name} has ended")
-        raise DeadlineError(f"`{self._command[0]}` did not answer within {deadline_s:g} s", node=self._name)
+        raise DeadlineError(f"`{self._command[0]}` did not respond within {deadline_s:g} s", node=self._name)
 
     def wait(self, *, deadline_s: float) -> Completed:
-        """The scripted end."""
+        """End the conversation; return the scripted result."""
         self._has_ended = True
-        return Completed(self._command, self._answer.exit_code, b"", self._answer.stderr, 0.0)
+        return Completed(self._command, self._response.exit_code, b"", self._response.stderr, 0.0)
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Record the call in `is_closed`."""
         self.is_closed = True
 
 

@@ -1,7 +1,7 @@
-"""Ways through jump hosts: one connection to each, shared by all nodes behind it within a command.
+"""Connections through jump hosts: one to each, shared by all nodes behind it within a command.
 
-A jump host's own key is checked as strictly as a node's. That one of them is down is one cause, said in the
-same words for every node behind it.
+A jump host's key is checked as strictly as a node's. When a jump host is down, every node behind it gets the
+same error message.
 """
 
 import contextlib
@@ -9,6 +9,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import paramiko
 
@@ -19,7 +20,7 @@ from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 
 MAX_CONNECTING = 32
-"""Nodes that connect through one jump host at a time: its processor does the work of all of them."""
+"""Nodes that may connect through one jump host at a time: its CPU does the work for all of them."""
 
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
@@ -28,35 +29,35 @@ OpenTransport = Callable[[Node, Deadline], OrderlyTransport]
 
 
 class JumpHosts:
-    """The connections to jump hosts that one command has open. The caller closes it."""
+    """The open connections to jump hosts of one command. The caller closes it."""
 
     def __init__(self, open_transport: OpenTransport) -> None:
         self._open_transport = open_transport
         self._locks: defaultdict[Node, threading.Lock] = defaultdict(threading.Lock)
-        self._turns: defaultdict[Node, threading.Semaphore] = defaultdict(
+        self._slots: defaultdict[Node, threading.Semaphore] = defaultdict(
             lambda: threading.Semaphore(MAX_CONNECTING)
         )
         self._transports: dict[Node, OrderlyTransport] = {}
         self._errors: dict[Node, CsdctlError] = {}
         self.opened: list[tuple[Node, Meter]] = []
-        """Every connection that was begun, to jump hosts and to nodes, whatever became of it."""
+        """Every connection that was started, to jump hosts and to nodes, including failed ones."""
 
     @contextlib.contextmanager
-    def turn(self, node: Node, deadline: Deadline) -> Iterator[None]:
-        """Wait for one of the places to connect to `node` through its jump host."""
+    def slot(self, node: Node, deadline: Deadline) -> Iterator[None]:
+        """Wait for a slot to connect to `node` through its jump host."""
         assert node.jump
-        turns = self._turns[node.jump]
-        if not turns.acquire(timeout=deadline.left_s):
-            raise _too_slow(node, node.jump, deadline)
+        slots = self._slots[node.jump]
+        if not slots.acquire(timeout=deadline.left_s):
+            raise _timed_out(node, node.jump, deadline)
         try:
             yield
         finally:
-            turns.release()
+            slots.release()
 
     def open_channel(self, node: Node, deadline: Deadline) -> paramiko.Channel:
-        """A channel to the address of `node` from its jump host; as good as a socket.
+        """Open a channel from the jump host to the address of `node`, to be used as a socket.
 
-        Raises JumpHostError for what is wrong with the jump host, UnreachableError for the node.
+        Raises JumpHostError for problems of the jump host, UnreachableError for problems of the node.
         """
         assert node.jump
         jump = node.jump
@@ -68,7 +69,7 @@ class JumpHosts:
         except paramiko.ChannelException as error:
             if error.code == _PROHIBITED:
                 raise JumpHostError(
-                    f"jump host {jump.name} forwards no connections ({error.text})",
+                    f"jump host {jump.name} does not forward connections ({error.text})",
                     node=node.name,
                     remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
                 ) from None
@@ -79,11 +80,11 @@ class JumpHosts:
             ) from None
         except (paramiko.SSHException, EOFError, OSError):
             if deadline.left_s < 0.1:
-                raise _too_slow(node, jump, deadline) from None
+                raise _timed_out(node, jump, deadline) from None
             raise JumpHostError(f"the connection to jump host {jump.name} was lost", node=node.name) from None
 
     def close(self) -> None:
-        """Close the connections to all jump hosts; what goes through them ends too."""
+        """Close the connections to all jump hosts, and with them the connections that they forward."""
         for transport in self._transports.values():
             transport.close()
 
@@ -100,25 +101,35 @@ class JumpHosts:
             return self._transports[jump]
 
 
-def watch_peer(transport: paramiko.Transport, interval_s: float, dead_after_s: float) -> None:
-    """Close `transport` when its peer does not answer for `dead_after_s`.
+@dataclass(frozen=True)
+class Keepalive:
+    """How often a connection requests a reply of its peer, and when it is closed without one, in seconds."""
 
-    For connections without a socket of their own: TCP sees the first hop only.
+    interval_s: float
+    dead_after_s: float
+
+
+def watch_peer(transport: paramiko.Transport, keepalive: Keepalive) -> None:
+    """Close `transport` when its peer does not reply for `keepalive.dead_after_s`.
+
+    For connections through a jump host: TCP keepalive covers only the first hop.
     """
-    asked_s: list[float] = []
+    requested_s: list[float] = []
 
-    def ask() -> None:
+    def request() -> None:
         transport.global_request("keepalive@openssh.com", wait=True)
-        asked_s.clear()
+        requested_s.clear()
 
     def when_idle() -> None:
-        if not asked_s:
-            asked_s.append(time.monotonic())
-            threading.Thread(target=ask, daemon=True).start()
-        elif time.monotonic() - asked_s[0] > dead_after_s:
-            threading.Thread(target=transport.close, daemon=True).start()  # not by its own thread
+        if not requested_s:
+            requested_s.append(time.monotonic())
+            threading.Thread(target=request, daemon=True).start()
+        elif time.monotonic() - requested_s[0] > keepalive.dead_after_s:
+            # In a thread of its own: close() joins the thread that calls this function.
+            threading.Thread(target=transport.close, daemon=True).start()
 
-    transport.packetizer.set_keepalive(interval_s, when_idle)
+    # Transport.set_keepalive sends requests but never checks for replies; hence paramiko's internal hook.
+    transport.packetizer.set_keepalive(keepalive.interval_s, when_idle)
 
 
 def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
@@ -126,9 +137,10 @@ def _behind(node: Node, jump: Node, error: CsdctlError) -> CsdctlError:
     return JumpHostError(inner, node=node.name, remedy=error.remedy)
 
 
-def _too_slow(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
+def _timed_out(node: Node, jump: Node, deadline: Deadline) -> JumpHostError:
     return JumpHostError(
-        f"jump host {jump.name} opened no way to {node.address} port {node.port} in {deadline.seconds:g} s",
+        f"jump host {jump.name} did not connect to {node.address} port {node.port} "
+        f"within {deadline.seconds:g} s",
         node=node.name,
         remedy=f"check that the machine is on, and the load of {jump.name}",
     )

@@ -1,7 +1,7 @@
-"""The host keys we know: a fast, plain reading of OpenSSH's known_hosts files.
+"""Known host keys: a fast parser of OpenSSH's known_hosts files.
 
-Plain names are found in a dictionary; only hashed names and patterns are tried one by one. Certificate
-authorities (`@cert-authority`) are not supported and count as nothing.
+Plain names are looked up in a dictionary; only hashed names and patterns are matched one by one. Certificate
+authorities (`@cert-authority`) are not supported and are ignored.
 """
 
 import base64
@@ -20,7 +20,7 @@ SSH_PORT = 22
 
 @dataclass(frozen=True)
 class HostKey:
-    """One key that a known_hosts file has, and where."""
+    """A key of a known_hosts file, with its location."""
 
     type: str
     blob: bytes
@@ -31,7 +31,7 @@ class HostKey:
 
 @dataclass
 class KnownHosts:
-    """All keys of some known_hosts files, in their order."""
+    """All keys of some known_hosts files, in file order."""
 
     paths: tuple[Path, ...] = ()
     _by_name: dict[str, list[HostKey]] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class KnownHosts:
 
     @classmethod
     def load(cls, paths: Iterable[Path]) -> "KnownHosts":
-        """Read `paths`; files that do not exist or cannot be read hold nothing."""
+        """Read `paths`; files that are missing or unreadable count as empty."""
         known = cls(tuple(paths))
         for path in known.paths:
             try:
@@ -51,19 +51,19 @@ class KnownHosts:
         return known
 
     def lookup(self, address: str, port: int) -> tuple[HostKey, ...]:
-        """Every key known for `address` at `port`."""
+        """Return every known key for `address` at `port`."""
         name = build_host_name(address, port)
         by_pattern = (key for patterns, key in self._by_pattern if _matches(patterns, name))
         return (*self._by_name.get(name, ()), *by_pattern)
 
     def check(self, node: str, address: str, port: int, key_type: str, blob: bytes) -> None:
-        """Raise HostKeyError unless the key shown by `address` at `port` is one we know."""
+        """Raise HostKeyError unless the key presented by `address` at `port` is known."""
         shown = f"{key_type} {fingerprint(blob)}"
         keys = self.lookup(address, port)
         same = [key for key in keys if key.blob == blob]
         for key in same:
             if key.is_revoked:
-                raise HostKeyError(f"shows host key {shown}, revoked in {key.path}:{key.line}", node=node)
+                raise HostKeyError(f"its host key {shown} is revoked in {key.path}:{key.line}", node=node)
         if same:
             return
         others = [key for key in keys if not key.is_revoked]
@@ -76,10 +76,10 @@ class KnownHosts:
             )
         other = next((key for key in others if key.type == key_type), others[0])
         raise HostKeyError(
-            f"host key of {address} port {port} has changed: it shows {shown}, "
+            f"host key of {address} port {port} has changed: received {shown}, "
             f"but {other.path}:{other.line} has {other.type} {fingerprint(other.blob)}",
             node=node,
-            remedy="someone may be in between; only if the machine was set up anew: "
+            remedy="this may be a man-in-the-middle attack; only if the machine was reinstalled, run: "
             f"csdctl trust --forget --limit {node}, then csdctl trust --limit {node}",
         )
 
@@ -102,39 +102,39 @@ class KnownHosts:
 
 
 def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
-    """csdctl's own known_hosts in each of `directories`, then the user's."""
+    """Return csdctl's own known_hosts in each of `directories`, then the user's."""
     own = [directory.absolute() / ".csdctl" / "known_hosts" for directory in directories]
     return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
 
 
 def build_host_name(address: str, port: int) -> str:
-    """What known_hosts calls `address` at `port`."""
+    """Return the name of `address` at `port` in known_hosts."""
     return address.lower() if port == SSH_PORT else f"[{address.lower()}]:{port}"
 
 
 def fingerprint(blob: bytes) -> str:
-    """The SHA256 fingerprint of a public key, as ssh shows it."""
+    """Return the SHA256 fingerprint of a public key, in the format of ssh."""
     return "SHA256:" + base64.b64encode(hashlib.sha256(blob).digest()).decode().rstrip("=")
 
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
-    """Whether one of `patterns` fits `name` and no negated one does."""
+    """Return whether a pattern of `patterns` matches `name` and no negated pattern does."""
     wanted = False
     for pattern in patterns:
-        if pattern.startswith("!") and _fits(pattern[1:], name):
+        if pattern.startswith("!") and _pattern_matches(pattern[1:], name):
             return False
-        wanted = wanted or _fits(pattern, name)
+        wanted = wanted or _pattern_matches(pattern, name)
     return wanted
 
 
-def _fits(pattern: str, name: str) -> bool:
+def _pattern_matches(pattern: str, name: str) -> bool:
     if pattern.startswith("|1|"):
-        return _hash_fits(pattern, name)
+        return _hash_matches(pattern, name)
     # In known_hosts, brackets are part of the name, not a character class.
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
-def _hash_fits(pattern: str, name: str) -> bool:
+def _hash_matches(pattern: str, name: str) -> bool:
     try:
         salt, digest = (base64.b64decode(part) for part in pattern[3:].split("|"))
     except ValueError:

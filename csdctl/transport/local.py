@@ -1,4 +1,4 @@
-"""The host itself as a session: the same contract as SSH, by subprocess."""
+"""The host itself as a session: the same contract as SSH, with subprocesses."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ class LocalSession:
         self._running: set[Running] = set()
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
-        """Run `command` to its end; raises DeadlineError and ends its process group."""
+        """Run `command` to completion; raises DeadlineError after ending its process group."""
         running = self._start(build_wrapped_command(command, deadline_s=deadline_s))
         try:
             return running.run_to_end(stdin, Deadline(deadline_s))
@@ -38,12 +38,12 @@ class LocalSession:
             self._running.discard(running)
 
     def converse(self, command: Sequence[str]) -> LineConversation:
-        """Start `command` and talk to it by lines."""
+        """Start `command`; exchange lines with it."""
         running = self._start(build_wrapped_command(command, deadline_s=None))
         return LineConversation(running, lambda: self._running.discard(running))
 
     def close(self) -> None:
-        """End what still runs."""
+        """End all running commands."""
         for running in list(self._running):
             running.kill()
 
@@ -77,19 +77,19 @@ class PipedProcess:
         self._is_released = False
 
     def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
-        """The next bytes, b'' at the end; raises TimeoutError."""
+        """Return the next bytes, b'' at the end; raises TimeoutError."""
         _wait_for(
             self._stdout.fileno(), select.POLLIN, min(_POLL_S, timeout_s) if wakes_at_exit else timeout_s
         )
         return os.read(self._stdout.fileno(), _READ_BYTES)
 
     def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Give what comes on standard error to `take`, by a thread of its own."""
+        """Pass standard error to `take`, in a separate thread."""
         self._stderr_thread = threading.Thread(target=self._drain_stderr, args=(take,), daemon=True)
         self._stderr_thread.start()
 
     def finish_stderr(self, timeout_s: float) -> None:
-        """Wait for its end no longer than `timeout_s`."""
+        """Wait for its end at most `timeout_s`."""
         self._stderr_thread.join(timeout_s)
 
     def _drain_stderr(self, take: Callable[[bytes], object]) -> None:
@@ -112,11 +112,11 @@ class PipedProcess:
                 rest = rest[os.write(self._stdin.fileno(), rest) :]
 
     def close_stdin(self) -> None:
-        """Tell the command that no more input comes."""
+        """Signal the end of input to the command."""
         self._stdin.close()
 
     def exit_code(self, timeout_s: float) -> int:
-        """Wait for the end; a signal N counts as 128 + N, as a shell has it."""
+        """Wait for the end; return 128 + N for signal N, as a shell does."""
         try:
             code = self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -132,7 +132,7 @@ class PipedProcess:
         return self._popen.returncode is not None
 
     def release(self) -> None:
-        """Close the pipes; standard error is closed by the thread that reads it."""
+        """Close the pipes; the thread that reads standard error closes that."""
         self._is_released = True
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):
@@ -141,7 +141,7 @@ class PipedProcess:
 
 def _wait_for(descriptor: int, event: int, timeout_s: float) -> None:
     """Wait until `descriptor` is ready or at its end; raises TimeoutError."""
-    poll = select.poll()  # unlike select(), it takes descriptors above 1023
+    poll = select.poll()  # unlike select(), accepts descriptors above 1023
     poll.register(descriptor, event)
     if not poll.poll(timeout_s * 1000):
         raise TimeoutError

@@ -1,6 +1,6 @@
-"""Many machines at once: a bounded pool that keeps every outcome, and all sessions of a fleet.
+"""Many machines in parallel: a bounded thread pool that keeps every outcome, and the sessions of a fleet.
 
-One machine that fails never stops the others, and never hides what they did.
+A machine that fails never stops the others and never hides their results.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ ResultT = TypeVar("ResultT")
 OnTraffic = Callable[[LinkBytes], None]
 
 MAX_WORKERS = 128
-"""Threads at once. They wait for machines, so far more than cores; a connection has two threads and takes
-0.2 MB."""
+"""Concurrent threads. They wait for machines, so there may be far more than cores; a connection has two
+threads and takes 0.2 MB."""
 
 _SPARE_FILES = 64
 
 
 @dataclass(frozen=True)
 class Outcome(Generic[ResultT]):
-    """What became of one machine: a value, or the error it ended with."""
+    """The result of one machine: a value or an error."""
 
     name: str
     value: ResultT | None = None
     error: CsdctlError | None = None
 
     def get(self) -> ResultT:
-        """The value; raises the error when there is one."""
+        """Return the value; raise the error if there is one."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
@@ -57,14 +57,14 @@ class Outcome(Generic[ResultT]):
 
 @dataclass
 class Sessions:
-    """The open sessions of a fleet, by name (`host` is the host itself), and why others failed."""
+    """The open sessions of a fleet by name (`host` is the host itself), and the errors of the others."""
 
     reachable: dict[str, Session] = field(default_factory=dict)
     failed: dict[str, CsdctlError] = field(default_factory=dict)
 
     @property
     def nodes(self) -> dict[str, Session]:
-        """The sessions without the host's."""
+        """The sessions without that of the host."""
         return {name: session for name, session in self.reachable.items() if name != HOST_NAME}
 
 
@@ -75,10 +75,10 @@ def run_on_all(
     max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[ResultT]]:
-    """Call `function` for each of `items` at once; outcomes are in the order of `items`.
+    """Call `function` for all `items` in parallel; return outcomes in the order of `items`.
 
-    `on_done` is called in this thread as each one finishes. Errors that are not ours become NodeError, with
-    the original as its cause. Ctrl-C drops what has not begun and does not wait for the rest.
+    `on_done` is called in the calling thread as each item finishes. Unexpected exceptions become NodeError,
+    with the original as cause. Ctrl-C cancels items that have not started and does not wait for the others.
     """
     if not items:
         return {}
@@ -94,7 +94,7 @@ def run_on_all(
     try:
         for name, item in items.items():
             executor.submit(_call, name, item, function).add_done_callback(finished.put)
-            # The first results are shown while the last threads still start, which takes seconds when busy.
+            # Show first results while the last threads start, which takes seconds on a busy machine.
             while not finished.empty():
                 take_finished()
         while len(outcomes) < len(items):
@@ -107,27 +107,27 @@ def run_on_all(
 
 
 def errors_of(outcomes: Mapping[str, Outcome[ResultT]]) -> dict[str, CsdctlError]:
-    """Why machines failed, by name; empty when none did."""
+    """Return the errors by machine; empty when none failed."""
     return {name: outcome.error for name, outcome in outcomes.items() if outcome.error}
 
 
 def values_or_raise(outcomes: Mapping[str, Outcome[ResultT]], doing: str) -> dict[str, ResultT]:
-    """The values when all went well; else one error for all that did not.
+    """Return all values; if machines failed, raise one error for all of them.
 
-    InputError when all errors are, NoNodeReachableError when no machine could be reached, PartialError when
-    some machines did it, CsdctlError when none did.
+    Raises InputError when all errors are InputErrors, NoNodeReachableError when no machine could be reached,
+    PartialError when some machines succeeded, CsdctlError when none did.
     """
     errors = [outcome.error for outcome in outcomes.values() if outcome.error]
     if not errors:
         return {name: outcome.get() for name, outcome in outcomes.items()}
-    kind: type[CsdctlError] = CsdctlError if len(errors) == len(outcomes) else PartialError
+    error_type: type[CsdctlError] = CsdctlError if len(errors) == len(outcomes) else PartialError
     if all(isinstance(error, InputError) for error in errors):
-        kind = InputError
-    elif kind is CsdctlError and all(isinstance(error, UnreachableError) for error in errors):
-        kind = NoNodeReachableError
-    if len(errors) == 1 and kind is not PartialError:
+        error_type = InputError
+    elif error_type is CsdctlError and all(isinstance(error, UnreachableError) for error in errors):
+        error_type = NoNodeReachableError
+    if len(errors) == 1 and error_type is not PartialError:
         raise errors[0]
-    raise kind(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
+    raise error_type(f"{doing} failed:\n" + "\n".join(f"  {error}" for error in errors)) from errors[0]
 
 
 def run_on_nodes(
@@ -141,10 +141,10 @@ def run_on_nodes(
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> dict[str, Outcome[ResultT]]:
-    """Connect to each node of `fleet`, call `function` with its session, and close it again.
+    """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
-    For fleets of any size: no more than `max_workers` connections are open at a time. `known_hosts` and
-    `on_done` are those of `open_sessions` and `run_on_all`; `on_traffic` is told at the end what was sent.
+    For fleets of any size: at most `max_workers` connections are open at a time. `known_hosts` and `on_done`
+    are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end.
     """
     connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
@@ -158,7 +158,7 @@ def run_on_nodes(
                 return function(session)
 
         try:
-            with _patient_threads():
+            with _longer_thread_slices():
                 return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
         finally:
             on_traffic(add_up(jumps.opened))
@@ -178,7 +178,7 @@ def open_sessions(
     """Open one session to each node of `fleet`, and one to the host in `directory`; close all at exit.
 
     `known_hosts` None means csdctl's own file in `directory` and beside the fleet file, then the user's.
-    `on_traffic` is told at the end what was sent.
+    `on_traffic` gets the byte counts at the end.
 
     Raises InputError when the system allows too few open files.
     """
@@ -187,8 +187,8 @@ def open_sessions(
     if num_allowed < len(fleet.nodes):
         num_files = len(fleet.nodes) + _SPARE_FILES
         raise InputError(
-            f"{len(fleet.nodes)} connections at a time are needed and the system allows {num_allowed}",
-            remedy=f"run `ulimit -n {num_files}` first, or take fewer nodes at a time with --limit",
+            f"{len(fleet.nodes)} concurrent connections are needed, but the system allows {num_allowed}",
+            remedy=f"run `ulimit -n {num_files}` first, or use fewer nodes at a time with --limit",
         )
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
     jumps = make_jump_hosts(known)
@@ -230,7 +230,7 @@ def open_session(
     connect_deadline_s: float = 10.0,
     on_traffic: OnTraffic = lambda sent: None,
 ) -> Iterator[Session]:
-    """A session of its own to the node `name`. Raises what connecting raises."""
+    """Open a separate session to node `name`; raises the errors of `connect`."""
     connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
     with contextlib.closing(make_jump_hosts(known)) as jumps:
@@ -243,9 +243,9 @@ def open_session(
 
 
 def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
-    """The known_hosts files for `fleet`, in order; mpirun's ssh must get the same ones.
+    """Return the known_hosts files for `fleet`, in order; mpirun's ssh must use the same files.
 
-    An emulated fleet's file lies inside a .csdctl, whose known_hosts then counts too.
+    The fleet file of an emulated fleet is inside a .csdctl directory, whose known_hosts is then used too.
     """
     place = fleet.path.absolute().parent
     around = [parent.parent for parent in (place, *place.parents) if parent.name == ".csdctl"]
@@ -253,9 +253,10 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
 
 
 def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:
-    """`ssh.connect` and `ssh_connect.make_jump_hosts`: paramiko takes 0.1 s to load, so not before now.
+    """Import `ssh.connect` and `ssh_connect.make_jump_hosts` lazily: paramiko takes 0.1 s to load.
 
-    It would load invoke too, in half of that time, for a directive of ssh_config that we never give it.
+    Half of that time would be for invoke, which paramiko needs only for an ssh_config directive
+    (`Match exec`) that csdctl never passes to it.
     """
     hides_invoke = "invoke" not in sys.modules
     if hides_invoke:
@@ -270,11 +271,11 @@ def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:
 
 
 @contextlib.contextmanager
-def _patient_threads() -> Iterator[None]:
-    """Let threads ask for their turn less often: with hundreds of them, a sixth of the work is asking."""
+def _longer_thread_slices() -> Iterator[None]:
+    """Switch threads less often: with hundreds of threads, switching is a sixth of the work."""
     before_s = sys.getswitchinterval()
     sys.setswitchinterval(0.1)
-    gc.freeze()  # what is loaded by now stays: looking through it again and again is another part of the work
+    gc.freeze()  # keeps the garbage collector from scanning all loaded modules again and again
     try:
         yield
     finally:
@@ -294,7 +295,7 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
 
 
 def _allow_open_files(num_connections: int) -> int:
-    """Raise the soft limit of open files as far as needed and allowed; how many connections fit."""
+    """Raise the soft limit of open files as far as needed and allowed; return how many connections fit."""
     num_needed = num_connections + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= num_needed:

@@ -1,7 +1,7 @@
-"""How many bytes went over one connection, and what they were.
+"""Byte counts of one connection, by traffic class.
 
-A connection counts what its socket carries, encryption and all. Those who send something that has a name
-(code, a model, public samples) note it; what nobody noted is control: commands, answers, SSH's own.
+A connection counts all bytes of its socket, including encryption. Senders of code, models or public samples
+record their class; everything else is control traffic: commands, responses, SSH itself.
 """
 
 import threading
@@ -14,52 +14,52 @@ from csdctl.fleet.model import HOST_NAME, Node
 
 
 class TrafficClass(StrEnum):
-    """What bytes were for; there is none for private samples, because none are ever sent."""
+    """The purpose of bytes; private samples have no class, because they are never sent."""
 
     CODE = "code"
     MODEL = "model"
     GRADIENT = "gradient"
     PUBLIC = "public samples"
     FILES = "files"
-    """Trees that the user deployed."""
+    """Directory trees that the user deploys."""
     LOG = "log"
     CONTROL = "control"
 
 
 @dataclass(frozen=True)
 class ByteCount:
-    """Bytes in both directions, as this side sees them: payload of TCP."""
+    """Bytes in both directions, as counted on this side: TCP payload."""
 
     sent: int = 0
     received: int = 0
 
 
 class Meter:
-    """The bytes of one connection; may be noted to from any thread."""
+    """The bytes of one connection; thread-safe."""
 
     def __init__(self) -> None:
         self.num_sent = self.num_received = 0
-        """All bytes; the connection's own reader and writer add to them."""
+        """All bytes; updated by the connection's reader and writer."""
         self._lock = threading.Lock()
         self._sent: Counter[TrafficClass] = Counter()
         self._received: Counter[TrafficClass] = Counter()
 
-    def note(self, kind: TrafficClass, *, sent: int = 0, received: int = 0) -> None:
-        """So many of the bytes are of this kind."""
+    def record(self, traffic_class: TrafficClass, *, sent: int = 0, received: int = 0) -> None:
+        """Record the traffic class of some of the bytes."""
         with self._lock:
-            self._sent[kind] += sent
-            self._received[kind] += received
+            self._sent[traffic_class] += sent
+            self._received[traffic_class] += received
 
-    def by_kind(self) -> dict[TrafficClass, ByteCount]:
-        """All bytes so far, by kind; what was not noted is control."""
+    def by_class(self) -> dict[TrafficClass, ByteCount]:
+        """All bytes so far, by class; bytes without a recorded class are control."""
         with self._lock:
             sent, received = Counter(self._sent), Counter(self._received)
         sent[TrafficClass.CONTROL] += max(0, self.num_sent - sent.total())
         received[TrafficClass.CONTROL] += max(0, self.num_received - received.total())
         return {
-            kind: ByteCount(sent[kind], received[kind])
-            for kind in TrafficClass
-            if sent[kind] or received[kind]
+            name: ByteCount(sent[name], received[name])
+            for name in TrafficClass
+            if sent[name] or received[name]
         }
 
     @property
@@ -73,22 +73,22 @@ LinkBytes = Mapping[tuple[str, str, str], int]
 
 
 def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
-    """What the connections to nodes and to their jump hosts carried, on every link that it took.
+    """Add up the bytes of connections to nodes and jump hosts, for every link on the way.
 
-    What goes through a jump host is in the connection to it already: there it is not counted twice.
+    Bytes forwarded by a jump host are part of the connection to it; they are not counted twice.
     """
-    connections = [(node, meter.by_kind(), meter.total) for node, meter in opened]
+    connections = [(node, meter.by_class(), meter.total) for node, meter in opened]
     forwarded: Counter[tuple[str, str]] = Counter()
     for node, _, total in connections:
         if node.jump:
             forwarded[node.jump.name, "sent"] += total.sent
             forwarded[node.jump.name, "received"] += total.received
     added: Counter[tuple[str, str, str]] = Counter()
-    for node, kinds, _ in connections:
+    for node, by_class, _ in connections:
         for near, far in _links(node):
-            for kind, traffic in kinds.items():
-                added[near, far, kind] += traffic.sent
-                added[far, near, kind] += traffic.received
+            for traffic_class, count in by_class.items():
+                added[near, far, traffic_class] += count.sent
+                added[far, near, traffic_class] += count.received
         if forwarded[node.name, "sent"]:
             for near, far in _links(node):
                 added[near, far, TrafficClass.CONTROL] -= forwarded[node.name, "sent"]
@@ -98,7 +98,7 @@ def add_up(opened: Iterable[tuple[Node, Meter]]) -> LinkBytes:
 
 
 def _links(node: Node) -> Iterator[tuple[str, str]]:
-    """The links on the way to `node`, the last one first."""
+    """Yield the links on the way to `node`, the last link first."""
     while True:
         near = node.jump.name if node.jump else HOST_NAME
         yield near, node.name

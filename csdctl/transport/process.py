@@ -1,8 +1,8 @@
-"""Running a command to its end and talking to one, the same for every transport.
+"""Run a command to completion or exchange lines with it, the same for every transport.
 
-A transport gives a `Process`: pipes, an exit code and a way to end a process group. Everything that must
-hold on all of them is here: both output streams are drained at once and bounded, every wait has a
-deadline, and whatever ends early takes its process group with it.
+A transport provides a `Process`: pipes, an exit code and a way to end a process group. What all transports
+guarantee is here: both output streams are drained concurrently and bounded, every wait has a deadline, and a
+command that is ended early takes its process group with it.
 """
 
 import threading
@@ -16,45 +16,45 @@ from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
 from csdctl.transport.shell_wrapper import MarkedOutput, WrappedCommand
 
 SLICE_BYTES = 256 * 1024
-"""The most written at once: paramiko's `sendall` is quadratic in the size of its argument."""
+"""Maximum size of one write: paramiko's `sendall` is quadratic in the size of its argument."""
 
 LEFTOVER_OUTPUT_S = 1.0
-"""How long to wait for more output after the command itself has ended."""
+"""How long to wait for more output after the command has ended."""
 
 
 class Process(Protocol):
     """A started command, as a transport sees it."""
 
     def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
-        """The next bytes, b'' at the end; raises TimeoutError.
+        """Return the next bytes, b'' at the end; raises TimeoutError.
 
-        With `wakes_at_exit` also as soon as, or a little after, the command ends and leaves its output open.
+        With `wakes_at_exit`, TimeoutError is also raised shortly after the command ends with its output open.
         """
 
     def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Give what comes on standard error to `take`, by any thread, at the latest while stdout is read."""
+        """Pass standard error to `take`, from any thread, at the latest while stdout is read."""
 
     def finish_stderr(self, timeout_s: float) -> None:
-        """Give what is left of it to `take`, waiting for its end no longer than `timeout_s`."""
+        """Pass the rest of standard error to `take`; wait for its end at most `timeout_s`."""
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the command no longer reads."""
 
     def close_stdin(self) -> None:
-        """Tell the command that no more input comes."""
+        """Signal the end of input to the command."""
 
     def exit_code(self, timeout_s: float) -> int:
         """Wait for the end; raises TimeoutError, or UnreachableError when the connection was lost."""
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the machine; says whether that worked."""
+        """End process group `group` on the machine; return whether that worked."""
 
     def release(self) -> None:
-        """Close the pipes; does not end the command."""
+        """Close the pipes without ending the command."""
 
 
 class Deadline:
-    """A point in time, asked for as the seconds left until it."""
+    """A point in time, with the seconds left until it."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -67,12 +67,12 @@ class Deadline:
 
     @property
     def has_passed(self) -> bool:
-        """Whether nothing is left."""
+        """Whether no time is left."""
         return self.left_s <= 0.0
 
 
 class Running:
-    """A command under the wrapper while it runs: its process and both outputs."""
+    """A running command under the wrapper: its process and both outputs."""
 
     def __init__(self, name: str, wrapped: WrappedCommand, process: Process) -> None:
         self.name = name
@@ -84,7 +84,7 @@ class Running:
         process.start_stderr(self.stderr.feed)
 
     def run_to_end(self, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
-        """Feed `stdin`, drain both outputs and return how it ended; ends the command on any exception."""
+        """Write `stdin`, drain both outputs and return the result; end the command on any exception."""
         writer = None
         try:
             if stdin == b"":
@@ -93,12 +93,12 @@ class Running:
                 writer = _start_thread(lambda: self._feed_stdin(stdin, deadline))
             while chunk := self._read_or_end(deadline):
                 self.stdout.feed(chunk)
-                if deadline.has_passed:  # a command that never stops writing never lets a read time out
+                if deadline.has_passed:  # a command that writes without pause never lets a read time out
                     raise TimeoutError
             return self.completed(self.process.exit_code(deadline.left_s))
         except TimeoutError:
             ending = (
-                "it was ended" if self.kill() else "it could not be ended and may run for some seconds more"
+                "it was ended" if self.kill() else "it could not be ended and may run for some more seconds"
             )
             raise self.deadline_error(deadline, ending) from None
         except BaseException:
@@ -110,7 +110,7 @@ class Running:
             self.process.release()
 
     def completed(self, exit_code: int) -> Completed:
-        """The result, once the exit code is known; raises RemoteCommandError when it never began."""
+        """Return the result, given the exit code; raises RemoteCommandError when it never started."""
         self.process.finish_stderr(LEFTOVER_OUTPUT_S)
         if not self.stdout.has_started:
             raise self._never_started(exit_code)
@@ -118,25 +118,25 @@ class Running:
         return Completed(self.command, exit_code, self.stdout.kept, self.stderr.kept, duration_s)
 
     def kill(self) -> bool:
-        """End the command's process group on the machine, if its id is known; says whether that worked."""
+        """End the command's process group, if its id is known; return whether that worked."""
         deadline = Deadline(LEFTOVER_OUTPUT_S if self.stdout.has_started else 0.0)
         self.process.finish_stderr(0.0)
-        while not self.stderr.has_started and not deadline.has_passed:  # the id is on its way
+        while not self.stderr.has_started and not deadline.has_passed:  # the id has not arrived yet
             self.process.finish_stderr(0.02)
         return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
 
     def deadline_error(self, deadline: Deadline, ending: str) -> DeadlineError:
-        """What to raise when `deadline` passed while the command ran; `ending` says what became of it."""
+        """Return the error for a `deadline` that passed; `ending` describes the state of the command."""
         if not self.stdout.has_started:
-            ending = "the login shell did not get as far as starting it"
+            ending = "the login shell did not start it"
         return DeadlineError(
             f"`{self.command[0]}` did not finish within {deadline.seconds:g} s; {ending}",
             node=self.name,
-            remedy=f"look at what {self.name} is busy with",
+            remedy=f"check the load of {self.name}",
         )
 
     def _read_or_end(self, deadline: Deadline) -> bytes:
-        """The next output; b'' at its end, or when only a process that got away holds it open."""
+        """Return the next output; b'' at its end, or when only a detached process keeps it open."""
         ended: Deadline | None = None
         while True:
             if ended is None and self.has_exited():
@@ -160,25 +160,25 @@ class Running:
 
     def _feed_stdin(self, stdin: bytes | BinaryIO, deadline: Deadline) -> None:
         try:
-            for piece in _slices(stdin):
-                self.process.write_stdin(piece, deadline.left_s)
+            for chunk in _slices(stdin):
+                self.process.write_stdin(chunk, deadline.left_s)
             self.process.close_stdin()
         except (OSError, ValueError, CsdctlError):
-            pass  # the command ended, or was ended, without reading it all: its exit code tells
+            pass  # the command ended without reading all of its input; its exit code reports why
 
     def _never_started(self, exit_code: int) -> RemoteCommandError:
-        said = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()
-        last_line = said.splitlines()[-1] if said else "nothing"
+        text = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()
+        last_line = text.splitlines()[-1] if text else "no output"
         return RemoteCommandError(
-            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started, "
-            f"saying: {last_line}",
+            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
+            f"{last_line}",
             node=self.name,
-            remedy="check the user's login shell and its start-up files there",
+            remedy="check the login shell of the user on that machine and its start-up files",
         )
 
 
 class LineConversation:
-    """A running command that is spoken to by lines; implements `session.Conversation`."""
+    """A running command with line-by-line input and output; implements `session.Conversation`."""
 
     SEND_DEADLINE_S = 30.0
 
@@ -195,10 +195,10 @@ class LineConversation:
         self.send_bytes(line.encode() + b"\n")
 
     def send_bytes(self, data: bytes) -> None:
-        """Write `data`; each slice of it has SEND_DEADLINE_S. Raises EOFError when nobody reads any more."""
+        """Write `data`, each slice within SEND_DEADLINE_S; raises EOFError when the command has ended."""
         try:
-            for piece in _slices(data):
-                self._running.process.write_stdin(piece, self.SEND_DEADLINE_S)
+            for chunk in _slices(data):
+                self._running.process.write_stdin(chunk, self.SEND_DEADLINE_S)
         except TimeoutError:
             raise DeadlineError(
                 f"`{self._running.command[0]}` did not read its input within {self.SEND_DEADLINE_S:g} s",
@@ -208,7 +208,7 @@ class LineConversation:
             raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended") from error
 
     def read_line(self, *, deadline_s: float) -> str:
-        """The next line; raises DeadlineError, EOFError, or RemoteCommandError for an endless line."""
+        """Return the next line; raises DeadlineError, EOFError, or RemoteCommandError for too long a line."""
         deadline = Deadline(deadline_s)
         while not self._lines and not self._is_at_end:
             self._read_more(deadline)
@@ -217,7 +217,7 @@ class LineConversation:
         raise EOFError(f"`{self._running.command[0]}` on {self._running.name} has ended")
 
     def wait(self, *, deadline_s: float) -> Completed:
-        """Close its input and wait for the end; unread lines are dropped. Raises DeadlineError."""
+        """Close the input, drop unread lines and wait for the end; raises DeadlineError."""
         deadline = Deadline(deadline_s)
         self._running.process.close_stdin()
         try:
@@ -233,7 +233,7 @@ class LineConversation:
         return Completed(completed.command, exit_code, b"", completed.stderr, completed.duration_s)
 
     def close(self) -> None:
-        """End the command, and whatever it started in its process group, if it still runs."""
+        """End the command and its process group if it still runs."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -241,7 +241,7 @@ class LineConversation:
             if not self._running.has_exited():
                 self._running.kill()
         except CsdctlError:
-            pass  # the connection is gone; nothing more can be done from here
+            pass  # the connection is lost; nothing more can be done
         finally:
             self._running.process.release()
             self._on_close()
@@ -251,7 +251,7 @@ class LineConversation:
             chunk = self._running.process.read_stdout(deadline.left_s)
         except TimeoutError:
             raise DeadlineError(
-                f"`{self._running.command[0]}` did not answer within {deadline.seconds:g} s",
+                f"`{self._running.command[0]}` did not respond within {deadline.seconds:g} s",
                 node=self._running.name,
             ) from None
         self._is_at_end = not chunk
@@ -272,8 +272,8 @@ def _slices(stdin: bytes | BinaryIO) -> Iterator[bytes]:
         for start in range(0, len(stdin), SLICE_BYTES):
             yield stdin[start : start + SLICE_BYTES]
     else:
-        while piece := stdin.read(SLICE_BYTES):
-            yield piece
+        while chunk := stdin.read(SLICE_BYTES):
+            yield chunk
 
 
 def _start_thread(target: Callable[[], None]) -> threading.Thread:

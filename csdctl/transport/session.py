@@ -1,9 +1,9 @@
-"""What every transport can do with one machine.
+"""The interface of every transport to one machine.
 
-A `Session` is an open way to one machine: the host itself (`local`), a node over SSH (`ssh`), or a
-scripted one (`fake`). Commands start in the session's home directory: a node's login directory, or
-on the host the project directory, so that a relative path such as `.csdctl/objects/…` means the
-same on every machine. The caller owns a session and closes it.
+A `Session` is an open connection to one machine: the host itself (`local`), a node over SSH (`ssh`), or a
+scripted machine (`fake`). Commands start in the session's home directory: the login directory of a node, or
+the project directory of the host. A relative path such as `.csdctl/objects/…` thus has the same meaning on
+every machine. The caller owns a session and closes it.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ MAX_OUTPUT_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Completed:
-    """How a command ended; outputs are cut at MAX_OUTPUT_BYTES each."""
+    """The result of a command; each output is truncated at MAX_OUTPUT_BYTES."""
 
     command: tuple[str, ...]
     exit_code: int
@@ -38,7 +38,7 @@ class Completed:
         return lines[-1] if lines else ""
 
     def check(self, node: str, *, doing: str, remedy: str = "") -> "Completed":
-        """Return self, or raise RemoteCommandError that says what was being done."""
+        """Return self; raise RemoteCommandError with `doing` in its message when the command failed."""
         if self.exit_code == 0:
             return self
         cause = self.last_error_line or "no message"
@@ -50,44 +50,44 @@ class Completed:
 
 
 class Conversation(Protocol):
-    """A running command that is spoken to line by line; closing it ends the command."""
+    """A running command with line-by-line input and output; closing it ends the command."""
 
     def send_line(self, line: str) -> None:
         """Write one line to the command's standard input; raises EOFError when it has ended."""
 
     def send_bytes(self, data: bytes) -> None:
-        """Write `data` to its standard input; waits while it does not read, raises EOFError when it ended."""
+        """Write `data` to its standard input; blocks until it reads; raises EOFError when it has ended."""
 
     def read_line(self, *, deadline_s: float) -> str:
-        """The next line of its standard output, without the line end.
+        """Return the next line of its standard output, without the newline.
 
-        Raises DeadlineError when none came in time, EOFError when the command has ended.
+        Raises DeadlineError when no line arrives in time, EOFError when the command has ended.
         """
 
     def wait(self, *, deadline_s: float) -> Completed:
-        """Wait for the end; `stdout` holds nothing, `stderr` the end of standard error."""
+        """Wait for the end; `stdout` is empty, `stderr` has the end of standard error."""
 
     def close(self) -> None:
-        """End the command if it still runs, and whatever it started."""
+        """End the command and its process group if it still runs."""
 
 
 class Session(Protocol):
-    """An open way to one machine."""
+    """An open connection to one machine."""
 
     name: str
     host_key_fingerprint: str
-    """SHA256 fingerprint of the key the machine showed; '' where there is none."""
+    """SHA256 fingerprint of the machine's host key; '' without SSH."""
     meter: Meter
-    """Counts the bytes that go to the machine and come from it."""
+    """Counts the bytes sent to and received from the machine."""
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
-        """Run `command` (an argument list, quoted by the transport) to its end.
+        """Run `command` (an argument list, quoted by the transport) to completion.
 
         Raises DeadlineError (and ends the command on the machine) or UnreachableError.
         """
 
     def converse(self, command: Sequence[str]) -> Conversation:
-        """Start `command` and talk to it."""
+        """Start `command`; exchange lines with it."""
 
     def close(self) -> None:
         """Close the connection."""

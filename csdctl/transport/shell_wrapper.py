@@ -1,12 +1,12 @@
-"""The small POSIX shell script that every command runs under, on nodes and on the host; pure.
+"""The small POSIX shell script that wraps every command, on nodes and on the host; pure.
 
-It gives the command a process group of its own, tells the group's id, ends the group when the
-command ends, and ends it by itself a little after the deadline, so that nothing stays behind even
-when the connection, or csdctl, is gone by then. It needs a POSIX `sh` and nothing else: `setsid` is used
-only where the SSH server did not already make the shell a group leader.
+It runs the command in its own process group, prints the group's id, ends the group when the command ends,
+and ends it shortly after the deadline even without csdctl, so that nothing stays behind when the connection
+or csdctl is lost. It needs only a POSIX `sh`: `setsid` is used only where the SSH server did not make the
+shell a group leader.
 
-Login shells may print at start-up. A random token on both streams says where the command's own
-output begins; what came before is dropped.
+Login shells may print at start-up. A random token on both streams marks where the output of the command
+begins; earlier output is dropped.
 """
 
 import math
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from csdctl.errors import InputError
 
 MAX_COMMAND_LINE_BYTES = 120_000
-"""Linux refuses a single argument above 128 KiB, and `sh -c` gets all of it as one argument."""
+"""Linux rejects a single argument above 128 KiB, and `sh -c` gets the line as one argument."""
 
 WATCHDOG_GRACE_S = 2
-"""How long after csdctl's own deadline the node ends the command by itself."""
+"""How long after csdctl's deadline the node ends the command on its own."""
 
-# In a group of its own already (OpenSSH sees to that)? /proc/PID/stat: pid (name) state ppid pgrp …
+# Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
 csdctl_inner=$1; shift
 read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
@@ -35,7 +35,7 @@ else csdctl_group=0; eval "$csdctl_inner"
 fi"""
 
 # `(exec "$@")` runs the program of that name, never a shell builtin. TERM is ignored only after the command
-# has ended, as an ignored signal would be inherited.
+# has ended, because children inherit ignored signals.
 _INNER = """\
 csdctl_token=$1 csdctl_seconds=$2; shift 2
 printf '%s\\n' "$csdctl_token"
@@ -51,7 +51,7 @@ exit $csdctl_code"""
 
 @dataclass(frozen=True)
 class WrappedCommand:
-    """A command under the wrapper: its argument list, and the token its output begins with."""
+    """A wrapped command: its argument list, and the token that its output begins with."""
 
     command: tuple[str, ...]
     argv: tuple[str, ...]
@@ -70,15 +70,15 @@ class WrappedCommand:
 
 
 def build_wrapped_command(command: Sequence[str], *, deadline_s: float | None) -> WrappedCommand:
-    """`command` under the wrapper; `deadline_s` None lets it run until it is ended.
+    """Wrap `command`; with `deadline_s` None it runs until it is ended.
 
-    Raises InputError for an empty command and for arguments that no command can have.
+    Raises InputError for an empty command or an argument with a NUL byte.
     """
     if not command or not command[0] or command[0].startswith("-"):
         raise InputError(f"not a command: {list(command)!r}")
     for argument in command:
         if "\0" in argument:
-            raise InputError(f"an argument of `{command[0]}` holds a NUL: {argument!r}")
+            raise InputError(f"an argument of `{command[0]}` contains a NUL byte: {argument!r}")
     token = f"csdctl-{secrets.token_hex(8)}"
     seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
     argv = ("sh", "-c", _OUTER, "csdctl", _INNER, token, str(seconds), *command)
@@ -86,16 +86,17 @@ def build_wrapped_command(command: Sequence[str], *, deadline_s: float | None) -
 
 
 def build_kill_command_line(group: int) -> str:
-    """What ends process group `group` at once, as one string for a remote login shell."""
+    """Return the command line that kills process group `group`, for a remote login shell."""
     if group <= 1:
-        raise ValueError(f"not a process group of ours: {group}")
+        raise ValueError(f"not a process group of csdctl: {group}")
     return shlex.join(["sh", "-c", f"kill -KILL -{group}"])
 
 
 class MarkedOutput:
-    """What a command wrote on one stream after the wrapper's token, bounded.
+    """The bounded output of a command on one stream, from the wrapper's token on.
 
-    Keeps the beginning, or with `keep_end` the end. `group` is the process group the token told, 0 if none.
+    Keeps the beginning, or with `keep_end` the end. `group` is the process group
+    printed after the token, or 0.
     """
 
     MAX_PREAMBLE_BYTES = 1 << 16
@@ -110,7 +111,7 @@ class MarkedOutput:
         self.group = 0
 
     def feed(self, data: bytes) -> bytes:
-        """Take the next bytes of the stream; returns those of the command itself."""
+        """Take the next bytes of the stream; return those written by the command."""
         if not self.has_started:
             self.preamble += data
             start, end = self._find_marker()
@@ -125,9 +126,9 @@ class MarkedOutput:
         return data
 
     def _find_marker(self) -> tuple[int, int]:
-        """Where the token's line begins and ends, (0, 0) if it is not there; its end is never 0.
+        """Return start and end of the token's line, (0, 0) if it is missing; its end is never 0.
 
-        A shell that shows what it runs (`set -x`) shows the token too, with more behind it.
+        A shell that traces commands (`set -x`) prints the token too, followed by other text.
         """
         start = self.preamble.find(self._token)
         while start >= 0:
@@ -140,7 +141,7 @@ class MarkedOutput:
 
     @property
     def kept(self) -> bytes:
-        """The bytes that were kept."""
+        """The retained bytes."""
         return bytes(self._kept[-self._max_bytes :] if self._keep_end else self._kept)
 
     def _keep(self, data: bytes) -> None:

@@ -1,7 +1,7 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under `shell_wrapper`; `process` holds what is common to all transports. Files go through the
-standard input of a command and not through SFTP (`shipping.deliver`): servers without it (dropbear) work.
+Commands run under `shell_wrapper`; `process` has what is common to all transports. Files go through the
+standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 """
 
 import contextlib
@@ -9,22 +9,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import paramiko
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.transport.jump import JumpHosts
+from csdctl.transport.jump import JumpHosts, Keepalive
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.orderly import OrderlyTransport
+from csdctl.transport.orderly import OrderlyTransport, request_exec
 from csdctl.transport.process import Deadline, LineConversation, Running
 from csdctl.transport.session import Completed
 from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
-from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import KEEPALIVE, make_jump_hosts, open_transport
 
 MAX_CHANNELS = 8
-"""Commands at once on one connection: sshd allows 10 (MaxSessions), and one is kept for ending commands."""
+"""Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
 
 KILL_DEADLINE_S = 5.0
 
@@ -32,8 +32,6 @@ _READ_BYTES = 1 << 16
 _GOING_DOWN_S = 0.5
 _MAX_QUEUE_S = 10.0
 _SEND_POLL_S = 0.5
-_CHANNEL_REQUEST = 98
-"""SSH_MSG_CHANNEL_REQUEST, RFC 4254 section 9."""
 
 
 def connect(
@@ -42,15 +40,17 @@ def connect(
     *,
     connect_deadline_s: float = 10.0,
     jumps: JumpHosts | None = None,
+    keepalive: Keepalive = KEEPALIVE,
 ) -> "SshSession":
-    """Open a session to `node`; `known_hosts` are the files, or what was read from them.
+    """Open a session to `node`; `known_hosts` are the files or their parsed content.
 
-    `jumps` are the connections to jump hosts, shared with other nodes. Raises UnreachableError, HostKeyError
+    `jumps` are the connections to jump hosts, shared with other nodes; `keepalive` is that of
+    `open_transport`. Raises UnreachableError, HostKeyError
     or AuthenticationError within the deadline.
     """
     known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
     jumps = jumps or make_jump_hosts(known)
-    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps))
+    return SshSession(node, open_transport(node, known, Deadline(connect_deadline_s), jumps, keepalive))
 
 
 class SshSession:
@@ -65,22 +65,22 @@ class SshSession:
         self._running: set[Running] = set()
 
     def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
-        """Run `command` on the node to its end; raises DeadlineError or UnreachableError."""
+        """Run `command` on the node to completion; raises DeadlineError or UnreachableError."""
         return self._run(build_wrapped_command(command, deadline_s=deadline_s), stdin, Deadline(deadline_s))
 
     def converse(self, command: Sequence[str]) -> LineConversation:
-        """Start `command` on the node and talk to it by lines."""
+        """Start `command` on the node; exchange lines with it."""
         running = self._start(
             build_wrapped_command(command, deadline_s=None), Deadline(LineConversation.SEND_DEADLINE_S)
         )
         return LineConversation(running, lambda: self._forget(running))
 
     def close(self) -> None:
-        """End what still runs on the node and close the connection."""
+        """End running commands on the node and close the connection."""
         for running in list(self._running):
             with contextlib.suppress(CsdctlError):
                 running.kill()
-        # Behind a jump host, closing is a message of its own, and the way may be gone already.
+        # Behind a jump host, closing sends a message, and that connection may be lost already.
         with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
             self._transport.close()
 
@@ -95,8 +95,8 @@ class SshSession:
         command_line = wrapped.command_line
         if not self._free_channels.acquire(timeout=deadline.left_s):
             raise DeadlineError(
-                f"`{wrapped.command[0]}` did not get its turn within {deadline.seconds:g} s: "
-                f"{MAX_CHANNELS} commands run there already",
+                f"`{wrapped.command[0]}` could not start within {deadline.seconds:g} s: "
+                f"{MAX_CHANNELS} commands are running there already",
                 node=self.name,
             )
         try:
@@ -113,8 +113,8 @@ class SshSession:
         self._free_channels.release()
 
 
-class _Bell(threading.Event):
-    """An event that sets another one too."""
+class _ForwardingEvent(threading.Event):
+    """An event that also sets another event."""
 
     def __init__(self, other: threading.Event) -> None:
         super().__init__()
@@ -126,49 +126,54 @@ class _Bell(threading.Event):
 
 
 class ChannelProcess:
-    """A command at the other end of an SSH channel; implements `process.Process`."""
+    """A command at the other end of an SSH channel; implements `process.Process`.
+
+    Waits for either stream or the exit without polling, which paramiko's documented interface cannot do:
+    hence the undocumented attributes `in_buffer`, `in_stderr_buffer`, `status_event` and `eof_received` of
+    Channel.
+    """
 
     def __init__(self, name: str, channel: paramiko.Channel) -> None:
         self._name = name
         self._channel = channel
-        self._channel.settimeout(_SEND_POLL_S)  # only sending waits by it
+        self._channel.settimeout(_SEND_POLL_S)  # applies to sending only
         self._take_stderr: Callable[[bytes], object] = lambda data: None
         self._stderr_lock = threading.Lock()
-        self._news = threading.Event()
+        self._activity = threading.Event()
         for pipe in (channel.in_buffer, channel.in_stderr_buffer):
-            pipe.set_event(self._news)
-        channel.status_event = _Bell(self._news)
+            pipe.set_event(self._activity)
+        channel.status_event = _ForwardingEvent(self._activity)
         if channel.closed or channel.exit_status >= 0:
             channel.status_event.set()
 
     def read_stdout(self, timeout_s: float, *, wakes_at_exit: bool = False) -> bytes:
-        """The next bytes, b'' at the end; raises TimeoutError. Takes in standard error meanwhile."""
+        """Return the next bytes, b'' at the end; raises TimeoutError. Reads standard error meanwhile."""
         deadline, had_ended = Deadline(timeout_s), self._channel.status_event.is_set()
         while True:
-            self._news.clear()
+            self._activity.clear()
             self._drain_stderr()
             if self._channel.in_buffer.read_ready() or self._is_at_end():
                 with contextlib.suppress(paramiko.SSHException, EOFError):
                     return self._channel.recv(_READ_BYTES)
-                return b""  # the connection is gone; `exit_code` says so
+                return b""  # the connection is lost; `exit_code` reports it
             has_just_ended = wakes_at_exit and not had_ended and self._channel.status_event.is_set()
-            if has_just_ended or not self._news.wait(deadline.left_s):
+            if has_just_ended or not self._activity.wait(deadline.left_s):
                 raise TimeoutError
 
     def start_stderr(self, take: Callable[[bytes], object]) -> None:
-        """Give to `take` what comes on standard error; whoever waits for the command does it."""
+        """Pass standard error to `take`, in the thread that waits for the command."""
         self._take_stderr = take
 
     def finish_stderr(self, timeout_s: float) -> None:
-        """Give what is left of it to `take`, waiting for its end no longer than `timeout_s`."""
+        """Pass the rest of standard error to `take`; wait for its end at most `timeout_s`."""
         deadline = Deadline(timeout_s)
         while True:
-            self._news.clear()
+            self._activity.clear()
             is_at_end = self._is_at_end()
             self._drain_stderr()
-            if is_at_end or not self._news.wait(deadline.left_s):
+            if is_at_end or not self._activity.wait(deadline.left_s):
                 break
-        self._news.set()  # another thread may wait for what was just cleared
+        self._activity.set()  # another thread may wait for the event that was just cleared
 
     def _is_at_end(self) -> bool:
         return bool(self._channel.eof_received or self._channel.closed)
@@ -188,14 +193,14 @@ class ChannelProcess:
                 if deadline.has_passed:
                     raise
                 continue
-            except (paramiko.SSHException, EOFError):  # paramiko's words for a connection that is gone
+            except (paramiko.SSHException, EOFError):  # what paramiko raises for a lost connection
                 raise BrokenPipeError("the connection is closed") from None
             if num_sent == 0:
                 raise BrokenPipeError("the channel is closed")
             rest = rest[num_sent:]
 
     def close_stdin(self) -> None:
-        """Tell the command that no more input comes."""
+        """Signal the end of input to the command."""
         with contextlib.suppress(OSError, EOFError):
             self._channel.shutdown_write()
 
@@ -206,7 +211,7 @@ class ChannelProcess:
         code = self._channel.exit_status
         if code >= 0:
             return code
-        # Without a code, a signal ended the command, or the connection is going down: then its thread ends.
+        # No code: a signal ended the command, or the connection is being lost, and then its thread ends.
         transport = self._channel.get_transport()
         transport.join(_GOING_DOWN_S)
         if transport.is_active():
@@ -214,11 +219,11 @@ class ChannelProcess:
         raise UnreachableError(
             "the connection was lost while a command ran",
             node=self._name,
-            remedy="check that the machine is on and the network in between; it may have restarted",
+            remedy="check that the machine is on, and the network; it may have restarted",
         )
 
     def kill_group(self, group: int) -> bool:
-        """End process group `group` on the node, over a channel of its own."""
+        """End process group `group` on the node, over a separate channel."""
         deadline = Deadline(KILL_DEADLINE_S)
         try:
             channel = _open_channel(
@@ -239,7 +244,7 @@ class ChannelProcess:
 def _open_channel(
     name: str, transport: paramiko.Transport, command_line: str, deadline: Deadline
 ) -> paramiko.Channel:
-    """A channel on which `command_line` was started; waits while the server has too many open."""
+    """Open a channel and start `command_line` on it; waits while the server has too many channels."""
     queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
     pause_s = 0.05
     while True:
@@ -248,30 +253,17 @@ def _open_channel(
             break
         except (paramiko.SSHException, EOFError, OSError) as error:
             if not transport.is_active() or queue_deadline.left_s < pause_s:
-                raise _channel_error(name, transport, "opens no more channels", error, deadline) from None
+                raise _channel_error(
+                    name, transport, "does not open more channels", error, deadline
+                ) from None
         time.sleep(pause_s)
         pause_s = min(1.0, 2 * pause_s)
     try:
-        _request_exec(channel, command_line.encode(errors="surrogateescape"), deadline)
+        request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
     except (paramiko.SSHException, EOFError, OSError) as error:
         channel.close()
-        raise _channel_error(name, transport, "starts no commands", error, deadline) from None
+        raise _channel_error(name, transport, "does not start commands", error, deadline) from None
     return channel
-
-
-def _request_exec(channel: Any, command_line: bytes, deadline: Deadline) -> None:
-    """`Channel.exec_command` with a deadline for the server's reply; raises SSHException."""
-    request = paramiko.Message()
-    request.add_byte(bytes([_CHANNEL_REQUEST]))
-    request.add_int(channel.remote_chanid)
-    request.add_string("exec")
-    request.add_boolean(True)
-    request.add_string(command_line)
-    channel._event_pending()
-    channel.transport._send_user_message(request)
-    if not channel.event.wait(max(0.1, deadline.left_s)):
-        raise paramiko.SSHException("no reply")
-    channel._wait_for_event()
 
 
 def _channel_error(
@@ -281,7 +273,7 @@ def _channel_error(
         return UnreachableError(
             "the connection was lost",
             node=name,
-            remedy="check that the machine is on and the network in between",
+            remedy="check that the machine is on, and the network",
         )
     if deadline.left_s < 0.1:
         return DeadlineError(

@@ -1,6 +1,6 @@
-"""The ssh_config that mpirun's ssh reads; pure.
+"""The ssh_config for mpirun's ssh; pure.
 
-It checks the same host keys, and offers the same keys, as csdctl's own connections do, and it never asks.
+It checks the same host keys and offers the same user keys as csdctl's own connections, and never prompts.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,8 @@ from pathlib import Path
 from csdctl.errors import InputError
 from csdctl.fleet.model import Node
 
-# Without ConnectTimeout, a hung sshd held mpirun for ten minutes; without ServerAlive, a pulled cable does.
+# Without ConnectTimeout, a hung sshd blocked mpirun for ten minutes; without ServerAlive, a disconnected
+# cable does.
 _COMMON = """\
     StrictHostKeyChecking yes
     BatchMode yes
@@ -21,9 +22,10 @@ _COMMON = """\
 
 
 def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
-    """One alias for each of `nodes` and of their jump hosts, with `known_hosts` as the only files that vouch.
+    """Return an ssh_config with an alias for each of `nodes` and their jump hosts.
 
-    Raises InputError for a path that ssh_config cannot name.
+    `known_hosts` are the only files with host keys. Raises InputError for a path that ssh_config cannot
+    represent.
     """
     files = " ".join(_quoted(path) for path in known_hosts) or "none"
     nodes = list(nodes)
@@ -35,7 +37,7 @@ def build_ssh_config(nodes: Iterable[Node], known_hosts: Sequence[Path]) -> str:
 
 
 def _name_jumps(nodes: Sequence[Node]) -> dict[Node, str]:
-    """An alias for every jump host of `nodes`, none of them a node's name."""
+    """Return an alias for every jump host of `nodes`, different from all node names."""
     names = {node.name for node in nodes}
     jumps: dict[Node, str] = {}
     for node in nodes:
@@ -51,7 +53,7 @@ def _name_jumps(nodes: Sequence[Node]) -> dict[Node, str]:
 
 
 def _build_block(node: Node, name: str, jumps: dict[Node, str]) -> str:
-    # A percent sign begins a token, also in HostName, where IPv6 zones have one (fe80::1%eth0).
+    # A percent sign starts a token, even in HostName, where an IPv6 zone may contain one (fe80::1%eth0).
     lines = [f"HostName {node.address.replace('%', '%%')}", f"Port {node.port}", f"User {node.user}"]
     if node.key:
         lines += [f"IdentityFile {_quoted(node.key)}", "IdentitiesOnly yes"]

@@ -1,7 +1,7 @@
-"""Making one SSH connection: socket, handshake, host key, authentication; and naming what went wrong.
+"""Open one SSH connection: socket, handshake, host key, authentication, and error messages.
 
-Everything happens within one connect deadline. Nobody is ever asked anything: an unknown host key, or
-a key with a passphrase that no agent holds, is an error with a remedy.
+Everything happens within one connect deadline. There are no prompts: an unknown host key, or a key with a
+passphrase that no agent holds, is an error with a remedy.
 """
 
 import base64
@@ -22,34 +22,36 @@ import paramiko
 
 from csdctl.errors import AuthenticationError, NodeError, UnreachableError
 from csdctl.fleet.model import Node
-from csdctl.transport.jump import JumpHosts, watch_peer
+from csdctl.transport.jump import JumpHosts, Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 
 MAX_TRIES = 3
-"""How often to try a server that drops connections (sshd's MaxStartups)."""
+"""Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
 
 DEAD_PEER_S = 12
-"""A pulled cable is noticed after this, and one keepalive interval at most."""
+"""A disconnected cable is noticed after this time and at most one keepalive interval."""
 
 KEEPALIVE_INTERVAL_S = 3
 
-# AES-GCM needs no separate MAC and has hardware help on both sides: half the time for large uploads.
+KEEPALIVE = Keepalive(KEEPALIVE_INTERVAL_S, DEAD_PEER_S)
+
+# AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
-# Without a handler, Python would print paramiko's errors; they reach people as ours.
+# Without a handler, Python would print paramiko's errors; csdctl reports them as its own.
 logging.getLogger("paramiko").addHandler(logging.NullHandler())
 
 
 class _ConnectionDropped(Exception):
-    """The server closed the connection before it was ready; another try may do."""
+    """The server closed the connection before it was ready; a retry may succeed."""
 
 
 def make_jump_hosts(known_hosts: KnownHosts) -> JumpHosts:
-    """No connection yet; jump hosts behind others share theirs too."""
+    """Return jump hosts that connect on first use; nested jump hosts share their connections too."""
     jumps = JumpHosts(lambda node, deadline: open_transport(node, known_hosts, deadline, jumps))
     return jumps
 
@@ -57,7 +59,7 @@ def make_jump_hosts(known_hosts: KnownHosts) -> JumpHosts:
 def fetch_host_key(
     node: Node, known_hosts: KnownHosts, jumps: JumpHosts, *, connect_deadline_s: float
 ) -> tuple[str, bytes]:
-    """The type and the blob of the key that `node` shows, unchecked; its jump host's key is checked.
+    """Return type and blob of the host key of `node`, unchecked; its jump host's key is checked.
 
     Raises UnreachableError.
     """
@@ -68,11 +70,16 @@ def fetch_host_key(
 
 
 def open_transport(
-    node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
+    node: Node,
+    known_hosts: KnownHosts,
+    deadline: Deadline,
+    jumps: JumpHosts,
+    keepalive: Keepalive = KEEPALIVE,
 ) -> OrderlyTransport:
-    """An authenticated connection to `node`, through its jump host if it has one.
+    """Return an authenticated connection to `node`, through its jump host if it has one.
 
-    Raises UnreachableError, HostKeyError or AuthenticationError, within `deadline`.
+    `keepalive` is for connections through a jump host; others use TCP's. Raises UnreachableError,
+    HostKeyError or AuthenticationError, within `deadline`.
     """
     keys: list[paramiko.PKey] | None = None
     while True:
@@ -82,20 +89,20 @@ def open_transport(
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
                 if node.jump:
-                    watch_peer(transport, KEEPALIVE_INTERVAL_S, DEAD_PEER_S)
+                    watch_peer(transport, keepalive)
                 return transport
-        transport.close()  # and come again with the keys that were not tried yet
+        transport.close()  # reconnect and offer the keys that were not tried yet
 
 
 @contextlib.contextmanager
 def _started(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
 ) -> Iterator[OrderlyTransport]:
-    """A connection with keys exchanged, tried again when it was dropped; closed when the body fails."""
+    """Yield a connection after key exchange, retried when dropped; closed when the body fails."""
     num_drops = 0
     while True:
         try:
-            with jumps.turn(node, deadline) if node.jump else contextlib.nullcontext():
+            with jumps.slot(node, deadline) if node.jump else contextlib.nullcontext():
                 transport = _start_transport(node, known_hosts, deadline, jumps)
             break
         except _ConnectionDropped as dropped:
@@ -112,7 +119,7 @@ def _started(
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
-    """A TCP connection that notices a dead peer; raises UnreachableError."""
+    """Open a TCP connection that notices a dead peer; raises UnreachableError."""
     failure: OSError = TimeoutError()
     for family, address in _resolve(node, deadline):
         connection = socket.socket(family, socket.SOCK_STREAM)
@@ -127,11 +134,11 @@ def open_socket(node: Node, deadline: Deadline) -> socket.socket:
     where = f"{node.address} port {node.port}"
     if isinstance(failure, TimeoutError):
         raise UnreachableError(
-            f"{where} does not answer within {deadline.seconds:g} s",
+            f"{where} does not respond within {deadline.seconds:g} s",
             node=node.name,
-            remedy="check that the machine is on, its address, and the network in between",
+            remedy="check that the machine is on, its address, and the network",
         )
-    remedy = "check the address in fleet.yaml and the network in between"
+    remedy = "check the address in fleet.yaml and the network"
     if failure.errno == errno.ECONNREFUSED:
         remedy = "check that an SSH server runs there, and the port in fleet.yaml"
     raise UnreachableError(
@@ -152,28 +159,28 @@ def _set_options(connection: socket.socket) -> None:
 
 
 def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]]:
-    """The socket addresses of `node`; name resolution has no deadline of its own, so it gets a thread."""
-    with contextlib.suppress(OSError):  # an address needs no name server
+    """Return the socket addresses of `node`; getaddrinfo has no timeout, so it runs in a thread."""
+    with contextlib.suppress(OSError):  # an IP address needs no name server
         return _look_up(node, socket.AI_NUMERICHOST)
-    answers: queue.Queue[list[tuple[int, tuple[Any, ...]]] | OSError] = queue.Queue()
+    results: queue.Queue[list[tuple[int, tuple[Any, ...]]] | OSError] = queue.Queue()
 
-    def ask() -> None:
+    def look_up() -> None:
         try:
-            answers.put(_look_up(node))
+            results.put(_look_up(node))
         except OSError as error:
-            answers.put(error)
+            results.put(error)
 
-    threading.Thread(target=ask, daemon=True).start()
-    reason = "the name server does not answer"
+    threading.Thread(target=look_up, daemon=True).start()
+    reason = "the name server does not respond"
     with contextlib.suppress(queue.Empty):
-        answer = answers.get(timeout=max(0.01, deadline.left_s))
-        if not isinstance(answer, OSError):
-            return answer
-        reason = answer.strerror or str(answer)
+        result = results.get(timeout=max(0.01, deadline.left_s))
+        if not isinstance(result, OSError):
+            return result
+        reason = result.strerror or str(result)
     raise UnreachableError(
         f"the name {node.address!r} cannot be resolved ({reason})",
         node=node.name,
-        remedy="write an IP address in fleet.yaml, or mend name resolution",
+        remedy="use an IP address in fleet.yaml, or fix name resolution",
     )
 
 
@@ -183,7 +190,7 @@ def _look_up(node: Node, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
 
 
 def load_keys(node: Node) -> list[paramiko.PKey]:
-    """The keys to offer: `node.key` alone if it is given, else the agent's and the user's default ones.
+    """Return the keys to offer: only `node.key` if given, else the agent's and the user's default keys.
 
     Raises AuthenticationError when `node.key` cannot be used.
     """
@@ -203,14 +210,14 @@ def load_keys(node: Node) -> list[paramiko.PKey]:
 def _start_transport(
     node: Node, known_hosts: KnownHosts, deadline: Deadline, jumps: JumpHosts
 ) -> OrderlyTransport:
-    """A connection with keys exchanged; raises _ConnectionDropped when another try may do."""
+    """Open a connection and exchange keys; raises _ConnectionDropped when a retry may succeed."""
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = OrderlyTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
     options = transport.get_security_options()
     options.ciphers = [cipher for cipher in _CIPHERS if cipher in options.ciphers]
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
-    # Ask first for a key of a type we know, as ssh does; the server may have keys of several types.
+    # Prefer a key type that known_hosts has, as ssh does; the server may have keys of several types.
     options.key_types = sorted(options.key_types, key=lambda name: _known_hosts_type(name) not in known_types)
     transport.banner_timeout = max(0.1, deadline.left_s)
     try:
@@ -219,14 +226,14 @@ def _start_transport(
         transport.close()
         if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
             raise UnreachableError(
-                f"{node.address} port {node.port} accepts connections but its SSH server did not answer "
+                f"{node.address} port {node.port} accepts connections but its SSH server did not respond "
                 f"within {deadline.seconds:g} s",
                 node=node.name,
-                remedy="the machine may hang or be out of memory: look at its console, or restart it",
+                remedy="the machine may hang or be out of memory: check its console, or restart it",
             ) from None
         if "Indecipherable" in str(error) or isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
             raise UnreachableError(
-                f"what answers at {node.address} port {node.port} cannot be talked to by SSH ({error})",
+                f"no compatible SSH server at {node.address} port {node.port} ({error})",
                 node=node.name,
                 remedy="check the port in fleet.yaml",
             ) from None
@@ -246,23 +253,23 @@ def _dropped_error(node: Node, num_drops: int, reason: str) -> UnreachableError:
 def _authenticate(
     node: Node, transport: OrderlyTransport, keys: list[paramiko.PKey], deadline: Deadline
 ) -> bool:
-    """Offer `keys` in turn, dropping each one refused; False when the server hung up in between.
+    """Offer `keys` in turn and remove each refused key; return False when the server disconnects.
 
-    sshd hangs up after a few keys (MaxAuthTries), so an agent with many needs another connection.
+    sshd disconnects after a few keys (MaxAuthTries), so an agent with many keys needs several connections.
     """
     if not keys:
         raise AuthenticationError(
-            "there is no key to offer: no agent with keys, and none of "
+            "no SSH key to offer: no agent with keys, and none of "
             + ", ".join(f"~/.ssh/{name}" for name in _DEFAULT_KEYS),
             node=node.name,
-            remedy="name a `key:` in fleet.yaml, or make one with ssh-keygen",
+            remedy="set `key:` in fleet.yaml, or generate a key with ssh-keygen",
         )
     while keys and not deadline.has_passed:
         key = keys[0]
         try:
             if transport.offer_key(node.user, key, max(0.1, deadline.left_s)):
                 return True
-            keys.pop(0)  # refused; or accepted, but the server wants a second factor, which we never have
+            keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
             if not transport.is_active() and keys:
                 return False
         except (paramiko.SSHException, EOFError, OSError):
@@ -273,12 +280,12 @@ def _authenticate(
         raise UnreachableError(
             f"{node.address} port {node.port} did not finish authentication within {deadline.seconds:g} s",
             node=node.name,
-            remedy="the machine may be overloaded: look at its console",
+            remedy="the machine may be overloaded: check its console",
         )
     raise AuthenticationError(
-        f"{node.address} port {node.port} accepts none of our keys for user {node.user!r}",
+        f"{node.address} port {node.port} accepts none of the offered keys for user {node.user!r}",
         node=node.name,
-        remedy=f"name the right `key:` and `user:` in fleet.yaml, or let the key in: "
+        remedy=f"set the right `key:` and `user:` in fleet.yaml, or authorize the key: "
         f"ssh-copy-id -i KEY.pub -p {node.port} {node.user}@{node.address}",
     )
 
@@ -291,25 +298,25 @@ def _load_key(node: Node, path: Path) -> paramiko.PKey:
         status = path.stat()
         return _read_key(path, status.st_mtime_ns, status.st_size)
     except FileNotFoundError:
-        raise refused("does not exist", "mend `key:` in fleet.yaml") from None
+        raise refused("does not exist", "fix `key:` in fleet.yaml") from None
     except (paramiko.PasswordRequiredException, TypeError):
-        if held := _find_in_agent(path):
-            return held
-        raise refused("has a passphrase, and csdctl never asks for one", f"run `ssh-add {path}`") from None
+        if key := _find_in_agent(path):
+            return key
+        raise refused("has a passphrase, and csdctl never prompts", f"run `ssh-add {path}`") from None
     except OSError as error:
-        raise refused(f"cannot be read: {error.strerror}", "mend its permissions") from None
-    except Exception as error:  # the parsers of three libraries, each with errors of its own
-        raise refused(f"is not a private key: {error}", "mend `key:` in fleet.yaml") from None
+        raise refused(f"cannot be read: {error.strerror}", "fix its permissions") from None
+    except Exception as error:  # parsers of three libraries, each with its own exceptions
+        raise refused(f"is not a private key: {error}", "fix `key:` in fleet.yaml") from None
 
 
 @functools.lru_cache
 def _read_key(path: Path, mtime_ns: int, num_bytes: int) -> paramiko.PKey:
-    """The private key in a file of that age and size: read once for all nodes."""
+    """Read the private key; cached by mtime and size, so that it is read once for all nodes."""
     return paramiko.PKey.from_path(path)
 
 
 def _find_in_agent(path: Path) -> paramiko.PKey | None:
-    """The agent's key whose public part is that of the private key at `path`, if it holds it."""
+    """Return the agent's key that matches the private key at `path`, if the agent holds it."""
     blob = _read_public_blob(path)
     with contextlib.suppress(paramiko.SSHException, OSError):
         return next((key for key in paramiko.Agent().get_keys() if key.asbytes() == blob), None)
@@ -317,7 +324,7 @@ def _find_in_agent(path: Path) -> paramiko.PKey | None:
 
 
 def _read_public_blob(path: Path) -> bytes:
-    """The public part of a private key: KEY.pub, or what OpenSSH's format has in clear; b'' if unknown."""
+    """Return the public part of a private key, from KEY.pub or the unencrypted header; b'' if unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return base64.b64decode(Path(f"{path}.pub").read_text(encoding="utf-8").split()[1])
     with contextlib.suppress(OSError, ValueError):
@@ -327,11 +334,11 @@ def _read_public_blob(path: Path) -> bytes:
             fields = paramiko.Message(content[len(_OPENSSH_KEY) :])
             for _ in ("cipher", "kdf", "kdf options"):
                 fields.get_binary()
-            fields.get_int()  # the number of keys, which is always one
+            fields.get_int()  # the number of keys: always 1
             return fields.get_binary()
     return b""
 
 
 def _known_hosts_type(algorithm: str) -> str:
-    """The key type that known_hosts names for a signature algorithm."""
+    """Return the key type in known_hosts for a signature algorithm."""
     return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm

@@ -1,6 +1,6 @@
-"""Options of `ssh` for a program that builds its own command line, such as Ansible; pure.
+"""`ssh` options for a program that builds its own command line, such as Ansible; pure.
 
-They check the same host keys as csdctl does, on the node and on every jump host before it, and never ask.
+They check the same host keys as csdctl, for the node and for every jump host before it, and never prompt.
 """
 
 import shlex
@@ -13,9 +13,9 @@ from csdctl.fleet.openssh import quote_value
 
 
 def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
-    """What `ssh` needs besides address, port, user and key; raises InputError for an unusable path.
+    """Return `ssh` options besides address, port, user and key; raises InputError for an unusable path.
 
-    A jump host is a ProxyCommand, because OpenSSH's own ProxyJump takes over neither key nor known_hosts.
+    A jump host becomes a ProxyCommand, because OpenSSH's ProxyJump passes on neither key nor known_hosts.
     """
     files = " ".join(_quoted(path) for path in known_hosts) or "none"
     options = ["-o", "StrictHostKeyChecking=yes", "-o", "BatchMode=yes"]
@@ -28,7 +28,7 @@ def build_ssh_options(node: Node, known_hosts: Sequence[Path]) -> list[str]:
 
 
 def _proxy_command(jump: Node, known_hosts: Sequence[Path]) -> str:
-    """The `ssh` that a connection through `jump` goes through; a shell and then ssh's tokens read it."""
+    """Return the `ssh` command for a connection through `jump`, escaped for a shell and for ssh's tokens."""
     own = ["-p", str(jump.port), "-l", jump.user]
     if jump.key:
         own += ["-o", f"IdentityFile={_quoted(jump.key)}"]

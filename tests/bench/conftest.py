@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.lab import Lab, open_lab
-from tests.lab.requirements import SYSTEM_PATH, find_missing_packages, why_not_here
+from tests.lab.requirements import require_lab
 
 ROUND_TRIP_S = 0.05
 NEAR = "127.7"
@@ -56,11 +56,7 @@ class ManyNodes:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    if reason := why_not_here():
-        pytest.skip(f"the lab does not run: {reason}")
-    if packages := find_missing_packages():
-        pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
-    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
+    require_lab()
     with open_lab() as opened:
         yield opened
 

@@ -279,10 +279,10 @@ def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: lis
     """Images/s of Horovod with these batch sizes, by Debian's Open MPI over the lab's SSH."""
     config = project.path / "horovod_ssh_config"
     config.write_text(
-        "".join(f"Host {node.name}\n  HostName {node.wanted.address}\n  User root\n" for node in nodes)
+        "".join(f"Host {node.name}\n  HostName {node.spec.address}\n  User root\n" for node in nodes)
         + f"Host *\n  IdentityFile {project.lab.key}\n"
         f"  UserKnownHostsFile {project.path}/.csdctl/known_hosts\n  BatchMode yes\n  ConnectTimeout 20\n"
-        + "".join(f"Host {node.name}\n  HostKeyAlias {node.wanted.address}\n" for node in nodes)
+        + "".join(f"Host {node.name}\n  HostKeyAlias {node.spec.address}\n" for node in nodes)
     )
     hosts = ",".join(["localhost:1", *(f"{node.name}:1" for node in nodes)])
     command = [

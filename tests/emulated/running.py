@@ -1,4 +1,4 @@
-"""csdctl as a user runs it, in a process of its own."""
+"""csdctl as a user runs it, in a separate process."""
 
 import subprocess
 import sys
@@ -18,4 +18,5 @@ def csdctl(
         check=False,
         env=environment,
         timeout=400,
+        stdin=subprocess.DEVNULL,
     )

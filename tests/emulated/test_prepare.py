@@ -1,4 +1,4 @@
-"""`csdctl prepare` on pictures, for real: over SSH, on an emulated host and two nodes."""
+"""`csdctl prepare` on images over SSH, on an emulated host and two nodes."""
 
 import json
 import shutil
@@ -76,7 +76,7 @@ def private(directory: Path, node: str) -> Path:
 
 
 def holds_no_canary(project: Path, *texts: str) -> bool:
-    """Neither what was printed nor any file of the host's names a private file."""
+    """Assert that neither output nor any file of the host names a private file."""
     nodes = project / ".csdctl" / "emulated" / "nodes"
     files = [path for path in project.rglob("*") if path.is_file() and nodes not in path.parents]
     return not any(CANARY in text for text in texts) and not any(
@@ -84,7 +84,7 @@ def holds_no_canary(project: Path, *texts: str) -> bool:
     )
 
 
-def test_pictures_are_prepared_where_they_lie_and_numbered_alike(project: Path) -> None:
+def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> None:
     (private(project, "csd0") / "cat" / f"{CANARY}-bad.png").write_bytes(b"\x89PNG\r\n\x1a\n" + b"x" * 50)
     (private(project, "csd0") / "bee").mkdir()
     (private(project, "csd0") / "bee" / f"{CANARY}.png").write_bytes(huge_png(20_990, 29_700))
@@ -112,7 +112,7 @@ def test_pictures_are_prepared_where_they_lie_and_numbered_alike(project: Path) 
 
 
 @pytest.mark.fault(58)
-def test_what_does_not_fit_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
+def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
     (private(project, "csd0") / "wasp").mkdir()
     (private(project, "csd1") / "ant" / f"{CANARY}-link.png").symlink_to("/etc/hostname")
     done = csdctl(project, "prepare")
@@ -136,7 +136,7 @@ def test_node_without_data_is_refused(project: Path, is_there: bool) -> None:
     )
 
 
-def test_users_function_runs_on_the_node_and_cannot_tell_what_it_sees(project: Path) -> None:
+def test_users_function_runs_on_the_node_and_cannot_reveal_its_data(project: Path) -> None:
     (project / "my_data.py").write_text(LOAD)
     (project / "job.yaml").write_text(JOB.replace("~/private}", "~/private, function: my_data.py:load}"))
     done = csdctl(project, "prepare")
@@ -149,7 +149,7 @@ def test_users_function_runs_on_the_node_and_cannot_tell_what_it_sees(project: P
     assert holds_no_canary(project, done.stdout, done.stderr, failed.stdout, failed.stderr)
 
 
-def test_public_data_that_every_node_sees_is_not_sent(project: Path) -> None:
+def test_shared_public_data_is_not_sent(project: Path) -> None:
     job = JOB.replace("{path: public}", f"{{path: {project}/public, on: every-node}}")
     (project / "job.yaml").write_text(job)
     done = csdctl(project, "train", "--batch-size", "2", "--skip-doctor", "--no-rebalance", "--json")

@@ -1,4 +1,4 @@
-"""Noise on private samples, for real: trained over SSH and MPI on an emulated host and two nodes."""
+"""Noise on private samples, trained over SSH and MPI on an emulated host and two nodes."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def build(norm="LayerNormalization"):
 TRAIN = ("train", "--batch-size", "4", "--skip-doctor", "--no-rebalance", "--json")
 NUM_PRIVATE = {"csd0": 12, "csd1": 5}
 PASSES = {"csd0": 1, "csd1": 3}
-"""csd1 reads its 5 samples until it has 12."""
+"""csd1 repeats its 5 samples to get 12."""
 
 
 def save_samples(directory: Path, count: int) -> None:
@@ -59,7 +59,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     csdctl(directory, "emulate", "down")
 
 
-def test_run_with_noise_tells_what_it_promises(project: Path) -> None:
+def test_run_with_noise_reports_its_guarantee(project: Path) -> None:
     done = csdctl(project, *TRAIN)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
@@ -103,16 +103,16 @@ def test_resumed_run_adds_to_what_was_released_and_keeps_its_noise(project: Path
     assert [node["num_releases"] for node in nodes] == [3, 9]
 
 
-def test_model_that_keeps_statistics_of_samples_is_refused_before_training(project: Path) -> None:
+def test_model_with_sample_statistics_is_refused_before_training(project: Path) -> None:
     (project / "job.yaml").write_text("model_args: {norm: BatchNormalization}\n" + JOB)
     refused = csdctl(project, *TRAIN)
     (project / "job.yaml").write_text(JOB)
     assert refused.returncode == 2
-    assert "keeps statistics of its samples, which data.private.noise does not cover" in refused.stderr
+    assert "stores statistics of its samples, which data.private.noise does not cover" in refused.stderr
     assert "(BatchNormalization)" in refused.stderr
 
 
-def test_tuning_measures_private_nodes_with_noise_and_verifying_says_that_it_has_none(project: Path) -> None:
+def test_tuning_measures_private_nodes_with_noise_and_verify_reports_no_noise(project: Path) -> None:
     tuned = csdctl(project, "tune", "--no-explore", "--probe-seconds", "0.1")
     assert tuned.returncode == 0, tuned.stderr
     verified = csdctl(project, "verify")

@@ -1,4 +1,4 @@
-"""Transport, probes and discovery against an emulated fleet: real servers, real sockets."""
+"""Transport, probes and discovery on an emulated fleet, with real servers and sockets."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ MEMORY_BYTES = 1 << 30
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project directory whose emulated fleet is up; `.csdctl/emulated/fleet.yaml` describes it."""
+    """A project directory with a running emulated fleet; its file is `.csdctl/emulated/fleet.yaml`."""
     directory = tmp_path_factory.mktemp("project")
     emulated = directory / ".csdctl" / "emulated"
     start_fleet(emulated, EmulatedSpec(num_nodes=2, cpu=0.5, memory_bytes=MEMORY_BYTES))
@@ -45,7 +45,7 @@ def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_every_node_has_a_home_of_its_own(project: Path, fleet: Fleet) -> None:
+def test_every_node_has_its_own_home(project: Path, fleet: Fleet) -> None:
     with open_sessions(fleet, directory=project) as sessions:
         assert not sessions.failed
         homes = run_on_all(sessions.nodes, lambda session: session.run(["pwd"]).output)
@@ -98,7 +98,7 @@ def test_discover_prints_one_json_document_and_the_rest_to_stderr(project: Path,
     assert "(emulated fleet)" in ended.stderr
 
 
-def test_discover_tells_a_lost_node_its_remedy_and_exit_code_3(project: Path, fleet: Fleet) -> None:
+def test_discover_reports_a_lost_node_with_its_remedy_and_exit_code_3(project: Path, fleet: Fleet) -> None:
     text = fleet.path.read_text().replace(f"port: {fleet.nodes[1].port}", "port: 1")
     broken = project / "broken.yaml"
     broken.write_text(text)

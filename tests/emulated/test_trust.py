@@ -1,8 +1,6 @@
-"""`csdctl trust` on an emulated fleet: keys shown by real servers, accepted, and refused when they change."""
+"""`csdctl trust` on an emulated fleet: host keys of real servers, accepted, and refused when they change."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,15 +9,14 @@ import pytest
 
 from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
 from csdctl.fleet.reading import load_fleet
+from tests.emulated.running import csdctl
 
 pytestmark = pytest.mark.emulated
-
-CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The fleet file of a fleet of two nodes."""
+    """The fleet file of an emulated fleet of two nodes."""
     directory = tmp_path_factory.mktemp("emulated")
     yield start_fleet(directory / "state", EmulatedSpec(2, 0.5, 1 << 30), cpu_mechanism="duty")
     stop_fleet(directory / "state")
@@ -27,20 +24,9 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def project(emulated: Path, tmp_path: Path) -> Path:
-    """A project that describes the fleet and knows none of its keys."""
+    """A project with the fleet file and without known keys."""
     (tmp_path / "fleet.yaml").write_text(emulated.read_text())
     return tmp_path
-
-
-def csdctl(project: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(CSDCTL), *arguments],
-        cwd=project,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
 
 
 def known(project: Path) -> list[str]:
@@ -49,7 +35,7 @@ def known(project: Path) -> list[str]:
 
 
 @pytest.mark.fault(4)
-def test_unknown_keys_are_refused_until_a_person_has_accepted_them(project: Path) -> None:
+def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> None:
     refused = csdctl(project, "discover")
     assert refused.returncode == 4
     assert "csdctl trust --limit csd0" in refused.stdout
@@ -63,7 +49,7 @@ def test_unknown_keys_are_refused_until_a_person_has_accepted_them(project: Path
     assert csdctl(project, "discover").returncode == 0
 
 
-def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
+def test_keys_are_stored_in_plain_text_and_accepted_once(project: Path) -> None:
     csdctl(project, "trust", "--yes")
     node = load_fleet(project / "fleet.yaml").node("csd0")
     assert known(project)[0].startswith(f"[{node.address}]:{node.port} ssh-ed25519 ")
@@ -74,7 +60,7 @@ def test_keys_are_kept_plain_and_accepted_once(project: Path) -> None:
 
 
 @pytest.mark.fault(5)
-def test_changed_key_is_refused_always_and_forgotten_only_by_name(project: Path) -> None:
+def test_changed_key_is_always_refused_and_forgotten_only_by_name(project: Path) -> None:
     csdctl(project, "trust", "--yes")
     other = asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().split()[1]
     name = known(project)[0].split()[0]
@@ -92,7 +78,7 @@ def test_changed_key_is_refused_always_and_forgotten_only_by_name(project: Path)
     assert csdctl(project, "discover").returncode == 0
 
 
-def test_json_document_names_every_key_and_who_failed(project: Path) -> None:
+def test_json_document_lists_every_key_and_failed_machines(project: Path) -> None:
     text = (project / "fleet.yaml").read_text()
     node = load_fleet(project / "fleet.yaml").node("csd1")
     (project / "fleet.yaml").write_text(text.replace(f"port: {node.port}", "port: 1"))

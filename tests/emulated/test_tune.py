@@ -1,4 +1,4 @@
-"""Tuning for real, on an emulated host and two nodes: probes, sums, trials, and what is remembered."""
+"""Tuning on an emulated host and two nodes: probes, collectives, trials, and saved measurements."""
 
 import json
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def first(project: Path) -> tuple[dict[str, Any], str]:
     return tune(project, f"--max-global-batch={LIMIT}", "--probe-seconds=0.2")
 
 
-def test_plan_keeps_to_its_limit_and_says_what_it_will_reach(first: tuple[dict[str, Any], str]) -> None:
+def test_plan_respects_its_limit_and_reports_its_prediction(first: tuple[dict[str, Any], str]) -> None:
     plan, said = first
     assert 3 <= plan["global_batch"] <= LIMIT
     predicted = plan["predicted"]
@@ -72,7 +72,7 @@ def test_plan_keeps_to_its_limit_and_says_what_it_will_reach(first: tuple[dict[s
     assert "trying the plan" in said
 
 
-def test_trial_takes_the_processes_that_measured(first: tuple[dict[str, Any], str]) -> None:
+def test_trial_reuses_the_measuring_processes(first: tuple[dict[str, Any], str]) -> None:
     _, said = first
     assert said.count("starting TensorFlow on 3 machines") == 1  # and once more for other settings
 
@@ -93,7 +93,7 @@ def test_nodes_of_one_class_measure_different_sizes_and_get_one(first: tuple[dic
     assert nodes[0]["batch_size"] == nodes[1]["batch_size"]
 
 
-def test_second_time_nothing_is_probed_and_one_trial_confirms(
+def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
     plan, said = tune(project, f"--max-global-batch={LIMIT}")
@@ -116,7 +116,7 @@ def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
     assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
 
 
-def test_similar_model_is_probed_where_its_neighbour_suggests(
+def test_similar_model_is_probed_near_its_neighbours_sizes(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
     plan, said = tune(project, "similar.yaml", f"--max-global-batch={LIMIT}", "--no-explore")
@@ -127,7 +127,7 @@ def test_similar_model_is_probed_where_its_neighbour_suggests(
     assert first_round != {16, 8, 32}
 
 
-def test_host_that_sits_out_trains_nothing_and_the_run_is_whole(
+def test_host_that_sits_out_trains_nothing_and_the_run_is_complete(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
     plan, _ = tune(project, "--no-host", "--no-explore", f"--max-global-batch={LIMIT}")
@@ -138,7 +138,7 @@ def test_host_that_sits_out_trains_nothing_and_the_run_is_whole(
     assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("done", 4000, True)
 
 
-def test_limit_that_nothing_keeps_to_is_refused_before_anything_is_trained(
+def test_impossible_limit_is_refused_before_training(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
     done = csdctl(project, "tune", "--max-step-seconds", "0.0001")
@@ -147,14 +147,14 @@ def test_limit_that_nothing_keeps_to_is_refused_before_anything_is_trained(
     assert "trying the plan" not in done.stderr
 
 
-def test_algorithm_1_is_there_by_name(project: Path) -> None:
+def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
     plan, said = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
     assert plan["method"] == "stannis"
     assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
     assert "confirming the chosen batch sizes" in said
 
 
-def test_plan_is_a_file_that_a_person_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:
+def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:
     path = project / ".csdctl" / "plans" / "job.yaml"
     content = yaml.safe_load(path.read_text())
     for rank in content["ranks"]:

@@ -1,4 +1,4 @@
-"""What goes over the lab's cables, by tcpdump."""
+"""Capture the traffic on the lab's cables with tcpdump."""
 
 import signal
 import struct
@@ -21,14 +21,14 @@ _IPV4, _TCP = 0x0800, 6
 
 @dataclass(frozen=True)
 class Capture:
-    """The packets of one node's cable."""
+    """The captured packets of one node's cable."""
 
     node: str
     address: str
     path: Path
 
     def payload(self) -> Counter[tuple[str, str]]:
-        """Bytes that TCP connections carried, by sender's and receiver's address; sent twice counts once."""
+        """Return the TCP payload bytes by sender and receiver address, without retransmissions."""
         ends: dict[tuple[str, int, str, int], tuple[int, int]] = {}
         for source, source_port, target, target_port, sequence, length in self._segments():
             flow = (source, source_port, target, target_port)
@@ -43,7 +43,7 @@ class Capture:
         return added
 
     def _segments(self) -> Iterator[tuple[str, int, str, int, int, int]]:
-        """Both ends, the sequence number and the payload's length of every TCP segment over IPv4."""
+        """Yield addresses and ports, sequence number and payload length of every TCP segment over IPv4."""
         content = self.path.read_bytes()
         place = _GLOBAL_BYTES
         while place < len(content):
@@ -68,7 +68,7 @@ class Capture:
 
 @contextmanager
 def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, Capture]]:
-    """Everything that goes over the cables of `nodes` while the block lasts; whole at its end."""
+    """Capture the traffic on the cables of `nodes` during the block; complete at its end."""
     found, processes = {}, []
     try:
         for node in nodes:
@@ -78,14 +78,14 @@ def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, C
             processes.append(
                 subprocess.Popen(["nsenter", namespace, *command], stderr=subprocess.PIPE, text=True)
             )
-            found[node.name] = Capture(node.name, node.wanted.address, path)
+            found[node.name] = Capture(node.name, node.spec.address, path)
         for process in processes:
             assert process.stderr
             assert "listening on" in process.stderr.readline()
         yield found
     finally:
-        time.sleep(0.5)  # the last packets are on their way to the file
+        time.sleep(0.5)  # the last packets are still being written
         for process in processes:
             process.send_signal(signal.SIGINT)
-        said = [process.communicate(timeout=10)[1] for process in processes]
-    assert all("0 packets dropped by kernel" in one for one in said), said
+        messages = [process.communicate(timeout=10)[1] for process in processes]
+    assert all("0 packets dropped by kernel" in one for one in messages), messages

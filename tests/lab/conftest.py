@@ -1,6 +1,5 @@
-"""The lab for a session of tests, a project for each test, and a loud word when there is no lab."""
+"""The lab for a test session, and a project for each test."""
 
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ import pytest
 
 from tests.lab.lab import Lab, open_lab
 from tests.lab.project import Project
-from tests.lab.requirements import LAB_DID_NOT_RUN, SYSTEM_PATH, find_missing_packages, why_not_here
+from tests.lab.requirements import require_lab
 
 QUIET_DEADLINE_S = 15.0
 
@@ -34,29 +33,25 @@ recipe: {epochs: 2, learning_rate: 0.01, reference_batch: 16}
 
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
-    """The lab, up; its standing nodes are as they were when a test ends."""
-    if reason := why_not_here():
-        pytest.skip(f"{LAB_DID_NOT_RUN}: {reason}")
-    if packages := find_missing_packages():
-        pytest.fail(f"the lab lacks programs: apt-get install {' '.join(packages)}", pytrace=False)
-    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
+    """The running lab; tests leave its permanent nodes unchanged."""
+    require_lab()
     with open_lab() as opened:
         yield opened
 
 
 @pytest.fixture
 def project(lab: Lab, tmp_path: Path) -> Iterator[Project]:
-    """An empty project. When the test ends, nothing of csdctl may run on any machine of the lab."""
+    """An empty project. After the test, no process of csdctl may run on any machine of the lab."""
     yield Project(lab, tmp_path)
-    still = _wait_until_quiet(lab)
+    running = _wait_until_quiet(lab)
     for node in lab.nodes.values():
         shutil.rmtree(node.home / ".csdctl", ignore_errors=True)
-    assert still == {}
+    assert running == {}
 
 
 @pytest.fixture(scope="session")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job file: a model of a few hundred parameters, and 96 public pictures."""
+    """A job file: a model of a few hundred parameters, and 96 public images."""
     directory = tmp_path_factory.mktemp("job")
     images = np.random.default_rng(7).integers(0, 256, (96, 8, 8, 1), dtype=np.uint8)
     (directory / "public").mkdir()
@@ -68,10 +63,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _wait_until_quiet(lab: Lab) -> dict[str, list[str]]:
-    """What still runs on the nodes after a while; a killed command may take a moment to end."""
+    """Return what still runs on the nodes; a killed command may take a moment to end."""
     deadline = time.monotonic() + QUIET_DEADLINE_S
     while True:
-        still = {node.name: commands for node in lab.nodes.values() if (commands := node.commands())}
-        if not still or time.monotonic() > deadline:
-            return still
+        running = {node.name: commands for node in lab.nodes.values() if (commands := node.commands())}
+        if not running or time.monotonic() > deadline:
+            return running
         time.sleep(0.05)

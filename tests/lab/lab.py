@@ -1,11 +1,11 @@
-"""The lab as a whole: a host, three nodes, and a gate with two more nodes behind it.
+"""The lab: a host, three nodes, and a jump host (gate) with two more nodes behind it.
 
     host ──┬── csd0, csd1, csd2          10.77.0.0/24, fd77:0:0:1::/64
            └── gate ──┬── far0, far1      10.77.1.0/24, fd77:0:0:2::/64
-                      (the host has no way there but through the gate's SSH server)
+                      (the host reaches them only through the gate's SSH server)
 
-Everything carries the lab's name: namespaces, control groups, one directory. The directory is locked as long
-as its process lives, so that the next lab can tell what a killed one has left.
+Namespaces, control groups and the directory have the lab's name. The directory is locked while its process
+lives, so that the next lab recognizes the remains of a killed lab.
 """
 
 import fcntl
@@ -19,11 +19,12 @@ from pathlib import Path
 
 from csdctl.emulation.cgroups import list_cgroups, remove_cgroup
 from tests.lab import network
-from tests.lab.machines import INTERFACE, LabHost, LabNode, Wanted
+from tests.lab.host import LabHost
+from tests.lab.machines import INTERFACE, LabNode, NodeSpec
 from tests.lab.network import Segment, run_command, run_ip
 
 PREFIX = "csdlab-"
-PLACE = Path("/var/tmp")  # nodes have a /tmp and a /run of their own
+PLACE = Path("/var/tmp")  # nodes have their own /tmp and /run
 GATE_NUMBER = 5
 NUM_NODES = 3
 NUM_FAR = 2
@@ -31,7 +32,7 @@ NUM_FAR = 2
 
 @dataclass
 class Lab:
-    """Machines that are up, and the means to add one."""
+    """The running machines; more can be added."""
 
     name: str
     directory: Path
@@ -42,7 +43,7 @@ class Lab:
 
     @property
     def key(self) -> Path:
-        """The private key that every node lets in."""
+        """The private key that every node accepts."""
         return self.directory / "id"
 
     @property
@@ -57,20 +58,20 @@ class Lab:
     def gate(self) -> LabNode:
         return self.nodes["gate"]
 
-    def add(self, wanted: Wanted, segment: Segment) -> LabNode:
-        """A new node at the end of a cable; it is switched on, and not waited for."""
-        node = LabNode(wanted, self.name, self.directory, self.key)
+    def add(self, spec: NodeSpec, segment: Segment) -> LabNode:
+        """Add and start a node, without waiting until it is up."""
+        node = LabNode(spec, self.name, self.directory, self.key)
         self.nodes[node.name] = node
-        addresses = (wanted.address, *wanted.other_addresses)
-        network.lay_cable(node.namespace, INTERFACE, segment, f"p-{node.name}", addresses)
+        addresses = (spec.address, *spec.other_addresses)
+        network.connect_cable(node.namespace, INTERFACE, segment, f"p-{node.name}", addresses)
         node.power_on()
         return node
 
     @contextmanager
     def node(self, name: str, number: int, *, is_ipv6: bool = False, **wishes: object) -> Iterator[LabNode]:
-        """One more node beside the standing ones, for as long as the block lasts."""
+        """Add a node for the duration of the block."""
         address = self.front.ipv6(number) if is_ipv6 else self.front.ipv4(number)
-        node = self.add(Wanted(name, address, **wishes), self.front)  # type: ignore[arg-type]
+        node = self.add(NodeSpec(name, address, **wishes), self.front)  # type: ignore[arg-type]
         try:
             node.wait_until_up()
             yield node
@@ -81,8 +82,8 @@ class Lab:
             run_ip(self.host.namespace, f"neigh flush dev {self.front.bridge}")
 
     @contextmanager
-    def routed_but_for_ssh(self) -> Iterator[None]:
-        """The gate passes packets on, so that MPI reaches the nodes behind it; SSH must still jump."""
+    def routed_except_ssh(self) -> Iterator[None]:
+        """Let the gate forward packets except SSH, so that MPI reaches the nodes behind it."""
         gate = f"--net={network.NAMESPACES / self.gate.namespace}"
         rules = (
             "table inet lab { chain forward { type filter hook forward priority 0; tcp dport 22 drop\n}\n}\n"
@@ -104,30 +105,30 @@ class Lab:
 
 @contextmanager
 def open_lab() -> Iterator[Lab]:
-    """A lab that is up; at the end nothing of it is left. Begins with what killed ones left."""
-    sweep()
+    """Yield a running lab and remove it at the end; first remove killed labs."""
+    remove_stale_labs()
     with ExitStack() as stack:
         directory = _make_directory(stack)
         name = directory.name
-        stack.callback(remove_leavings, name)
+        stack.callback(remove_lab, name)
         host = LabHost(name, directory)
         run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(directory / "id"))
         yield _start(name, directory, host)
 
 
-def sweep() -> list[str]:
-    """Remove what labs have left whose process is gone; returns their names."""
+def remove_stale_labs() -> list[str]:
+    """Remove labs without a running process; return their names."""
     removed = []
     for directory in PLACE.glob(f"{PREFIX}*"):
         with ExitStack() as stack:
             if _lock(stack, directory):
-                remove_leavings(directory.name)
+                remove_lab(directory.name)
                 removed.append(directory.name)
     return removed
 
 
-def remove_leavings(name: str) -> None:
-    """End and remove all that carries the lab's name."""
+def remove_lab(name: str) -> None:
+    """End and remove everything with the lab's name."""
     for namespace in network.list_namespaces(f"{name}-"):
         network.remove_namespace(namespace)
     for group in list_cgroups(f"{name}-"):
@@ -145,21 +146,21 @@ def _start(name: str, directory: Path, host: LabHost) -> Lab:
     network.give_addresses(host.namespace, front.bridge, [front.ipv4(1), front.ipv6(1)])
     lab = Lab(name, directory, host, front, back)
     for number in range(NUM_NODES):
-        wanted = Wanted(f"csd{number}", front.ipv4(10 + number), (front.ipv6(10 + number),))
-        lab.add(wanted, front)
-    gate = lab.add(Wanted("gate", front.ipv4(GATE_NUMBER), (front.ipv6(GATE_NUMBER),)), front)
+        spec = NodeSpec(f"csd{number}", front.ipv4(10 + number), (front.ipv6(10 + number),))
+        lab.add(spec, front)
+    gate = lab.add(NodeSpec("gate", front.ipv4(GATE_NUMBER), (front.ipv6(GATE_NUMBER),)), front)
     inner = (back.ipv4(GATE_NUMBER), back.ipv6(GATE_NUMBER))
-    network.lay_cable(gate.namespace, "inner", back, "p-gate", inner)
+    network.connect_cable(gate.namespace, "inner", back, "p-gate", inner)
     for number in range(NUM_FAR):
-        wanted = Wanted(f"far{number}", back.ipv4(10 + number), (back.ipv6(10 + number),))
-        lab.add(wanted, back)
+        spec = NodeSpec(f"far{number}", back.ipv4(10 + number), (back.ipv6(10 + number),))
+        lab.add(spec, back)
     for node in lab.nodes.values():
         node.wait_until_up()
     return lab
 
 
 def _make_directory(stack: ExitStack) -> Path:
-    """A new directory, locked before it has the name that others look for."""
+    """Create a directory, locked before it gets the name that other labs look for."""
     new = Path(tempfile.mkdtemp(prefix="new-csdlab-", dir=PLACE))
     assert _lock(stack, new)
     directory = PLACE / f"{PREFIX}{new.name[-6:].replace('_', '0')}"
@@ -169,7 +170,7 @@ def _make_directory(stack: ExitStack) -> Path:
 
 
 def _lock(stack: ExitStack, directory: Path) -> bool:
-    """Hold the directory's lock until `stack` ends; False when somebody else does."""
+    """Lock the directory until `stack` ends; return False if another process holds the lock."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except FileNotFoundError:

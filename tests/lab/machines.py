@@ -1,12 +1,11 @@
-"""The lab's machines: nodes with a real SSH server each, and the host that csdctl runs on.
+"""The lab's nodes, each with a real SSH server.
 
-A node has namespaces of its own for network, processes, mounts, host name and shared memory, so that its
-home, its /tmp and its processes are its own. Its SSH server is its process 1: when that is killed, all is
-gone at once, as with the power. A machine ends with the process that made it.
+A node has its own namespaces for network, processes, mounts, hostname and shared memory, and thus its own
+home, /tmp and processes. Its SSH server is process 1: killing it ends everything at once, like a power cut. A
+node ends with the process that created it.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -19,18 +18,16 @@ from pathlib import Path
 from csdctl.emulation.cgroups import CgroupLimit, open_cgroup
 from csdctl.fleet.model import Node
 from tests.lab import network
-from tests.lab.network import run_command, run_ip
+from tests.lab.network import DIES_WITH_PARENT, run_command, run_ip
 
 INTERFACE = "csd"
 START_DEADLINE_S = 20.0
-RUN_DEADLINE_S = 240.0
 REPOSITORY = Path(__file__).parents[2]
 FAKETIME = Path("/usr/lib").glob("*/faketime/libfaketime.so.1")
 COVERED = (Path("/root"), Path("/tmp"), Path("/run"))
-DIES_WITH_US = ("setpriv", "--pdeathsig", "KILL")
 
-# Process 1 of a node. What the nodes must still see of the places that get covered (a Python in /root, a
-# repository in /tmp) is kept aside first.
+# Process 1 of a node. Paths under mount points that get covered (a Python in /root, a repository in /tmp) are
+# bind-mounted elsewhere first.
 _BOOT = """\
 name=$1 place=$2 home=$3; shift 3
 hostname "$name"
@@ -57,34 +54,34 @@ exec "$@"
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What a node shall be like."""
+class NodeSpec:
+    """The configuration of a node."""
 
     name: str
     address: str
     other_addresses: tuple[str, ...] = ()
     port: int = 22
     sshd: tuple[str, ...] = ()
-    """Lines for its sshd_config; they replace ours that begin with the same word."""
+    """Lines for its sshd_config; they replace default lines with the same keyword."""
     server: str = "openssh"
     has_sftp: bool = True
     home: str = "disk"
     """disk, read-only, or tiny: 1 MiB."""
     start_up: str = ""
-    """Text of its ~/.bashrc, which bash reads when sshd starts it."""
+    """Content of its ~/.bashrc, which bash reads when started by sshd."""
     cpu: float | None = None
     clock: str = ""
-    """What libfaketime makes of the clock: '-1d'."""
+    """The offset of its clock for libfaketime: '-1d'."""
 
 
 class LabNode:
-    """One node; its namespace and cable are there from the start, `power_on` starts it."""
+    """One node; its namespace and cable exist from the start, `power_on` starts it."""
 
-    def __init__(self, wanted: Wanted, lab: str, directory: Path, key: Path) -> None:
-        self.wanted = wanted
-        self.name = wanted.name
-        self.namespace = f"{lab}-{wanted.name}"
-        self.directory = directory / wanted.name
+    def __init__(self, spec: NodeSpec, lab: str, directory: Path, key: Path) -> None:
+        self.spec = spec
+        self.name = spec.name
+        self.namespace = f"{lab}-{spec.name}"
+        self.directory = directory / spec.name
         self._key = key
         self._process: subprocess.Popen[bytes] | None = None
         self._cgroup: CgroupLimit | None = None
@@ -93,13 +90,13 @@ class LabNode:
 
     @property
     def node(self) -> Node:
-        """As fleet.yaml would have it."""
-        wanted = self.wanted
-        return Node(self.name, wanted.address, wanted.port, key=self._key, python=sys.executable)
+        """The node as in fleet.yaml."""
+        spec = self.spec
+        return Node(self.name, spec.address, spec.port, key=self._key, python=sys.executable)
 
     @property
     def root(self) -> Path:
-        """The file system as the node sees it."""
+        """The root of the node's file system."""
         return Path(f"/proc/{self._first_process()}/root")
 
     @property
@@ -112,25 +109,25 @@ class LabNode:
 
     @property
     def known_hosts_line(self) -> str:
-        place = self.wanted.address
-        return f"{place if self.wanted.port == 22 else f'[{place}]:{self.wanted.port}'} {self.public_key}"
+        place = self.spec.address
+        return f"{place if self.spec.port == 22 else f'[{place}]:{self.spec.port}'} {self.public_key}"
 
     @property
     def log(self) -> str:
-        """What its SSH server has said."""
+        """The log of its SSH server."""
         return (self.directory / "log").read_text(errors="replace")
 
     def power_on(self) -> None:
         """Start it; `wait_until_up` waits for it."""
         (self.directory / "log").write_text("")
-        if self.wanted.cpu and not self._cgroup:
-            self._cgroup = open_cgroup(self.namespace, self.wanted.cpu)
-            assert self._cgroup, "this system lets nobody make a control group for the CPU"
+        if self.spec.cpu and not self._cgroup:
+            self._cgroup = open_cgroup(self.namespace, self.spec.cpu)
+            assert self._cgroup, "this system allows no control group for the CPU"
         command = [
-            *DIES_WITH_US,
+            *DIES_WITH_PARENT,
             *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
             *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
-            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.wanted.home),
+            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.spec.home),
             *(*_kept_paths(), "--", *self._server_command()),
         ]
         with (self.directory / "log").open("ab") as log:
@@ -143,42 +140,42 @@ class LabNode:
             )
 
     def wait_until_up(self) -> None:
-        """Wait until its SSH server listens; raises RuntimeError with its log when it does not."""
+        """Wait until its SSH server listens; raises RuntimeError with its log."""
         assert self._process
         deadline = time.monotonic() + START_DEADLINE_S
-        ready = "Not backgrounding" if self.wanted.server == "dropbear" else "Server listening"
+        ready = "Not backgrounding" if self.spec.server == "dropbear" else "Server listening"
         while ready not in self.log:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"{self.name} does not start: {self.log}")
             time.sleep(0.01)
 
     def power_off(self) -> None:
-        """All its processes are gone at once, and nobody says goodbye to those they talked to."""
+        """Kill all its processes at once, without closing connections."""
         self._set_cable("down")
         self._end()
 
     def restart(self, **changes: object) -> None:
-        """Start it again, with some of what was wanted changed."""
+        """Restart it with a changed configuration."""
         self._end()
-        self.wanted = replace(self.wanted, **changes)  # type: ignore[arg-type]
+        self.spec = replace(self.spec, **changes)  # type: ignore[arg-type]
         self._write_files()
         self.power_on()
         self.wait_until_up()
         self._set_cable("up")
 
     def remove(self) -> None:
-        """End it, and leave nothing of it."""
+        """End it and remove everything of it."""
         self._end()
         network.remove_namespace(self.namespace)
         if self._cgroup:
             self._cgroup.close()
 
     def run(self, *command: str) -> str:
-        """What `command` prints on the node itself, without SSH."""
+        """Run `command` on the node without SSH and return its output."""
         return run_command("nsenter", "-t", str(self._first_process()), "--all", *command)
 
     def commands(self) -> list[str]:
-        """The command lines of all that runs there but its SSH server."""
+        """Return the command lines of all processes there except its SSH server."""
         found = []
         for pid in network.list_processes(self.namespace):
             try:
@@ -191,7 +188,7 @@ class LabNode:
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """No power: nobody answers, not even to the question who has the address."""
+        """No power: the node does not even answer ARP requests."""
         self.power_off()
         try:
             yield
@@ -208,7 +205,7 @@ class LabNode:
 
     @contextmanager
     def packets_swallowed(self) -> Iterator[None]:
-        """It has its address, and drops all that comes in."""
+        """The node has its address but drops all incoming packets."""
         self._nft(
             "add table inet lab",
             "add chain inet lab input { type filter hook input priority 0; policy drop; }",
@@ -220,19 +217,19 @@ class LabNode:
 
     @contextmanager
     def server_stopped(self) -> Iterator[None]:
-        """The kernel accepts connections for a server that never says a word."""
+        """The kernel accepts connections, but the server never responds."""
         with _stopped([self._first_process()]):
             yield
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Every process is stopped; the kernel still acknowledges what comes in."""
+        """Every process is stopped; the kernel still acknowledges packets."""
         with _stopped(network.list_processes(self.namespace)):
             yield
 
     @contextmanager
     def another_host_key(self) -> Iterator[None]:
-        """It was set up anew, or somebody else answers in its place."""
+        """The node was reinstalled, or another machine has its address."""
         files = {name: (self.directory / name).read_bytes() for name in ("host_key", "host_key.pub")}
         for name in files:
             (self.directory / name).unlink()
@@ -246,8 +243,8 @@ class LabNode:
 
     @contextmanager
     def with_sshd(self, *lines: str) -> Iterator[None]:
-        """Its server has these lines in its sshd_config."""
-        before = self.wanted.sshd
+        """Restart its server with these lines in sshd_config."""
+        before = self.spec.sshd
         self.restart(sshd=(*lines, *before))
         try:
             yield
@@ -256,7 +253,7 @@ class LabNode:
 
     @contextmanager
     def limited_to(self, mbit_per_s: float) -> Iterator[None]:
-        """What leaves it is held to a rate."""
+        """Limit the rate of its outgoing packets."""
         network.limit_bandwidth(self.namespace, INTERFACE, mbit_per_s)
         try:
             yield
@@ -265,9 +262,9 @@ class LabNode:
 
     def _set_cable(self, state: str) -> None:
         run_ip(self.namespace, f"link set {INTERFACE} {state}")
-        # A link that goes down loses its IPv6 addresses.
+        # A link loses its IPv6 addresses when it goes down.
         if state == "up":
-            lost = [one for one in (self.wanted.address, *self.wanted.other_addresses) if ":" in one]
+            lost = [one for one in (self.spec.address, *self.spec.other_addresses) if ":" in one]
             present = run_command("ip", "-n", self.namespace, "addr", "show", "dev", INTERFACE)
             network.give_addresses(self.namespace, INTERFACE, [one for one in lost if one not in present])
 
@@ -288,9 +285,9 @@ class LabNode:
         network.end_all(lambda: network.list_processes(self.namespace))
 
     def _server_command(self) -> list[str]:
-        if self.wanted.server == "dropbear":
+        if self.spec.server == "dropbear":
             place = str(self.directory / "dropbear_key")
-            return ["/usr/sbin/dropbear", "-F", "-E", "-s", "-r", place, "-p", str(self.wanted.port)]
+            return ["/usr/sbin/dropbear", "-F", "-E", "-s", "-r", place, "-p", str(self.spec.port)]
         return ["/usr/sbin/sshd", "-D", "-e", "-f", str(self.directory / "sshd_config")]
 
     def _write_files(self) -> None:
@@ -302,17 +299,15 @@ class LabNode:
         (self.directory / "shadow").write_text("root:*:19000:0:99999:7:::\n")
         if not key.exists():
             run_command("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", self.name, "-f", str(key))
-        if self.wanted.server == "dropbear":
+        if self.spec.server == "dropbear":
             run_command("dropbearconvert", "openssh", "dropbear", str(key), f"{self.directory}/dropbear_key")
         (home / ".ssh" / "authorized_keys").write_text(self._key.with_suffix(".pub").read_text())
-        (home / ".bashrc").write_text(self.wanted.start_up)
-        (self.directory / "sshd_config").write_text(
-            "\n".join([*self.wanted.sshd, *self._sshd_lines()]) + "\n"
-        )
+        (home / ".bashrc").write_text(self.spec.start_up)
+        (self.directory / "sshd_config").write_text("\n".join([*self.spec.sshd, *self._sshd_lines()]) + "\n")
 
     def _sshd_lines(self) -> list[str]:
         lines = [
-            f"Port {self.wanted.port}",
+            f"Port {self.spec.port}",
             f"HostKey {self.directory / 'host_key'}",
             f"AuthorizedKeysFile {self.directory / 'home/.ssh/authorized_keys'}",
             "PermitRootLogin prohibit-password",
@@ -324,74 +319,13 @@ class LabNode:
             "PidFile none",
             "MaxStartups 100",
         ]
-        lines += ["Subsystem sftp internal-sftp"] * self.wanted.has_sftp
+        lines += ["Subsystem sftp internal-sftp"] * self.spec.has_sftp
         variables = ["TMPDIR=/tmp"]
-        if self.wanted.clock:
-            variables += [f"LD_PRELOAD={next(FAKETIME)}", f"FAKETIME={self.wanted.clock}"]
+        if self.spec.clock:
+            variables += [f"LD_PRELOAD={next(FAKETIME)}", f"FAKETIME={self.spec.clock}"]
         lines.append(f"SetEnv {' '.join(variables)}")
-        theirs = {line.split()[0] for line in self.wanted.sshd}
-        return [line for line in lines if line.split()[0] not in theirs]
-
-
-class LabHost:
-    """The machine that csdctl runs on: it shares our file system, and has a network and a name of its own."""
-
-    name = "labhost"
-
-    def __init__(self, lab: str, directory: Path) -> None:
-        self.namespace = f"{lab}-host"
-        self.directory = directory / "host"
-        for part in ("home/.ssh", "tmp"):
-            (self.directory / part).mkdir(parents=True)
-        network.make_namespace(self.namespace)
-
-    def start(
-        self, *command: str, cwd: Path, environment: dict[str, str] | None = None
-    ) -> subprocess.Popen[str]:
-        """Start `command` there; it is a process group's leader, and the one that signals reach."""
-        return subprocess.Popen(
-            self._build_command(command),
-            cwd=cwd,
-            env=self._environment() | (environment or {}),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-
-    def run(
-        self,
-        *command: str,
-        cwd: Path,
-        environment: dict[str, str] | None = None,
-        deadline_s: float = RUN_DEADLINE_S,
-    ) -> subprocess.CompletedProcess[str]:
-        """Run `command` there to its end; raises subprocess.TimeoutExpired."""
-        process = self.start(*command, cwd=cwd, environment=environment)
-        try:
-            stdout, stderr = process.communicate(timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
-
-    def remove(self) -> None:
-        network.remove_namespace(self.namespace)
-
-    def _build_command(self, command: Sequence[str]) -> list[str]:
-        return [
-            *DIES_WITH_US,
-            *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
-            *("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name, *command),
-        ]
-
-    def _environment(self) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if not name.startswith(("CSDCTL_", "SSH_"))}
-        home, temporary = self.directory / "home", self.directory / "tmp"
-        return ours | {"HOME": str(home), "TMPDIR": str(temporary), "NO_COLOR": "1", "COLUMNS": "200"}
+        overridden = {line.split()[0] for line in self.spec.sshd}
+        return [line for line in lines if line.split()[0] not in overridden]
 
 
 @contextmanager
@@ -409,11 +343,7 @@ def _stopped(pids: Sequence[int]) -> Iterator[None]:
 
 
 def _kept_paths() -> list[str]:
-    """The directories a node's Python needs that lie in places which get covered."""
+    """Return the directories that a node's Python needs below mount points that get covered."""
     needed = {Path(path) for path in (sys.prefix, sys.base_prefix, str(REPOSITORY))}
     needed |= {path.resolve() for path in needed}
     return sorted(str(path) for path in needed if any(path.is_relative_to(place) for place in COVERED))
-
-
-def quoted(*words: str) -> str:
-    return shlex.join(words)

@@ -1,7 +1,7 @@
-"""The lab's network: one namespace per machine, virtual cables, and bridges as its switches.
+"""The lab's network: one namespace per machine, veth cables, and bridges as switches.
 
-The bridges are inside namespaces too, so that no address of the lab exists on the machine itself. Names of
-namespaces begin with the lab's name: that is how the leavings of a lab that was killed are found.
+Bridges are in namespaces too, so that no address of the lab exists on the machine itself. Namespaces are
+named after the lab, so that the remains of a killed lab can be found.
 """
 
 import ctypes
@@ -17,11 +17,12 @@ from pathlib import Path
 CLONE_NEWNET = 0x40000000
 END_DEADLINE_S = 20.0
 NAMESPACES = Path("/run/netns")
+DIES_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A switch, in the namespace it lies in, and the network that it carries."""
+    """A switch with its namespace and network."""
 
     namespace: str
     bridge: str
@@ -36,7 +37,7 @@ class Segment:
 
 
 def run_command(*command: str, input_text: str = "") -> str:
-    """What `command` printed; raises RuntimeError with its own words when it fails."""
+    """Run `command` and return its output; raises RuntimeError with its stderr."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, input=input_text)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}\n{input_text}")
@@ -44,7 +45,7 @@ def run_command(*command: str, input_text: str = "") -> str:
 
 
 def run_ip(namespace: str, *lines: str) -> None:
-    """Several `ip` commands in one namespace, in one process."""
+    """Run several `ip` commands in one namespace, in one process."""
     run_command("ip", "-n", namespace, "-batch", "-", input_text="\n".join(lines) + "\n")
 
 
@@ -58,7 +59,7 @@ def make_bridge(segment: Segment) -> None:
 
 
 def give_addresses(namespace: str, interface: str, addresses: Sequence[str]) -> None:
-    """Put `addresses` on `interface`; without duplicate detection IPv6 ones are there at once."""
+    """Assign `addresses` to `interface`; IPv6 without duplicate address detection, to be usable at once."""
     lines = []
     for address in addresses:
         is_ipv6 = ":" in address
@@ -66,8 +67,10 @@ def give_addresses(namespace: str, interface: str, addresses: Sequence[str]) -> 
     run_ip(namespace, *lines)
 
 
-def lay_cable(namespace: str, interface: str, segment: Segment, port: str, addresses: Sequence[str]) -> None:
-    """A cable from `interface` in `namespace` to the switch, where its end is called `port`."""
+def connect_cable(
+    namespace: str, interface: str, segment: Segment, port: str, addresses: Sequence[str]
+) -> None:
+    """Connect `interface` in `namespace` to port `port` of the switch."""
     run_ip(
         segment.namespace,
         f"link add {port} type veth peer name {interface} netns {namespace}",
@@ -78,13 +81,13 @@ def lay_cable(namespace: str, interface: str, segment: Segment, port: str, addre
 
 
 def limit_bandwidth(namespace: str, interface: str, mbit_per_s: float) -> None:
-    """Hold what leaves through `interface` to a rate."""
+    """Limit the rate of outgoing packets of `interface`."""
     rate = f"rate {mbit_per_s}mbit burst 32k latency 400ms".split()
     run_command("tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "tbf", *rate)
 
 
 def delay_packets(namespace: str, interface: str, delay_ms: float) -> None:
-    """Delay what leaves through `interface`; raises RuntimeError where the kernel has no netem."""
+    """Delay outgoing packets of `interface`; raises RuntimeError if the kernel has no netem."""
     run_command(
         "tc", "-n", namespace, "qdisc", "replace", "dev", interface, "root", "netem", "delay", f"{delay_ms}ms"
     )
@@ -97,7 +100,7 @@ def clear_link(namespace: str, interface: str) -> None:
 
 @contextmanager
 def entered(namespace: str) -> Iterator[None]:
-    """This thread, and those it starts meanwhile, open their sockets in `namespace`."""
+    """Let this thread, and threads started in the block, open their sockets in `namespace`."""
     with open("/proc/thread-self/ns/net") as before, (NAMESPACES / namespace).open() as inside:
         _set_namespace(inside.fileno())
         try:
@@ -113,19 +116,19 @@ def list_namespaces(prefix: str) -> list[str]:
 
 
 def list_processes(namespace: str) -> list[int]:
-    """The pids, as this process sees them, of all that run in `namespace`, but for this process itself."""
+    """Return the pids of all processes in `namespace`, except this process."""
     pids = (int(pid) for pid in run_command("ip", "netns", "pids", namespace).split())
     return [pid for pid in pids if pid != os.getpid()]
 
 
 def remove_namespace(name: str) -> None:
-    """End every process in the namespace, then remove it and with it its cables."""
+    """End every process in the namespace, then remove it with its cables."""
     end_all(lambda: list_processes(name))
     run_command("ip", "netns", "del", name)
 
 
 def end_all(list_pids: Callable[[], list[int]]) -> None:
-    """Kill what `list_pids` finds until it finds nothing more; raises RuntimeError after a while."""
+    """Kill the processes of `list_pids` until none is left; raises RuntimeError after END_DEADLINE_S."""
     deadline = time.monotonic() + END_DEADLINE_S
     while pids := list_pids():
         if time.monotonic() > deadline:
@@ -139,7 +142,7 @@ def end_all(list_pids: Callable[[], list[int]]) -> None:
 
 
 def _set_namespace(descriptor: int) -> None:
-    # Python has os.setns from 3.12 on.
+    # os.setns needs Python 3.12.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.setns(descriptor, CLONE_NEWNET):
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""FAULTS 1–15: connecting, as a user of `csdctl discover` sees it, to real SSH servers that misbehave."""
+"""FAULTS 1–15: connections of `csdctl discover` to real SSH servers that misbehave."""
 
 import re
 import socket
@@ -47,7 +47,7 @@ def make_key(path: Path, passphrase: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Machines, str]:
-    """One discovery of a fleet in which every node but one has something wrong with it."""
+    """One `discover` of a fleet in which every node except one has a fault."""
     project = Project(lab, tmp_path_factory.mktemp("sick"))
     well, other, stopped = lab.near
     with ExitStack() as stack:
@@ -78,7 +78,7 @@ def machines(discovered: tuple[int, Machines, str]) -> Machines:
 
 
 class TestSickFleet:
-    def test_the_others_go_on_and_the_result_is_partial(
+    def test_other_nodes_continue_and_the_result_is_partial(
         self, discovered: tuple[int, Machines, str], machines: Machines
     ) -> None:
         code, _, errors = discovered
@@ -94,7 +94,7 @@ class TestSickFleet:
 
     @pytest.mark.fault(2)
     def test_swallowed_packets_end_at_the_connect_deadline(self, machines: Machines) -> None:
-        assert "does not answer within 10 s" in machines["deaf"]["problem"]
+        assert "does not respond within 10 s" in machines["deaf"]["problem"]
 
     @pytest.mark.fault(2)
     def test_machine_that_is_off_is_unreachable(self, machines: Machines) -> None:
@@ -102,9 +102,9 @@ class TestSickFleet:
         assert machines["off"]["remedy"]
 
     @pytest.mark.fault(3)
-    def test_stopped_server_is_told_from_a_dead_machine(self, machines: Machines) -> None:
+    def test_stopped_server_is_distinguished_from_a_dead_machine(self, machines: Machines) -> None:
         problem = machines["stopped"]["problem"]
-        assert "accepts connections but its SSH server did not answer within 10 s" in problem
+        assert "accepts connections but its SSH server did not respond within 10 s" in problem
 
     @pytest.mark.fault(4)
     def test_unknown_key_is_refused_with_its_fingerprint(self, machines: Machines, lab: Lab) -> None:
@@ -113,17 +113,17 @@ class TestSickFleet:
 
     @pytest.mark.fault(5)
     def test_changed_key_is_refused(self, machines: Machines) -> None:
-        assert "has changed: it shows ssh-ed25519 SHA256:" in machines["changed"]["problem"]
+        assert "has changed: received ssh-ed25519 SHA256:" in machines["changed"]["problem"]
 
     @pytest.mark.fault(6)
     def test_wrong_key_is_refused_without_a_prompt(self, machines: Machines) -> None:
-        assert "accepts none of our keys for user 'root'" in machines["wrong-key"]["problem"]
-        assert "has a passphrase, and csdctl never asks" in machines["locked-key"]["problem"]
+        assert "accepts none of the offered keys for user 'root'" in machines["wrong-key"]["problem"]
+        assert "has a passphrase, and csdctl never prompts" in machines["locked-key"]["problem"]
         assert "ssh-add" in machines["locked-key"]["remedy"]
 
 
 @pytest.mark.fault(4)
-def test_trusted_keys_let_csdctl_in_and_ssh_too(project: Project) -> None:
+def test_trusted_keys_work_for_csdctl_and_ssh(project: Project) -> None:
     node = project.lab.near[0]
     project.write_fleet(node)
     assert project.discover()[0] == 4
@@ -173,7 +173,7 @@ def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None
 
 
 @pytest.mark.fault(8)
-def test_dropped_connections_are_tried_again(project: Project) -> None:
+def test_dropped_connections_are_retried(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
     with node.with_sshd("MaxStartups 1:100:1"), network.entered(project.lab.host.namespace):
@@ -241,7 +241,7 @@ def test_server_without_sftp_takes_commands_and_files(project: Project, server: 
 
 
 @pytest.mark.fault(12)
-def test_start_up_file_that_prints_is_not_taken_for_an_answer(project: Project) -> None:
+def test_output_of_a_start_up_file_is_not_taken_for_a_response(project: Project) -> None:
     noise = "echo welcome; echo csdctl is watched >&2; printf 'no line end'; printf '\\377\\0' >&2\n"
     with project.lab.node("noisy", 45, start_up=noise) as node:
         project.use(node)
@@ -264,7 +264,7 @@ def test_ipv6_odd_ports_and_one_machine_listed_twice(project: Project) -> None:
         )
         done = project.csdctl("discover")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert re.search("warning: (six, twin|twin, six) show the same host key SHA256:", done.stdout)
+        assert re.search("warning: (six, twin|twin, six) have the same host key SHA256:", done.stdout)
 
 
 @pytest.mark.fault(13)
@@ -295,7 +295,7 @@ def test_two_nodes_share_an_address_behind_a_forwarding_gate(project: Project) -
 
 
 @pytest.mark.fault(14)
-def test_more_nodes_than_files_may_be_open(lab: Lab, tmp_path: Path) -> None:
+def test_more_nodes_than_open_files_are_handled(lab: Lab, tmp_path: Path) -> None:
     count = 300
     with lab.node("many", 47) as node:
         network.run_ip(node.namespace, "route add local 10.78.0.0/22 dev lo")

@@ -1,4 +1,4 @@
-"""FAULTS 25–33: trees deployed to nodes whose disks, links and clocks misbehave."""
+"""FAULTS 25–33: trees deployed to nodes with faulty disks, links and clocks."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def write_tree(project: Project, **files: bytes) -> Path:
 
 
 def deploy(project: Project, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    """How `csdctl deploy --tree tree:there` ended, and what it tells of each node."""
+    """Run `csdctl deploy --tree tree:there`; return exit code and the result of each node."""
     done = project.csdctl("deploy", "--tree", "tree:there", "--json", *options)
     return done, json.loads(done.stdout)["nodes"] if done.stdout else {}
 
@@ -78,7 +78,7 @@ def wait_for(condition: Callable[[], bool], deadline_s: float = 60.0) -> None:
 
 
 @pytest.mark.fault(25)
-def test_full_disk_is_said_and_the_old_tree_stays(project: Project) -> None:
+def test_full_disk_is_reported_and_the_old_tree_stays(project: Project) -> None:
     with project.lab.node("tiny", 60, home="tiny") as node:
         project.use(node)
         write_tree(project, first=b"old")
@@ -93,7 +93,7 @@ def test_full_disk_is_said_and_the_old_tree_stays(project: Project) -> None:
 
 
 @pytest.mark.fault(26)
-def test_read_only_home_is_said_and_the_others_go_on(project: Project) -> None:
+def test_read_only_home_is_reported_and_other_nodes_continue(project: Project) -> None:
     well = project.lab.near[0]
     with project.lab.node("frozen", 61, home="read-only") as node:
         project.use(well, node)
@@ -108,7 +108,7 @@ def test_read_only_home_is_said_and_the_others_go_on(project: Project) -> None:
 
 @pytest.mark.fault(27)
 @pytest.mark.fault(20)
-def test_power_cut_in_the_middle_leaves_no_half_file_and_the_rest_is_sent_later(project: Project) -> None:
+def test_power_cut_leaves_no_partial_file_and_the_rest_is_sent_later(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
     content = os.urandom(SLOW_BYTES)
@@ -143,7 +143,7 @@ def test_same_size_and_other_bytes_are_found(project: Project) -> None:
 
 
 @pytest.mark.fault(29)
-def test_source_that_changes_meanwhile_arrives_as_it_was_or_not_at_all(project: Project) -> None:
+def test_source_that_changes_meanwhile_arrives_unchanged_or_not_at_all(project: Project) -> None:
     node = project.lab.near[0]
     project.use(node)
     content = os.urandom(SLOW_BYTES)
@@ -186,7 +186,7 @@ def test_odd_names_and_ten_thousand_files_on_a_node_whose_clock_is_a_day_off(pro
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("target", ["/etc/passwd", "../../outside"])
-def test_link_that_leads_out_is_refused(project: Project, target: str) -> None:
+def test_link_pointing_outside_is_refused(project: Project, target: str) -> None:
     node = project.lab.near[0]
     project.use(node)
     source = write_tree(project, first=b"1")
@@ -198,7 +198,7 @@ def test_link_that_leads_out_is_refused(project: Project, target: str) -> None:
 
 
 @pytest.mark.fault(31)
-def test_destination_that_leads_out_is_refused(project: Project) -> None:
+def test_destination_pointing_outside_is_refused(project: Project) -> None:
     project.use(project.lab.near[0])
     write_tree(project, first=b"1")
     done = project.csdctl("deploy", "--tree", "tree:../there")

@@ -1,4 +1,4 @@
-"""The lab itself: machines that are apart, addresses that exist inside only, and nothing left behind."""
+"""The lab itself: isolated machines, addresses that exist only inside, and complete removal."""
 
 import socket
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 
 from csdctl.emulation.cgroups import list_cgroups
 from tests.lab import network
-from tests.lab.lab import PLACE, Lab, sweep
+from tests.lab.lab import PLACE, Lab, remove_stale_labs
 
 pytestmark = pytest.mark.lab
 
@@ -49,7 +49,7 @@ def test_far_nodes_are_reached_through_the_gate_only(lab: Lab) -> None:
         assert inside.recv(4) == b"SSH-"
 
 
-def test_lab_that_was_killed_ends_by_itself_and_the_next_one_cleans_up(lab: Lab) -> None:
+def test_killed_lab_ends_and_the_next_one_cleans_up(lab: Lab) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", LEAVES_A_LAB],
         cwd=Path(__file__).parents[2],
@@ -66,6 +66,6 @@ def test_lab_that_was_killed_ends_by_itself_and_the_next_one_cleans_up(lab: Lab)
     while any(network.list_processes(namespace) for namespace in namespaces):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert name in sweep()
+    assert name in remove_stale_labs()
     assert network.list_namespaces(f"{name}-") == list_cgroups(f"{name}-") == []
     assert not (PLACE / name).exists()

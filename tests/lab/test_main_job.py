@@ -1,4 +1,4 @@
-"""The main job over real SSH servers, on machines that share nothing; and csdctl ended in its middle."""
+"""The main job over real SSH servers on isolated machines, and csdctl interrupted during a run."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ def last_line(text: str) -> dict[str, Any]:
 
 
 def long_job(job: Path) -> Path:
-    """The same job, with more epochs than anybody waits for."""
+    """The same job with a very large number of epochs."""
     path = job.with_name("long.yaml")
     path.write_text(job.read_text().replace("epochs: 2", "epochs: 100000"))
     return path
@@ -44,7 +44,7 @@ def put_private_data(node: LabNode, number: int) -> None:
 
 
 def start_training(project: Project, job: Path, *options: str) -> subprocess.Popen[str]:
-    """A training under way on the fleet, after its first epoch."""
+    """Start a training on the fleet and wait for its first epoch."""
     process = project.start("train", str(long_job(job)), "--batch-size", "8", "--skip-doctor", *options)
     deadline = time.monotonic() + BEGIN_DEADLINE_S
     while not any((project.path / ".csdctl/runs").glob("*/checkpoints/*.npz")):
@@ -56,7 +56,7 @@ def start_training(project: Project, job: Path, *options: str) -> subprocess.Pop
 
 
 def said_in(events: Path) -> list[dict[str, Any]]:
-    """All events so far; the last line may be half there."""
+    """Return all events so far; the last line may be incomplete."""
     found = []
     for line in events.read_text().splitlines():
         with contextlib.suppress(ValueError):
@@ -65,7 +65,7 @@ def said_in(events: Path) -> list[dict[str, Any]]:
 
 
 def members_at_the_end(events: Path) -> set[int]:
-    """The ranks of the latest group, once rank 0 has done steps in it; none before."""
+    """Return the ranks of the latest group, once rank 0 has done steps in it; none before."""
     found: set[int] = set()
     for event in said_in(events):
         if event["rank"] == 0 and event["event"] == "Joined":
@@ -77,13 +77,13 @@ def members_at_the_end(events: Path) -> set[int]:
 
 
 def last_steps(events: Path) -> int:
-    """Steps of the whole run, as the completion records say."""
+    """Return the steps of the whole run from its completion records."""
     return int([event for event in said_in(events) if event["event"] == "Finished"][-1]["steps"])
 
 
 @pytest.fixture(scope="module")
 def tuned(lab: Lab, job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path]:
-    """A project whose job, with private data on two nodes, is prepared and tuned."""
+    """A project with a prepared and tuned job and private data on two nodes."""
     project = Project(lab, tmp_path_factory.mktemp("tuned"))
     nodes = lab.near[:2]
     project.use(*nodes, network=NETWORK)
@@ -108,7 +108,7 @@ def test_host_and_two_nodes_train_with_data_that_stays_private(tuned: tuple[Proj
 
 
 @pytest.mark.fault(37)
-def test_job_or_fleet_that_changed_after_tuning_is_noticed(tuned: tuple[Project, Path]) -> None:
+def test_job_or_fleet_changed_after_tuning_is_detected(tuned: tuple[Project, Path]) -> None:
     project, private = tuned
     third = project.lab.near[2]
     project.write_fleet(*project.lab.near, name="larger.yaml")
@@ -130,14 +130,14 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
     far = lab.far[0]
     _write_jumping_fleet(project, lab.gate.node, far.node)
     project.know(lab.gate, far)
-    with lab.routed_but_for_ssh():
+    with lab.routed_except_ssh():
         done = project.csdctl("train", str(job), "--batch-size", "8", "--json", "--skip-doctor")
     assert done.returncode == 0, done.stderr
     assert last_line(done.stdout)["num_ranks"] == 2
 
 
 @pytest.mark.fault(10)
-def test_gate_that_is_off_is_named_once_for_all_behind_it(project: Project) -> None:
+def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Project) -> None:
     lab = project.lab
     _write_jumping_fleet(project, lab.gate.node, *(far.node for far in lab.far))
     project.know(lab.gate, *lab.far)
@@ -202,7 +202,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
     (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
 
     def wait_until_trained_by(*ranks: int) -> None:
-        """Wait for a group of these ranks, and for steps of it."""
+        """Wait until a group of these ranks has done steps."""
         deadline = time.monotonic() + 2 * END_DEADLINE_S
         while members_at_the_end(events) != set(ranks):
             assert process.poll() is None, process.communicate()

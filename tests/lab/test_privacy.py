@@ -1,4 +1,4 @@
-"""Private data stays where it is: a whole way from discover to report, with every cable listened to."""
+"""Private data stays on its node: all commands from discover to report, with all traffic captured."""
 
 import json
 import os
@@ -23,7 +23,7 @@ TOLERANCE = 0.02
 
 
 def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
-    """Private samples of nothing but canaries, in files with a canary's name; one picture is corrupt."""
+    """Write private samples that consist of canaries, in files named after a canary; one image is corrupt."""
     place = node.home / "private"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -41,14 +41,14 @@ def put_canaries(node: LabNode, *, with_pictures: bool = False) -> None:
 
 
 def find_canaries(content: bytes) -> bool:
-    """Whether something of a private sample, however it is aligned, or a private name is in `content`."""
+    """Return whether `content` contains part of a private sample, at any alignment, or a private name."""
     return CANARY_NAME.encode() in content or any(
         CANARY[start : start + 12] in content for start in range(0, len(CANARY) - 12, 4)
     )
 
 
 def search_host(directory: Path) -> list[str]:
-    """The files of the user's directory with a canary in them, or in their names."""
+    """Return the files of the user's directory with a canary in their content or name."""
     found = []
     for place, _, names in os.walk(directory):
         for name in names:
@@ -114,8 +114,8 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
     check_ledger(project, captures)
 
 
-def test_worker_that_fails_on_private_data_tells_nothing_of_it(project: Project, job: Path) -> None:
-    """Of all pictures none can be used: the worker gives up, with the node, and without a name."""
+def test_worker_that_fails_on_private_data_reveals_nothing(project: Project, job: Path) -> None:
+    """No image can be used: the worker fails, naming the node but no file."""
     node = project.lab.near[0]
     project.use(node, network=NETWORK)
     private = job.with_name("corrupt.yaml")
@@ -133,7 +133,7 @@ def test_worker_that_fails_on_private_data_tells_nothing_of_it(project: Project,
     assert search_host(project.path) == []
 
 
-def test_public_data_that_a_node_does_not_see_is_refused(project: Project, job: Path) -> None:
+def test_public_data_that_a_node_cannot_read_is_refused(project: Project, job: Path) -> None:
     nodes = project.lab.near[:2]
     project.use(*nodes, network=NETWORK)
     everywhere = job.with_name("everywhere.yaml")
@@ -142,4 +142,4 @@ def test_public_data_that_a_node_does_not_see_is_refused(project: Project, job: 
     assert done.returncode != 0
     assert "csd0" in done.stderr
     assert "csd1" in done.stderr
-    assert "looking at the public data" in done.stderr
+    assert "reading the public data" in done.stderr

@@ -1,10 +1,9 @@
-"""FAULTS 16–22: commands that hang, flood, or lose their machine in the middle."""
+"""FAULTS 16–22: commands that hang, flood their output, or lose their machine."""
 
 import re
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.lab import network
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.lab
 
@@ -54,15 +54,6 @@ def session_to(lab: Lab, node: LabNode) -> Iterator[SshSession]:
             session.close()
 
 
-def eventually(condition: Callable[[], bool], deadline_s: float = 20.0) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 @pytest.mark.fault(16)
 def test_hanging_command_is_gone_from_the_node_with_all_it_started(lab: Lab) -> None:
     node = lab.near[0]
@@ -74,7 +65,7 @@ def test_hanging_command_is_gone_from_the_node_with_all_it_started(lab: Lab) -> 
 
 
 @pytest.mark.fault(16)
-def test_hanging_command_ends_by_itself_when_nobody_can_reach_the_node(lab: Lab) -> None:
+def test_hanging_command_ends_on_an_unreachable_node(lab: Lab) -> None:
     node = lab.near[0]
     ends: list[CsdctlError] = []
 
@@ -95,11 +86,11 @@ def test_hanging_command_ends_by_itself_when_nobody_can_reach_the_node(lab: Lab)
 
 
 class TestLostInTheMiddle:
-    """Three nodes are lost at once, each in its own way, while a command runs on each."""
+    """Lose three nodes at once, each in a different way, while a command runs on each."""
 
     @pytest.mark.fault(17)
     @pytest.mark.fault(20)
-    def test_every_loss_is_known_within_15_s_and_never_taken_for_success(self, lab: Lab) -> None:
+    def test_every_loss_is_detected_within_15_s_and_never_taken_for_success(self, lab: Lab) -> None:
         ends: dict[str, object] = {}
 
         def wait_for(node: LabNode, session: SshSession) -> None:
@@ -127,7 +118,7 @@ class TestLostInTheMiddle:
             with pulled.cable_pulled():
                 for thread in threads:
                     thread.join(15)
-        pulled.restart()  # its command would go on to its own deadline: nobody told it
+        pulled.restart()  # its command would run until its own deadline, unaware of the loss
         assert {name: type(end) for name, end in ends.items()} == dict.fromkeys(
             ("csd0", "csd1", "csd2"), UnreachableError
         )
@@ -170,7 +161,7 @@ def test_missing_or_wrong_python_is_named_before_anything_starts(project: Projec
     project.know(without, wrong, right)
     done = project.csdctl("train", str(job), "--batch-size", "8")
     assert done.returncode == 1
-    assert "csd0: '/opt/none/bin/python3' is no Python that runs" in done.stderr
+    assert "csd0: '/opt/none/bin/python3' is not a working Python" in done.stderr
     assert re.search("csd1: .*/python3 has no tensorflow", done.stderr)
     assert "csd2:" not in done.stderr
     assert "add-a-node" in done.stderr

@@ -1,4 +1,4 @@
-"""FAULT 36: what csdctl wrote itself is damaged. (37 is in test_main_job.)"""
+"""FAULT 36: files written by csdctl are damaged. (37 is in test_main_job.)"""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.lab
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("damage", ["cut short", "of another schema"])
-def test_damaged_facts_are_said_kept_aside_and_learnt_again(project: Project, damage: str) -> None:
+def test_damaged_facts_are_reported_set_aside_and_collected_again(project: Project, damage: str) -> None:
     project.use(project.lab.near[0])
     assert project.discover()[0] == 0
     fleet = load_fleet(project.path / "fleet.yaml")
@@ -30,7 +30,7 @@ def test_damaged_facts_are_said_kept_aside_and_learnt_again(project: Project, da
 
 
 @pytest.mark.fault(36)
-def test_half_a_plan_is_refused_with_a_remedy(project: Project, job: Path) -> None:
+def test_truncated_plan_is_refused_with_a_remedy(project: Project, job: Path) -> None:
     project.use(project.lab.near[0])
     (project.path / ".csdctl" / "plans").mkdir(parents=True)
     (project.path / ".csdctl" / "plans" / "job.yaml").write_text("schema: 1\njob_finger")

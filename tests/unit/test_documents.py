@@ -217,6 +217,6 @@ class TestSaving:
         (tmp_path / "file").write_text('{"a": ')
         with pytest.raises(InputError, match="cannot be read") as raised:
             load_json(tmp_path / "file")
-        assert "make it again" in raised.value.remedy
+        assert "create it again" in raised.value.remedy
         with pytest.raises(InputError, match="does not exist"):
             load_json(tmp_path / "other")

@@ -12,7 +12,7 @@ from csdctl.cli.render.numbers import format_bytes
 from csdctl.cli.render.view import View, new_progress
 from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.parcel import Tree
+from csdctl.shipping.parcel import FileTree
 from csdctl.shipping.tree import TreeRequest
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import failed_document
@@ -37,7 +37,7 @@ class DeployView(View):
         super().__init__(self._progress)
         self._fleet = self._progress.add_task(self._title(), total=None)
 
-    def packed(self, request: TreeRequest, tree: Tree) -> None:
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """Print the size of a tree that was read."""
         size = f"{len(tree.files):,} files ({format_bytes(tree.num_bytes)})"
         self._print(f"{printable(str(request.source))}: {size} for {printable(tree.destination)}")

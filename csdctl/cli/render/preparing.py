@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from csdctl.cli.render.view import View, new_progress
 from csdctl.cli.streams import Streams
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.workflows.data.prepare import OnProgress, Prepared
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
 LINE_INTERVAL_S = 10.0
 """Between two lines about one data set, without a terminal."""
@@ -67,13 +67,13 @@ class PreparationScreen:
         """Show one line."""
         self._streams.say(line)
 
-    def preparing(self) -> AbstractContextManager[OnProgress]:
+    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
         """Open a view of the progress."""
         return _show_progress(self._streams)
 
 
 @contextmanager
-def _show_progress(streams: Streams) -> Iterator[OnProgress]:
+def _show_progress(streams: Streams) -> Iterator[OnPrepareProgress]:
     with PreparingView(streams.console) as view:
         yield view.show
 

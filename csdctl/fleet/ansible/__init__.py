@@ -1,1 +1,1 @@
-"""An existing Ansible inventory as nodes: read as Ansible reads it, without Ansible."""
+"""Read an Ansible inventory as Ansible does, without Ansible."""

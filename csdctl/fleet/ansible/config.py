@@ -1,4 +1,4 @@
-"""What ansible.cfg says about reaching hosts: the values that count where an inventory says nothing."""
+"""Connection settings of ansible.cfg: defaults for values that an inventory does not set."""
 
 import configparser
 import os
@@ -19,14 +19,14 @@ _VARIABLES = {
 
 
 def load_config(directory: Path, environment: Mapping[str, str] = os.environ) -> Variables:
-    """The variables that the ansible.cfg of a call in `directory` stands for: of the first that is found.
+    """Return the variables set by the first ansible.cfg that Ansible finds when called in `directory`.
 
     Raises InputError for a file that cannot be read.
     """
     named = environment.get("ANSIBLE_CONFIG")
-    places = [Path(named)] if named else []
-    places += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
-    files = [place / "ansible.cfg" if place.is_dir() else place for place in places]
+    candidates = [Path(named)] if named else []
+    candidates += [directory, Path.home() / ".ansible.cfg", Path("/etc/ansible/ansible.cfg")]
+    files = [path / "ansible.cfg" if path.is_dir() else path for path in candidates]
     path = next((file for file in files if file.is_file()), None)
     return _read(path) if path else {}
 
@@ -38,14 +38,14 @@ def _read(path: Path) -> Variables:
     except (OSError, UnicodeDecodeError, configparser.Error) as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     return {
-        variable: Value(_from_here(path, variable, parser[section][key]), str(path))
+        variable: Value(_resolve(path, variable, parser[section][key]), str(path))
         for (section, key), variable in _VARIABLES.items()
         if parser.has_option(section, key) and parser[section][key]
     }
 
 
-def _from_here(path: Path, variable: str, text: str) -> str:
-    """A key's path is relative to the ansible.cfg that names it."""
+def _resolve(path: Path, variable: str, text: str) -> str:
+    """Return a key's path relative to its ansible.cfg; other values unchanged."""
     if variable != "ansible_private_key_file" or text.startswith(("/", "~", "{")):
         return text
     return str(path.absolute().parent / text)

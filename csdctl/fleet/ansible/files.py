@@ -1,7 +1,6 @@
-"""An inventory and the group_vars/ and host_vars/ beside it, from disk.
+"""Read an inventory, with the group_vars/ and host_vars/ beside it, from disk.
 
-Which reader a file gets follows Ansible: YAML by its name, or where a file without an extension is a mapping;
-else INI.
+The format is chosen as in Ansible: YAML by extension, or if a file without extension is a mapping; else INI.
 """
 
 import os
@@ -19,12 +18,12 @@ _VAULT = "$ANSIBLE_VAULT"
 def load_inventory(path: Path) -> Inventory:
     """Read the static inventory at `path`; raises InputError with file and line.
 
-    What only Ansible can read is an error too, which says how Ansible hands it over.
+    Formats that only Ansible can read are errors too; the remedy shows how to export them.
     """
     text = _read(path)
     remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
     if text.startswith("#!") or (os.access(path, os.X_OK) and path.is_file()):
-        raise InputError(f"{path} is a program: an inventory that only Ansible can run", remedy=remedy)
+        raise InputError(f"{path} is an inventory program, which only Ansible can run", remedy=remedy)
     if text.startswith(_VAULT):
         raise InputError(f"{path} is encrypted with Ansible Vault", remedy=remedy)
     if is_list_output(text):
@@ -33,7 +32,7 @@ def load_inventory(path: Path) -> Inventory:
     if path.suffix in (*_YAML_ENDINGS, ""):
         inventory = parse_yaml(text, str(path))
     if inventory is None and path.suffix in _YAML_ENDINGS:
-        parse_variables(text, str(path))  # says where it is not YAML
+        parse_variables(text, str(path))  # raises an error with the line if it is not YAML
         raise InputError(f"{path}: expected groups, as in `all: {{hosts: …}}`")
     inventory = inventory or parse_ini(text, str(path))
     for name in inventory.groups:
@@ -52,20 +51,20 @@ def _read(path: Path) -> str:
             )
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy="name the inventory that Ansible uses") from None
+        raise InputError(f"{path} does not exist", remedy="give the inventory that Ansible uses") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from None
 
 
 def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventory) -> Variables:
-    """What `directory` beside the inventory has for group or host `name`: one file, or all of a directory."""
+    """Return the variables of group or host `name` from a file or directory in `directory`."""
     variables: Variables = {}
     base = inventory_path.resolve().parent / directory
     candidates = [base / f"{name}{ending}" for ending in ("", ".yml", ".yaml", ".json")]
     found = next((one for one in candidates if one.exists()), None) if base.is_dir() else None
     files = [found] if found else []
     if found and found.is_dir():
-        files = sorted(file for file in found.rglob("*") if _counts(file, found))
+        files = sorted(file for file in found.rglob("*") if _is_variable_file(file, found))
     for file in files:
         text = _read(file)
         if text.startswith(_VAULT):
@@ -75,7 +74,7 @@ def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventor
     return variables
 
 
-def _counts(file: Path, base: Path) -> bool:
+def _is_variable_file(file: Path, base: Path) -> bool:
     parts = file.relative_to(base).parts
     hidden = any(part.startswith(".") or part.endswith("~") for part in parts)
     return file.is_file() and not hidden and file.suffix in ("", *_YAML_ENDINGS)

@@ -13,39 +13,41 @@ _GROUP = re.compile(r"([^:\]\s]+)\s*(?:#.*)?")
 
 
 def parse_ini(text: str, name: str) -> Inventory:
-    """The inventory that `text` is, from the file `name`; raises InputError with the line."""
+    """Parse inventory `text` of file `name`; raises InputError with the line."""
     inventory = Inventory()
-    group, kind = UNGROUPED, "hosts"
-    declared, wanted = {UNGROUPED, "all"}, dict[str, str]()
+    group, section_type = UNGROUPED, "hosts"
+    declared, used = {UNGROUPED, "all"}, dict[str, str]()
     for number, raw in enumerate(text.splitlines(), start=1):
         line, where = raw.strip(), f"{name}:{number}"
         if not line or line[0] in "#;":
             continue
         if section := _SECTION.fullmatch(line):
-            group, kind = section[1], section[2] or "hosts"
-            if kind not in ("hosts", "children", "vars"):
-                raise InputError(f"{where}: section [{group}:{kind}]: expected `hosts`, `children` or `vars`")
+            group, section_type = section[1], section[2] or "hosts"
+            if section_type not in ("hosts", "children", "vars"):
+                raise InputError(
+                    f"{where}: section [{group}:{section_type}]: expected `hosts`, `children` or `vars`"
+                )
             inventory.group(group)
-            wanted.setdefault(group, where)
-            declared |= set() if kind == "vars" else {group}
+            used.setdefault(group, where)
+            declared |= set() if section_type == "vars" else {group}
         elif line.startswith("[") and line.endswith("]"):
             raise InputError(
-                f"{where}: {line} is no section: expected [group], [group:children], [group:vars]"
+                f"{where}: {line} is not a valid section: expected [group], [group:children], [group:vars]"
             )
-        elif kind == "hosts":
+        elif section_type == "hosts":
             _add_hosts(inventory, group, line, where)
-        elif kind == "vars":
+        elif section_type == "vars":
             key, value = _assignment(line, where)
             inventory.group(group).variables[key] = value
         else:
             child = _group_name(line, where)
-            wanted.setdefault(child, where)
+            used.setdefault(child, where)
             inventory.add_child(group, child, where)
-    for undeclared in wanted.keys() - declared:
+    for undeclared in used.keys() - declared:
         raise InputError(
-            f"{wanted[undeclared]}: there is no group {undeclared!r}", remedy=f"add a section [{undeclared}]"
+            f"{used[undeclared]}: group {undeclared!r} is not defined", remedy=f"add a section [{undeclared}]"
         )
-    inventory.settle()
+    inventory.finish()
     return inventory
 
 
@@ -71,7 +73,7 @@ def _assignment(text: str, where: str) -> tuple[str, Value]:
 
 
 def _literal(text: str) -> object:
-    """A Python literal where it is one, as in Ansible; else the text itself."""
+    """Return the value of a Python literal, as in Ansible; else the text itself."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
@@ -83,5 +85,5 @@ def _literal(text: str) -> object:
 def _group_name(line: str, where: str) -> str:
     found = _GROUP.fullmatch(line)
     if not found:
-        raise InputError(f"{where}: expected the name of a group, found {line!r}")
+        raise InputError(f"{where}: expected a group name, found {line!r}")
     return found[1]

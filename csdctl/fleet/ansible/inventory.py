@@ -1,7 +1,7 @@
-"""What an Ansible inventory says: groups within groups, hosts, and variables with where they are written.
+"""The content of an Ansible inventory: nested groups, hosts, and variables with their source.
 
-The files are read by ini.py and tree.py; which variable counts where several are set is decided here, in
-the order that Ansible documents (inventory, then group_vars/, then host_vars/).
+ini.py and tree.py read the files; this module implements the precedence of variables that Ansible documents
+(inventory, then group_vars/, then host_vars/).
 """
 
 from collections.abc import Iterator, Mapping
@@ -16,7 +16,7 @@ _PRIORITY = "ansible_group_priority"
 
 @dataclass(frozen=True)
 class Value:
-    """A variable's value, and the file and line that it comes from."""
+    """A variable's value, with its file and line."""
 
     value: object
     where: str
@@ -26,8 +26,8 @@ Variables = dict[str, Value]
 
 
 @dataclass
-class Group:
-    """One group: its own variables, and the names of its hosts and of the groups inside it."""
+class InventoryGroup:
+    """A group: its variables, and the names of its hosts and child groups."""
 
     variables: Variables = field(default_factory=dict)
     hosts: dict[str, None] = field(default_factory=dict)
@@ -36,57 +36,59 @@ class Group:
 
 @dataclass
 class Inventory:
-    """All groups and hosts of an inventory, in the order in which they were read."""
+    """All groups and hosts of an inventory, in reading order."""
 
-    groups: dict[str, Group] = field(default_factory=lambda: {ALL: Group(), UNGROUPED: Group()})
+    groups: dict[str, InventoryGroup] = field(
+        default_factory=lambda: {ALL: InventoryGroup(), UNGROUPED: InventoryGroup()}
+    )
     hosts: dict[str, Variables] = field(default_factory=dict)
     group_files: dict[str, Variables] = field(default_factory=dict)
-    """What group_vars/ has, by group."""
+    """Variables of group_vars/, by group."""
     host_files: dict[str, Variables] = field(default_factory=dict)
-    """What host_vars/ has, by host."""
+    """Variables of host_vars/, by host."""
     defaults: Variables = field(default_factory=dict)
-    """What counts for every host that says nothing itself: ansible.cfg."""
+    """Defaults for all hosts, from ansible.cfg."""
     warnings: list[str] = field(default_factory=list)
 
-    def group(self, name: str) -> Group:
-        """The group called `name`; made when there is none yet."""
-        return self.groups.setdefault(name, Group())
+    def group(self, name: str) -> InventoryGroup:
+        """Return group `name`, created if necessary."""
+        return self.groups.setdefault(name, InventoryGroup())
 
     def add_host(self, name: str, group: str, variables: Mapping[str, Value]) -> None:
-        """Put host `name` into `group`; its variables add to those it has."""
+        """Add host `name` to `group`; merge `variables` into the host's variables."""
         self.group(group).hosts[name] = None
         self.hosts.setdefault(name, {}).update(variables)
 
     def add_child(self, group: str, child: str, where: str) -> None:
-        """Put the group `child` into `group`; raises InputError when that makes a circle."""
+        """Add group `child` to `group`; raises InputError for a cycle."""
         self.group(child)
         if group == child or group in self._below(child):
-            raise InputError(f"{where}: group {child!r} holds group {group!r}, so it cannot be inside it")
+            raise InputError(f"{where}: group {child!r} contains group {group!r} and cannot be its child")
         self.group(group).children[child] = None
 
     def groups_of(self, host: str) -> list[str]:
-        """The groups that `host` is in, outermost first: `all`, then by depth, priority and name."""
+        """Return the groups of `host`, outermost first: `all`, then by depth, priority and name."""
         return sorted(self._memberships[host], key=self._rank)
 
     def variables_of(self, host: str) -> Variables:
-        """What counts for `host`, where a variable is set more than once."""
+        """Return the effective variables of `host`."""
         groups = self.groups_of(host)
         layers = [{**self.groups[name].variables} for name in groups]
         for layer in layers:
-            layer.pop(_PRIORITY, None)  # Ansible takes it for the group's rank, and for no variable
+            layer.pop(_PRIORITY, None)  # for Ansible this is the priority of the group, not a variable
         layers += [self.group_files.get(name, {}) for name in groups]
         layers += [self.hosts[host], self.host_files.get(host, {})]
         return {name: value for layer in layers for name, value in layer.items()}
 
-    def settle(self) -> None:
-        """Work out depths and memberships, once everything is read."""
+    def finish(self) -> None:
+        """Compute depths and memberships after reading."""
         self._depths = {ALL: 0}
         inside = {child for group in self.groups.values() for child in group.children}
         for name in self.groups:
             if name not in inside and name != ALL:
-                self._sink(name, 1)
+                self._set_depth(name, 1)
         for name in self.groups[ALL].children:
-            self._sink(name, 1)
+            self._set_depth(name, 1)
         self._memberships: dict[str, set[str]] = {host: {ALL} for host in self.hosts}
         for name, group in self.groups.items():
             for host in group.hosts:
@@ -95,11 +97,11 @@ class Inventory:
                 for host in self.groups[below].hosts:
                     self._memberships[host].add(name)
 
-    def _sink(self, name: str, depth: int) -> None:
+    def _set_depth(self, name: str, depth: int) -> None:
         if self._depths.get(name, -1) < depth:
             self._depths[name] = depth
             for child in self.groups[name].children:
-                self._sink(child, depth + 1)
+                self._set_depth(child, depth + 1)
 
     def _below(self, name: str) -> set[str]:
         found: set[str] = set()
@@ -118,7 +120,7 @@ class Inventory:
 
 
 def expand_hosts(pattern: str, where: str) -> list[str]:
-    """`csd[00:35]`, `[a:f]`, `[0:10:2]` as the names they stand for; raises InputError."""
+    """Expand `csd[00:35]`, `[a:f]`, `[0:10:2]` to names; raises InputError."""
     head, bracket, rest = pattern.partition("[")
     inner, closing, tail = rest.partition("]")
     if not bracket or not closing or ":" not in inner:
@@ -126,10 +128,10 @@ def expand_hosts(pattern: str, where: str) -> list[str]:
     try:
         names = list(_count(inner))
     except ValueError as error:
-        raise InputError(f"{where}: range [{inner}] in {pattern!r} is not usable: {error}") from None
+        raise InputError(f"{where}: range [{inner}] in {pattern!r} is invalid: {error}") from None
     ends = expand_hosts(tail, where)
     if len(names) * len(ends) > MAX_RANGE:
-        raise InputError(f"{where}: {pattern!r} stands for more than {MAX_RANGE:,} hosts")
+        raise InputError(f"{where}: {pattern!r} expands to more than {MAX_RANGE:,} hosts")
     return [f"{head}{name}{end}" for name in names for end in ends]
 
 
@@ -148,7 +150,7 @@ def _count(inner: str) -> Iterator[str]:
         raise ValueError("both ends need the same number of digits")
     numbers = range(int(first), int(last) + 1, step)
     if len(numbers) > MAX_RANGE:
-        raise ValueError(f"it stands for more than {MAX_RANGE:,} hosts")
+        raise ValueError(f"it expands to more than {MAX_RANGE:,} hosts")
     for number in numbers:
         yield f"{number:0{width}d}"
 
@@ -161,7 +163,7 @@ def _letter(letter: str) -> int:
 
 
 def split_port(pattern: str) -> tuple[str, int | None]:
-    """`name:2222` and `[fd00::1]:2222` as host pattern and port; what has none keeps its text."""
+    """Split `name:2222` and `[fd00::1]:2222` into host pattern and port; without a port, return the text."""
     head, colon, port = pattern.rpartition(":")
     if not colon or not port.isdigit():
         return pattern, None

@@ -1,4 +1,4 @@
-"""The hosts of an Ansible inventory as targets for OpenSSH: whom `ssh` would be called for, and how; pure."""
+"""Convert the hosts of an Ansible inventory to OpenSSH targets; pure."""
 
 import re
 import shlex
@@ -20,17 +20,17 @@ _LOCAL = {"localhost", "host"}
 def list_targets(
     inventory: Inventory, name: str, limit: Sequence[str] = (), exclude: Sequence[str] = ()
 ) -> tuple[list[Target], dict[str, list[str]]]:
-    """The hosts that `limit` and `exclude` leave, and warnings with the hosts that they are about.
+    """Return the hosts selected by `limit` and `exclude`, and warnings with the hosts concerned.
 
-    Raises InputError for a value that only Ansible can tell, with its file and line.
+    Raises InputError, with file and line, for a value that only Ansible can evaluate.
     """
     groups = {host: _groups(inventory, host) for host in inventory.hosts}
     if not groups:
-        raise InputError(f"{name} has no host", remedy="name the inventory that Ansible uses")
+        raise InputError(f"{name} has no host", remedy="give the inventory that Ansible uses")
     targets: list[Target] = []
     warnings: dict[str, list[str]] = {message: [] for message in inventory.warnings}
     for host in select_names(groups, limit, exclude, where=name):
-        settings = _Settings(inventory.defaults | inventory.variables_of(host), host, name)
+        settings = _HostVariables(inventory.defaults | inventory.variables_of(host), host, name)
         target, notes = _target(settings, host, groups[host])
         for note in notes:
             warnings.setdefault(note, []).append(host)
@@ -42,28 +42,28 @@ def list_targets(
 
 
 def _groups(inventory: Inventory, host: str) -> tuple[str, ...]:
-    """The groups of `host` for `--limit`, innermost first; `all` says nothing."""
+    """Return the groups of `host` for `--limit`, innermost first, without `all`."""
     return tuple(name for name in reversed(inventory.groups_of(host)) if name not in (ALL, UNGROUPED))
 
 
-def _target(settings: "_Settings", host: str, groups: tuple[str, ...]) -> tuple[Target | None, list[str]]:
+def _target(
+    settings: "_HostVariables", host: str, groups: tuple[str, ...]
+) -> tuple[Target | None, list[str]]:
     connection = settings.text("ansible_connection") or "ssh"
     if connection == "local" or host in _LOCAL:
-        return None, ["is the host itself: left out"]
+        return None, ["is the host itself: skipped"]
     if connection not in _SSH:
-        return None, [f"is reached by `{connection}`, not by SSH: left out"]
+        return None, [f"is reached by `{connection}`, not by SSH: skipped"]
     if not NAME.fullmatch(host):
         raise InputError(
-            f"{settings.source}: {host!r} is not a usable name of a node",
-            remedy=f"give it a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
+            f"{settings.source}: {host!r} is not a valid node name",
+            remedy=f"use a name of letters, digits, '.', '_', '-': csd0 ansible_host={host}",
         )
-    notes = ["logs in with a password in Ansible; csdctl uses keys"] if settings.has(*_PASSWORDS) else []
-    notes += [
-        f"group {name!r} is left out: not a usable name" for name in groups if not GROUP.fullmatch(name)
-    ]
+    notes = ["uses a password in Ansible; csdctl uses keys"] if settings.has(*_PASSWORDS) else []
+    notes += [f"group {name!r} is skipped: not a valid name" for name in groups if not GROUP.fullmatch(name)]
     python = settings.text("ansible_python_interpreter")
     if re.search(r"\s", python):
-        notes.append(f"ansible_python_interpreter {python!r} is not taken over: not one program")
+        notes.append(f"ansible_python_interpreter {python!r} is ignored: not a single program")
     usable = "" if python.startswith("auto") or re.search(r"\s", python) else python
     address = settings.text("ansible_host", "ansible_ssh_host") or host
     target = Target(
@@ -76,8 +76,8 @@ def _target(settings: "_Settings", host: str, groups: tuple[str, ...]) -> tuple[
     return target, notes
 
 
-class _Settings:
-    """The variables of one host; where Ansible knows several names for one thing, the last counts."""
+class _HostVariables:
+    """The variables of one host; if Ansible has several names for a setting, the last wins."""
 
     def __init__(self, variables: Variables, host: str, source: str) -> None:
         self.source = source
@@ -88,14 +88,14 @@ class _Settings:
         return any(name in self._variables for name in names)
 
     def text(self, *names: str) -> str:
-        """The value as text, '' when there is none; raises InputError where only Ansible can tell."""
+        """Return the value as text, or ''; raises InputError for a value that only Ansible can evaluate."""
         for name in reversed(names):
             if name in self._variables:
                 return self._usable(name, self._variables[name])
         return ""
 
     def arguments(self) -> tuple[str, ...]:
-        """What `ssh` is given before the address, in Ansible's order: the first of a kind counts."""
+        """Return the arguments of `ssh` before the address, in Ansible's order: the first of each wins."""
         before, *after = (self._words(name) for name in _ARGUMENTS)
         own: list[str] = []
         if port := self.text("ansible_port", "ansible_ssh_port"):
@@ -130,7 +130,7 @@ class _Settings:
     def _only_ansible(self, name: str, what: str) -> InputError:
         return InputError(
             f"{self._where(name)}: {name} of {self._host} {what}",
-            remedy="write it out, or let Ansible work it out: run "
+            remedy="write the value itself, or let Ansible evaluate it: run "
             f"`ansible-inventory -i {self.source} --list > inventory.json` and give that file",
         )
 

@@ -1,4 +1,4 @@
-"""Ansible's YAML inventories, and the JSON that `ansible-inventory --list` prints; pure."""
+"""Ansible's YAML inventories, and the JSON output of `ansible-inventory --list`; pure."""
 
 import json
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ class Vaulted:
 
 
 def is_list_output(text: str) -> bool:
-    """Whether `text` is what `ansible-inventory --list` prints."""
+    """Return whether `text` is output of `ansible-inventory --list`."""
     try:
         content = json.loads(text)
     except ValueError:
@@ -26,7 +26,7 @@ def is_list_output(text: str) -> bool:
 
 
 def parse_list_output(text: str, name: str) -> Inventory:
-    """The inventory that `ansible-inventory --list` printed; raises InputError."""
+    """Parse the output of `ansible-inventory --list`; raises InputError."""
     inventory = Inventory()
     content = json.loads(text)
     try:
@@ -41,20 +41,20 @@ def parse_list_output(text: str, name: str) -> Inventory:
             values = {key: Value(_plain(value), f"{name}, host {host}") for key, value in own.items()}
             inventory.hosts.setdefault(host, {}).update(values)
     except (KeyError, TypeError, AttributeError):
-        raise InputError(f"{name} does not hold what `ansible-inventory --list` prints") from None
-    inventory.settle()
+        raise InputError(f"{name} is not output of `ansible-inventory --list`") from None
+    inventory.finish()
     return inventory
 
 
 def _plain(value: object) -> object:
-    """The value itself, where Ansible's JSON wraps it."""
+    """Return a value without the wrapper of Ansible's JSON."""
     if not isinstance(value, dict):
         return value
     return Vaulted() if "__ansible_vault" in value else value.get("__ansible_unsafe", value)
 
 
 def parse_yaml(text: str, name: str) -> Inventory | None:
-    """The inventory that `text` is, or None when it is no YAML mapping; raises InputError with the line."""
+    """Parse a YAML inventory; return None if it is not a mapping; raises InputError with the line."""
     tree = _compose(text)
     if not isinstance(tree, yaml.MappingNode):
         return None
@@ -66,12 +66,12 @@ def parse_yaml(text: str, name: str) -> Inventory | None:
                 remedy=f"run `ansible-inventory -i {name} --list > inventory.json` and give that file",
             )
         reader.read_group(key, node)
-    reader.inventory.settle()
+    reader.inventory.finish()
     return reader.inventory
 
 
 def parse_variables(text: str, name: str) -> Variables:
-    """The variables of a file of group_vars/ or host_vars/; raises InputError."""
+    """Parse the variables of a file of group_vars/ or host_vars/; raises InputError."""
     try:
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
@@ -91,7 +91,7 @@ def _compose(text: str) -> yaml.Node | None:
 
 
 class _Reader:
-    """Walks the nodes of a YAML file, whose marks say the lines."""
+    """Traverses the nodes of a YAML file, which have line numbers."""
 
     def __init__(self, inventory: Inventory, name: str) -> None:
         self.inventory = inventory
@@ -99,7 +99,7 @@ class _Reader:
         self._loader = yaml.SafeLoader("")
 
     def read_group(self, name: str, node: yaml.Node) -> None:
-        """Read one group, with all that is inside it."""
+        """Read one group with its content."""
         group = self.inventory.group(name)
         for section, inside in self._sections(name, node):
             if section == "vars":
@@ -113,13 +113,13 @@ class _Reader:
                     self._read_hosts(name, pattern, variables)
 
     def read_variables(self, node: yaml.Node) -> Variables:
-        """The keys of a mapping, each with its value and line."""
+        """Return the keys of a mapping, each with its value and line."""
         if _is_null(node):
             return {}
         return {key: Value(self._value(value), self._where(value)) for key, value in self.entries(node)}
 
     def entries(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
-        """Keys and values of a mapping, merge keys resolved; raises InputError for anything else."""
+        """Yield keys and values of a mapping, with merge keys resolved; raises InputError otherwise."""
         if not isinstance(node, yaml.MappingNode):
             raise InputError(f"{self._where(node)}: expected keys and values, as in `name: value`")
         try:
@@ -142,7 +142,7 @@ class _Reader:
                 yield section, inside
 
     def _names(self, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
-        """The entries of `hosts` or `children`; a single name may stand as it is."""
+        """Yield the entries of `hosts` or `children`, which may also be a single name."""
         if isinstance(node, yaml.ScalarNode):
             yield node.value, yaml.ScalarNode("tag:yaml.org,2002:null", "", node.start_mark, node.end_mark)
         else:
@@ -164,7 +164,7 @@ class _Reader:
         try:
             return self._loader.construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError) as error:
-            raise InputError(f"{self._where(node)}: not a value: {error}") from None
+            raise InputError(f"{self._where(node)}: not a valid value: {error}") from None
 
     def _where(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"

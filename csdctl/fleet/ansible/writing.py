@@ -1,6 +1,6 @@
-"""A fleet as an Ansible inventory; pure.
+"""Render a fleet as an Ansible inventory; pure.
 
-It is YAML, which Ansible reads from any file without an extension, with .yml or .yaml, and from a pipe.
+The format is YAML, which Ansible reads from files without extension, with .yml or .yaml, and from a pipe.
 """
 
 import shlex
@@ -14,9 +14,9 @@ from csdctl.fleet.model import Fleet, Node
 
 
 def render_inventory(fleet: Fleet, ssh_options: Mapping[str, Sequence[str]]) -> str:
-    """The inventory of `fleet`; `ssh_options` are those that each node's ssh needs, by name.
+    """Return the inventory of `fleet`; `ssh_options` are the ssh options of each node, by name.
 
-    Raises InputError for a text that Ansible would take for a template.
+    Raises InputError for a text that Ansible would interpret as a template.
     """
     hosts = {node.name: _variables(node, ssh_options[node.name]) for node in fleet.nodes}
     shared = _usual(list(hosts.values()))
@@ -44,13 +44,14 @@ def _variables(node: Node, ssh_options: Sequence[str]) -> dict[str, object]:
     for key, value in variables.items():
         if isinstance(value, str) and any(sign in value for sign in ("{{", "{%", "{#")):
             raise InputError(
-                f"{key} of {node.name} would be a template for Ansible: {value!r}", remedy="rename the path"
+                f"{key} of {node.name} would be interpreted by Ansible as a template: {value!r}",
+                remedy="rename the path",
             )
     return variables
 
 
 def _usual(hosts: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """What most hosts have, of the variables that all of them have: a host can override, but not unset."""
+    """Return the most common values of variables that all hosts have: hosts can override, but not unset."""
     keys = [key for key in hosts[0] if key != "ansible_host" and all(key in each for each in hosts)]
     return {key: Counter(each[key] for each in hosts).most_common(1)[0][0] for key in keys}
 
@@ -60,8 +61,8 @@ def _members(fleet: Fleet, group: str) -> dict[str, object]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """No anchors: people read this."""
+    """Writes no anchors, for readability."""
 
     def ignore_aliases(self, data: object) -> bool:
-        """Write everything out."""
+        """Repeat values instead of using aliases."""
         return True

@@ -1,4 +1,4 @@
-"""The demo's own files: a job, its model, and where they lie."""
+"""The files of the demo: a job and its model."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ recipe:
 """
 
 MODEL = '''\
-"""A small convolutional network for 28×28 grey pictures in 10 classes."""
+"""A small convolutional network for 28×28 grayscale images in 10 classes."""
 
 import keras
 from keras import layers
@@ -47,9 +47,9 @@ def build() -> keras.Model:
 
 
 def write_demo_files(directory: Path) -> None:
-    """Write job.yaml and fashion_cnn.py into `directory`; files that are there already stay as they are."""
+    """Write job.yaml and fashion_cnn.py into `directory`; existing files are kept."""
     if directory.exists() and not directory.is_dir():
-        raise InputError(f"{directory} is not a directory", remedy="name another with --directory")
+        raise InputError(f"{directory} is not a directory", remedy="give another directory with --directory")
     for name, content in (("job.yaml", JOB), ("fashion_cnn.py", MODEL)):
         if not (directory / name).exists():
             save_text(directory / name, content)

@@ -1,7 +1,7 @@
-"""Bringing trees, worker, model and public shards to the machines that need them, only what is missing.
+"""Send trees, worker, model and public shards to the machines that need them, without what they have.
 
-Private data is never read here. The public shard of a node is cut on the host and sent as two .npy
-files; the host reads its own part where it lies.
+Private data is never read here. The public shard of a node is cut on the host and sent as two .npy files; the
+host reads its own shard in place.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import note_traffic
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.deliver import Delivery, OnProgress, deliver
+from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
 from csdctl.shipping.store import StoredFile, hash_file
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, read_tree
@@ -34,7 +34,7 @@ def deploy_files(
     sessions: Mapping[str, Session],
     on_delivery: OnDelivery,
 ) -> dict[str, Delivery]:
-    """Bring to each machine the files it needs, all at once; raises PartialError naming those that failed."""
+    """Send each machine its files, in parallel; raises PartialError naming the machines that failed."""
     chunks = SharedChunks()
 
     def on_done(outcome: Outcome[Delivery]) -> None:
@@ -45,14 +45,14 @@ def deploy_files(
         parcel = pack_parcel([file.as_object() for file in files[session.name]])
         return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
 
-    needing = {name: sessions[name] for name in files if name != HOST_NAME}
-    return values_or_raise(run_on_all(needing, send, on_done=on_done), "deploying")
+    targets = {name: sessions[name] for name in files if name != HOST_NAME}
+    return values_or_raise(run_on_all(targets, send, on_done=on_done), "deploying")
 
 
 def pack_trees(
     requests: Sequence[TreeRequest], chunks: SharedChunks, ignored: Sequence[str] = DEFAULT_IGNORED
 ) -> Parcel:
-    """Read the trees of `requests` from the host's disk; raises InputError for what cannot be deployed."""
+    """Read the trees of `requests` from the host's disk; raises InputError for undeployable entries."""
     return pack_parcel(trees=[read_tree(request, chunks, ignored) for request in requests])
 
 
@@ -63,10 +63,10 @@ def deploy_parcel(
     *,
     directory: Path,
     dry_run: bool = False,
-    on_progress: OnProgress = lambda progress: None,
+    on_progress: OnDeliveryProgress = lambda progress: None,
     on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Delivery]]:
-    """Bring `parcel` to every node of `fleet`; one that fails is an outcome, and the others go on."""
+    """Send `parcel` to every node of `fleet`; a failure is an outcome and does not stop the others."""
 
     def send(session: Session) -> Delivery:
         python = fleet.node(session.name).python
@@ -77,17 +77,17 @@ def deploy_parcel(
 
 
 def common_files(prepared: Prepared) -> list[StoredFile]:
-    """What every machine that trains or measures needs."""
+    """Return the files that every machine needs to train or measure."""
     return [prepared.worker, prepared.model.architecture, prepared.model.weights]
 
 
 def cut_shards(
     placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
-    """Images and labels of each node's public part, cut from the host's data.
+    """Return images and labels of each node's public shard, cut from the host's data.
 
-    A node that has private data needs no empty file to know the shape of a sample, and one that sees all
-    public data needs none at all.
+    A node with private data needs no empty shard to know the shape of a sample; a node that can read all
+    public data needs no shard at all.
     """
     if job.is_everywhere:
         return {}
@@ -100,7 +100,7 @@ def cut_shards(
 
 
 def whole(data: DatasetInfo) -> DatasetSlice:
-    """All rows of a prepared data set."""
+    """Return a slice with all rows of a prepared data set."""
     return DatasetSlice(*_arrays(data))
 
 
@@ -114,9 +114,9 @@ def _cut(
     import numpy as np
 
     name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
-    targets = [project.shards / f"{name}.{kind}.npy" for kind in ("images", "labels")]
+    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
     if not all(target.exists() for target in targets):
-        # The same rows as ShardPart.start … stop would mean on the host: worker.data.rows_of.
+        # The same rows as for a slice start … stop on the host: worker.data.rows_of.
         permutation = np.random.default_rng(seed).permutation(public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
         for source, target in zip(_arrays(public), targets, strict=True):

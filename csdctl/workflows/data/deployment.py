@@ -10,7 +10,7 @@ from csdctl.job.model import load_job
 from csdctl.notify import Say
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.parcel import Parcel, Tree, pack_parcel
+from csdctl.shipping.parcel import FileTree, Parcel, pack_parcel
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
@@ -33,7 +33,7 @@ class DeployRequest:
 class DeployObserver(Protocol):
     """Follows one deployment; called from any thread."""
 
-    def packed(self, request: TreeRequest, tree: Tree) -> None:
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
         """A tree was read from the host's disk."""
 
     def advance(self, progress: DeliveryProgress) -> None:

@@ -5,13 +5,13 @@ from pathlib import Path
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.workflows.data.prepare import OnProgress, Prepared, prepare_job
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, prepare_job
 from csdctl.workflows.data.sample_placement import place_sample
 from csdctl.workflows.workspace.workspace import open_workspace
 
 
 def prepare_fleet(
-    job: Job, fleet: Fleet, *, directory: Path, sample: str, say: Say, on_progress: OnProgress
+    job: Job, fleet: Fleet, *, directory: Path, sample: str, say: Say, on_progress: OnPrepareProgress
 ) -> Prepared:
     """Prepare `job` on the host and all nodes of `fleet`; fill its data paths with `sample` first, if named.
 

@@ -1,7 +1,7 @@
-"""`prepare`: data into the project's form where it lies, and the model into the form that travels.
+"""`prepare`: convert data in place to the project's format, and serialize the model.
 
-Public data and the model are worked on by a worker process on the host, private data by the worker on its
-own node: the controller itself opens neither. Everything is kept by content, so a second time is quick.
+A worker process on the host handles public data and the model, the worker of each node its private data; the
+controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from pathlib import Path
 from csdctl.documents import build_aside, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.fit import check_fit, check_noise
+from csdctl.job.compatibility import check_compatibility, check_noise
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
@@ -38,20 +38,20 @@ from csdctl.workflows.data.prepared_record import save_prepared
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
-"""Beside public data that every node sees: prepared, they must be seen too."""
+"""Beside public data on a shared file system: every node must see the prepared data too."""
 
-LOOK_DEADLINE_S = 300.0
+DIGEST_DEADLINE_S = 300.0
 SILENCE_DEADLINE_S = 120.0
-"""A worker that prepares says every second that it is at work."""
+"""A worker that prepares data sends a heartbeat every second."""
 
 BUILD_DEADLINE_S = 300.0
 
-OnProgress = Callable[[str, PrepareProgress], None]
+OnPrepareProgress = Callable[[str, PrepareProgress], None]
 
 
 @dataclass(frozen=True)
-class CarriedModel:
-    """A model as it travels."""
+class SerializedModel:
+    """A model in the form that is sent to the nodes."""
 
     info: ModelInfo
     architecture: StoredFile
@@ -60,10 +60,10 @@ class CarriedModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a job needs before it can be tuned: worker, model, and data where it lies."""
+    """What tuning needs of a job: worker, model, and prepared data."""
 
     worker: StoredFile
-    model: CarriedModel
+    model: SerializedModel
     public: DatasetInfo
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
@@ -76,22 +76,22 @@ def prepare_job(
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
     say: Say,
-    on_progress: OnProgress = lambda data, progress: None,
+    on_progress: OnPrepareProgress = lambda data, progress: None,
 ) -> Prepared:
-    """Prepare model, public and private data of `job`; raises InputError when they do not fit together.
+    """Prepare model, public and private data of `job`; raises InputError when they are incompatible.
 
-    Class names come from the job, or from the folders of the public data: all machines number them alike.
+    Class names come from the job or the folders of the public data, so that all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     say("model: " + job.model)
-    model = carry_model(job, worker, sessions[HOST_NAME], project)
+    model = serialize_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
     preparing.number_classes(public)
     if job.is_everywhere:
-        preparing.check_seen(sessions, public)
+        preparing.check_shared(sessions, public)
     validation = None
     if job.validation_path:
         say(f"validation data: {job.validation_path}")
@@ -101,7 +101,7 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_fit(job.recipe, model.info, {"public": public, "validation": validation, **private})
+    check_compatibility(job.recipe, model.info, {"public": public, "validation": validation, **private})
     if job.noise:
         check_noise(job.noise, model.info, private)
     save_prepared(project, job, public, private)
@@ -109,34 +109,37 @@ def prepare_job(
 
 
 def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
-    """Worker and model alone, in the host's store below `directory`; no node has a part in it."""
+    """Prepare only worker and model, in the host's store below `directory`; contact no node."""
     say("model: " + job.model)
     worker, model = _code(job, directory)
     return [worker, model.architecture, model.weights]
 
 
 def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
-    """Return what measurements of the job's model are found by; a new model is built, with TensorFlow."""
-    _, model = _code(job, directory, lambda: say(f"building {job.model}, to know what it is"))
+    """Return the features that identify the job's model in measurements; builds the model if needed."""
+    _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
     return describe_model(model.info, model.architecture.sha256)
 
 
 def _code(
     job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
-) -> tuple[StoredFile, CarriedModel]:
+) -> tuple[StoredFile, SerializedModel]:
     worker = store_bytes(pack_worker(), ".pyz", directory, TrafficClass.CODE)
     with closing(LocalSession(HOST_NAME, directory)) as host:
-        return worker, carry_model(job, worker, host, ProjectDirectory(directory), on_build)
+        return worker, serialize_model(job, worker, host, ProjectDirectory(directory), on_build)
 
 
-def carry_model(
+def serialize_model(
     job: Job,
     worker: StoredFile,
     host: Session,
     project: ProjectDirectory,
     on_build: Callable[[], None] = lambda: None,
-) -> CarriedModel:
-    """Build the job's model in a worker process, once for each content of it; `on_build`: now."""
+) -> SerializedModel:
+    """Build and serialize the job's model in a worker process, cached by content.
+
+    `on_build` is called before a build.
+    """
     directory = project.models / _model_key(job, worker)
     record = directory / "info.json"
     if not record.exists():
@@ -154,7 +157,7 @@ def carry_model(
                 deadline_s=BUILD_DEADLINE_S,
             )
             save_json(aside / "info.json", json.loads(to_json(info)))
-    return CarriedModel(
+    return SerializedModel(
         from_json(ModelInfo, record.read_text()),
         store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
@@ -162,7 +165,7 @@ def carry_model(
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:
-    """Changes with all that the built model depends on; a model's file may import those beside it."""
+    """Return a hash of all inputs of the built model; its file may import modules beside it."""
     described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     if job.model_file:
@@ -173,7 +176,7 @@ def _model_key(job: Job, worker: StoredFile) -> str:
 
 
 class _Preparing:
-    """Prepares one data set after another of a job, each on its machine."""
+    """Prepares the data sets of a job, each on its machine."""
 
     def __init__(
         self,
@@ -182,7 +185,7 @@ class _Preparing:
         fleet: Fleet,
         worker: StoredFile,
         project: ProjectDirectory,
-        on_progress: OnProgress,
+        on_progress: OnPrepareProgress,
     ) -> None:
         self._job = job
         reading = job.reading
@@ -197,18 +200,18 @@ class _Preparing:
         self._on_progress = on_progress
 
     def number_classes(self, public: DatasetInfo) -> None:
-        """From now on classes are those of the public data, unless the job names them."""
+        """From now on use the classes of the public data, unless the job names classes."""
         if self._spec.classes is None and public.class_counts:
             self._spec = replace(self._spec, classes=tuple(public.class_counts))
 
     def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
-        """The public data: in the project, or beside the source where all nodes see it."""
+        """Prepare the public data: in the project, or beside the source if all nodes read it there."""
         path = self._job.public_path
         store = str(path.parent / SHARED_STORE) if self._job.is_everywhere else DATA_STORE
         return self.on_host("public", sessions, path, self._job.reading.public_function, store)
 
-    def check_seen(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
-        """Raise when a node does not see the public data as the host does."""
+    def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
+        """Raise InputError when a node reads other public data than the host."""
         parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
 
         def on_node(session: Session) -> DatasetDigest:
@@ -221,19 +224,19 @@ class _Preparing:
                 self._worker.path,
                 ["digest", f"--directory={public.path}"],
                 DatasetDigest,
-                doing="looking at the public data",
-                deadline_s=LOOK_DEADLINE_S,
+                doing="reading the public data",
+                deadline_s=DIGEST_DEADLINE_S,
             )
 
         names = self._fleet.machines
-        seen = values_or_raise(
-            run_on_all({name: sessions[name] for name in names}, on_node), "looking at the public data"
+        digests = values_or_raise(
+            run_on_all({name: sessions[name] for name in names}, on_node), "reading the public data"
         )
-        others = [name for name in names if seen[name] != seen[HOST_NAME]]
+        others = [name for name in names if digests[name] != digests[HOST_NAME]]
         if others:
             raise InputError(
-                f"{', '.join(others)} see other data at {public.path} than the host",
-                remedy="data.public.on: every-node needs one file system that all mount; else `on: host`",
+                f"{', '.join(others)} read other data at {public.path} than the host",
+                remedy="data.public.on: every-node needs a shared file system; otherwise use `on: host`",
             )
 
     def on_host(
@@ -244,7 +247,7 @@ class _Preparing:
         function: str,
         store: str = DATA_STORE,
     ) -> DatasetInfo:
-        """One of the host's data sets; the user's function runs from the store, as on a node."""
+        """Prepare a data set of the host; the user's function runs from the store, as on a node."""
         stored = self._store_function(function)
         spec = replace(
             self._spec,
@@ -256,7 +259,7 @@ class _Preparing:
         return self._prepare(name, sessions[HOST_NAME], spec)
 
     def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
-        """Each node prepares its own private data; a node without any, or that fails, is an error."""
+        """Prepare private data on each node; a node without data or with a failure is an error."""
         stored = self._store_function(self._private_function)
         function = _stored_name(stored, self._private_function)
         spec = replace(self._spec, source=path, function=function, is_private=True)
@@ -290,5 +293,5 @@ class _Preparing:
 
 
 def _stored_name(stored: StoredFile | None, function: str) -> str:
-    """The user's function as the worker finds it, in the store of its machine."""
+    """Return the reference to the user's function in the store of the worker's machine."""
     return f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""

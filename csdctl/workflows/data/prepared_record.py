@@ -1,8 +1,8 @@
-"""What a job's data came to when it was last prepared, for those who ask without touching a machine.
+"""A record of a job's prepared data, to be read without contacting a machine.
 
-Prepared data lies below the hash of its content, private data on its nodes: neither can be found from
-job.yaml without reading the sources again. So `prepare_job` leaves a note: counts and shapes, no sample and
-no file name.
+Prepared data is stored under the hash of its content, private data on the nodes: neither can be found from
+job.yaml without reading the sources again. Therefore `prepare_job` saves a record with counts and shapes, but
+no samples and no file names.
 """
 
 import hashlib
@@ -18,40 +18,40 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Of one job."""
+    """The prepared data of one job."""
 
     key: str
-    """Of what the job says of its data; the data itself may have changed since."""
+    """Hash of the job's data section; the data itself may have changed since."""
     public: DatasetInfo
-    """Without its classes."""
+    """Without class names."""
     num_private: dict[str, int] = field(default_factory=dict)
-    """Samples by node."""
+    """Private samples by node."""
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch."""
+        """Samples of an epoch."""
         return self.public.num_samples + sum(self.num_private.values())
 
 
 def save_prepared(
     project: ProjectDirectory, job: Job, public: DatasetInfo, private: Mapping[str, DatasetInfo]
 ) -> None:
-    """Leave the note of `job`."""
-    note = PreparedData(
+    """Save the record of `job`."""
+    record = PreparedData(
         _key(job),
         public.element_spec,
         {name: info.num_samples for name, info in private.items()},
     )
-    save_text(project.prepared(job.name), to_json(note) + "\n")
+    save_text(project.prepared(job.name), to_json(record) + "\n")
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
-    """The note of `job`; None when its data, as the job has it now, was never prepared."""
+    """Return the record of `job`; None when its current data section was never prepared."""
     try:
-        note = from_json(PreparedData, project.prepared(job.name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, ProtocolError):  # preparing writes it anew
+        record = from_json(PreparedData, project.prepared(job.name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, ProtocolError):  # the next `prepare` writes it again
         return None
-    return note if note.key == _key(job) else None
+    return record if record.key == _key(job) else None
 
 
 def _key(job: Job) -> str:

@@ -1,9 +1,8 @@
-"""Fashion-MNIST as sample data: 60,000 + 10,000 real pictures, found on this machine or fetched.
+"""Fashion-MNIST as sample data: 60,000 + 10,000 real images, found on this machine or downloaded.
 
-`fetch_fashion_mnist` asks one source after the other, those that need no network first, and keeps a copy
-of what it found in the cache. Debian's package is unpacked into a temporary directory: no root is
-needed and nothing is installed. Nothing here imports TensorFlow; Keras' own download runs in a process
-of its own.
+`fetch_fashion_mnist` tries several sources, local sources first, and copies the files to the cache. Debian's
+package is unpacked into a temporary directory: that needs no root and installs nothing. This module never
+imports TensorFlow; the download of Keras runs in a separate process.
 """
 
 import gzip
@@ -60,7 +59,7 @@ class SampleArrays:
 
 @dataclass(frozen=True)
 class SampleSplit:
-    """Who has what: `private` has one entry for each node."""
+    """Samples by owner: `private` has one entry for each node."""
 
     public: SampleArrays
     private: tuple[SampleArrays, ...]
@@ -69,9 +68,9 @@ class SampleSplit:
 
 @dataclass(frozen=True)
 class DatasetOrigin:
-    """One place that may have the four files; `find` returns their directory or raises CsdctlError.
+    """A possible source of the four files; `find` returns their directory or raises CsdctlError.
 
-    `find` is given a scratch directory, which is removed once the files have been read.
+    `find` gets a scratch directory, which is removed after the files have been read.
     """
 
     name: str
@@ -81,9 +80,9 @@ class DatasetOrigin:
 def fetch_fashion_mnist(
     cache: Path, *, say: Say, sources: Sequence[DatasetOrigin] | None = None
 ) -> FashionMnist:
-    """Fashion-MNIST from `cache` or the first source that has it whole; kept in `cache` then.
+    """Return Fashion-MNIST from `cache` or the first complete source, and copy it to `cache`.
 
-    `say` is told what takes time or goes wrong. Raises CsdctlError, naming all that was tried.
+    `say` gets messages about slow steps and failures. Raises CsdctlError, listing all sources.
     """
     cached = DatasetOrigin("the cache", lambda _scratch, _say: _existing(cache))
     tried = []
@@ -95,19 +94,20 @@ def fetch_fashion_mnist(
             except CsdctlError as error:
                 tried.append(f"{source.name}: {error.message}")
                 if isinstance(error, InputError):
-                    say(f"{error.message}; looking elsewhere")
+                    say(f"{error.message}; trying other sources")
                 continue
             if source is not cached:
-                _keep(directory, cache, say)
+                _copy_to_cache(directory, cache, say)
             return dataset
     raise CsdctlError(
-        "Fashion-MNIST could not be found or fetched. Tried\n" + "\n".join(f"  - {line}" for line in tried),
-        remedy=f"install Debian's package {DEBIAN_PACKAGE}, or put {', '.join(_FILES)} into {cache}",
+        "Fashion-MNIST was not found and could not be downloaded. Sources:\n"
+        + "\n".join(f"  - {line}" for line in tried),
+        remedy=f"install Debian's package {DEBIAN_PACKAGE}, or copy {', '.join(_FILES)} to {cache}",
     )
 
 
 def default_sources() -> list[DatasetOrigin]:
-    """Where Fashion-MNIST may be, apart from the cache; those that need no network first."""
+    """Return the sources of Fashion-MNIST besides the cache, local sources first."""
     return [
         DatasetOrigin(f"Debian's {DEBIAN_PACKAGE}", lambda _scratch, _say: _existing(DEBIAN_DIRECTORY)),
         DatasetOrigin("Keras' cache", lambda _scratch, _say: _existing(_keras_directory())),
@@ -117,7 +117,7 @@ def default_sources() -> list[DatasetOrigin]:
 
 
 def load_fashion_mnist(directory: Path) -> FashionMnist:
-    """Read the four files in `directory`; raises InputError when one is damaged or not what it should be."""
+    """Read the four files in `directory`; raises InputError when one is damaged or has another format."""
     images, labels, test_images, test_labels = (
         read_idx(directory / name, shape) for name, shape in _FILES.items()
     )
@@ -130,7 +130,7 @@ def load_fashion_mnist(directory: Path) -> FashionMnist:
 
 
 def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The bytes of a gzipped IDX file, which must have `shape`; raises InputError.
+    """Return the bytes of a gzipped IDX file of `shape`; raises InputError.
 
     IDX: magic 00 00 08 <number of dimensions>, the sizes as big-endian 32-bit numbers, the bytes.
     """
@@ -146,26 +146,26 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     start = 4 + 4 * len(shape)
     found = tuple(int.from_bytes(content[at : at + 4]) for at in range(4, start, 4))
     if found != shape:
-        raise InputError(f"{path} holds {found}, expected {shape}")
+        raise InputError(f"{path} has shape {found}, expected {shape}")
     size = int(np.prod(shape))
     if len(content) - start != size:
-        raise InputError(f"{path} holds {len(content) - start} bytes of data, expected {size}")
+        raise InputError(f"{path} has {len(content) - start} bytes of data, expected {size}")
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
 
 
 def download_with_apt(scratch: Path, say: Say) -> Path:
-    """Debian's package, unpacked below `scratch`; raises CsdctlError."""
+    """Download Debian's package and unpack it below `scratch`; raises CsdctlError."""
     for command in ("apt-get", "dpkg"):
         if not shutil.which(command):
-            raise CsdctlError(f"there is no {command} here")
-    say(f"fetching Fashion-MNIST: apt-get download {DEBIAN_PACKAGE} (31 MB, nothing is installed)")
+            raise CsdctlError(f"{command} is not installed here")
+    say(f"downloading Fashion-MNIST: apt-get download {DEBIAN_PACKAGE} (31 MB, nothing is installed)")
     download = ["apt-get", "download", "--quiet", DEBIAN_PACKAGE]
     try:
         _run(download, scratch, APT_DEADLINE_S)
     except CsdctlError as error:
         if os.geteuid() != 0:
             raise CsdctlError(f"{error.message} (`sudo apt-get update` may help)") from None
-        say("apt does not find it: apt-get update")
+        say("apt does not find the package: running apt-get update")
         _run(["apt-get", "update", "--quiet"], scratch, APT_DEADLINE_S)
         _run(download, scratch, APT_DEADLINE_S)
     for package in scratch.glob("*.deb"):
@@ -176,10 +176,10 @@ def download_with_apt(scratch: Path, say: Say) -> Path:
 def split_sample(
     dataset: FashionMnist, *, num_nodes: int, private_fraction: float = 1 / 7, seed: int
 ) -> SampleSplit:
-    """Shuffle the training samples and divide them into public ones and, evenly, each node's private ones.
+    """Shuffle the training samples and split them into public samples and equal private parts for the nodes.
 
-    1/7 private is the paper's division: 12,000 of 84,000 pictures. The test samples are the validation
-    data. Raises InputError.
+    A private fraction of 1/7 is that of the paper: 12,000 of 84,000 images. The test samples are the
+    validation data. Raises InputError.
     """
     if num_nodes < 1:
         raise InputError(f"received {num_nodes} nodes, expected at least 1")
@@ -201,16 +201,16 @@ def split_sample(
 def _existing(directory: Path) -> Path:
     missing = [name for name in _FILES if not (directory / name).is_file()]
     if missing:
-        raise CsdctlError(f"{directory} lacks {missing[0] if directory.is_dir() else 'all files'}")
+        raise CsdctlError(f"{directory} does not contain {missing[0] if directory.is_dir() else 'any files'}")
     return directory
 
 
-def _keep(directory: Path, cache: Path, say: Say) -> None:
+def _copy_to_cache(directory: Path, cache: Path, say: Say) -> None:
     try:
         for name in _FILES:
             save_bytes(cache / name, (directory / name).read_bytes())
     except OSError as error:
-        say(f"no copy is kept: {error}")
+        say(f"the files could not be cached: {error}")
 
 
 def _keras_directory() -> Path:
@@ -219,14 +219,14 @@ def _keras_directory() -> Path:
 
 
 def _download_with_keras(scratch: Path, say: Say) -> Path:
-    say("fetching Fashion-MNIST: Keras' own download")
+    say("downloading Fashion-MNIST with Keras")
     code = "import keras; keras.datasets.fashion_mnist.load_data()"
     _run([sys.executable, "-c", code], scratch, KERAS_DEADLINE_S)
     return _existing(_keras_directory())
 
 
 def _run(command: Sequence[str], directory: Path, deadline_s: float) -> None:
-    """Run `command` in `directory`; raises CsdctlError with the last line of what it said."""
+    """Run `command` in `directory`; raises CsdctlError with the last line of its output."""
     try:
         done = subprocess.run(
             command,
@@ -244,6 +244,4 @@ def _run(command: Sequence[str], directory: Path, deadline_s: float) -> None:
         raise CsdctlError(f"{command[0]} cannot be run: {error}") from None
     if done.returncode != 0:
         lines = done.stdout.decode(errors="replace").strip().splitlines()
-        raise CsdctlError(
-            f"{command[0]} ended with {done.returncode}: {lines[-1] if lines else 'it said nothing'}"
-        )
+        raise CsdctlError(f"{command[0]} ended with {done.returncode}: {lines[-1] if lines else 'no output'}")

@@ -1,7 +1,7 @@
-"""Fills a job's data paths with a sample data set, for trying csdctl out.
+"""Fill a job's data paths with a sample data set, to try csdctl.
 
-Public and validation data go to the host's paths; the private part is written to every node's private
-path, as if it had always been there. Real private data is never moved by csdctl: this is for samples.
+Public and validation data go to the host's paths; the private part is written to the private path of every
+node. csdctl never moves real private data: this is for sample data only.
 """
 
 import json
@@ -34,9 +34,9 @@ SAMPLES = ("fashion-mnist",)
 def place_sample(
     name: str, job: Job, fleet: Fleet, sessions: Mapping[str, Session], project: ProjectDirectory, say: Say
 ) -> None:
-    """Put the sample `name` where `job` says its data lies; raises InputError when other data is there."""
+    """Write sample data set `name` to the data paths of `job`; raises InputError for other data there."""
     if name not in SAMPLES:
-        raise InputError(f"there is no sample {name!r}", remedy=f"samples: {', '.join(SAMPLES)}")
+        raise InputError(f"unknown sample data set {name!r}", remedy=f"available: {', '.join(SAMPLES)}")
     num_private = len(fleet.nodes) if job.private_path else 0
     record = {"sample": name, "seed": job.recipe.seed, "num_private_parts": num_private}
     dataset = fetch_fashion_mnist(project.state / "samples" / name, say=say)
@@ -53,7 +53,7 @@ def place_sample(
         _place_on_nodes(job, fleet, sessions, split, record)
     say(
         f"sample {name}: {len(split.public):,} public samples on the host, "
-        f"{sum(len(part) for part in split.private):,} private ones over {num_private} nodes"
+        f"{sum(len(part) for part in split.private):,} private samples on {num_private} nodes"
     )
 
 
@@ -63,8 +63,8 @@ def _place_on_host(directory: Path, samples: SampleArrays, record: dict[str, obj
         return
     if not is_ours and directory.exists() and any(directory.iterdir()):
         raise InputError(
-            f"{directory} holds other data",
-            remedy="remove it, or name another path in the job's data section",
+            f"{directory} contains other data",
+            remedy="remove it, or set another path in the job's data section",
         )
     _save(directory, samples, record)
 
@@ -77,7 +77,7 @@ def _is_same(path: Path, record: dict[str, object]) -> bool:
 
 
 def _save(directory: Path, samples: SampleArrays, record: dict[str, object]) -> None:
-    """The record comes first: what an interrupted call leaves is known as the sample's, and completed."""
+    """Write the record first, so that an interrupted call is recognized and completed later."""
     save_json(directory / RECORD, record)
     _save_array(directory / ARRAYS[0], samples.images)
     _save_array(directory / ARRAYS[1], samples.labels.astype(np.int32))
@@ -91,9 +91,9 @@ def _save_array(path: Path, array: NDArray[np.generic]) -> None:
 def _place_on_nodes(
     job: Job, fleet: Fleet, sessions: Mapping[str, Session], split: SampleSplit, record: dict[str, object]
 ) -> None:
-    """Each node's part as a tree: whole or not there, and never in place of data that is not a sample's."""
+    """Deploy each node's part as a tree: atomically, and never over data that is not from a sample."""
     parts = dict(zip((node.name for node in fleet.nodes), split.private, strict=True))
-    # A destination knows no `~`: it starts at the login directory.
+    # Destinations are relative to the login directory; `~` is not expanded.
     target = str(job.private_path).removeprefix("~/")
 
     def on_node(session: Session) -> None:
@@ -104,5 +104,5 @@ def _place_on_nodes(
             deliver(session, pack_parcel(trees=[tree]), chunks, python=fleet.python_of(session.name))
 
     values_or_raise(
-        run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "placing the sample"
+        run_on_all({node.name: sessions[node.name] for node in fleet.nodes}, on_node), "writing sample data"
     )

@@ -1,4 +1,4 @@
-"""Learning what the machines of a fleet are; it is kept beside fleet.yaml, problems included."""
+"""`discover`: collect facts of all machines of a fleet and save them beside fleet.yaml, with problems."""
 
 import contextlib
 import sys
@@ -20,12 +20,12 @@ from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
 
 OnDone = Callable[[Facts], None]
-"""Called with each machine as it answers, or fails: `problem` says which."""
+"""Called with the facts of each machine as it finishes; `problem` is set if it failed."""
 
 
 @dataclass(frozen=True)
 class DiscoverResult:
-    """What `discover` learnt: facts of every machine, errors of those that failed, and warnings."""
+    """The result of `discover`: facts of every machine, errors of failed machines, and warnings."""
 
     fleet: Fleet
     facts: dict[str, Facts]
@@ -35,12 +35,12 @@ class DiscoverResult:
 
     @property
     def problems(self) -> list[Problem]:
-        """Why machines failed; those with the same cause are one."""
+        """Why machines failed, grouped by cause."""
         return fold_problems(self.failed, self.fleet)
 
     @property
     def drives(self) -> dict[str, Drive]:
-        """The drive of the host that a node is, by node, where both show its serial."""
+        """The host's drive of each node for which host and node report the same serial number."""
         return {} if self.fleet.emulated else match_drives(self.facts)
 
 
@@ -51,9 +51,9 @@ def discover(
     known_hosts: Sequence[Path] | None = None,
     on_done: OnDone = lambda facts: None,
 ) -> DiscoverResult:
-    """Learn what the host and all nodes of `fleet` are, and save it beside the fleet file.
+    """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
 
-    `fleet` may be a part of what its file has: what is known of the others stays. Nodes that fail are in the
+    `fleet` may be a part of the file's nodes: facts of the others are kept. Errors of nodes are in the
     result, not raised.
     """
     host_keys: dict[str, str] = {}
@@ -62,10 +62,10 @@ def discover(
         host_keys[session.name] = session.host_key_fingerprint
         return collect_machine_facts(session, fleet.node(session.name).python)
 
-    def tell(outcome: Outcome[Facts]) -> None:
+    def report(outcome: Outcome[Facts]) -> None:
         on_done(_facts_or_problem(outcome))
 
-    earlier, doubts = _earlier_facts(fleet)
+    earlier, earlier_warnings = _earlier_facts(fleet)
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         outcomes = _collect(fleet, {HOST_NAME: host}, on_done)
     outcomes |= run_on_nodes(
@@ -73,10 +73,10 @@ def discover(
         visit,
         directory=directory,
         known_hosts=known_hosts,
-        on_done=tell,
+        on_done=report,
         on_traffic=note_traffic(directory, "discover"),
     )
-    warnings = (*doubts, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
+    warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     failed = errors_of(outcomes)
     names = fleet.machines
     facts = {name: _facts_or_problem(outcomes[name]) for name in names}
@@ -87,25 +87,25 @@ def discover(
 
 
 def collect_facts(fleet: Fleet, sessions: Mapping[str, Session]) -> dict[str, Facts]:
-    """What the machines behind `sessions` are; where that cannot be told, `problem` says why."""
+    """Return the facts of the machines of `sessions`; `problem` is set for machines that failed."""
     outcomes = _collect(fleet, sessions, lambda facts: None)
     return {name: _facts_or_problem(outcome) for name, outcome in outcomes.items()}
 
 
 def find_shared_addresses(fleet: Fleet) -> tuple[str, ...]:
-    """A warning for each address and port that several nodes have: one machine, listed twice."""
-    names_by_way: dict[tuple[object, ...], list[str]] = defaultdict(list)
+    """Return a warning for each address and port of several nodes: one machine, listed twice."""
+    names_by_address: dict[tuple[object, ...], list[str]] = defaultdict(list)
     for node in fleet.nodes:
-        names_by_way[node.address.lower(), node.port, node.jump].append(node.name)
+        names_by_address[node.address.lower(), node.port, node.jump].append(node.name)
     return tuple(
         f"{show_names(names)} have the same address {address} port {port}: one machine listed twice"
-        for (address, port, _), names in names_by_way.items()
+        for (address, port, _), names in names_by_address.items()
         if len(names) > 1
     )
 
 
 def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
-    """A warning for each host key that several nodes show: one machine twice, or a copied disk image.
+    """Return a warning for each host key of several nodes: one machine listed twice, or a copied disk image.
 
     `fingerprints` are by node.
     """
@@ -113,7 +113,7 @@ def find_shared_host_keys(fingerprints: Mapping[str, str]) -> tuple[str, ...]:
     for name, key in fingerprints.items():
         names_by_key[key].append(name)
     return tuple(
-        f"{show_names(names)} show the same host key {key}: one machine listed twice, or a copied disk image"
+        f"{show_names(names)} have the same host key {key}: one machine listed twice, or a copied disk image"
         for key, names in names_by_key.items()
         if len(names) > 1
     )
@@ -131,15 +131,15 @@ def _collect(fleet: Fleet, sessions: Mapping[str, Session], on_done: OnDone) -> 
 def _facts_or_problem(outcome: Outcome[Facts]) -> Facts:
     if outcome.value is not None:
         return outcome.value
-    return Facts(name=outcome.name, problem=outcome.error.message if outcome.error else "not asked")
+    return Facts(name=outcome.name, problem=outcome.error.message if outcome.error else "not contacted")
 
 
 def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
-    """What is known from before; a file that cannot be read is set aside, and a warning says so."""
+    """Return the saved facts; an unreadable file is set aside, with a warning."""
     if not facts_path(fleet).exists():
         return {}, ()
     try:
         return load_facts(fleet), ()
     except InputError as error:
         aside = set_facts_aside(fleet)
-        return {}, (f"{error.message}: it is kept as {aside}, and what it knew is asked again",)
+        return {}, (f"{error.message}: it is kept as {aside}, and all facts are collected again",)

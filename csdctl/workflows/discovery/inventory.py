@@ -1,4 +1,4 @@
-"""The fleet as other programs read it: Ansible, OpenSSH."""
+"""Render the fleet for other programs: Ansible, OpenSSH."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -11,13 +11,13 @@ from csdctl.transport.ssh_options import build_ssh_options
 
 
 def render_ansible(fleet: Fleet, directory: Path) -> str:
-    """An inventory for `ansible-playbook -i`; the same host keys count as for csdctl in `directory`."""
+    """Return an inventory for `ansible-playbook -i`, with csdctl's known_hosts files for `directory`."""
     known_hosts = fleet_known_hosts_paths(fleet, directory)
     return render_inventory(fleet, {node.name: build_ssh_options(node, known_hosts) for node in fleet.nodes})
 
 
 def render_ssh_config(fleet: Fleet, directory: Path) -> str:
-    """A file for `ssh -F`, with an alias for each node; the same host keys count."""
+    """Return a file for `ssh -F`, with an alias for each node and the same known_hosts files."""
     return build_ssh_config(fleet.nodes, fleet_known_hosts_paths(fleet, directory))
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 from csdctl.fleet.model import Fleet
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.many import Outcome
-from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, list_layers, look_at_keys
+from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, fetch_keys, list_layers
 
 
 class KeyReviewer(Protocol):
@@ -29,7 +29,7 @@ def review_keys(fleet: Fleet, project: ProjectDirectory, reviewer: KeyReviewer) 
     come first. Machines that fail are shown, not raised.
     """
     for machines in list_layers(fleet):
-        outcomes = look_at_keys(fleet, machines, directory=project.root)
+        outcomes = fetch_keys(fleet, machines, directory=project.root)
         shown = [outcome.value for outcome in outcomes.values() if outcome.value]
         new = [key for key in shown if key.state is KeyState.NEW]
         reviewer.show(outcomes, new)

@@ -1,4 +1,4 @@
-"""Finding machines: knocks at every address of some ranges, and takes those where an SSH server answers."""
+"""Find machines: connect to every address of some ranges and return those with an SSH server."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from csdctl.fleet.scan import expand_addresses, name_nodes
 SCAN_CONNECT_S = 1.0
 SCAN_BANNER_S = 3.0
 SCAN_AT_ONCE = 128
-"""Open sockets at once; well below the usual `ulimit -n` of 256 and more."""
+"""Concurrent sockets; well below the usual `ulimit -n` of 256 or more."""
 
 
 def scan(
@@ -26,10 +26,10 @@ def scan(
     connect_timeout_s: float = SCAN_CONNECT_S,
     banner_timeout_s: float = SCAN_BANNER_S,
 ) -> tuple[Node, ...]:
-    """The machines of `cidrs` where an SSH server answers at `port`, as nodes csd0, csd1, …; not this one.
+    """Return the machines of `cidrs` with an SSH server at `port`, except this one, as nodes csd0, csd1, ….
 
-    With `interface`, asks only through that network interface. Raises InputError for a bad range or
-    interface, NoNodeReachableError when nothing answers.
+    With `interface`, connect only through that network interface. Raises InputError for an invalid range or
+    interface, NoNodeReachableError when no server responds.
     """
     addresses = list(dict.fromkeys(address for cidr in cidrs for address in expand_addresses(cidr)))
     check_interface(interface)
@@ -51,34 +51,34 @@ def check_interface(interface: str) -> None:
             _bind_to(trial, interface)
     except PermissionError:
         raise InputError(
-            f"this user may not bind to network interface {interface!r}",
-            remedy="run as root or with CAP_NET_RAW, or leave --interface out: the range decides the route",
+            f"no permission to bind to network interface {interface!r}",
+            remedy="run as root or with CAP_NET_RAW, or omit --interface: the range determines the route",
         ) from None
     except OSError as error:
         names = ", ".join(name for _, name in socket.if_nameindex())
         raise InputError(
-            f"there is no usable network interface {interface!r} ({error.strerror})",
-            remedy=f"there are: {names}",
+            f"network interface {interface!r} cannot be used ({error.strerror})",
+            remedy=f"available interfaces: {names}",
         ) from None
 
 
 async def _scan(
     addresses: Sequence[str], port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
 ) -> list[str]:
-    """Those of `addresses`, in their order, where another machine's SSH server greets."""
-    turns = asyncio.Semaphore(SCAN_AT_ONCE)
+    """Return the addresses, in order, at which another machine's SSH server sends its banner."""
+    slots = asyncio.Semaphore(SCAN_AT_ONCE)
 
-    async def knock(address: str) -> bool:
-        async with turns:
+    async def probe(address: str) -> bool:
+        async with slots:
             with contextlib.suppress(OSError, TimeoutError):
-                return await _greets(address, port, interface, connect_timeout_s, banner_timeout_s)
+                return await _has_ssh_banner(address, port, interface, connect_timeout_s, banner_timeout_s)
             return False
 
-    answers = await asyncio.gather(*(knock(address) for address in addresses))
-    return [address for address, is_there in zip(addresses, answers, strict=True) if is_there]
+    results = await asyncio.gather(*(probe(address) for address in addresses))
+    return [address for address, is_found in zip(addresses, results, strict=True) if is_found]
 
 
-async def _greets(
+async def _has_ssh_banner(
     address: str, port: int, interface: str, connect_timeout_s: float, banner_timeout_s: float
 ) -> bool:
     loop = asyncio.get_running_loop()

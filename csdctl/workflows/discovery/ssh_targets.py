@@ -1,4 +1,4 @@
-"""Targets of OpenSSH to nodes: `ssh -G`, which connects to nothing, is asked what each of them is."""
+"""Convert OpenSSH targets to nodes with `ssh -G`, which prints settings without connecting."""
 
 import os
 import subprocess
@@ -12,7 +12,7 @@ from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.jumps import MAX_HOPS, Hop, parse_jump
 from csdctl.fleet.model import Node
 from csdctl.fleet.openssh import (
-    Settings,
+    SshSettings,
     Target,
     build_node,
     build_query,
@@ -26,15 +26,15 @@ from csdctl.transport.known_hosts import known_hosts_paths
 from csdctl.transport.many import run_on_all, values_or_raise
 
 QUERY_DEADLINE_S = 30.0
-"""A `Match exec` in an ssh_config runs a command."""
+"""`Match exec` in an ssh_config runs commands, which may take time."""
 
 
 def resolve_targets(
     targets: Sequence[Target], warnings: Mapping[str, list[str]], *, directory: Path
 ) -> tuple[tuple[Node, ...], tuple[str, ...]]:
-    """The nodes that `targets` are, and what csdctl does otherwise, folded; `warnings` are those so far.
+    """Return the nodes for `targets`, and combined notes on where csdctl deviates from ssh.
 
-    Raises InputError for what csdctl cannot do.
+    `warnings` are earlier notes. Raises InputError for unsupported settings.
     """
     resolver = _Resolver(known_hosts_paths(directory))
     resolver.notes.update(warnings)
@@ -52,62 +52,62 @@ def resolve_targets(
 
 @dataclass
 class _Resolver:
-    """Asks `ssh -G` what a target is, and follows its jump hosts."""
+    """Resolves targets and their jump hosts with `ssh -G`."""
 
     known_hosts: Sequence[Path]
     notes: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-    _defaults: Settings = field(init=False)
-    _answers: dict[tuple[str, ...], Settings] = field(default_factory=dict)
-    """Many nodes are behind one jump host."""
+    _defaults: SshSettings = field(init=False)
+    _cache: dict[tuple[str, ...], SshSettings] = field(default_factory=dict)
+    """A cache: many nodes are behind one jump host."""
 
     def __post_init__(self) -> None:
-        self._defaults = self._ask(Target("", "localhost", ("-F", "none")))
+        self._defaults = self._query(Target("", "localhost", ("-F", "none")))
 
     def resolve(self, target: Target) -> Node:
-        """The node that `target` is; raises InputError for what csdctl cannot do."""
-        return self._resolve(target, MAX_HOPS, asked_by=target.name)
+        """Return the node for `target`; raises InputError for unsupported settings."""
+        return self._resolve(target, MAX_HOPS, name=target.name)
 
-    def _resolve(self, target: Target, hops_left: int, asked_by: str, before: Node | None = None) -> Node:
+    def _resolve(self, target: Target, hops_left: int, name: str, before: Node | None = None) -> Node:
         if not hops_left:
-            raise InputError(f"{asked_by}: more than {MAX_HOPS} jump hosts, or jumps in a circle")
-        settings = self._ask(target)
+            raise InputError(f"{name}: more than {MAX_HOPS} jump hosts, or a cycle of jumps")
+        settings = self._query(target)
         for note in list_notes(settings, self._defaults, self.known_hosts, Path.home()):
-            where = "" if target.name == asked_by else f"jump host {target.name}: "
-            self.notes[where + note].append(asked_by)
-        jump = before or self._jump(target, settings, hops_left - 1, asked_by)
+            where = "" if target.name == name else f"jump host {target.name}: "
+            self.notes[where + note].append(name)
+        jump = before or self._jump(target, settings, hops_left - 1, name)
         return build_node(target, written_identities(settings, self._defaults), jump, Path.home())
 
-    def _jump(self, target: Target, settings: Settings, hops_left: int, asked_by: str) -> Node | None:
+    def _jump(self, target: Target, settings: SshSettings, hops_left: int, name: str) -> Node | None:
         command = settings.get("proxycommand", ["none"])[0]
         if command not in ("", "none"):
             forwarded = parse_proxy_command(command)
             if not forwarded:
                 raise InputError(
-                    f"{asked_by}: ProxyCommand {command!r} is not supported",
-                    remedy="write it as ProxyJump, or leave the node out with --exclude",
+                    f"{name}: ProxyCommand {command!r} is not supported",
+                    remedy="write it as ProxyJump, or skip the node with --exclude",
                 )
             host, arguments = forwarded
-            return self._resolve(Target(Hop(host).name, host, arguments), hops_left, asked_by)
+            return self._resolve(Target(Hop(host).name, host, arguments), hops_left, name)
         text = settings.get("proxyjump", ["none"])[0]
         try:
             hops = parse_jump(text)
         except ValueError as error:
-            raise InputError(f"{asked_by}: ProxyJump {text!r}: {error}") from None
+            raise InputError(f"{name}: ProxyJump {text!r}: {error}") from None
         before: Node | None = None
         for hop in hops:
-            before = self._resolve(_hop_target(hop, target), hops_left, asked_by, before)
+            before = self._resolve(_hop_target(hop, target), hops_left, name, before)
         return before
 
-    def _ask(self, target: Target) -> Settings:
-        query = tuple(build_query(target))
-        if query not in self._answers:
-            self._answers[query] = self._ask_ssh(target, query)
-        return self._answers[query]
+    def _query(self, target: Target) -> SshSettings:
+        command = tuple(build_query(target))
+        if command not in self._cache:
+            self._cache[command] = self._run_ssh(target, command)
+        return self._cache[command]
 
-    def _ask_ssh(self, target: Target, query: tuple[str, ...]) -> Settings:
+    def _run_ssh(self, target: Target, command: tuple[str, ...]) -> SshSettings:
         try:
             printed = subprocess.run(
-                query,
+                command,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -115,20 +115,20 @@ class _Resolver:
                 check=False,
             )
         except FileNotFoundError:
-            raise InputError("there is no `ssh` here", remedy="install OpenSSH's client") from None
+            raise InputError("`ssh` is not installed here", remedy="install the OpenSSH client") from None
         except subprocess.TimeoutExpired:
             raise CsdctlError(
                 f"{target.name}: `ssh -G {target.host}` did not end in {QUERY_DEADLINE_S:.0f} s",
                 remedy="a `Match exec` in an ssh_config may hang",
             ) from None
         if printed.returncode:
-            said = printed.stderr.strip().splitlines()[:1] or ["no message"]
-            raise InputError(f"{target.name}: `ssh -G {target.host}` refuses: {said[0]}")
+            lines = printed.stderr.strip().splitlines()[:1] or ["no message"]
+            raise InputError(f"{target.name}: `ssh -G {target.host}` failed: {lines[0]}")
         return parse_settings(printed.stdout)
 
 
 def _hop_target(hop: Hop, target: Target) -> Target:
-    """A step of a ProxyJump: of the command line, OpenSSH gives it the configuration file and no more."""
+    """Return the target of a ProxyJump hop: OpenSSH passes only the configuration file on to it."""
     files = [file for flag, file in pairwise(target.arguments) if flag == "-F"]
     arguments = ["-F", files[0]] if files else []
     arguments += ["-p", str(hop.port)] if hop.port else []

@@ -1,7 +1,7 @@
-"""`trust`: which host keys csdctl accepts, decided by a person, once for many nodes.
+"""`trust`: the user accepts host keys, for many nodes at once.
 
-Keys are kept in csdctl's own known_hosts, in plain text. A key that has changed is never replaced here: it
-has to be forgotten first, by name. A machine behind a jump host is asked through it, so that one comes first.
+Keys are stored in csdctl's own known_hosts, in plain text. A changed key is never replaced here: the user
+must forget it first, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
 """
 
 import base64
@@ -24,7 +24,7 @@ CONNECT_DEADLINE_S = 10.0
 
 
 class KeyState(StrEnum):
-    """What is known of the key that a machine shows."""
+    """Whether the key of a machine is known."""
 
     KNOWN = "known"
     NEW = "new"
@@ -32,7 +32,7 @@ class KeyState(StrEnum):
 
 @dataclass(frozen=True)
 class ShownKey:
-    """The key that a machine shows, and whether it was known before."""
+    """The key presented by a machine, and whether it was known before."""
 
     node: Node
     type: str
@@ -41,12 +41,12 @@ class ShownKey:
 
     @property
     def fingerprint(self) -> str:
-        """As ssh shows it."""
+        """In the format of ssh."""
         return fingerprint(self.blob)
 
 
 def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
-    """The nodes of `fleet` and their jump hosts, by name; those that are reached directly come first."""
+    """Return the nodes of `fleet` and their jump hosts by name, grouped by number of jumps, ascending."""
     layers: dict[int, dict[str, Node]] = {}
     for node in fleet.nodes:
         machine: Node | None = node
@@ -56,18 +56,18 @@ def list_layers(fleet: Fleet) -> list[dict[str, Node]]:
     return [layers[depth] for depth in sorted(layers)]
 
 
-def look_at_keys(
+def fetch_keys(
     fleet: Fleet,
     machines: Mapping[str, Node],
     *,
     directory: Path,
 ) -> dict[str, Outcome[ShownKey]]:
-    """The key that each of `machines` shows; HostKeyError where it is another one than before."""
+    """Return the key presented by each of `machines`; HostKeyError for a changed key."""
     from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts  # paramiko takes 0.1 s to load
 
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
 
-    def look(node: Node) -> ShownKey:
+    def fetch(node: Node) -> ShownKey:
         key_type, blob = fetch_host_key(node, known, jumps, connect_deadline_s=CONNECT_DEADLINE_S)
         if not known.lookup(node.address, node.port):
             return ShownKey(node, key_type, blob, KeyState.NEW)
@@ -76,7 +76,7 @@ def look_at_keys(
 
     with contextlib.closing(make_jump_hosts(known)) as jumps:
         try:
-            return run_on_all(machines, look)
+            return run_on_all(machines, fetch)
         finally:
             note_traffic(directory, "trust")(add_up(jumps.opened))
 
@@ -91,7 +91,7 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
 
 
 def forget_keys(machines: Iterable[Node], project: ProjectDirectory) -> dict[str, int]:
-    """Remove the keys of `machines` from csdctl's own known_hosts; how many there were, by name."""
+    """Remove the keys of `machines` from csdctl's own known_hosts; return the number of keys by name."""
     names = {build_host_name(node.address, node.port): node.name for node in machines}
     removed = dict.fromkeys(names.values(), 0)
     kept = []
@@ -107,12 +107,12 @@ def forget_keys(machines: Iterable[Node], project: ProjectDirectory) -> dict[str
 
 
 def check_forgotten(fleet: Fleet, directory: Path) -> None:
-    """Raise HostKeyError for a node whose key is still in a file that csdctl does not write."""
+    """Raise HostKeyError for a node with a key in a file that csdctl does not write."""
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory))
     for node in fleet.nodes:
         for key in known.lookup(node.address, node.port):
             raise HostKeyError(
-                f"its key is still in {key.path}:{key.line}",
+                f"its key remains in {key.path}:{key.line}",
                 node=node.name,
                 remedy=f"remove it there: ssh-keygen -R '{build_host_name(node.address, node.port)}'",
             )

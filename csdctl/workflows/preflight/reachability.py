@@ -87,11 +87,11 @@ def _connect(
     name: str, client: PortListener, others: Mapping[str, PortListener], deadline_s: float
 ) -> list[ConnectAttempt]:
     listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
-    request = {"doors": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
+    request = {"listeners": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
     response = _request(client.conversation, name, request, deadline_s)
     return [
         ConnectAttempt(name, server, address, port, reason)
-        for (server, address, port), (_, _, reason) in zip(listeners, response["knocks"], strict=True)
+        for (server, address, port), (_, _, reason) in zip(listeners, response["attempts"], strict=True)
     ]
 
 

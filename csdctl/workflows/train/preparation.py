@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 
 from csdctl.job.model import Job
-from csdctl.workflows.data.prepare import OnProgress, Prepared, prepare_job
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared, prepare_job
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -14,7 +14,7 @@ class PreparationObserver(Protocol):
     def say(self, line: str, /) -> None:
         """Show one line."""
 
-    def preparing(self) -> AbstractContextManager[OnProgress]:
+    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
         """Open a view of the progress; closed before anything else is shown."""
 
 

@@ -10,7 +10,7 @@ from csdctl.cli.render.preparing import PreparingView, prepare_document, render_
 from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.prepare import CarriedModel, Prepared
+from csdctl.workflows.data.prepare import Prepared, SerializedModel
 
 PUBLIC = DatasetInfo(
     "/data/public", 1000, (8, 8, 3), "uint8", (), 2, "f", {}, {"ant": 9, "bee": 1, "cat": 990}
@@ -24,7 +24,7 @@ PRIVATE = replace(
     unusable_classes=("cat",),
 )
 FILE = StoredFile("0" * 64, ".json", Path("x"))
-MODEL = CarriedModel(ModelInfo("m", (8, 8, 3), (3,), 7, 7, "softmax"), FILE, FILE)
+MODEL = SerializedModel(ModelInfo("m", (8, 8, 3), (3,), 7, 7, "softmax"), FILE, FILE)
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 
 

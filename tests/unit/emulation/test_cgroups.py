@@ -30,7 +30,7 @@ def test_the_own_group_of_version_2_is_found() -> None:
     assert parse_hierarchies(MOUNTS_V2, OWN_V2) == [CpuHierarchy(2, Path("/sys/fs/cgroup"), own)]
 
 
-def test_in_a_container_the_mount_stands_for_the_own_group() -> None:
+def test_in_a_container_the_mount_is_the_own_group() -> None:
     mounts = MOUNTS_V1.replace("0:29 / /sys", "0:29 /docker/abc /sys")
     own = OWN_V1.replace("1:cpu:/jobs/7", "1:cpu:/docker/abc")
     assert parse_hierarchies(mounts, own)[0].own == Path("/sys/fs/cgroup/cpu")

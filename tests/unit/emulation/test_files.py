@@ -27,13 +27,13 @@ def state(paths: FleetPaths, tmp_path: Path) -> FleetState:
     return FleetState(paths.fleet_id, EmulatedSpec(2), "auto", tmp_path / "fleet.yaml", "root", nodes)
 
 
-def test_state_comes_back_as_it_was_saved(paths: FleetPaths, state: FleetState) -> None:
+def test_state_round_trips(paths: FleetPaths, state: FleetState) -> None:
     save_state(paths, state)
     assert load_state(paths) == state
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"schema": 99}', '{"schema": 1, "nodes": 3}'])
-def test_state_that_cannot_be_used_counts_as_lost(paths: FleetPaths, content: str) -> None:
+def test_unusable_state_counts_as_lost(paths: FleetPaths, content: str) -> None:
     paths.directory.mkdir(parents=True)
     paths.state.write_text(content)
     assert load_state(paths) is None
@@ -51,12 +51,12 @@ def test_state_is_readable_json(paths: FleetPaths, state: FleetState) -> None:
     }
 
 
-def test_the_fleet_id_follows_from_the_directory(tmp_path: Path) -> None:
+def test_the_fleet_id_is_derived_from_the_directory(tmp_path: Path) -> None:
     assert FleetPaths(tmp_path / "a" / ".." / "b").fleet_id == FleetPaths(tmp_path / "b").fleet_id
     assert FleetPaths(tmp_path / "a").fleet_id != FleetPaths(tmp_path / "b").fleet_id
 
 
-def test_the_fleet_file_is_one_that_csdctl_reads(paths: FleetPaths, state: FleetState) -> None:
+def test_the_fleet_file_can_be_read_by_csdctl(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "/opt/python")
     fleet = load_fleet(state.fleet_path)
     assert fleet.emulated
@@ -70,7 +70,7 @@ def test_the_fleet_file_is_one_that_csdctl_reads(paths: FleetPaths, state: Fleet
     }
 
 
-def test_a_fleet_file_that_was_changed_stays(paths: FleetPaths, state: FleetState) -> None:
+def test_a_changed_fleet_file_is_kept(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
     path = state.fleet_path
     assert is_unchanged(path, paths.fleet_id)
@@ -78,11 +78,11 @@ def test_a_fleet_file_that_was_changed_stays(paths: FleetPaths, state: FleetStat
     path.write_text(path.read_text() + "# mine\n")
     assert not remove_fleet_file(path, paths.fleet_id)
     assert path.exists()
-    with pytest.raises(InputError, match="left as it is"):
+    with pytest.raises(InputError, match="left unchanged"):
         check_may_write(path, paths.fleet_id)
 
 
-def test_a_fleet_file_goes_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
+def test_a_fleet_file_is_removed_with_its_facts(paths: FleetPaths, state: FleetState) -> None:
     save_fleet_file(paths, state, "python3")
     facts = state.fleet_path.with_name("fleet.facts.json")
     facts.write_text("{}")
@@ -102,7 +102,7 @@ def test_host_keys_are_readable_and_replace_those_of_the_same_port(tmp_path: Pat
     assert "csd7.example" in known
 
 
-def test_down_takes_only_its_own_host_keys(tmp_path: Path) -> None:
+def test_down_removes_only_its_own_host_keys(tmp_path: Path) -> None:
     path = tmp_path / "known_hosts"
     add_host_keys(path, {2200: KEY}, "mine")
     remove_host_keys(path, [], "mine")

@@ -28,20 +28,20 @@ def test_a_name_with_brackets_does_not_shift_the_fields() -> None:
     assert stat.children_cpu_s == pytest.approx(400 / os.sysconf("SC_CLK_TCK"))
 
 
-def test_descendants_are_found_both_ways(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_descendants_are_found_with_and_without_children_files(sleeper: "subprocess.Popen[bytes]") -> None:
     found = processes.list_descendants(os.getpid())
     assert {sleeper.pid, *processes.list_descendants(sleeper.pid)} <= set(found)
     assert set(found) >= set(processes._descendants_in(processes._parents(), sleeper.pid))
 
 
-def test_a_process_is_found_by_the_mark_it_carries(sleeper: "subprocess.Popen[bytes]") -> None:
+def test_a_process_is_found_by_its_marker(sleeper: "subprocess.Popen[bytes]") -> None:
     family = {sleeper.pid, *processes.list_descendants(sleeper.pid)}
-    while set(processes.list_carriers("unit-test-fleet")) != family:  # until it has replaced this program
+    while set(processes.list_marked("unit-test-fleet")) != family:  # until it has replaced this program
         time.sleep(0.01)
-    assert processes.list_carriers("unit-test-flee") == []
+    assert processes.list_marked("unit-test-flee") == []
 
 
-def test_an_ended_process_is_not_running_though_nobody_waited_for_it() -> None:
+def test_a_zombie_is_not_running() -> None:
     child = subprocess.Popen(["true"])
     started = processes.load_stat(child.pid)
     assert started is not None
@@ -64,7 +64,7 @@ def test_cpu_time_is_what_the_process_itself_reports() -> None:
     assert before <= read <= time.process_time()
 
 
-def test_the_largest_process_is_ended_when_the_limit_is_passed() -> None:
+def test_the_largest_process_is_killed_above_the_limit() -> None:
     hold = "import sys, time; block = bytearray(int(sys.argv[1]) << 20); print(flush=True); time.sleep(60)"
     children = [
         subprocess.Popen([sys.executable, "-c", hold, size], stdout=subprocess.PIPE) for size in ("8", "64")

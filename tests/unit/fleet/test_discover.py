@@ -24,7 +24,7 @@ from csdctl.workflows.discovery.scan import check_interface, scan
 
 @contextlib.contextmanager
 def listening(greetings: dict[str, bytes]) -> Iterator[int]:
-    """One port on several loopback addresses, each with its greeting (b'' says nothing)."""
+    """Listen on one port of several loopback addresses, each with its banner (b'' sends none)."""
     with contextlib.ExitStack() as stack:
         port = 0
         for address, greeting in greetings.items():
@@ -44,7 +44,7 @@ def _greet(server: socket.socket, greeting: bytes) -> None:
                 connection.close()
 
 
-def test_scan_finds_what_greets_as_ssh_and_nothing_else() -> None:
+def test_scan_finds_ssh_servers_only() -> None:
     greetings = {
         "127.0.9.1": b"SSH-2.0-a\r\n",
         "127.0.9.3": b"SSH-2.0-b\r\n",
@@ -56,12 +56,12 @@ def test_scan_finds_what_greets_as_ssh_and_nothing_else() -> None:
     assert {(node.user, node.key, node.port) for node in nodes} == {("trainer", Path("/key"), port)}
 
 
-def test_scan_leaves_this_machine_out() -> None:
+def test_scan_skips_this_machine() -> None:
     with listening({"127.0.0.1": b"SSH-2.0-a\r\n"}) as port, pytest.raises(NoNodeReachableError):
         scan(["127.0.0.1/32"], user="root", port=port)
 
 
-def test_scan_that_finds_nothing_says_so() -> None:
+def test_scan_without_result_is_an_error() -> None:
     with (
         listening({"127.0.9.1": b""}) as port,
         pytest.raises(NoNodeReachableError, match="none of 2 addresses"),
@@ -69,7 +69,7 @@ def test_scan_that_finds_nothing_says_so() -> None:
         scan(["127.0.9.0/30"], user="root", port=port, banner_timeout_s=0.2)
 
 
-def test_missing_interface_is_named_with_those_there_are() -> None:
+def test_missing_interface_is_reported_with_the_available_ones() -> None:
     with pytest.raises(InputError, match="no-such-if") as caught:
         check_interface("no-such-if")
     assert "lo" in caught.value.remedy or "root" in caught.value.remedy
@@ -78,7 +78,7 @@ def test_missing_interface_is_named_with_those_there_are() -> None:
 def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
     fleet = Fleet((Node("csd0", "10.1.2.3"),), path=tmp_path / "fleet.yaml")
     write_fleet(FoundFleet(fleet, "# found\n"))
-    with pytest.raises(InputError, match="is there already") as caught:
+    with pytest.raises(InputError, match="already exists") as caught:
         write_fleet(FoundFleet(fleet, "# again\n"))
     assert "--force" in caught.value.remedy
     write_fleet(FoundFleet(fleet, "# again\n"), force=True)
@@ -102,21 +102,21 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     assert sorted(told) == ["csd0", "host"]
 
 
-def test_machine_that_cannot_be_probed_has_a_problem_and_stops_nobody() -> None:
+def test_machine_that_cannot_be_probed_has_a_problem_and_does_not_stop_others() -> None:
     fleet = Fleet((Node("csd0", "10.0.0.1"),))
     facts = collect_facts(fleet, {"csd0": FakeSession("csd0")})
     assert "probing failed" in (facts["csd0"].problem or "")
 
 
 @pytest.mark.fault(15)
-def test_nodes_that_show_one_host_key_are_warned_about() -> None:
+def test_nodes_with_the_same_host_key_are_a_warning() -> None:
     fingerprints = {"csd0": "SHA256:a", "csd1": "SHA256:b", "csd2": "SHA256:a"}
     (warning,) = find_shared_host_keys(fingerprints)
-    assert warning.startswith("csd0, csd2 show the same host key SHA256:a")
+    assert warning.startswith("csd0, csd2 have the same host key SHA256:a")
 
 
 @pytest.mark.fault(13)
-def test_nodes_with_one_address_are_warned_about_and_ports_tell_them_apart() -> None:
+def test_nodes_with_the_same_address_and_port_are_a_warning() -> None:
     nodes = [Node(f"csd{number}", "10.0.0.1", port=22 if number < 2 else number) for number in range(4)]
     (warning,) = find_shared_addresses(Fleet(tuple(nodes)))
     assert warning == "csd[0-1] have the same address 10.0.0.1 port 22: one machine listed twice"
@@ -124,7 +124,7 @@ def test_nodes_with_one_address_are_warned_about_and_ports_tell_them_apart() -> 
 
 @pytest.mark.fault(36)
 @pytest.mark.parametrize("content", ['{"machines": {"csd0"', '{"schema": 0, "machines": {}}', "[]", "\xff"])
-def test_facts_that_cannot_be_read_are_kept_aside_and_said(tmp_path: Path, content: str) -> None:
+def test_unreadable_facts_are_set_aside_with_a_warning(tmp_path: Path, content: str) -> None:
     fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
     path = facts_path(fleet)
     path.write_text(content, encoding="latin-1")
@@ -135,7 +135,7 @@ def test_facts_that_cannot_be_read_are_kept_aside_and_said(tmp_path: Path, conte
     assert [warning for warning in result.warnings if str(aside) in warning]
 
 
-def test_drives_are_kept_with_the_facts(tmp_path: Path) -> None:
+def test_drives_are_saved_with_the_facts(tmp_path: Path) -> None:
     fleet = Fleet((), path=tmp_path / "fleet.yaml")
     facts = {"csd0": Facts("csd0", drives=(Drive("/dev/nvme0", "S0", "CSD", 512),))}
     save_facts(fleet, facts)

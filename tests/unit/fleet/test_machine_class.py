@@ -1,4 +1,4 @@
-"""Which machines are measured once for all, and which are not."""
+"""Which machines share measurements, and which do not."""
 
 import subprocess
 import sys
@@ -41,7 +41,7 @@ def key(**changes: object) -> str:
         {"python_version": "3.11.9"},
     ],
 )
-def test_what_differs_between_twins_or_days_does_not_split_a_class(changes: dict[str, object]) -> None:
+def test_changing_values_do_not_split_a_class(changes: dict[str, object]) -> None:
     assert key(**changes) == key()
 
 
@@ -68,13 +68,13 @@ def test_two_cpu_limits_are_two_classes() -> None:
     assert key(cpu_limit=0.22) != key(cpu_limit=0.25)
 
 
-def test_emulated_machines_are_no_real_ones_and_their_number_counts() -> None:
+def test_emulated_machines_have_their_own_classes_by_number_of_nodes() -> None:
     keys = {classify_machine(CSD, num_emulated=number).key for number in (0, 2, 4)}
     assert len(keys) == 3
     assert "emulated with 4 nodes" in classify_machine(CSD, num_emulated=4).name
 
 
-def test_machine_of_which_nothing_is_known_has_a_class_too() -> None:
+def test_unknown_machine_has_a_class() -> None:
     nothing = classify_machine(Facts("csd0"))
     assert nothing.name == "?, ? cores"
     assert nothing.key == classify_machine(Facts("csd1")).key
@@ -113,7 +113,7 @@ class TestFleets:
         host, one, two = (classify_machine(replace(CSD, num_cores=cores)) for cores in (8, 4, 2))
         assert classify_fleet(host, [one, two, one], "").key == classify_fleet(host, [two, one], "").key
 
-    def test_host_kinds_of_nodes_and_network_do(self) -> None:
+    def test_host_node_classes_and_network_matter(self) -> None:
         host, one, two = (classify_machine(replace(CSD, num_cores=cores)) for cores in (8, 4, 2))
         fleets = [
             classify_fleet(host, [one], ""),
@@ -133,5 +133,5 @@ def test_memory_is_rounded_up_by_a_quarter_at_most(num_bytes: int) -> None:
 
 
 @given(st.sampled_from([2, 4, 6, 8, 16, 24, 32, 64]), st.floats(0.9, 1.0), st.floats(0.9, 1.0))
-def test_twins_of_a_usual_size_are_alike_whatever_firmware_takes(gib: int, one: float, two: float) -> None:
+def test_equal_machines_round_to_the_same_memory(gib: int, one: float, two: float) -> None:
     assert round_memory_up(int(gib * GIB * one)) == round_memory_up(int(gib * GIB * two)) == gib * GIB

@@ -1,4 +1,4 @@
-"""fleet.yaml: ranges, groups, jump hosts; and what is refused, with its line."""
+"""fleet.yaml: ranges, groups, jump hosts; invalid content is refused with its line."""
 
 import time
 from pathlib import Path
@@ -26,7 +26,7 @@ def refused(directory: Path, text: str) -> str:
 
 
 class TestRanges:
-    def test_one_entry_stands_for_many_nodes(self, tmp_path: Path) -> None:
+    def test_one_entry_expands_to_many_nodes(self, tmp_path: Path) -> None:
         nodes = load(tmp_path, "nodes: [{name: 'csd[0-35]', address: '10.1.1.[2-37]', port: 2200}]").nodes
         assert [(node.name, node.address) for node in nodes] == [
             (f"csd{k}", f"10.1.1.{k + 2}") for k in range(36)
@@ -42,19 +42,19 @@ class TestRanges:
             tmp_path, "nodes:\n- {name: a, address: a}\n- {name: 'c[0-3]', address: '10.0.0.[1-3]'}"
         )
         assert "fleet.yaml:3: " in said
-        assert "'c[0-3]' stands for 4 nodes" in said
-        assert "for 3; expected as many of both" in said
+        assert "'c[0-3]' expands to 4 nodes" in said
+        assert "to 3; expected equal numbers" in said
 
     def test_range_too_large_is_refused_with_its_line(self, tmp_path: Path) -> None:
         said = refused(tmp_path, "nodes:\n- name: c[0-999999999]\n  address: a[0-999999999]")
         assert "fleet.yaml:2: " in said
         assert "more than 100,000 names" in said
 
-    def test_name_made_twice_is_refused(self, tmp_path: Path) -> None:
+    def test_duplicate_name_is_refused(self, tmp_path: Path) -> None:
         text = "nodes: [{name: 'c[0-3]', address: 'a[0-3]'}, {name: c2, address: b}]"
-        assert "two nodes are called 'c2'" in refused(tmp_path, text)
+        assert "two nodes have the name 'c2'" in refused(tmp_path, text)
 
-    def test_a_thousand_nodes_are_read_and_chosen_in_no_time_worth_naming(self, tmp_path: Path) -> None:
+    def test_a_thousand_nodes_are_read_and_selected_quickly(self, tmp_path: Path) -> None:
         nodes = tuple(Node(f"n{k * 7 % 1000}", f"10.0.{k // 250}.{k % 250}") for k in range(1000))
         started_s = time.process_time()
         fleet = load(tmp_path, render_fleet(Fleet(nodes), origin="Found"))
@@ -70,9 +70,9 @@ class TestGroups:
         assert [node.name for node in select_nodes(fleet, ["y"]).nodes] == ["b"]
 
     @pytest.mark.parametrize("group", ["a b", "a,b", "-x", "[x]"])
-    def test_group_that_limit_could_not_name_is_refused(self, tmp_path: Path, group: str) -> None:
+    def test_group_that_limit_cannot_express_is_refused(self, tmp_path: Path, group: str) -> None:
         said = refused(tmp_path, f"nodes: [{{name: a, address: a, group: ['{group}']}}]")
-        assert "not a usable group" in said
+        assert "not a valid group" in said
 
 
 class TestJumps:
@@ -121,15 +121,15 @@ class TestJumps:
             "jump_hosts: [{name: g, address: g, jump: g}]\nnodes: [{name: a, address: a, jump: g}]",
         ],
     )
-    def test_jumps_in_a_circle_are_refused(self, tmp_path: Path, text: str) -> None:
-        assert "jumps lead in a circle" in refused(tmp_path, text)
+    def test_cyclic_jumps_are_refused(self, tmp_path: Path, text: str) -> None:
+        assert "cyclic jumps" in refused(tmp_path, text)
 
     @pytest.mark.fault(40)
     @pytest.mark.parametrize(
         "jump",
         ["-oProxyCommand=x", "$(x)@gw", "a b", "gw:0", "gw:99999", "@gw", "gw:", ",", "-x@gw", "fd00::1"],
     )
-    def test_jump_that_could_be_taken_for_something_else_is_refused(self, tmp_path: Path, jump: str) -> None:
+    def test_ambiguous_jump_is_refused(self, tmp_path: Path, jump: str) -> None:
         said = refused(tmp_path, f"nodes:\n- {{name: a, address: b, jump: '{jump}'}}")
         assert "fleet.yaml:2: `nodes.0.jump`" in said
 
@@ -149,18 +149,18 @@ class TestJumps:
     ],
 )
 @pytest.mark.parametrize("place", ["nodes", "jump_hosts"])
-def test_what_could_be_an_option_or_a_shell_text_is_refused(
+def test_values_like_options_or_shell_text_are_refused(
     tmp_path: Path, place: str, key: str, value: str
 ) -> None:
     entry = {"name": "a", "address": "b", key: value}
     content = {"jump_hosts": [], "nodes": [{"name": "x", "address": "x"}], place: [entry]}
     said = refused(tmp_path, yaml.safe_dump(content))
     assert f"`{place}.0.{key}`" in said
-    assert "not a usable" in said
+    assert "not a valid" in said
 
 
 @pytest.mark.fault(38)
-def test_unknown_key_is_told_with_its_line_and_the_nearest_one(tmp_path: Path) -> None:
+def test_unknown_key_is_reported_with_its_line_and_the_nearest_key(tmp_path: Path) -> None:
     said = refused(tmp_path, "nodes:\n- name: a\n  address: b\n  prot: 22\njumphosts: []")
     assert "fleet.yaml:4: unknown key `nodes.0.prot`, did you mean `port`?" in said
     assert "fleet.yaml:5: unknown key `jumphosts`, did you mean `jump_hosts`?" in said
@@ -185,7 +185,7 @@ class TestWriting:
             [Node("a", "a", groups=("g",)), Node("b", "b", groups=("g",)), Node("c", "c")],
         ],
     )
-    def test_written_fleet_is_read_back_as_the_same_nodes(self, tmp_path: Path, nodes: list[Node]) -> None:
+    def test_written_fleet_round_trips(self, tmp_path: Path, nodes: list[Node]) -> None:
         fleet = Fleet(tuple(nodes), network="10.1.1.0/24", path=tmp_path / "fleet.yaml")
         again = load(tmp_path, render_fleet(fleet, origin="Found"))
         assert [without_jump_names(node) for node in again.nodes] == [without_jump_names(n) for n in nodes]
@@ -197,7 +197,7 @@ class TestWriting:
         assert "jump_hosts" not in text
         assert load(tmp_path, text).nodes[1].jump == gate
 
-    def test_origin_stays_in_the_first_line_whatever_it_holds(self, tmp_path: Path) -> None:
+    def test_origin_stays_in_the_first_line(self, tmp_path: Path) -> None:
         fleet = Fleet((Node("a", "10.0.0.1"),))
         text = render_fleet(fleet, origin="Written from x\nnetwork: 10.0.0.0/8\n\u2028y")
         assert load(tmp_path, text).network == ""

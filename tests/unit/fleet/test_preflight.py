@@ -1,4 +1,4 @@
-"""What a machine lacks is said before anything is sent to it."""
+"""Missing software is reported before anything is sent to a machine."""
 
 import pytest
 
@@ -31,12 +31,12 @@ def test_missing_software_is_named_with_the_node_and_its_python() -> None:
     assert "python:" in raised.value.remedy
 
 
-def test_python_that_does_not_run_is_said() -> None:
-    with pytest.raises(NodeError, match="'/opt/bin/python' is no Python that runs"):
+def test_python_that_does_not_run_is_reported() -> None:
+    with pytest.raises(NodeError, match="'/opt/bin/python' is not a working Python"):
         check_machines(FLEET, [Facts("csd0")])
 
 
-def test_several_machines_are_told_in_one_error() -> None:
+def test_several_machines_are_reported_in_one_error() -> None:
     with pytest.raises(CsdctlError, match="2 machines cannot train") as raised:
         check_machines(FLEET, [Facts("csd0"), Facts("csd1", problem="no answer")])
     assert "csd1: no answer" in raised.value.message

@@ -21,11 +21,11 @@ from csdctl.fleet.writing import render_fleet
         ("fd00::/126", ["fd00::1", "fd00::2", "fd00::3"]),
     ],
 )
-def test_range_becomes_its_host_addresses(cidr: str, addresses: list[str]) -> None:
+def test_network_expands_to_its_host_addresses(cidr: str, addresses: list[str]) -> None:
     assert expand_addresses(cidr) == addresses
 
 
-def test_largest_range_is_taken_and_a_larger_one_refused() -> None:
+def test_largest_range_is_accepted_and_a_larger_one_refused() -> None:
     assert len(expand_addresses("10.0.0.0/20")) == MAX_ADDRESSES - 2
     for cidr in ("10.0.0.0/19", "10.0.0.0/8", "fd00::/64"):
         with pytest.raises(InputError, match="at most 4096"):
@@ -33,12 +33,12 @@ def test_largest_range_is_taken_and_a_larger_one_refused() -> None:
 
 
 @pytest.mark.parametrize("cidr", ["", "here", "10.0.0.0/33", "10.0.0/24", "-oProxyCommand=x"])
-def test_what_is_no_range_is_refused(cidr: str) -> None:
+def test_invalid_range_is_refused(cidr: str) -> None:
     with pytest.raises(InputError, match="not an address range"):
         expand_addresses(cidr)
 
 
-def test_written_fleet_is_read_back_as_the_same_nodes(tmp_path: Path) -> None:
+def test_written_fleet_round_trips(tmp_path: Path) -> None:
     nodes = name_nodes(["10.1.2.4", "fd00::1"], user="trainer", key=tmp_path / "my key: #1", port=2222)
     path = tmp_path / "fleet.yaml"
     path.write_text(render_fleet(Fleet(nodes, network="10.1.2.0/24"), origin="Found"))
@@ -53,7 +53,7 @@ def test_empty_fleet_is_not_written() -> None:
         render_fleet(Fleet(()), origin="Found")
 
 
-def test_facts_are_read_back_with_their_notes(tmp_path: Path) -> None:
+def test_facts_round_trip_with_their_notes(tmp_path: Path) -> None:
     fleet = Fleet((), path=tmp_path / "fleet.yaml")
     facts = {"csd0": Facts("csd0", cpu_features=("fp",), notes=("look",), problem="gone")}
     save_facts(fleet, facts)

@@ -47,10 +47,10 @@ class TestPaths:
         assert job.public_path == tmp_path / "data" / "train"
         assert job.validation_path == Path("/srv/val")
 
-    def test_private_path_stays_as_written_since_it_is_on_the_nodes(self, write: Write) -> None:
+    def test_private_path_stays_as_written(self, write: Write) -> None:
         assert load_job(write()).private_path == "~/private"
 
-    def test_private_and_validation_may_be_left_out(self, write: Write) -> None:
+    def test_private_and_validation_are_optional(self, write: Write) -> None:
         changes = ("  private: {path: ~/private}\n", ""), ("  validation: {path: /srv/val}\n", "")
         job = load_job(write(*changes))
         assert (job.private_path, job.validation_path) == (None, None)
@@ -61,7 +61,7 @@ class TestPaths:
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         assert load_job(write(("data/train", "~/train"))).public_path == tmp_path / "home" / "train"
 
-    def test_name_is_that_of_the_file(self, write: Write) -> None:
+    def test_name_is_the_file_name(self, write: Write) -> None:
         assert load_job(write()).name == "job"
 
 
@@ -76,13 +76,13 @@ class TestModelReferences:
         job = load_job(write((MODEL, "model.keras")))
         assert (job.model, job.model_file) == (str(tmp_path / "model.keras"), tmp_path / "model.keras")
 
-    def test_own_code_is_made_absolute_and_keeps_its_function(self, write: Write, tmp_path: Path) -> None:
+    def test_user_code_is_made_absolute_and_keeps_its_function(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "my_model.py").write_text("def build(): ...")
         job = load_job(write((MODEL, "my_model.py:build")))
         assert job.model == f"{tmp_path}/my_model.py:build"
         assert job.model_file == tmp_path / "my_model.py"
 
-    def test_reference_in_another_directory_may_hold_a_colon(self, write: Write, tmp_path: Path) -> None:
+    def test_reference_may_contain_a_colon_in_its_directory(self, write: Write, tmp_path: Path) -> None:
         (tmp_path / "a:b").mkdir()
         (tmp_path / "a:b" / "m.py").write_text("")
         assert load_job(write((MODEL, '"a:b/m.py:build"'))).model_file == tmp_path / "a:b" / "m.py"
@@ -95,17 +95,17 @@ class TestModelReferences:
     @pytest.mark.parametrize(
         "name", ["MobileNetV2", "model.h5", "my_model.py", '"my_model.py:"', "my_model.py:a.b", "a.txt:build"]
     )
-    def test_unknown_form_is_refused_with_the_known_ones(
+    def test_invalid_reference_is_refused_with_the_valid_forms(
         self, write: Write, tmp_path: Path, name: str
     ) -> None:
         (tmp_path / "my_model.py").write_text("")
-        with pytest.raises(InputError, match="of no known form") as raised:
+        with pytest.raises(InputError, match="is not a valid reference") as raised:
             load_job(write((MODEL, name)))
         assert "PATH.py:FUNCTION" in raised.value.remedy
 
 
 class TestFingerprint:
-    def test_it_stays_when_nothing_changes(self, write: Write) -> None:
+    def test_fingerprint_is_stable(self, write: Write) -> None:
         assert load_job(write()).fingerprint() == load_job(write()).fingerprint()
 
     @pytest.mark.parametrize(
@@ -123,10 +123,14 @@ class TestFingerprint:
             ("data:\n", "data:\n  tfrecord: {image: i, label: l}\n"),
         ],
     )
-    def test_it_changes_with_model_recipe_and_data(self, write: Write, change: tuple[str, str]) -> None:
+    def test_fingerprint_changes_with_model_recipe_and_data(
+        self, write: Write, change: tuple[str, str]
+    ) -> None:
         assert load_job(write(change)).fingerprint() != load_job(write()).fingerprint()
 
-    def test_it_changes_with_what_is_in_the_model_file(self, write: Write, tmp_path: Path) -> None:
+    def test_fingerprint_changes_with_the_content_of_the_model_file(
+        self, write: Write, tmp_path: Path
+    ) -> None:
         (tmp_path / "m.py").write_text("def build(): return 1")
         job = load_job(write((MODEL, "m.py:build")))
         before = job.fingerprint()
@@ -135,7 +139,7 @@ class TestFingerprint:
 
 
 class TestRecipe:
-    def test_what_is_left_out_has_the_documented_default(self, write: Write) -> None:
+    def test_omitted_keys_have_documented_defaults(self, write: Write) -> None:
         recipe = load_job(write()).recipe
         assert (recipe.epochs, recipe.learning_rate, recipe.reference_batch) == (10, 0.1, 256)
         assert (recipe.optimizer, recipe.optimizer_args, recipe.warmup_epochs) == ("sgd", {}, 0.0)
@@ -184,12 +188,12 @@ class TestRecipe:
             load_job(write(("epochs: 10", f"epochs: {value}")))
 
     @pytest.mark.parametrize("line", ["  epochs: 10\n", "  learning_rate: 0.1\n"])
-    def test_epochs_and_learning_rate_must_be_there(self, write: Write, line: str) -> None:
+    def test_epochs_and_learning_rate_are_required(self, write: Write, line: str) -> None:
         with pytest.raises(InputError, match=f"`recipe.{line.strip().partition(':')[0]}` is missing"):
             load_job(write((line, "")))
 
 
-def test_public_data_that_lies_elsewhere_is_refused(write: Write) -> None:
+def test_public_data_at_another_location_is_refused(write: Write) -> None:
     with pytest.raises(InputError, match=r"job\.yaml:4: `data\.public\.on`: .*received 'everywhere'"):
         load_job(write(("on: host", "on: everywhere")))
 
@@ -208,7 +212,7 @@ def with_noise(write: Write, noise: str) -> Job:
     return load_job(write(("{path: ~/private}", f"{{path: ~/private, {noise}}}")))
 
 
-def test_noise_on_private_samples_changes_the_plan_and_is_absent_unless_asked_for(write: Write) -> None:
+def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(write: Write) -> None:
     without = load_job(write())
     job = with_noise(write, NOISE)
     assert (without.noise, job.noise) == (None, Noise(1.0, 8.0, 1e-5))

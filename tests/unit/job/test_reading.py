@@ -1,4 +1,4 @@
-"""How data is read, as job.yaml says it; and private data named as other data."""
+"""How job.yaml defines the reading of data; private data that overlaps with other data."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,12 +34,12 @@ def job(tmp_path: Path) -> Write:
 
 
 class TestReading:
-    def test_nothing_said_leaves_everything_to_the_model(self, job: Write) -> None:
+    def test_defaults_leave_everything_to_the_model(self, job: Write) -> None:
         reading = job().reading
         assert reading.picture == ImageRule(None, "stretch", 100_000_000)
         assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
 
-    def test_pictures_classes_and_features_are_said(self, job: Write) -> None:
+    def test_images_classes_and_features_are_read(self, job: Write) -> None:
         said = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
         said += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
         reading = job(said).reading
@@ -79,9 +79,9 @@ class TestReading:
         assert loaded.fingerprint() != before
 
     @pytest.mark.parametrize("function", ["my_data.py:load", "my_model.py", "my_model.txt:load", "load"])
-    def test_function_that_is_not_there_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
+    def test_missing_function_is_refused(self, job: Write, tmp_path: Path, function: str) -> None:
         (tmp_path / "my_model.py").write_text("")
-        with pytest.raises(InputError, match="cannot be found"):
+        with pytest.raises(InputError, match="was not found"):
             job(public=f"pub, function: '{function}'")
 
 
@@ -100,27 +100,27 @@ class TestPrivatePath:
         ],
     )
     def test_private_data_named_as_other_data_is_refused(self, job: Write, private: str, other: str) -> None:
-        with pytest.raises(InputError, match=r"data\.public\.path .* are one") as raised:
+        with pytest.raises(InputError, match=r"data\.public\.path .* overlap") as raised:
             job(private=private, public=other)
         assert raised.value.exit_code == 2
-        with pytest.raises(InputError, match=r"data\.validation\.path .* are one"):
+        with pytest.raises(InputError, match=r"data\.validation\.path .* overlap"):
             job(private=private, validation=other)
 
-    def test_root_of_all_is_refused(self, job: Write) -> None:
-        with pytest.raises(InputError, match="are one, or one lies in the other"):
+    def test_root_directory_is_refused(self, job: Write) -> None:
+        with pytest.raises(InputError, match="overlap"):
             job(private="/")
 
     def test_public_link_to_the_private_path_is_refused(self, job: Write, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
         (tmp_path / "pub").symlink_to(tmp_path / "mine")
-        with pytest.raises(InputError, match="are one"):
+        with pytest.raises(InputError, match="overlap"):
             job(private=str(tmp_path / "mine"))
 
     @pytest.mark.parametrize("private", ["/data/../etc", "..", "~/../other", "a/.."])
-    def test_way_upwards_is_refused(self, job: Write, private: str) -> None:
-        with pytest.raises(InputError, match=r"leads upwards by `\.\.`"):
+    def test_parent_reference_is_refused(self, job: Write, private: str) -> None:
+        with pytest.raises(InputError, match=r"contains `\.\.`"):
             job(private=private)
 
     @pytest.mark.parametrize("private", ["/data/private2", "~/private", "private", "/data/priv"])
-    def test_neighbours_are_no_matter(self, job: Write, private: str) -> None:
+    def test_sibling_paths_are_accepted(self, job: Write, private: str) -> None:
         assert job(private=private, public="/data/private").private_path == private

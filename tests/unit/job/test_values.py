@@ -1,4 +1,4 @@
-"""A job in flat values: whatever its fingerprint depends on is told by one of them."""
+"""A job as flat values, which include every input of its fingerprint."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_values_have_the_names_of_the_job_file(tmp_path: Path) -> None:
     assert values["recipe.from_logits"] is False
 
 
-def test_what_is_not_set_is_not_there(tmp_path: Path) -> None:
+def test_unset_values_are_omitted(tmp_path: Path) -> None:
     values = describe_job(written(tmp_path, PLAIN))
     assert "model_args.weights" not in values
     assert "recipe.max_learning_rate" not in values
@@ -43,7 +43,7 @@ def test_what_is_not_set_is_not_there(tmp_path: Path) -> None:
     assert None not in values.values()
 
 
-def test_every_change_that_the_fingerprint_sees_is_seen_here(tmp_path: Path) -> None:
+def test_every_fingerprint_change_is_described(tmp_path: Path) -> None:
     before = written(tmp_path, PLAIN)
     for old, new in (
         ("MobileNetV2", "ResNet50"),

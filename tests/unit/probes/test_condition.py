@@ -1,4 +1,4 @@
-"""What a preflight asks of a machine: names, addresses, and where it can write."""
+"""Probes of preflight checks: hostname, addresses, and writable directories."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ inodes tmpfs          0     0     0     - /tmp
 """
 
 
-def test_places_are_told_with_their_space_inodes_and_refusal() -> None:
+def test_directories_are_parsed_with_space_inodes_and_refusal() -> None:
     home, temporary = parse_places(PLACES).values()
     assert (home.path, home.free_bytes, home.free_inodes, home.refusal) == (  # type: ignore[attr-defined]
         "/root",
@@ -33,13 +33,13 @@ def test_places_are_told_with_their_space_inodes_and_refusal() -> None:
     assert temporary.refusal == "I/O error"  # type: ignore[attr-defined]
 
 
-def test_place_that_cannot_be_looked_at_is_unknown() -> None:
+def test_unreadable_directory_is_unknown() -> None:
     condition = parse_condition("csd0", "csdctl-probe:places\nsh: df: not found\n")
     assert condition.home is None
     assert condition.addresses is None
 
 
-def test_this_machine_tells_its_condition(tmp_path: Path) -> None:
+def test_this_machine_has_a_condition(tmp_path: Path) -> None:
     session = LocalSession("host", tmp_path)
     facts, condition = collect_condition(session, sys.executable, deadline_s=60)
     session.close()
@@ -55,7 +55,7 @@ def test_this_machine_tells_its_condition(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(26)
-def test_home_that_cannot_be_written_says_so() -> None:
+def test_unwritable_home_is_reported() -> None:
     session = LocalSession("host", Path("/proc"))
     _, condition = collect_condition(session, sys.executable, deadline_s=60)
     session.close()

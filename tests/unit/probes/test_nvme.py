@@ -1,4 +1,4 @@
-"""The NVMe probe over a tree like /sys; no machine with such drives was at hand, so the tree is a sample."""
+"""The NVMe probe on a sample tree like /sys; no machine with such drives was available."""
 
 import subprocess
 from pathlib import Path
@@ -17,7 +17,7 @@ def probe(sys: Path) -> tuple[Drive, ...]:
 
 
 def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: int) -> None:
-    """As Linux has it: values padded with blanks to the width of the NVMe field."""
+    """A tree as in Linux: values are padded with blanks to the width of the NVMe field."""
     directory = sys / "class" / "nvme" / controller
     directory.mkdir(parents=True)
     (directory / "serial").write_text(f"{serial:<20}\n")
@@ -29,7 +29,7 @@ def add_drive(sys: Path, controller: str, serial: str, model: str, **sectors: in
         (block / "size").write_text(f"{size}\n")
 
 
-def test_drives_are_told_with_their_sizes_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_drives_are_listed_with_sizes_in_numeric_order(tmp_path: Path) -> None:
     add_drive(tmp_path, "nvme10", "S10", "NGD Newport", nvme10n1=1000)
     add_drive(tmp_path, "nvme2", "S2", "Boot drive", nvme2n1=10, nvme2n2=20)
     add_drive(tmp_path, "nvme3", "S3", "No namespace")
@@ -45,7 +45,7 @@ def test_namespace_behind_multipath_is_found(tmp_path: Path) -> None:
     assert probe(tmp_path) == (Drive("/dev/nvme0", "S0", "Dual port", 4096),)
 
 
-def test_drive_without_a_serial_is_left_out(tmp_path: Path) -> None:
+def test_drive_without_a_serial_is_skipped(tmp_path: Path) -> None:
     add_drive(tmp_path, "nvme0", "", "Unnamed", nvme0n1=8)
     assert probe(tmp_path) == ()
 
@@ -54,6 +54,6 @@ def test_machine_without_drives_has_none(tmp_path: Path) -> None:
     assert probe(tmp_path) == ()
 
 
-def test_probe_that_printed_nothing_is_no_machine_without_drives() -> None:
-    with pytest.raises(ValueError, match="nothing was printed"):
+def test_empty_probe_output_is_not_a_machine_without_drives() -> None:
+    with pytest.raises(ValueError, match="no output"):
         parse_nvme("")

@@ -41,12 +41,12 @@ def test_32_bit_arm_is_named_by_part_and_not_by_its_vague_model_name() -> None:
         ("cpu_environment \nmemory_environment ", None, None),
     ],
 )
-def test_tightest_limit_counts(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
+def test_tightest_limit_wins(lines: str, cpu_limit: float | None, memory_limit: int | None) -> None:
     assert parse_limits(lines) == {"cpu_limit": cpu_limit, "memory_limit_bytes": memory_limit}
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "nan", "inf", "two"])
-def test_unusable_limit_in_the_environment_is_said(value: str) -> None:
+def test_invalid_limit_in_the_environment_is_reported(value: str) -> None:
     with pytest.raises(ValueError, match="CSDCTL_CPU_LIMIT"):
         parse_limits(f"cpu_environment {value}")
 
@@ -83,6 +83,6 @@ def test_glibc_is_read_from_getconf_and_from_ldd(text: str, version: str) -> Non
     ],
 )
 @pytest.mark.parametrize("text", ["", "nonsense here\n", "{}", "[1]", "sh: 1: not found\n"])
-def test_what_cannot_be_read_is_a_value_error_and_never_a_guess(parse, text: str) -> None:  # type: ignore[no-untyped-def]
+def test_invalid_output_is_a_value_error(parse, text: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match="."):
         parse(text)

@@ -35,14 +35,14 @@ def write_log(run: RunDirectory) -> None:
 
 
 class TestFindingRuns:
-    def test_everything_lies_in_one_directory_to_delete(self, project: ProjectDirectory) -> None:
+    def test_all_files_are_in_one_directory(self, project: ProjectDirectory) -> None:
         run = project.new_run()
         files = [project.known_hosts, project.ssh_config, project.plan("job"), project.shards, run.manifest]
         files += [project.models, project.emulated, run.events, run.model, run.rank_log(3), run.mpirun_log]
         assert all(path.is_relative_to(project.state) for path in files)
         assert len(set(files)) == len(files)
 
-    def test_new_run_has_an_id_of_its_own_that_begins_with_the_time(self, project: ProjectDirectory) -> None:
+    def test_new_run_has_a_unique_id_that_starts_with_the_time(self, project: ProjectDirectory) -> None:
         ids = {project.new_run().run_id for _ in range(5)}
         assert len(ids) == 5
         assert all(re.fullmatch(r"\d{8}-\d{6}-\d{6}", one) for one in ids)
@@ -58,37 +58,37 @@ class TestFindingRuns:
         assert project.find_run(None).run_id == "20260102-000000-0000"
 
     @pytest.mark.parametrize("run_id", ["20260101-000000-aaaa", "..", "../plans", "."])
-    def test_unknown_run_is_told_with_the_known_ones(
+    def test_unknown_run_is_refused_with_the_known_runs(
         self, project: ProjectDirectory, run: RunDirectory, run_id: str
     ) -> None:
-        with pytest.raises(InputError, match=f"there is no run '{re.escape(run_id)}'") as raised:
+        with pytest.raises(InputError, match=f"no run '{re.escape(run_id)}'") as raised:
             project.find_run(run_id)
         assert run.run_id in raised.value.remedy
 
-    def test_project_without_runs_says_how_to_start_one(self, project: ProjectDirectory) -> None:
-        with pytest.raises(InputError, match="no run in .* yet") as raised:
+    def test_project_without_runs_suggests_starting_one(self, project: ProjectDirectory) -> None:
+        with pytest.raises(InputError, match="no runs in .* yet") as raised:
             project.find_run(None)
         assert "csdctl train" in raised.value.remedy
 
 
 class TestManifest:
-    def test_manifest_is_read_back(self, run: RunDirectory) -> None:
+    def test_manifest_round_trips(self, run: RunDirectory) -> None:
         run.save_manifest({"schema": 1, "plan": {"ranks": [{"node": "host"}]}})
         assert run.load_manifest() == {"schema": 1, "plan": {"ranks": [{"node": "host"}]}}
 
-    def test_run_without_a_manifest_is_told(self, run: RunDirectory) -> None:
+    def test_run_without_a_manifest_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match="manifest.json does not exist"):
             run.load_manifest()
 
 
 class TestEvents:
-    def test_events_are_read_back_in_order_with_their_times(self, run: RunDirectory) -> None:
+    def test_events_round_trip_in_order_with_their_times(self, run: RunDirectory) -> None:
         write_log(run)
         assert list(run.read_events()) == [
             (1_700_000_000.25 + number, event) for number, event in enumerate(EVENTS)
         ]
 
-    def test_log_is_a_json_document_a_line(self, run: RunDirectory) -> None:
+    def test_log_has_one_json_document_per_line(self, run: RunDirectory) -> None:
         write_log(run)
         lines = run.events.read_text().split("\n")
         assert lines.pop() == ""
@@ -102,19 +102,19 @@ class TestEvents:
 
     @pytest.mark.parametrize("num_missing", [1, 2, 20, 60])
     @pytest.mark.fault(36)
-    def test_last_line_cut_short_is_left_out(self, run: RunDirectory, num_missing: int) -> None:
+    def test_truncated_last_line_is_skipped(self, run: RunDirectory, num_missing: int) -> None:
         write_log(run)
         content = run.events.read_bytes()
         run.events.write_bytes(content[: -1 - num_missing])
         assert [event for _, event in run.read_events()] == EVENTS[:-1]
 
-    def test_last_line_of_zeros_after_a_power_cut_is_left_out(self, run: RunDirectory) -> None:
+    def test_last_line_of_zeros_after_a_power_cut_is_skipped(self, run: RunDirectory) -> None:
         write_log(run)
         with run.events.open("ab") as file:
             file.write(bytes(512))
         assert [event for _, event in run.read_events()] == EVENTS
 
-    def test_loss_that_is_no_number_is_read_back(self, run: RunDirectory) -> None:
+    def test_nan_loss_round_trips(self, run: RunDirectory) -> None:
         log = EventLog(run)
         log.append(1.0, Progress(0, "host", 1, 1, 1, 1, 0.1, 0.1, 0.1, 1, math.nan))
         log.close()
@@ -123,6 +123,6 @@ class TestEvents:
         assert event.loss is not None
         assert math.isnan(event.loss)
 
-    def test_run_without_events_is_told(self, run: RunDirectory) -> None:
+    def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match=f"run {run.run_id} has no events"):
             list(run.read_events())

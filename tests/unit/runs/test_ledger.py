@@ -1,4 +1,4 @@
-"""The ledger: what commands sent, a line for each link and kind."""
+"""The ledger: bytes sent by commands, one line for each link and traffic class."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.reporting.privacy import REMARKS, Flow, add_flows
-from csdctl.runs.ledger import Entry, Ledger, read_ledger
+from csdctl.runs.ledger import Ledger, LedgerEntry, read_ledger
 from csdctl.transport.meter import TrafficClass
 
 
-def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path) -> None:
+def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> None:
     path = tmp_path / ".csdctl" / "ledger.jsonl"
     for command, run, count in (("prepare", "", 5), ("train", "r1", 70)):
         ledger = Ledger(path, command)
@@ -24,7 +24,7 @@ def test_commands_append_what_they_sent_and_all_of_it_comes_back(tmp_path: Path)
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
 
 
-def test_what_was_saved_is_not_saved_again(tmp_path: Path) -> None:
+def test_saved_traffic_is_not_saved_again(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "ledger.jsonl", "tune")
     ledger.add({("host", "csd0", "code"): 1})
     ledger.save()
@@ -38,20 +38,20 @@ def test_project_without_a_ledger_has_sent_nothing(tmp_path: Path) -> None:
 
 def test_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "ledger.jsonl").write_text('{"time": 1}\n')
-    with pytest.raises(InputError, match="ledger.jsonl:1 is no entry"):
+    with pytest.raises(InputError, match="ledger.jsonl:1 is not a valid ledger entry"):
         list(read_ledger(tmp_path / "ledger.jsonl"))
 
 
 def test_flows_are_sums_over_commands_of_one_run_or_of_all() -> None:
     entries = [
-        Entry(1.0, "deploy", "", "host", "csd0", "code", 5),
-        Entry(2.0, "train", "r1", "host", "csd0", "code", 6),
-        Entry(3.0, "train", "r1", "host", "csd0", "gradient", 60),
-        Entry(4.0, "train", "r2", "csd0", "host", "gradient", 7),
+        LedgerEntry(1.0, "deploy", "", "host", "csd0", "code", 5),
+        LedgerEntry(2.0, "train", "r1", "host", "csd0", "code", 6),
+        LedgerEntry(3.0, "train", "r1", "host", "csd0", "gradient", 60),
+        LedgerEntry(4.0, "train", "r2", "csd0", "host", "gradient", 7),
     ]
     assert add_flows(entries, "r1") == [Flow("host", "csd0", "gradient", 60), Flow("host", "csd0", "code", 6)]
     assert add_flows(entries)[-1] == Flow("host", "csd0", "code", 11)
 
 
-def test_every_kind_of_bytes_has_a_remark_for_the_reader() -> None:
+def test_every_traffic_class_has_a_description() -> None:
     assert set(REMARKS) == set(TrafficClass)

@@ -1,4 +1,4 @@
-"""The receiver as a program: what it needs, how it travels, and that it runs under OpenSSH and dropbear."""
+"""The receiver as a program: requirements, source text, and runs under OpenSSH and dropbear."""
 
 import ast
 import os
@@ -22,7 +22,7 @@ from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.shell_wrapper import build_wrapped_command
 from csdctl.transport.ssh import SshSession, connect
 
-SOURCE = Path(__file__).parents[3] / "csdctl" / "worker" / "receive.py"
+SOURCE = Path(__file__).parents[3] / "csdctl" / "standalone" / "receive.py"
 DROPBEAR_MAX_COMMAND_BYTES = 9000
 PORT = 2423
 
@@ -49,7 +49,7 @@ def test_command_line_is_short_enough_for_dropbear() -> None:
     assert len(line) < DROPBEAR_MAX_COMMAND_BYTES
 
 
-def test_what_travels_is_the_module_itself(tmp_path: Path) -> None:
+def test_receiver_source_runs_as_a_program(tmp_path: Path) -> None:
     program = f"{receiver_source()}\n"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", program, '{"prune": true}'],
@@ -62,7 +62,7 @@ def test_what_travels_is_the_module_itself(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["openssh", "dropbear"])
 def node(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Node]:
-    """A real SSH server on loopback; root's home is, in a mount namespace of its own, `tmp_path/home`."""
+    """A real SSH server on loopback, in a mount namespace with `tmp_path/home` as root's home."""
     program = {"openssh": "/usr/sbin/sshd", "dropbear": "/usr/sbin/dropbear"}[request.param]
     if not os.path.exists(program) or os.geteuid() != 0:
         pytest.skip(f"needs root and {program}")
@@ -97,7 +97,7 @@ def _dropbear(program: str, directory: Path) -> list[str]:
 
 
 def _connect(node: Node, directory: Path) -> SshSession:
-    """A session, as soon as the server listens."""
+    """Return a session as soon as the server listens."""
     end_s = time.monotonic() + 20
     while True:
         try:
@@ -108,7 +108,7 @@ def _connect(node: Node, directory: Path) -> SshSession:
         time.sleep(0.05)
 
 
-def test_tree_arrives_by_way_of_a_real_server(node: Node, tmp_path: Path) -> None:
+def test_tree_arrives_through_a_real_server(node: Node, tmp_path: Path) -> None:
     source = tmp_path / "tree"
     (source / "deep").mkdir(parents=True)
     (source / "deep" / "big").write_bytes(os.urandom(3_000_000))

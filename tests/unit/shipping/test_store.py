@@ -1,4 +1,4 @@
-"""The host's own store."""
+"""The host's content-addressed store."""
 
 import hashlib
 import subprocess
@@ -16,7 +16,7 @@ def host(tmp_path: Path) -> Path:
     return tmp_path / "host"
 
 
-def test_stored_file_lies_under_its_own_hash(host: Path) -> None:
+def test_stored_file_is_named_by_its_hash(host: Path) -> None:
     stored = store_bytes(b"abc", ".json", host)
     assert stored.sha256 == hashlib.sha256(b"abc").hexdigest() == hash_file(stored.source)
     assert stored.path == f"{OBJECTS}/{stored.sha256}.json"
@@ -24,13 +24,13 @@ def test_stored_file_lies_under_its_own_hash(host: Path) -> None:
     assert stored.source.read_bytes() == b"abc"
 
 
-def test_file_is_stored_as_its_bytes_are(host: Path, tmp_path: Path) -> None:
+def test_file_is_stored_unchanged(host: Path, tmp_path: Path) -> None:
     (tmp_path / "weights.npz").write_bytes(b"abc")
     assert store_file(tmp_path / "weights.npz", host) == store_bytes(b"abc", ".npz", host)
 
 
 @pytest.mark.parametrize("way", ["file", "bytes"])
-def test_damaged_file_in_the_hosts_own_store_is_replaced(host: Path, tmp_path: Path, way: str) -> None:
+def test_damaged_file_in_the_hosts_store_is_replaced(host: Path, tmp_path: Path, way: str) -> None:
     source = tmp_path / "source.npy"
     source.write_bytes(b"right")
 
@@ -53,7 +53,7 @@ def test_unchanged_file_is_not_written_again(host: Path, tmp_path: Path) -> None
     assert written(store_bytes(b"abc", ".bin", host)) == before
 
 
-def test_stored_file_is_an_object_of_its_own_name(host: Path) -> None:
+def test_stored_file_becomes_an_object_with_its_name(host: Path) -> None:
     stored = store_bytes(b"abc", ".json", host)
     found = stored.as_object()
     assert (f"{OBJECTS}/{found.name}", found.source.sha256, found.source.size) == (
@@ -63,7 +63,7 @@ def test_stored_file_is_an_object_of_its_own_name(host: Path) -> None:
     )
 
 
-def test_stored_file_that_is_gone_is_named(host: Path) -> None:
+def test_missing_stored_file_is_named(host: Path) -> None:
     stored = store_bytes(b"abc", ".json", host)
     stored.source.unlink()
     with pytest.raises(InputError, match=stored.sha256):

@@ -1,4 +1,4 @@
-"""What of a directory becomes a tree, and how trees are written on the command line."""
+"""Reading directories as trees, and parsing trees of the command line."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.shipping.chunks import SharedChunks
-from csdctl.shipping.parcel import Tree
+from csdctl.shipping.parcel import FileTree
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, is_ignored, parse_tree, read_tree
 
 
@@ -20,21 +20,21 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
-def read(source: Path, *ignored: str) -> Tree:
+def read(source: Path, *ignored: str) -> FileTree:
     return read_tree(TreeRequest(source, "there"), SharedChunks(), ignored)
 
 
-def names(tree: Tree) -> list[str]:
+def names(tree: FileTree) -> list[str]:
     return [name for name, _ in tree.files]
 
 
-def test_everything_but_what_is_ignored_travels(source: Path) -> None:
+def test_everything_except_ignored_files_is_included(source: Path) -> None:
     assert names(read(source, *DEFAULT_IGNORED)) == [".hidden", "a", "deep/b.tmp", "deep/c"]
     assert names(read(source, *DEFAULT_IGNORED, "*.tmp")) == [".hidden", "a", "deep/c"]
     assert ".git/config" in names(read(source))
 
 
-def test_directories_come_before_what_they_hold(source: Path) -> None:
+def test_directories_come_before_their_content(source: Path) -> None:
     (source / "deep" / "er" / "est").mkdir(parents=True)
     found = [name for name, _ in read(source, *DEFAULT_IGNORED).directories]
     assert found == ["deep", "deep/er", "deep/er/est"]
@@ -54,26 +54,26 @@ def test_directories_come_before_what_they_hold(source: Path) -> None:
         ("DATA", "data", False, False),
     ],
 )
-def test_patterns_fit_as_in_gitignore(pattern: str, name: str, is_directory: bool, fits: bool) -> None:
+def test_patterns_match_as_in_gitignore(pattern: str, name: str, is_directory: bool, fits: bool) -> None:
     assert is_ignored(name, [pattern], is_directory=is_directory) is fits
 
 
 @pytest.mark.fault(31)
 @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "deep/../../outside", "deep/up/../outside"])
-def test_symbolic_link_that_leads_out_is_refused_with_its_name(source: Path, target: str) -> None:
+def test_symbolic_link_pointing_outside_is_refused_by_name(source: Path, target: str) -> None:
     (source / "deep" / "up").symlink_to("..")
     (source / "link").symlink_to(target)
-    with pytest.raises(InputError, match="source/link leads out of the tree") as raised:
+    with pytest.raises(InputError, match="source/link points outside the tree") as raised:
         read(source)
     assert "--ignore" in raised.value.remedy
     assert "link" not in names(read(source, "link", "up"))
 
 
 @pytest.mark.fault(31)
-def test_symbolic_link_to_a_directory_outside_is_not_walked(source: Path, tmp_path: Path) -> None:
+def test_symbolic_link_to_an_outside_directory_is_not_followed(source: Path, tmp_path: Path) -> None:
     (tmp_path / "outside").mkdir()
     (source / "deep" / "link").symlink_to(tmp_path / "outside")
-    with pytest.raises(InputError, match="leads out"):
+    with pytest.raises(InputError, match="points outside"):
         read(source)
 
 
@@ -116,7 +116,7 @@ class TestWrittenTrees:
         assert parse_tree(f"{odd}:") == TreeRequest(odd, "odd:name")
         assert parse_tree(f"{odd}:x") == TreeRequest(odd, "x")
 
-    def test_directory_behind_a_link_and_the_current_one_can_be_named(
+    def test_linked_directory_and_current_directory_are_accepted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (tmp_path / "tree").mkdir()
@@ -128,7 +128,7 @@ class TestWrittenTrees:
     @pytest.mark.parametrize(
         "written", ["", ":x", "{}/none", "{}/file", "{}:..", "{}:a/../b", "{}:.", "{}:~", "{}:/"]
     )
-    def test_what_cannot_be_used_is_an_error_with_a_remedy(self, tmp_path: Path, written: str) -> None:
+    def test_invalid_tree_is_an_error_with_a_remedy(self, tmp_path: Path, written: str) -> None:
         (tmp_path / "file").touch()
         with pytest.raises(InputError, match="--tree") as raised:
             parse_tree(written.format(tmp_path))

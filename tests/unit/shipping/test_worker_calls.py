@@ -49,52 +49,52 @@ def test_command_is_unbuffered() -> None:
     ]
 
 
-def test_answer_is_found_whatever_a_users_model_prints() -> None:
+def test_response_is_found_in_any_output_of_a_users_model() -> None:
     answer = ANSWER_PREFIX + to_json(INFO)
     assert call(stdout=answer) == INFO
     assert call(stdout=f"hello from the user's own model file\n{answer}\nand from its atexit\n") == INFO
 
 
-def test_bad_input_found_by_the_worker_is_bad_input_here() -> None:
+def test_bad_input_reported_by_the_worker_is_an_input_error() -> None:
     error = failure(exit_code=2, stderr=f"warning\n{said(2)}")
     assert isinstance(error, InputError)
     assert (error.message, error.remedy) == ("there is no data", "mend the path")
 
 
-def test_other_failure_of_the_worker_is_one_of_the_node() -> None:
+def test_other_failure_of_the_worker_is_an_error_of_the_node() -> None:
     error = failure(exit_code=1, stderr=f"{said(1)}a last word of Python\n")
     assert isinstance(error, RemoteCommandError)
     assert (error.message, error.remedy) == ("there is no data", "mend the path")
 
 
-def test_the_last_thing_the_worker_said_counts() -> None:
+def test_last_error_line_of_the_worker_wins() -> None:
     assert failure(exit_code=1, stderr=said(2, "first") + said(1, "last")).message == "last"
 
 
 @pytest.mark.parametrize(
     "stderr", [said(2)[:30], f'{WORKER_ERROR_PREFIX}{{"message": "m"}}', "@csdctl-error 5"]
 )
-def test_half_an_error_line_is_an_error_of_the_node(stderr: str) -> None:
+def test_truncated_error_line_is_an_error_of_the_node(stderr: str) -> None:
     error = failure(exit_code=2, stderr=stderr)
     assert isinstance(error, RemoteCommandError)
     assert "preparing data failed with exit code 2" in error.message
 
 
-def test_worker_without_a_message_is_told_by_its_last_line() -> None:
+def test_worker_without_an_error_line_is_reported_by_its_last_line() -> None:
     error = failure(exit_code=1, stderr="Traceback …\nImportError: libmpi.so\n")
     assert error.message == "preparing data failed with exit code 1: ImportError: libmpi.so"
 
 
 @pytest.mark.fault(22)
-def test_killed_worker_is_told_as_out_of_memory() -> None:
+def test_killed_worker_is_reported_as_out_of_memory() -> None:
     assert "out of memory" in failure(exit_code=137).message
 
 
 @pytest.mark.parametrize("stdout", ["", "hello", to_json(INFO)[:-5], '{"schema": 2}', "{}"])
-def test_unreadable_answer_is_an_error_of_the_node(stdout: str) -> None:
+def test_invalid_response_is_an_error_of_the_node(stdout: str) -> None:
     error = failure(stdout=stdout)
     assert isinstance(error, RemoteCommandError)
-    assert error.message.startswith("preparing data: unreadable answer: ")
+    assert error.message.startswith("preparing data: invalid response: ")
 
 
 class TestWatching:
@@ -118,7 +118,7 @@ class TestWatching:
             )
         return info, news
 
-    def test_worker_is_told_on_its_input_and_followed(self, tmp_path: Path) -> None:
+    def test_worker_gets_its_request_on_stdin_and_reports_progress(self, tmp_path: Path) -> None:
         working = [PrepareProgress(number, 7, 1) for number in (0, 7)]
         lines = ["noise", *(PROGRESS_PREFIX + to_json(one) for one in working), ANSWER_PREFIX + to_json(INFO)]
         program = "import sys\nassert sys.argv[1:] == ['prepare']\nopen('told', 'w').write(input())\n"
@@ -126,16 +126,16 @@ class TestWatching:
         assert (info, news) == (INFO, working)
         assert from_json(PrepareSpec, (tmp_path / "told").read_text()) == PrepareSpec("/data", "store")
 
-    def test_what_it_says_went_wrong_is_raised(self, tmp_path: Path) -> None:
+    def test_error_reported_by_the_worker_is_raised(self, tmp_path: Path) -> None:
         program = f"import sys\nsys.stderr.write({said(2)!r})\nsys.exit(2)\n"
         with pytest.raises(InputError, match="csd2: there is no data"):
             self.watch(tmp_path, program)
 
     @pytest.mark.parametrize("line", ["", PROGRESS_PREFIX + "{", ANSWER_PREFIX + "{}"])
-    def test_unreadable_line_or_none_is_an_error_of_the_node(self, tmp_path: Path, line: str) -> None:
-        with pytest.raises(RemoteCommandError, match="csd2: preparing data: unreadable answer"):
+    def test_invalid_or_missing_line_is_an_error_of_the_node(self, tmp_path: Path, line: str) -> None:
+        with pytest.raises(RemoteCommandError, match="csd2: preparing data: invalid response"):
             self.watch(tmp_path, f"print({line!r})\n")
 
-    def test_silence_ends_it(self, tmp_path: Path) -> None:
+    def test_silent_worker_is_ended(self, tmp_path: Path) -> None:
         with pytest.raises(DeadlineError):
             self.watch(tmp_path, "import time\ntime.sleep(60)\n", deadline_s=0.5)

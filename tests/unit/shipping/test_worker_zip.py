@@ -21,20 +21,21 @@ def test_same_source_gives_the_same_bytes_in_another_process() -> None:
     assert pack_worker() == other
 
 
-def test_only_the_worker_and_the_version_travel() -> None:
+def test_zip_contains_only_the_worker_and_the_version() -> None:
     expected = {"__main__.py", "csdctl/__init__.py"}
     expected |= {str(path.relative_to(ROOT.parent)) for path in (ROOT / "worker").rglob("*.py")}
     assert set(names()) == expected
     assert names() == sorted(names())
 
 
-def test_what_travels_is_the_source_as_it_is() -> None:
+def test_source_is_packed_unchanged() -> None:
     with zipfile.ZipFile(io.BytesIO(pack_worker())) as archive:
         assert archive.testzip() is None
-        assert archive.read("csdctl/worker/step.py") == (ROOT / "worker" / "step.py").read_bytes()
+        path = "worker/compute/step.py"
+        assert archive.read(f"csdctl/{path}") == (ROOT / path).read_bytes()
 
 
-def test_zip_runs_by_itself_away_from_any_csdctl(tmp_path: Path) -> None:
+def test_zip_runs_without_an_installed_csdctl(tmp_path: Path) -> None:
     (tmp_path / "worker.pyz").write_bytes(pack_worker())
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -1,6 +1,6 @@
-"""Sessions for the transport's tests: the host itself, and a small real SSH server in a thread.
+"""Sessions for the tests of transport: the host itself, and a small real SSH server in a thread.
 
-The server is asyncssh's, on a real socket, with a home directory of its own.
+The server is asyncssh's, on a real socket, with its own home directory.
 """
 
 import asyncio
@@ -26,15 +26,15 @@ USER = "tester"
 
 @dataclass
 class SshServer:
-    """Where the server listens and what it does; its fields may be changed while it runs."""
+    """The configuration of the server; fields may be changed while it runs."""
 
     directory: Path
     port: int = 0
     shell_prefix: str = ""
-    """Shell text run before every command, as a login shell's start-up file is."""
+    """Shell text that runs before every command, like the start-up file of a login shell."""
     is_group_leader: bool = True
     num_drops: int = 0
-    """How many connections to drop right after they were accepted."""
+    """Number of connections to drop right after accepting them."""
     refuse_exec: bool = False
     forwards: bool = True
     """Whether it serves as a jump host."""
@@ -68,7 +68,7 @@ class SshServer:
         self.known_hosts.write_text(f"[127.0.0.1]:{self.port} {public_key}")
 
     def drop_connections(self) -> None:
-        """Cut every connection, as a pulled cable whose other end answers with a reset."""
+        """Abort every connection with a reset."""
         for connection in self.connections:
             self.loop.call_soon_threadsafe(connection.abort)
 
@@ -96,7 +96,7 @@ def ssh(server: SshServer) -> Iterator[SshSession]:
 
 @pytest.fixture(params=["local", "ssh"])
 def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Any, Path]]:
-    """A session of each transport, and the directory that its commands start in."""
+    """A session of each transport, and its home directory."""
     if request.param == "ssh":
         yield request.getfixturevalue("ssh"), request.getfixturevalue("server").home
     else:
@@ -107,7 +107,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[An
 
 @contextlib.contextmanager
 def _running_server(directory: Path) -> Iterator[SshServer]:
-    """Start a server whose keys and home lie in `directory`."""
+    """Start a server with keys and home in `directory`."""
     server = SshServer(directory)
     server.home.mkdir(parents=True)
     for path in (server.key, directory / "host_key"):
@@ -198,7 +198,7 @@ async def _run(server: SshServer, process: asyncssh.SSHServerProcess[bytes]) -> 
         start_new_session=server.is_group_leader,
     )
     try:
-        # asyncssh can redirect by itself, but loses its way when a command ends while input still comes.
+        # asyncssh has its own redirection, which fails when a command ends while input still comes.
         feeding = asyncio.create_task(_pump(process.stdin, child.stdin))
         await asyncio.gather(_pump(child.stdout, process.stdout), _pump(child.stderr, process.stderr))
         code = await child.wait()

@@ -10,7 +10,7 @@ def test_fake_is_a_session() -> None:
     assert session.name == "csd0"
 
 
-def test_longest_prefix_answers_and_the_latest_of_equal_ones() -> None:
+def test_longest_prefix_wins_then_the_latest() -> None:
     fake = (
         FakeSession("csd0")
         .on("git", stdout="any")
@@ -23,7 +23,7 @@ def test_longest_prefix_answers_and_the_latest_of_equal_ones() -> None:
     assert fake.stdins == [b"", b"in"]
 
 
-def test_unscripted_command_ends_as_a_missing_program_does() -> None:
+def test_unscripted_command_ends_like_a_missing_program() -> None:
     completed = FakeSession("csd0").run(["nothing"])
     assert (completed.exit_code, completed.last_error_line) == (127, "nothing: not found")
     with pytest.raises(InputError):

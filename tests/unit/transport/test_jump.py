@@ -14,7 +14,7 @@ import pytest
 from csdctl.errors import AuthenticationError, HostKeyError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.transport import ssh_connect
-from csdctl.transport.jump import watch_peer
+from csdctl.transport.jump import Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.many import run_on_nodes, values_or_raise
 from csdctl.transport.session import Session
@@ -33,12 +33,12 @@ def both_known(server: Server, gate: Server) -> list[Path]:
 
 
 def run_true_on(nodes: list[Node], known: list[Path], directory: Path) -> dict[str, Any]:
-    """The exit code of `true` on each; all connections are open at one time."""
+    """Return the exit code of `true` on each node; all connections are open at the same time."""
     all_done = threading.Barrier(len(nodes))
 
     def visit(session: Session) -> int:
         code = session.run(["true"]).exit_code
-        # This gate ends its whole connection when a node still sends as its channel closes; sshd does not.
+        # This gate drops its whole connection when a node sends on a closing channel; sshd does not.
         all_done.wait(timeout=30)
         return code
 
@@ -61,7 +61,7 @@ def test_nodes_behind_one_jump_host_share_one_connection_to_it(
     assert len(server.connections) == 12
 
 
-def test_jump_hosts_can_stand_behind_each_other(server: Server, gate: Server) -> None:
+def test_jump_hosts_can_be_nested(server: Server, gate: Server) -> None:
     middle = gate.node(name="middle", jump=gate.node(name="gate"))
     node = server.node(jump=middle)
     with contextlib.closing(connect(node, both_known(server, gate))) as session:
@@ -69,7 +69,7 @@ def test_jump_hosts_can_stand_behind_each_other(server: Server, gate: Server) ->
 
 
 @pytest.mark.fault(10)
-def test_jump_host_that_is_down_is_one_cause_for_all_nodes_behind_it(
+def test_jump_host_that_is_down_is_one_error_for_all_nodes_behind_it(
     server: Server, gate: Server, tmp_path: Path
 ) -> None:
     gone = gate.node(name="gate", port=1)
@@ -97,25 +97,25 @@ def test_node_with_another_key_is_refused_behind_a_jump_host_too(server: Server,
         connect(behind(server, gate), both_known(server, gate))
 
 
-def test_jump_host_that_does_not_accept_our_key_is_named(server: Server, gate: Server) -> None:
+def test_jump_host_that_refuses_the_key_is_named(server: Server, gate: Server) -> None:
     node = server.node(jump=gate.node(name="gate", user="nobody"))
-    with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of our keys"):
+    with pytest.raises(JumpHostError, match="jump host gate: .* accepts none of the offered keys"):
         connect(node, both_known(server, gate))
 
 
-def test_key_of_the_node_is_not_that_of_the_jump_host(server: Server, gate: Server) -> None:
+def test_node_and_jump_host_use_their_own_keys(server: Server, gate: Server) -> None:
     with pytest.raises(AuthenticationError, match="csd0"):
         connect(behind(server, gate, key=gate.key), both_known(server, gate))
 
 
 def test_jump_host_that_forwards_nothing_is_named_with_its_setting(server: Server, gate: Server) -> None:
     gate.forwards = False
-    with pytest.raises(JumpHostError, match="jump host gate forwards no connections") as caught:
+    with pytest.raises(JumpHostError, match="jump host gate does not forward connections") as caught:
         connect(behind(server, gate), both_known(server, gate))
     assert "AllowTcpForwarding" in caught.value.remedy
 
 
-def test_node_that_is_down_behind_a_jump_host_is_the_nodes_fault(server: Server, gate: Server) -> None:
+def test_node_that_is_down_behind_a_jump_host_is_an_error_of_the_node(server: Server, gate: Server) -> None:
     with pytest.raises(UnreachableError, match="port 1 cannot be reached through gate") as caught:
         connect(behind(server, gate, port=1), both_known(server, gate))
     assert not isinstance(caught.value, JumpHostError)
@@ -138,21 +138,17 @@ def test_silent_jump_host_ends_at_the_deadline(server: Server, gate: Server) -> 
 
 
 @pytest.mark.fault(7)
-def test_dropped_connections_are_tried_again_behind_a_jump_host(server: Server, gate: Server) -> None:
+def test_dropped_connections_are_retried_behind_a_jump_host(server: Server, gate: Server) -> None:
     server.num_drops = 1
     connect(behind(server, gate), both_known(server, gate)).close()
 
 
 @pytest.mark.fault(17)
-def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
-    server: Server, gate: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The jump host goes on answering; only what comes from the node stops."""
-    monkeypatch.setattr(ssh_connect, "KEEPALIVE_INTERVAL_S", 1)
-    monkeypatch.setattr(ssh_connect, "DEAD_PEER_S", 2)
+def test_node_that_falls_silent_behind_a_jump_host_is_noticed(server: Server, gate: Server) -> None:
+    """The jump host keeps responding; only the node's traffic stops."""
     with _stoppable_relay(server.port) as relay, _known(server, relay.port) as known_hosts:
         node = behind(server, gate, port=relay.port)
-        session = connect(node, [known_hosts, gate.known_hosts])
+        session = connect(node, [known_hosts, gate.known_hosts], keepalive=Keepalive(1, 2))
         assert session.run(["true"]).exit_code == 0
         relay.stop()
         started = time.monotonic()
@@ -162,17 +158,17 @@ def test_node_that_falls_silent_behind_a_jump_host_is_noticed(
         session.close()
 
 
-def test_peer_that_answers_is_left_alone(server: Server) -> None:
+def test_responding_peer_stays_connected(server: Server) -> None:
     known = KnownHosts.load([server.known_hosts])
     jumps = ssh_connect.make_jump_hosts(known)
     transport = ssh_connect.open_transport(server.node(), known, ssh_connect.Deadline(10), jumps)
-    watch_peer(transport, 0.05, 0.5)
+    watch_peer(transport, Keepalive(0.05, 0.5))
     time.sleep(1.5)
     assert transport.is_active()
     transport.close()
 
 
-def test_ssh_itself_goes_the_same_way(server: Server, gate: Server, tmp_path: Path) -> None:
+def test_ssh_uses_the_same_jump_host(server: Server, gate: Server, tmp_path: Path) -> None:
     """mpirun starts the nodes' daemons with this configuration."""
     config = tmp_path / "ssh_config"
     config.write_text(build_ssh_config([behind(server, gate)], both_known(server, gate)))
@@ -185,7 +181,7 @@ def test_ssh_itself_goes_the_same_way(server: Server, gate: Server, tmp_path: Pa
 
 
 class _Relay(threading.Thread):
-    """Passes bytes on between a port of its own and `target`, until it is stopped; then it swallows them."""
+    """Forwards bytes between its port and `target` until it is stopped; then it drops them."""
 
     def __init__(self, target: int) -> None:
         super().__init__(daemon=True)
@@ -206,9 +202,9 @@ class _Relay(threading.Thread):
                 near, _ = self._listening.accept()
                 far = socket.create_connection(("127.0.0.1", self._target))
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                    threading.Thread(target=self._forward, args=(source, sink), daemon=True).start()
 
-    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+    def _forward(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if not self._is_stopped.is_set():

@@ -9,7 +9,7 @@ from csdctl.transport.known_hosts import KnownHosts, fingerprint, known_hosts_pa
 
 
 def make_key() -> tuple[str, str, bytes]:
-    """Its line, its type, its blob."""
+    """Return line, type and blob of a key."""
     key = asyncssh.generate_private_key("ssh-ed25519")
     line = key.export_public_key().decode().strip()
     return line, line.split()[0], key.public_data
@@ -61,7 +61,7 @@ def test_key_of_another_port_does_not_count(tmp_path: Path) -> None:
         load(tmp_path, f"10.0.0.1 {line}\n").check("csd0", "10.0.0.1", 2222, key_type, blob)
 
 
-def test_unreadable_lines_are_passed_over(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped(tmp_path: Path) -> None:
     line, key_type, blob = make_key()
     bad = f"# comment\n\n10.0.0.1\n10.0.0.1 ssh-ed25519 !!!\n|1|bad {line}\n@cert-authority * {line}\n"
     known = load(tmp_path, f"{bad}10.0.0.1 {line}")
@@ -90,7 +90,7 @@ def test_changed_key_names_file_line_and_both_fingerprints(tmp_path: Path) -> No
         assert part in caught.value.message
 
 
-def test_fingerprint_is_the_one_that_ssh_shows() -> None:
+def test_fingerprint_equals_that_of_ssh() -> None:
     key = asyncssh.generate_private_key("ssh-ed25519")
     assert fingerprint(key.public_data) == key.get_fingerprint()
 

@@ -24,7 +24,7 @@ def test_outcomes_keep_the_order_of_the_items() -> None:
     assert list(outcomes) == ["a", "b", "c"]
 
 
-def test_one_failure_stops_nobody_else() -> None:
+def test_one_failure_does_not_stop_the_others() -> None:
     def work(number: int) -> int:
         if number == 1:
             raise UnreachableError("gone", node="b")
@@ -42,7 +42,7 @@ def test_one_failure_stops_nobody_else() -> None:
         outcomes["b"].get()
 
 
-def test_each_outcome_is_told_as_it_finishes_in_the_calling_thread() -> None:
+def test_each_outcome_is_reported_in_the_calling_thread() -> None:
     told: list[tuple[str, int]] = []
 
     def tell(outcome: Outcome[int]) -> None:
@@ -69,11 +69,11 @@ def test_no_more_workers_than_allowed() -> None:
     assert most <= 3
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_empty_work_returns_nothing() -> None:
     assert run_on_all({}, lambda item: item) == {}
 
 
-def test_interruption_in_a_callback_comes_through() -> None:
+def test_interruption_in_a_callback_is_raised() -> None:
     def interrupt(outcome: Outcome[int]) -> None:
         raise KeyboardInterrupt
 
@@ -113,7 +113,7 @@ def test_sessions_are_closed_when_the_work_fails(server: Any, tmp_path: Path) ->
         sessions.reachable["csd0"].run(["true"])
 
 
-def test_known_hosts_lie_in_the_project_beside_the_fleet_and_around_an_emulated_one(tmp_path: Path) -> None:
+def test_known_hosts_of_project_fleet_and_emulated_fleet_are_used(tmp_path: Path) -> None:
     fleet = Fleet((), path=tmp_path / "other" / ".csdctl" / "emulated" / "fleet.yaml")
     paths = fleet_known_hosts_paths(fleet, tmp_path / "project")
     assert paths[0] == tmp_path / "project" / ".csdctl" / "known_hosts"

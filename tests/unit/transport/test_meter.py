@@ -1,4 +1,4 @@
-"""Bytes by link and kind, also through jump hosts."""
+"""Byte counts by link and traffic class, also through jump hosts."""
 
 from csdctl.fleet.model import Node
 from csdctl.transport.meter import ByteCount, Meter, TrafficClass, add_up
@@ -13,19 +13,19 @@ def meter(sent: int, received: int, **noted: int) -> Meter:
     made = Meter()
     made.num_sent, made.num_received = sent, received
     for kind, count in noted.items():
-        made.note(TrafficClass(kind), sent=count)
+        made.record(TrafficClass(kind), sent=count)
     return made
 
 
-def test_what_nobody_noted_is_control() -> None:
-    assert meter(100, 40, code=70).by_kind() == {
+def test_unrecorded_bytes_are_control() -> None:
+    assert meter(100, 40, code=70).by_class() == {
         TrafficClass.CODE: ByteCount(70, 0),
         TrafficClass.CONTROL: ByteCount(30, 40),
     }
 
 
-def test_more_noted_than_carried_leaves_no_control() -> None:
-    assert meter(50, 0, code=70).by_kind() == {TrafficClass.CODE: ByteCount(70, 0)}
+def test_more_recorded_than_sent_leaves_no_control() -> None:
+    assert meter(50, 0, code=70).by_class() == {TrafficClass.CODE: ByteCount(70, 0)}
 
 
 def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
@@ -36,7 +36,7 @@ def test_direct_node_has_one_link_and_connections_to_it_add_up() -> None:
     }
 
 
-def test_what_goes_through_a_jump_host_counts_on_both_links_and_not_twice() -> None:
+def test_bytes_through_a_jump_host_count_once_per_link() -> None:
     found = add_up([(GATE, meter(150, 60)), (Node("csd1", "10.1.0.2", jump=GATE), meter(100, 40, code=70))])
     assert found == {
         ("host", "gate", TrafficClass.CODE): 70,

@@ -1,4 +1,4 @@
-"""What every real session keeps: the same tests over the host and over SSH."""
+"""The contract of every real session: the same tests for the host and for SSH."""
 
 import hashlib
 import os
@@ -11,25 +11,9 @@ import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
 from csdctl.transport.session import MAX_OUTPUT_BYTES
+from tests.unit.transport.names import NASTY_NAMES
 
 Machine = tuple[Any, Path]
-
-NASTY_NAMES = [
-    "plain",
-    "with space",
-    "semi;colon",
-    "$(touch pwned)",
-    "`touch pwned`",
-    "new\nline",
-    "-rf",
-    "--help",
-    "quote'quote\"quote",
-    "*",
-    "back\\slash",
-    "ü€",
-    "~",
-    "$HOME",
-]
 
 
 def is_alive(pid: int) -> bool:
@@ -56,7 +40,7 @@ def wait_for_pid(path: Path, within_s: float = 20.0) -> int:
     raise AssertionError(f"{path} was never written")
 
 
-def test_command_tells_exit_code_and_both_outputs(machine: Machine) -> None:
+def test_command_returns_exit_code_and_both_outputs(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["sh", "-c", "echo out; echo err >&2; exit 3"])
     assert (completed.exit_code, completed.stdout, completed.stderr) == (3, b"out\n", b"err\n")
@@ -68,8 +52,8 @@ def test_command_starts_in_the_home_of_the_session(machine: Machine) -> None:
     assert session.run(["pwd"]).output == f"{home}\n"
 
 
-@pytest.mark.parametrize("argument", [*NASTY_NAMES, ""])
-def test_arguments_arrive_as_they_were_given(machine: Machine, argument: str) -> None:
+@pytest.mark.parametrize("argument", [*NASTY_NAMES, "plain", "$HOME", ""])
+def test_arguments_arrive_unchanged(machine: Machine, argument: str) -> None:
     session, home = machine
     completed = session.run(["printf", "%s|", "first", argument, "last"])
     assert completed.stdout == f"first|{argument}|last|".encode()
@@ -82,7 +66,7 @@ def test_programs_are_run_and_not_shell_builtins(machine: Machine) -> None:
     assert session.run(["cd", "/"]).exit_code == 127
 
 
-def test_missing_program_ends_with_127_and_says_so(machine: Machine) -> None:
+def test_missing_program_ends_with_127_and_a_message(machine: Machine) -> None:
     session, _ = machine
     completed = session.run(["no-such-program"])
     assert completed.exit_code == 127
@@ -181,7 +165,7 @@ def test_processes_left_in_the_background_end_with_the_command(machine: Machine)
     assert wait_until_gone(wait_for_pid(home / "pid"))
 
 
-def test_closing_the_session_ends_what_still_runs(machine: Machine) -> None:
+def test_closing_the_session_ends_running_commands(machine: Machine) -> None:
     session, home = machine
     outcome: list[object] = []
 
@@ -241,17 +225,17 @@ def test_bytes_for_a_command_that_has_ended_are_refused(machine: Machine) -> Non
     talk.close()
 
 
-def test_conversation_has_deadlines_and_goes_on_after_one(machine: Machine) -> None:
+def test_conversation_has_deadlines_and_continues_after_one(machine: Machine) -> None:
     session, _ = machine
     talk = session.converse(["cat"])
-    with pytest.raises(DeadlineError, match="did not answer"):
+    with pytest.raises(DeadlineError, match="did not respond"):
         talk.read_line(deadline_s=0.2)
     talk.send_line("late")
     assert talk.read_line(deadline_s=30) == "late"
     talk.close()
 
 
-def test_conversation_tells_when_the_command_has_ended(machine: Machine) -> None:
+def test_conversation_raises_when_the_command_has_ended(machine: Machine) -> None:
     session, _ = machine
     talk = session.converse(["sh", "-c", "printf unfinished; echo why >&2; exit 5"])
     assert talk.read_line(deadline_s=30) == "unfinished"

@@ -34,7 +34,7 @@ def test_wrapper_works_in_every_posix_shell(shell: list[str], is_leader: bool) -
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 7), st.binary(max_size=30))
-def test_output_is_found_however_it_is_cut(chunks: list[bytes], cut: int, preamble: bytes) -> None:
+def test_output_is_found_in_chunks_of_any_size(chunks: list[bytes], cut: int, preamble: bytes) -> None:
     content = b"".join(chunks)
     stream = preamble + b"csdctl-0 123\n" + content
     output = MarkedOutput("csdctl-0", max_bytes=10_000)
@@ -61,7 +61,7 @@ def test_endless_preamble_stays_bounded() -> None:
 
 
 @pytest.mark.parametrize("group", [-1, 0, 1])
-def test_only_groups_of_ours_can_be_ended(group: int) -> None:
+def test_only_own_process_groups_can_be_ended(group: int) -> None:
     with pytest.raises(ValueError, match="not a process group"):
         build_kill_command_line(group)
 

@@ -1,4 +1,4 @@
-"""SSH alone: every way a connection can fail or break, and servers that behave badly."""
+"""SSH: failing and lost connections, and misbehaving servers."""
 
 import contextlib
 import os
@@ -30,7 +30,7 @@ Server = Any
 
 @contextlib.contextmanager
 def answering(what: bytes | None) -> Iterator[int]:
-    """A listening port that says `what` to everybody, or nothing at all, and keeps the connection."""
+    """Listen on a port, send `what` to every client, and keep the connection open."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         kept: list[socket.socket] = []
 
@@ -64,7 +64,7 @@ def make_key(path: Path, passphrase: str | None = None) -> Path:
 
 
 @pytest.mark.fault(1)
-def test_closed_port_is_unreachable_and_says_what_to_check(server: Server) -> None:
+def test_closed_port_is_unreachable_with_a_remedy(server: Server) -> None:
     with pytest.raises(UnreachableError, match="refused") as caught:
         connect(server.node(port=closed_port()), [server.known_hosts])
     assert caught.value.node == "csd0"
@@ -83,7 +83,7 @@ def test_swallowed_packets_end_at_the_connect_deadline(server: Server) -> None:
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filler.connect(address)
-        with pytest.raises(UnreachableError, match="does not answer within"):
+        with pytest.raises(UnreachableError, match="does not respond within"):
             connect(server.node(port=address[1]), [server.known_hosts], connect_deadline_s=0.5)
 
 
@@ -93,10 +93,10 @@ def test_name_that_does_not_resolve_is_unreachable(server: Server) -> None:
 
 
 @pytest.mark.fault(3)
-def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Server) -> None:
+def test_server_that_accepts_and_never_responds_meets_the_deadline(server: Server) -> None:
     with (
         answering(None) as port,
-        pytest.raises(UnreachableError, match="did not answer within") as caught,
+        pytest.raises(UnreachableError, match="did not respond within") as caught,
     ):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
     assert caught.value.node == "csd0"
@@ -104,7 +104,7 @@ def test_server_that_accepts_and_never_answers_is_bounded_and_named(server: Serv
 
 @pytest.mark.fault(3)
 def test_server_that_stops_after_its_banner_is_bounded(server: Server) -> None:
-    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not answer"):
+    with answering(b"SSH-2.0-stuck\r\n") as port, pytest.raises(UnreachableError, match="did not respond"):
         connect(server.node(port=port), [server.known_hosts], connect_deadline_s=0.5)
 
 
@@ -153,7 +153,7 @@ def test_one_known_hosts_file_of_several_is_enough(server: Server, tmp_path: Pat
 
 @pytest.mark.fault(6)
 def test_wrong_user_key_is_refused_without_a_prompt(server: Server, tmp_path: Path) -> None:
-    with pytest.raises(AuthenticationError, match="none of our keys for user 'tester'") as caught:
+    with pytest.raises(AuthenticationError, match="none of the offered keys for user 'tester'") as caught:
         connect(server.node(key=make_key(tmp_path / "other")), [server.known_hosts])
     assert "ssh-copy-id" in caught.value.remedy
 
@@ -172,7 +172,7 @@ def test_key_with_a_passphrase_is_refused_without_a_prompt(server: Server, tmp_p
 
 
 @pytest.mark.parametrize("has_public_file", [True, False])
-def test_key_with_a_passphrase_works_when_an_agent_holds_it(
+def test_key_with_a_passphrase_works_with_an_agent(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_public_file: bool
 ) -> None:
     locked = tmp_path / "locked"
@@ -188,7 +188,7 @@ def test_key_with_a_passphrase_works_when_an_agent_holds_it(
 
 @contextlib.contextmanager
 def _agent_holding(keys: list[Path], directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A real ssh-agent that holds `keys` and that this process knows of."""
+    """Run a real ssh-agent with `keys` for this process."""
     address = directory / "agent"
     agent = subprocess.Popen(["ssh-agent", "-D", "-a", address], stdout=subprocess.DEVNULL)
     try:
@@ -212,7 +212,7 @@ def test_missing_and_damaged_key_files_are_named(server: Server, tmp_path: Path)
 
 
 @pytest.mark.fault(8)
-def test_dropped_connections_are_tried_again(server: Server) -> None:
+def test_dropped_connections_are_retried(server: Server) -> None:
     server.num_drops = 2
     session = connect(server.node(), [server.known_hosts], connect_deadline_s=20)
     assert session.run(["true"]).exit_code == 0
@@ -228,7 +228,7 @@ def test_server_that_always_drops_is_unreachable_after_three_tries(server: Serve
 
 
 @pytest.mark.fault(12)
-def test_login_shell_that_prints_does_not_reach_the_output(server: Server) -> None:
+def test_output_of_the_login_shell_is_dropped(server: Server) -> None:
     server.shell_prefix = "echo welcome; echo notice >&2; printf 'no line end'; printf 'nor here' >&2"
     session = connect(server.node(), [server.known_hosts])
     completed = session.run(["sh", "-c", "echo out; echo err >&2"])
@@ -271,7 +271,7 @@ def test_process_group_is_made_where_the_server_makes_none(server: Server) -> No
 
 
 @pytest.mark.fault(16)
-def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Server, ssh: Any) -> None:
+def test_node_ends_the_command_after_a_lost_connection(server: Server, ssh: Any) -> None:
     errors: list[CsdctlError] = []
 
     def run() -> None:
@@ -297,9 +297,7 @@ def test_node_ends_the_command_by_itself_when_the_connection_is_gone(server: Ser
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_lost_connection_is_unreachable_for_everything_after(
-    server: Server, ssh: Any, tmp_path: Path
-) -> None:
+def test_lost_connection_makes_later_calls_unreachable(server: Server, ssh: Any, tmp_path: Path) -> None:
     assert ssh.run(["true"]).exit_code == 0
     server.drop_connections()
     (tmp_path / "source").write_bytes(b"x")

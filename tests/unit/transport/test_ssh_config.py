@@ -30,7 +30,7 @@ def test_ssh_config_is_the_accepted_one() -> None:
 
 
 @pytest.mark.skipif(shutil.which("ssh") is None, reason="no ssh here")
-def test_ssh_reads_the_config_as_meant(tmp_path: Path) -> None:
+def test_ssh_parses_the_config_as_intended(tmp_path: Path) -> None:
     path = tmp_path / "ssh_config"
     path.write_text(build_ssh_config(NODES, KNOWN_HOSTS))
 
@@ -54,6 +54,6 @@ def test_ssh_reads_the_config_as_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ['a"b', "a\nb", "a${HOME}b", "a\\b"])
-def test_paths_that_ssh_config_cannot_name_are_refused(name: str) -> None:
+def test_paths_that_ssh_config_cannot_represent_are_refused(name: str) -> None:
     with pytest.raises(InputError, match="ssh_config"):
         build_ssh_config([Node("csd0", "10.1.2.3", key=Path("/keys") / name)], KNOWN_HOSTS)

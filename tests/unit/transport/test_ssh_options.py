@@ -1,4 +1,4 @@
-"""Options for other programs' ssh: OpenSSH itself, and Ansible where there is one, against a real socket."""
+"""Options for the ssh of other programs: OpenSSH, and Ansible if installed, against a real socket."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ def ssh(server: SshServer, node: Node) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*words, node.address, "pwd"], capture_output=True, text=True, check=False)
 
 
-def test_openssh_gets_in_with_them(server: SshServer) -> None:
+def test_openssh_connects_with_these_options(server: SshServer) -> None:
     ended = ssh(server, server.node())
     assert ended.stdout == f"{server.home}\n", ended.stderr
 
@@ -63,14 +63,14 @@ def test_jump_hosts_get_their_own_key_and_the_same_known_hosts(tmp_path: Path) -
     assert 'IdentityFile="/keys/100%% my id"' in again[1]
 
 
-def test_path_that_no_ssh_config_can_hold_is_refused() -> None:
+def test_path_that_ssh_config_cannot_represent_is_refused() -> None:
     with pytest.raises(InputError, match="cannot be written"):
         build_ssh_options(Node("csd0", "10.0.0.1"), [Path('/a"b')])
 
 
 @pytest.mark.skipif(not ANSIBLE, reason="no ansible on the PATH: its ssh is not tried")
 @pytest.mark.parametrize("name", ["hosts", "hosts.yml"])
-def test_ansible_gets_in_with_the_inventory(server: SshServer, tmp_path: Path, name: str) -> None:
+def test_ansible_connects_with_the_inventory(server: SshServer, tmp_path: Path, name: str) -> None:
     node = server.node()
     fleet = Fleet((node,), path=tmp_path / "fleet.yaml")
     options = {node.name: build_ssh_options(node, [server.known_hosts])}

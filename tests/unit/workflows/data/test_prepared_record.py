@@ -1,4 +1,4 @@
-"""The note of what a job's data came to: it is there for the same data section, and for no other."""
+"""The record of prepared data is valid for the same data section only."""
 
 import json
 from pathlib import Path
@@ -32,7 +32,7 @@ def project(tmp_path: Path) -> ProjectDirectory:
     return project
 
 
-def test_note_comes_out_as_it_went_in_but_for_the_classes(project: ProjectDirectory) -> None:
+def test_record_round_trips_except_for_the_classes(project: ProjectDirectory) -> None:
     data = load_prepared(project, written(project.root))
     assert data
     assert data.num_samples == 60_500
@@ -41,7 +41,7 @@ def test_note_comes_out_as_it_went_in_but_for_the_classes(project: ProjectDirect
     assert data.public.class_counts == {}
 
 
-def test_note_has_nothing_of_private_data_but_their_number(project: ProjectDirectory) -> None:
+def test_record_has_only_the_number_of_private_samples(project: ProjectDirectory) -> None:
     text = project.prepared("job").read_text()
     assert json.loads(text)["num_private"] == {"csd0": 500}
     assert '"q"' not in text
@@ -52,7 +52,7 @@ def test_recipe_does_not_matter(project: ProjectDirectory) -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [("path: data}", "path: other}"), ("/data/private", "/data/mine")])
-def test_other_data_have_no_note(project: ProjectDirectory, old: str, new: str) -> None:
+def test_other_data_has_no_record(project: ProjectDirectory, old: str, new: str) -> None:
     assert load_prepared(project, written(project.root, JOB.replace(old, new))) is None
 
 
@@ -62,6 +62,6 @@ def test_function_that_changed_may_read_other_data(project: ProjectDirectory) ->
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"key": 1, "other": 2}', '{"key": "x"}'])
-def test_damaged_note_is_none(project: ProjectDirectory, text: str) -> None:
+def test_damaged_record_is_none(project: ProjectDirectory, text: str) -> None:
     project.prepared("job").write_text(text)
     assert load_prepared(project, written(project.root)) is None

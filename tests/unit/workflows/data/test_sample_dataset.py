@@ -1,4 +1,4 @@
-"""Sample data: real IDX files, small ones of our own, and Debian's package fetched for real."""
+"""Sample data: real IDX files, small generated files, and Debian's package, really downloaded."""
 
 import gzip
 import shutil
@@ -57,14 +57,14 @@ def failing(name: str, message: str) -> DatasetOrigin:
 
 
 class TestIdxFiles:
-    def test_images_come_back_as_they_were_written(self, tmp_path: Path) -> None:
+    def test_images_round_trip(self, tmp_path: Path) -> None:
         images = np.arange(2 * 3 * 4).reshape(2, 3, 4)
         write_idx(tmp_path / "a.gz", images)
         assert np.array_equal(read_idx(tmp_path / "a.gz", (2, 3, 4)), images)
 
     def test_another_number_of_samples_is_refused_with_both_numbers(self, tmp_path: Path) -> None:
         write_idx(tmp_path / "a.gz", np.zeros((5, 2, 2)))
-        with pytest.raises(InputError, match=r"a\.gz holds \(5, 2, 2\), expected \(6, 2, 2\)"):
+        with pytest.raises(InputError, match=r"a\.gz has shape \(5, 2, 2\), expected \(6, 2, 2\)"):
             read_idx(tmp_path / "a.gz", (6, 2, 2))
 
     def test_labels_are_refused_where_images_are_expected(self, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ class TestIdxFiles:
 
     def test_missing_data_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "a.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 4, 1, 2, 3])))
-        with pytest.raises(InputError, match="holds 3 bytes of data, expected 4"):
+        with pytest.raises(InputError, match="has 3 bytes of data, expected 4"):
             read_idx(tmp_path / "a.gz", (4,))
 
     @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ class TestFetching:
         assert dataset.test_labels.dtype == np.int64
         assert set(dataset.test_labels) == {3}
 
-    def test_second_fetch_asks_no_source(self, files: Path, tmp_path: Path) -> None:
+    def test_second_fetch_uses_no_source(self, files: Path, tmp_path: Path) -> None:
         said: list[str] = []
         fetch_fashion_mnist(tmp_path, say=said.append, sources=[found_in(files)])
         fetch_fashion_mnist(tmp_path, say=said.append, sources=[])
         assert said == []
 
-    def test_damaged_cache_is_replaced_and_said_so(self, files: Path, tmp_path: Path) -> None:
+    def test_damaged_cache_is_replaced_and_reported(self, files: Path, tmp_path: Path) -> None:
         said: list[str] = []
         fetch_fashion_mnist(tmp_path, say=said.append, sources=[found_in(files)])
         (tmp_path / IMAGES).write_bytes(b"half a file")
@@ -118,7 +118,7 @@ class TestFetching:
         assert str(tmp_path / IMAGES) in said[0]
         assert (tmp_path / IMAGES).read_bytes() == (files / IMAGES).read_bytes()
 
-    def test_damaged_source_is_passed_over(self, files: Path, tmp_path: Path) -> None:
+    def test_damaged_source_is_skipped(self, files: Path, tmp_path: Path) -> None:
         damaged = shutil.copytree(files, tmp_path / "damaged")
         (damaged / IMAGES).write_bytes(b"half a file")
         said: list[str] = []
@@ -126,16 +126,16 @@ class TestFetching:
             tmp_path / "cache", say=said.append, sources=[found_in(damaged), found_in(files)]
         )
         assert len(dataset.train_labels) == NUM_TRAIN
-        assert "looking elsewhere" in said[0]
+        assert "trying other sources" in said[0]
 
-    def test_sources_are_asked_in_order(self, files: Path, tmp_path: Path) -> None:
+    def test_sources_are_tried_in_order(self, files: Path, tmp_path: Path) -> None:
         other = write_files(tmp_path / "other", label=7)
         dataset = fetch_fashion_mnist(
             tmp_path / "cache", say=print, sources=[failing("first", "no"), found_in(other), found_in(files)]
         )
         assert dataset.train_labels[0] == 7
 
-    def test_error_lists_all_that_was_tried_and_a_remedy(self, tmp_path: Path) -> None:
+    def test_error_lists_all_sources_and_a_remedy(self, tmp_path: Path) -> None:
         sources = [failing("apt-get download", "no network"), failing("Keras' download", "no network either")]
         with pytest.raises(CsdctlError) as raised:
             fetch_fashion_mnist(tmp_path, say=print, sources=sources)
@@ -148,20 +148,23 @@ class TestFetching:
         (tmp_path / "cache").write_text("a file where a directory should be")
         said: list[str] = []
         fetch_fashion_mnist(tmp_path / "cache", say=said.append, sources=[found_in(files)])
-        assert "no copy is kept" in said[0]
+        assert "could not be cached" in said[0]
 
-    def test_machine_without_apt_is_told_so(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_machine_without_apt_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.raises(CsdctlError, match="no apt-get here"):
+        with pytest.raises(CsdctlError, match="apt-get is not installed here"):
             download_with_apt(tmp_path, print)
 
     def test_tensorflow_is_not_imported(self) -> None:
-        code = "import sys, csdctl.workflows.data.sample_dataset; sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
+        code = (
+            "import sys, csdctl.workflows.data.sample_dataset; "
+            "sys.exit(bool({'tensorflow', 'keras'} & set(sys.modules)))"
+        )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
     def test_debian_package_really_arrives_through_apt(self, tmp_path: Path) -> None:
         if not shutil.which("apt-get"):
-            pytest.skip("NOT TESTED: there is no apt-get, so Debian's package was not fetched")
+            pytest.skip("NOT TESTED: apt-get is missing, so Debian's package was not downloaded")
         said: list[str] = []
         try:
             directory = download_with_apt(tmp_path, said.append)
@@ -182,7 +185,7 @@ def dataset() -> FashionMnist:
 
 
 class TestSplit:
-    def test_one_seventh_is_private_and_spread_evenly(self, dataset: FashionMnist) -> None:
+    def test_one_seventh_is_private_and_split_evenly(self, dataset: FashionMnist) -> None:
         split = split_sample(dataset, num_nodes=4, seed=1)
         assert len(split.public) == 600
         assert [len(private) for private in split.private] == [25, 25, 25, 25]
@@ -191,7 +194,7 @@ class TestSplit:
         split = split_sample(dataset, num_nodes=7, seed=1)
         assert sorted(len(private) for private in split.private) == [14] * 5 + [15] * 2
 
-    def test_every_sample_is_in_exactly_one_place(self, dataset: FashionMnist) -> None:
+    def test_every_sample_is_in_exactly_one_part(self, dataset: FashionMnist) -> None:
         split = split_sample(dataset, num_nodes=3, seed=1)
         labels = np.concatenate([split.public.labels, *(private.labels for private in split.private)])
         assert sorted(labels) == list(range(700))

@@ -1,4 +1,4 @@
-"""Placing a sample where data of a job lies, on the host and on a node that is a directory here."""
+"""Sample data written to the data paths of a job, on the host and on a node (a local directory)."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ SAMPLES = SampleArrays(np.arange(24, dtype=np.uint8).reshape(2, 3, 4), np.array(
 SAME: dict[str, object] = {"sample": "fashion-mnist", "seed": 7}
 
 
-def test_interrupted_placing_is_completed_by_the_next(tmp_path: Path) -> None:
+def test_interrupted_placement_is_completed_by_the_next(tmp_path: Path) -> None:
     directory = tmp_path / "public"
     for name in (*ARRAYS, ""):
         if name:
@@ -27,9 +27,9 @@ def test_interrupted_placing_is_completed_by_the_next(tmp_path: Path) -> None:
 
 def test_other_data_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "images.npy").write_bytes(b"precious")
-    with pytest.raises(InputError, match="holds other data"):
+    with pytest.raises(InputError, match="contains other data"):
         _place_on_host(tmp_path, SAMPLES, SAME)
     _place_on_host(tmp_path / "new", SAMPLES, SAME)
-    with pytest.raises(InputError, match="holds other data"):
+    with pytest.raises(InputError, match="contains other data"):
         _place_on_host(tmp_path / "new", SAMPLES, {**SAME, "seed": 8})
     assert (tmp_path / "images.npy").read_bytes() == b"precious"

@@ -1,4 +1,4 @@
-"""Nodes from Ansible inventories and ssh_config files, as the real `ssh -G` explains them."""
+"""Nodes from Ansible inventories and ssh_config files, resolved by the real `ssh -G`."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def from_ansible(directory: Path, text: str) -> FoundFleet:
 
 
 class TestSshConfig:
-    def test_aliases_are_what_ssh_makes_of_them(self, tmp_path: Path, key: Path) -> None:
+    def test_aliases_are_resolved_by_ssh(self, tmp_path: Path, key: Path) -> None:
         text = (
             f'Match host csd0\n  IdentityFile "{key.parent}/id of %n"\n'
             "Host csd0 csd1\n  HostName=%h.lan\n  User trainer\nHost csd1\n  Port 2200\n"
@@ -51,7 +51,7 @@ class TestSshConfig:
         )
         assert found.warnings == ()
 
-    def test_included_files_count_and_patterns_name_no_machine(self, tmp_path: Path) -> None:
+    def test_included_files_are_read_and_patterns_are_skipped(self, tmp_path: Path) -> None:
         (tmp_path / "more").mkdir()
         (tmp_path / "more" / "a").write_text("hOsT inside\n  hostname 10.0.0.7\n  User u\n")
         text = f'Include "{tmp_path}/more/*"\nHost a* !b "two words" c # d\n  HostName 10.0.0.8\n  User u\n'
@@ -60,9 +60,9 @@ class TestSshConfig:
             ("inside", "10.0.0.7"),
             ("c", "10.0.0.8"),
         ]
-        assert found.warnings == ("two words: is no name for a node: left out",)
+        assert found.warnings == ("two words: not a valid node name: skipped",)
 
-    def test_limit_chooses_aliases(self, tmp_path: Path) -> None:
+    def test_limit_selects_aliases(self, tmp_path: Path) -> None:
         found = from_ssh(tmp_path, "Host csd0 csd1 other\n  User u\n", limit=("csd*",))
         assert [node.name for node in found.fleet.nodes] == ["csd0", "csd1"]
 
@@ -80,11 +80,11 @@ class TestSshConfig:
             Node("last", "last", 23, "x"),
         ]
 
-    def test_jumps_in_a_circle_are_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="circle"):
+    def test_cyclic_jumps_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="cycle"):
             from_ssh(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
 
-    def test_proxy_command_that_is_no_jump_is_refused_by_name(self, tmp_path: Path) -> None:
+    def test_proxy_command_that_is_not_a_jump_is_refused_by_name(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"csd0: ProxyCommand 'nc %h %p' is not supported") as raised:
             from_ssh(tmp_path, "Host csd0\n  ProxyCommand nc %h %p\n")
         assert "--exclude" in raised.value.remedy
@@ -92,16 +92,16 @@ class TestSshConfig:
     @pytest.mark.parametrize(
         ("line", "said"),
         [
-            ("HostKeyAlias x", "HostKeyAlias x is not taken over"),
-            ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is not taken over"),
-            ("UserKnownHostsFile /elsewhere", "UserKnownHostsFile /elsewhere is not taken over"),
+            ("HostKeyAlias x", "HostKeyAlias x is ignored"),
+            ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is ignored"),
+            ("UserKnownHostsFile /elsewhere", "UserKnownHostsFile /elsewhere is ignored"),
             ("StrictHostKeyChecking no", "csdctl always checks host keys"),
             ("IdentityFile /nowhere/id", "IdentityFile /nowhere/id does not exist"),
-            ("AddressFamily inet6", "AddressFamily inet6 is not taken over"),
-            ("BindInterface tun0", "BindInterface tun0 is not taken over"),
+            ("AddressFamily inet6", "AddressFamily inet6 is ignored"),
+            ("BindInterface tun0", "BindInterface tun0 is ignored"),
         ],
     )
-    def test_what_csdctl_does_otherwise_is_said_once_for_all(
+    def test_ignored_settings_are_reported_once_for_all_nodes(
         self, tmp_path: Path, line: str, said: str
     ) -> None:
         found = from_ssh(tmp_path, f"Host csd0 csd1 csd2\n  User u\n  {line}\n")
@@ -111,7 +111,7 @@ class TestSshConfig:
 
     @pytest.mark.fault(40)
     @pytest.mark.parametrize("line", ["HostName -oProxyCommand=x", "User $x", "ProxyJump $(x)@y"])
-    def test_what_may_not_stand_in_a_fleet_file_is_refused(self, tmp_path: Path, line: str) -> None:
+    def test_values_not_allowed_in_a_fleet_file_are_refused(self, tmp_path: Path, line: str) -> None:
         with pytest.raises(InputError, match="csd0: "):
             from_ssh(tmp_path, f"Host csd0\n  {line}\n  User u\n")
 
@@ -120,13 +120,13 @@ class TestSshConfig:
         with pytest.raises(InputError, match="no Host line with a name"):
             from_ssh(tmp_path, text)
 
-    def test_file_that_ssh_refuses_is_told_in_its_words(self, tmp_path: Path) -> None:
+    def test_file_that_ssh_refuses_is_reported_with_its_message(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="(?i)bad configuration option: nonsense"):
             from_ssh(tmp_path, "Host csd0\n  Nonsense 1\n")
 
 
 class TestAnsible:
-    def test_hosts_are_what_ssh_makes_of_their_variables(self, tmp_path: Path, key: Path) -> None:
+    def test_hosts_are_resolved_by_ssh_from_their_variables(self, tmp_path: Path, key: Path) -> None:
         text = (
             "[csds]\ncsd[0:1] ansible_ssh_common_args='-o ProxyCommand=\"ssh -W %h:%p ops@10.9.0.1\"'\n"
             f"[csds:vars]\nansible_user=me\nansible_port=2200\nansible_ssh_private_key_file='{key}'\n"
@@ -138,7 +138,7 @@ class TestAnsible:
         )
         assert "name: 'csd[0-1]'" in found.text
 
-    def test_ansible_cfg_counts_where_the_inventory_says_nothing(self, tmp_path: Path, key: Path) -> None:
+    def test_ansible_cfg_gives_defaults(self, tmp_path: Path, key: Path) -> None:
         (tmp_path / "ansible.cfg").write_text(
             "[defaults]\nremote_user = cfg ; a comment\nprivate_key_file = keys/id of csd0\n"
             "[ssh_connection]\nssh_args = -C -o ControlMaster=auto\nssh_common_args = -J gate\n"
@@ -157,7 +157,7 @@ class TestAnsible:
 
     @pytest.mark.fault(40)
     def test_address_that_is_an_option_is_refused(self, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a usable address"):
+        with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
             from_ansible(tmp_path, "csd0 ansible_host=-oProxyCommand=x\n")
 
     @pytest.mark.parametrize("option", ["Match exec 'touch ran'", "Match=exec 'touch ran'", "Include config"])
@@ -171,11 +171,11 @@ class TestAnsible:
         assert [node.user for node in found.fleet.nodes] == ["me"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["config", "hosts"]
 
-    def test_what_a_jump_host_has_otherwise_is_said_with_its_name(self, tmp_path: Path) -> None:
+    def test_ignored_settings_of_a_jump_host_are_reported_with_its_name(self, tmp_path: Path) -> None:
         command = "ssh -o HostKeyAlias=x -W %h:%p gate"
         text = f"csd[0:9] ansible_ssh_common_args=\"-o 'ProxyCommand={command}'\"\n"
         assert from_ansible(tmp_path, text).warnings == (
-            "csd[0-9]: jump host gate: HostKeyAlias x is not taken over",
+            "csd[0-9]: jump host gate: HostKeyAlias x is ignored",
         )
 
 
@@ -204,9 +204,9 @@ class TestThereAndBack:
         ]
 
     @pytest.mark.parametrize("path", ["/keys/{{ x }}", "/keys/{% x %}"])
-    def test_path_that_ansible_would_take_for_a_template_is_refused(self, tmp_path: Path, path: str) -> None:
+    def test_path_that_ansible_would_read_as_a_template_is_refused(self, tmp_path: Path, path: str) -> None:
         fleet = Fleet((Node("csd0", "10.0.0.1", key=Path(path)),))
-        with pytest.raises(InputError, match="would be a template"):
+        with pytest.raises(InputError, match="as a template"):
             render_ansible(fleet, tmp_path)
 
 

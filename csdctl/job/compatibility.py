@@ -1,4 +1,4 @@
-"""Whether model, data and loss of a job fit together: said before anything is sent or started."""
+"""Check that model, data and loss of a job are compatible, before anything is sent or started."""
 
 import json
 from collections.abc import Mapping
@@ -11,10 +11,10 @@ from csdctl.worker.protocol.recipe import Noise, Recipe
 INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
 
 
-def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """Raise InputError for a model that cannot take the samples or whose output does not match the labels.
+def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
+    """Raise InputError when the model cannot take the samples or its output does not match the labels.
 
-    `datasets` maps 'public', 'validation' or a node's name (its private data) to what was prepared.
+    `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data.
     """
     for name, data in datasets.items():
         if data is None:
@@ -28,14 +28,15 @@ def check_fit(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetIn
 
 
 def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:
-    """Raise InputError when noise on gradients would not cover all that training tells of private samples.
+    """Raise InputError when noise on gradients would not cover everything that training reveals of private
+    samples.
 
     `private` maps each node's name to its private data.
     """
     if model.stateful_layers:
         raise InputError(
-            f"model {model.name} keeps statistics of its samples, which data.private.noise does not cover: "
-            f"{_named(model.stateful_layers)}",
+            f"model {model.name} stores statistics of its samples, which data.private.noise does not cover: "
+            f"{_list_names(model.stateful_layers)}",
             remedy="use LayerNormalization or GroupNormalization, freeze the layers (trainable=False), "
             "or train without data.private.noise",
         )
@@ -43,34 +44,35 @@ def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInf
         if noise.delta * data.num_samples >= 1:
             raise InputError(
                 f"data.private.noise.delta is {noise.delta:g}, but {node} has {data.num_samples:,} private "
-                "samples: such a promise would allow to publish one of them",
-                remedy=f"expected far less than 1 / {data.num_samples}, for instance "
+                "samples: that would permit publishing one of them",
+                remedy=f"expected far less than 1 / {data.num_samples}, for example "
                 f"{0.01 / data.num_samples:.0e}",
             )
 
 
-def _named(names: tuple[str, ...], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+def _list_names(names: tuple[str, ...], at_most: int = 4) -> str:
+    more = f" and {len(names) - at_most} more" if len(names) > at_most else ""
+    return ", ".join(names[:at_most]) + more
 
 
 def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """One type for all: uint8 pixels are scaled and floats are not, so a mixture would be nonsense."""
+    """Require one type for all: uint8 pixels are scaled and floats are not, so they cannot be mixed."""
     types = {name: data.dtype for name, data in datasets.items() if data}
     if len(set(types.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
         raise InputError(
-            f"the data sets hold samples of different types: {listed}", remedy="store all of them as one type"
+            f"the data sets have samples of different types: {listed}",
+            remedy="store all of them with one type",
         )
 
 
 def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
-    """An output whose last activation is known must be what the loss is told to expect."""
+    """Check a known last activation against `from_logits`."""
     wrong = "softmax" if recipe.from_logits else "linear"
     if model.output_activation == wrong:
-        told, other = str(recipe.from_logits).lower(), str(not recipe.from_logits).lower()
+        current, other = str(recipe.from_logits).lower(), str(not recipe.from_logits).lower()
         raise InputError(
-            f"model {model.name} ends in a {wrong} layer, but recipe.from_logits is {told}",
+            f"model {model.name} ends in a {wrong} layer, but recipe.from_logits is {current}",
             remedy=f"set recipe.from_logits: {other}, or change the model's last layer",
         )
 
@@ -79,7 +81,7 @@ def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     if model.inputs or data.dtype.startswith("["):
         _check_inputs(model, data, which)
         return
-    if not _fits(model.input_shape, data.sample_shape):
+    if not _matches_shape(model.input_shape, data.sample_shape):
         raise InputError(
             f"model {model.name} takes samples of shape {_shape(model.input_shape)}, "
             f"the {which} has {_shape(data.sample_shape)}",
@@ -87,13 +89,13 @@ def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
         )
 
 
-def _fits(wanted: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    """Whether samples of shape `found` can go into an input; 0 is any size."""
+def _matches_shape(wanted: tuple[int, ...], found: tuple[int, ...]) -> bool:
+    """Return whether an input of shape `wanted` takes samples of shape `found`; 0 is any size."""
     return len(wanted) == len(found) and all(a in (0, b) for a, b in zip(wanted, found, strict=True))
 
 
 def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    """Several inputs: the data has an array for each, by name."""
+    """Check several inputs: the data must have an array for each, by name."""
     fields = json.loads(data.dtype) if data.dtype.startswith("[") else []
     found = {name: tuple(shape) for name, _, shape in fields}
     wanted = {name: tuple(shape) for name, shape in model.inputs.items()}
@@ -101,10 +103,10 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
         raise InputError(
             f"model {model.name} takes {', '.join(sorted(wanted)) or 'one input'}, "
             f"the {which} has {', '.join(sorted(found)) or 'one array'}",
-            remedy="name the arrays of the .npz file as the model's inputs",
+            remedy="give the arrays of the .npz file the names of the model's inputs",
         )
     for name, shape in wanted.items():
-        if not _fits(shape, found[name]):
+        if not _matches_shape(shape, found[name]):
             raise InputError(
                 f"input {name} of model {model.name} takes samples of shape {_shape(shape)}, "
                 f"the {which} has {_shape(found[name])}",
@@ -116,12 +118,12 @@ def _check_output(recipe: Recipe, model: ModelInfo, data: DatasetInfo, which: st
     if recipe.loss in INTEGER_LABEL_LOSSES:
         if not data.label_shape and data.max_label < 0:
             raise InputError(
-                f"loss {recipe.loss} needs integer labels from 0, the {which} has others",
+                f"loss {recipe.loss} needs integer labels from 0, the {which} has other labels",
                 remedy="number the classes from 0, or choose another recipe.loss",
             )
         if data.label_shape:
             raise InputError(
-                f"loss {recipe.loss} needs one integer label a sample, "
+                f"loss {recipe.loss} needs one integer label per sample, "
                 f"the {which} has labels of shape {_shape(data.label_shape)}",
                 remedy="use recipe.loss: categorical_crossentropy for one-hot labels",
             )

@@ -1,0 +1,67 @@
+"""An emulated fleet with OpenSSH's client in front of it."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start_fleet
+from csdctl.errors import InputError
+from csdctl.fleet.reading import load_fleet
+from tests.waiting import eventually
+
+CPU = 0.25
+MEMORY_BYTES = 160 << 20
+
+
+@dataclass(frozen=True)
+class Running:
+    """A running fleet, and OpenSSH's configuration for it."""
+
+    directory: Path
+    config: Path
+    mechanism: str
+
+    def ssh(
+        self, command: str, node: str = "csd0", stdin: bytes = b""
+    ) -> "subprocess.CompletedProcess[bytes]":
+        return subprocess.run(
+            ["ssh", "-F", self.config, node, command],
+            input=stdin,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        )
+
+    def output(self, command: str, node: str = "csd0") -> str:
+        completed = self.ssh(command, node)
+        assert completed.returncode == 0, completed.stderr
+        return completed.stdout.decode()
+
+    def status(self, node: str = "csd0") -> NodeStatus:
+        return next(status for status in fleet_status(self.directory) if status.name == node)
+
+
+def write_ssh_config(directory: Path, path: Path) -> Path:
+    lines = [f"UserKnownHostsFile {directory.parent / 'known_hosts'}", "BatchMode yes", "ConnectTimeout 10"]
+    for node in load_fleet(directory / "fleet.yaml").nodes:
+        lines += [f"Host {node.name}", f"HostName {node.address}", f"Port {node.port}"]
+        lines += [f"User {node.user}", f"IdentityFile {node.key}"]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def start(directory: Path, mechanism: str, num_nodes: int = 2) -> Running:
+    try:
+        start_fleet(directory, EmulatedSpec(num_nodes, CPU, MEMORY_BYTES), cpu_mechanism=mechanism)
+    except InputError as error:
+        if "no control group" not in error.message:
+            raise
+        pytest.skip(error.message)
+    return Running(directory, write_ssh_config(directory, directory.parent / "ssh_config"), mechanism)
+
+
+def wait_until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
+    assert eventually(condition, deadline_s), f"not true within {deadline_s:g} s"

@@ -1,0 +1,142 @@
+"""Emulated fleets that start, crash and end, and the commands for it."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from csdctl.cli.commands import emulate
+from csdctl.emulation.cgroups import list_cgroups
+from csdctl.emulation.fleet import EmulatedSpec, fleet_status, start_fleet, stop_fleet
+from csdctl.emulation.processes import list_marked
+from csdctl.emulation.state import FleetPaths
+from csdctl.errors import InputError
+from csdctl.fleet.reading import load_fleet
+from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, start, wait_until
+
+asyncssh = pytest.importorskip("asyncssh")
+
+pytestmark = [
+    pytest.mark.emulated,
+    pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
+]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[Path]:
+    """A directory for a fleet of the test, which is stopped afterwards."""
+    directory = tmp_path / ".csdctl" / "emulated"
+    yield directory
+    with contextlib.suppress(InputError):
+        stop_fleet(directory)
+
+
+def assert_nothing_is_left(directory: Path) -> None:
+    paths = FleetPaths(directory)
+    assert list_marked(paths.fleet_id) == []
+    assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
+    assert not directory.exists()
+    assert not paths.known_hosts.exists()
+    assert not paths.usual_short_tmp.exists()
+
+
+def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:
+    spec = EmulatedSpec(1, CPU, MEMORY_BYTES)
+    path = start_fleet(directory, spec)
+    pids = [status.pid for status in fleet_status(directory)]
+    assert start_fleet(directory, spec) == path
+    assert [status.pid for status in fleet_status(directory)] == pids
+    with pytest.raises(InputError, match="another emulated fleet is running") as refusal:
+        start_fleet(directory, EmulatedSpec(2, CPU, MEMORY_BYTES))
+    assert "csdctl emulate down" in refusal.value.remedy
+
+
+@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
+def test_down_leaves_nothing_though_the_node_is_busy(directory: Path, mechanism: str) -> None:
+    fleet = start(directory, mechanism)
+    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
+    stopped = stop_fleet(directory)
+    assert stopped.num_processes == 3
+    assert_nothing_is_left(directory)
+    assert stop_fleet(directory).num_processes == 0
+
+
+@pytest.mark.parametrize("mechanism", ["cgroup", "duty"])
+@pytest.mark.parametrize("state", ["whole", "cut short", "gone", "directory gone"])
+def test_down_leaves_nothing_after_a_crash(directory: Path, mechanism: str, state: str) -> None:
+    fleet = start(directory, mechanism)
+    fleet.output("setsid sh -c 'while :; do :; done' </dev/null >/dev/null 2>&1 &")
+    time.sleep(0.2)
+    for status in fleet_status(directory):
+        os.kill(status.pid, signal.SIGKILL)
+    paths = FleetPaths(directory)
+    if state == "cut short":
+        paths.state.write_text(paths.state.read_text()[:100])
+    elif state == "gone":
+        paths.state.unlink()
+    elif state == "directory gone":
+        shutil.rmtree(directory)
+    assert stop_fleet(directory).num_processes >= 1
+    assert_nothing_is_left(directory)
+
+
+def test_a_fleet_with_a_dead_server_is_restarted(directory: Path) -> None:
+    fleet = start(directory, "auto")
+    pids = [status.pid for status in fleet_status(directory)]
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until(lambda: not fleet.status("csd0").is_running)
+    assert fleet.status("csd1").is_running
+    start(directory, "auto")
+    assert fleet.ssh("true").returncode in (0, 255)  # the old port is gone
+    assert not {status.pid for status in fleet_status(directory)} & set(pids)
+    assert all(status.is_running for status in fleet_status(directory))
+
+
+def test_a_foreign_fleet_file_is_not_changed(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("nodes: []\n")
+    with pytest.raises(InputError, match="left unchanged"):
+        start_fleet(directory, EmulatedSpec(1), fleet_path=path)
+    assert path.read_text() == "nodes: []\n"
+    assert not directory.exists()
+
+
+def test_a_foreign_directory_is_not_changed(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "thesis.tex").touch()
+    for attempt in (lambda: start_fleet(directory, EmulatedSpec(1)), lambda: stop_fleet(directory)):
+        with pytest.raises(InputError):
+            attempt()
+    assert (directory / "thesis.tex").exists()
+
+
+def test_commands_start_show_and_stop_a_fleet(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    runner = CliRunner()
+
+    def run(*arguments: str) -> str:
+        result = runner.invoke(emulate.app, arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    up = ("up", "--nodes", "1", "--memory", "256M")
+    started = json.loads(run(*up, "--json"))
+    assert (started["schema"], started["emulated"], started["was_up"]) == ("csdctl.emulate/1", True, False)
+    assert load_fleet(tmp_path / "fleet.yaml").node("csd0").port == started["nodes"][0]["port"]
+    assert "was up already" in run(*up)
+    assert json.loads(run("status", "--json"))["nodes"][0]["is_running"]
+    assert "csd0" in run("status")
+    (tmp_path / "fleet.yaml").write_text("nodes: []\n")
+    ended = json.loads(run("down", "--json"))
+    assert ended["num_processes"] == 1
+    assert ended["kept_fleet"] == str(tmp_path / "fleet.yaml")
+    assert isinstance(runner.invoke(emulate.app, ["status"]).exception, InputError)

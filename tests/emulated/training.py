@@ -1,0 +1,139 @@
+"""Start a training on the emulated fleet, break it, and read the events it leaves."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from csdctl.emulation.cgroups import list_cgroups
+from csdctl.emulation.limits import cgroup_prefix
+from tests.emulated.running import CSDCTL
+
+END_DEADLINE_S = 30
+STEPS = 80
+SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
+
+
+def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
+    """Start `csdctl train`; return the process and its run directory after the first steps of rank 0."""
+    before = set((demo / ".csdctl" / "runs").iterdir())
+    process = subprocess.Popen(
+        [str(CSDCTL), "train", *SHORT_RUN, *arguments],
+        cwd=demo,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        for run in set((demo / ".csdctl" / "runs").iterdir()) - before:
+            events = run / "events.jsonl"
+            if events.exists() and "Progress" in events.read_text():
+                return process, run
+        time.sleep(0.1)
+    process.kill()
+    raise AssertionError(f"the training did not start: {process.communicate()[0]}")
+
+
+def processes(*wanted: str) -> list[int]:
+    """Return the pids of all processes with all of `wanted` in their command line."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if entry.name.isdigit() and all(word in line for word in wanted):
+            found.append(int(entry.name))
+    return found
+
+
+def of_fleet(pids: list[int], demo: Path, program: str, node: str = "") -> list[int]:
+    """Return those of `pids` in `demo`'s emulated fleet (in `node`) that run `program…`."""
+    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
+    wanted = {f"CSDCTL_EMULATED_FLEET={fleet_id}".encode()}
+    wanted |= {f"CSDCTL_EMULATED_NODE={node}".encode()} if node else set()
+
+    def belongs(pid: int) -> bool:
+        try:
+            environment = set(Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+            name = Path(os.readlink(f"/proc/{pid}/exe")).name
+        except OSError:
+            return False
+        return wanted <= environment and name.startswith(program)
+
+    return [pid for pid in pids if belongs(pid)]
+
+
+def kill_rank(node: str) -> Callable[[Path, Path], None]:
+    def kill(demo: Path, run: Path) -> None:
+        pids = of_fleet(processes("rank --spec", f"csdctl-run={run.name}/{node}"), demo, "python", node)
+        assert len(pids) == 1
+        os.kill(pids[0], signal.SIGKILL)
+
+    return kill
+
+
+def kill_daemon(node: str) -> Callable[[Path, Path], None]:
+    def kill(demo: Path, run: Path) -> None:
+        pids = of_fleet(processes("prted"), demo, "prted", node)
+        assert pids
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+    return kill
+
+
+def kill_mpirun(demo: Path, run: Path) -> None:
+    pids = processes(f"csdctl-run={run.name}/csd0", f"csdctl-run={run.name}/csd1")
+    assert pids
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def nothing_is_left(demo: Path, run: Path) -> bool:
+    deadline = time.monotonic() + END_DEADLINE_S
+    while time.monotonic() < deadline:
+        if not processes(f"csdctl-run={run.name}") and not of_fleet(processes("prted"), demo, "prted"):
+            return True
+        time.sleep(0.2)
+    return False
+
+
+def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:
+    """Return the run's events of one type, in order of arrival."""
+    found = []
+    for line in (run / "events.jsonl").read_text().splitlines():
+        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        if event["event"] == event_type:
+            found.append(event)
+    return found
+
+
+def hash_at_the_end(run: Path) -> str:
+    """Return the hash of the final weights, equal on all ranks."""
+    hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
+    assert len(hashes) == 1
+    return hashes.pop()
+
+
+def remove_cpu_limits(demo: Path) -> None:
+    """Remove the CPU limits of the nodes: fault tests spend most of their time starting processes."""
+    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
+    for group in list_cgroups(cgroup_prefix(fleet_id)):
+        if (group / "cpu.max").exists():
+            (group / "cpu.max").write_text("max")
+        else:
+            (group / "cpu.cfs_quota_us").write_text("-1")
+
+
+def resumed_from(run: Path) -> dict[str, Any]:
+    """Return the `Joined` event of the second group; assert that at most one step was lost."""
+    again = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
+    seen = max(event["step"] for event in events_of(run, "LinkLost"))
+    assert seen - 1 <= again["step"] <= seen
+    return again

@@ -1,0 +1,43 @@
+"""Deliver files and trees to a machine, and list what arrived."""
+
+from pathlib import Path
+from typing import Any
+
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.store import StoredFile
+from csdctl.shipping.tree import TreeRequest, read_tree
+
+Machine = tuple[Any, Path]
+"""A session and the home directory that its commands start in."""
+
+
+def send(session: Any, *files: StoredFile, **options: Any) -> Delivery:
+    return deliver(session, pack_parcel([file.as_object() for file in files]), SharedChunks(), **options)
+
+
+def send_tree(session: Any, source: Path, destination: str = "there", **options: Any) -> Delivery:
+    chunks = SharedChunks()
+    parcel = pack_parcel(trees=[read_tree(TreeRequest(source, destination), chunks)])
+    return deliver(session, parcel, chunks, **options)
+
+
+def content_of(directory: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(directory)): path.read_bytes()
+        for path in sorted(directory.rglob("*"))
+        if path.is_file() and not path.is_symlink()
+    }
+
+
+def parts(home: Path) -> list[Path]:
+    return [*home.rglob("*.part"), *(home / ".csdctl").rglob(".part-*")]
+
+
+def fill(directory: Path, **files: bytes) -> Path:
+    for name, content in files.items():
+        path = directory / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+    return directory
