@@ -33,7 +33,7 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the machines and write the plan that trains most samples/s."""
+    """Measure the machines, and write the plan that trains the most samples/s."""
     from csdctl.cli.render.tuning import TuningScreen, plan_document, render_plan
     from csdctl.job.model import load_job
     from csdctl.tuning.search import Limits

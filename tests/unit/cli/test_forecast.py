@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from csdctl.cli.app import app
 from csdctl.cli.render.forecast import forecast_document, render_forecast
-from csdctl.cli.render.numbers import show_joules
+from csdctl.cli.render.numbers import format_joules
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from csdctl.perfmodel.energy import Power
@@ -145,7 +145,7 @@ def test_command_without_a_job_suggests_published(tmp_path: Path, monkeypatch: p
 
 
 def test_joules_have_about_three_figures() -> None:
-    assert [show_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
+    assert [format_joules(energy) for energy in (None, 4.026, 13.1, 338_250, 1.1e6, 5e10)] == [
         "–",
         "4.03 J",
         "13.1 J",

@@ -9,7 +9,7 @@ import pytest
 from csdctl.errors import InputError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
-from csdctl.shipping.parcel import Tree
+from csdctl.shipping.parcel import FileTree
 from csdctl.shipping.tree import TreeRequest
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deployment import DeployRequest, deploy_request
@@ -19,10 +19,10 @@ from csdctl.workflows.data.deployment import DeployRequest, deploy_request
 class Observer:
     """Records the trees that were packed and the nodes that finished."""
 
-    trees: list[Tree] = field(default_factory=list)
+    trees: list[FileTree] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
-    def packed(self, request: TreeRequest, tree: Tree) -> None:
+    def packed(self, request: TreeRequest, tree: FileTree) -> None:
         self.trees.append(tree)
 
     def advance(self, progress: DeliveryProgress) -> None:

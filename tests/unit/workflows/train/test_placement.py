@@ -14,7 +14,7 @@ from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice
-from csdctl.workflows.data.prepare import CarriedModel, Prepared
+from csdctl.workflows.data.prepare import Prepared, SerializedModel
 from csdctl.workflows.train.placement import build_rank_specs, place_plan
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), path=Path("fleet.yaml"))
@@ -25,7 +25,7 @@ PLAN = Plan(
     ranks=[RankPlan(node=name, batch_size=10, threads=4) for name in (HOST_NAME, "csd0", "csd1")],
 )
 FILE = StoredFile("ab" * 32, ".npy", Path("file"), TrafficClass.PUBLIC)
-MODEL = CarriedModel(ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax"), FILE, FILE)
+MODEL = SerializedModel(ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax"), FILE, FILE)
 PUBLIC = DatasetInfo("data/public", 100, (4, 4, 1), "uint8", (), 9, "public")
 PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "private")
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
