@@ -5,6 +5,10 @@ from typing import Annotated
 
 import typer
 
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+
+_COLLECTIVES = ", ".join(COLLECTIVE_NAMES)
+
 PlanOption = Annotated[
     Path | None,
     typer.Option("--plan", help="The plan to follow; default: the one `tune` wrote for the job."),
@@ -29,9 +33,7 @@ RebalanceOption = Annotated[
 ]
 CollectiveOption = Annotated[
     str,
-    typer.Option(
-        "--collective", metavar="WAY", help="How gradients are summed: `star`, `allreduce`, or `auto`."
-    ),
+    typer.Option("--collective", metavar="NAME", help=f"How gradients are summed: {_COLLECTIVES} or auto."),
 ]
 CheckpointSecondsOption = Annotated[
     float,

@@ -29,6 +29,6 @@ class RunSetup:
     """Whether the run keeps its state for `train --resume`."""
     patience: Patience = DEFAULT_PATIENCE
     collective: str = ""
-    """'star' or 'allreduce'; '' lets the ranks measure which is faster."""
+    """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
     absent: tuple[int, ...] = ()
     """Ranks that take no part from the beginning."""

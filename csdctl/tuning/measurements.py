@@ -96,7 +96,7 @@ class CollectiveMeasurement:
     """One timed sum over the ranks of a fleet."""
 
     name: str
-    """Of the collective: 'star', 'ring', …"""
+    """Of the collective, as in `protocol.orders.COLLECTIVE_NAMES`."""
     num_ranks: int
     num_bytes: int
     """Of one rank's vector."""

@@ -124,27 +124,38 @@ def render_rooms() -> str:
 
 
 STEP = (
-    ("data/prepared.py:EpochReader.read", "samples of this rank's share"),
-    ("compute/step.py:Step.local", "gradients, statistics, loss and n in one vector"),
-    ("group/link_communicator.py:LinkCommunicator.sum", "shared memory, then the link"),
-    ("group/link.py:serve_link", "the rank's process in MPI"),
-    ("group/star.py:Star.sum", "over TCP to rank 0 and back"),
-    ("compute/step.py:Step.apply", "divided by n, one optimizer step"),
-    ("tasks/balancer.py:Balancer.propose", "from every rank's compute seconds"),
-    ("tasks/checkpointer.py:Checkpointer.after_step", "state that survives the process"),
-    ("tasks/reporter.py:Reporter.progress", "an event for csdctl"),
+    (
+        "tasks/train.py:Train._exchange_reassigned",
+        "_exchange_reassigned(",
+        "samples that the host reads for others",
+    ),
+    ("data/prepared.py:EpochReader.read", "reader.read(", "samples of this rank's share"),
+    ("compute/step.py:Step.local", "step.local(", "gradients, statistics, loss and n in one vector"),
+    (
+        "group/link_communicator.py:LinkCommunicator.sum",
+        "communicator.sum(",
+        "shared memory, then the link",
+    ),
+    ("group/link.py:serve_link", "", "the process in MPI, started by mpirun"),
+    ("group/star.py:Star.sum", "", "over TCP to rank 0 and back, or another collective"),
+    ("compute/step.py:Step.apply", "step.apply(", "divided by n, one optimizer step"),
+    ("tasks/checkpointer.py:Checkpointer.after_step", "_end_step(", "state that survives the process"),
+    ("tasks/balancer.py:Balancer.propose", "_balance(", "batch sizes, from every rank's compute seconds"),
 )
-"""What happens to data in a step of tasks/train.py, in order; all of it below csdctl/worker/."""
+"""Data in a step: the function, how `Train._run_step` calls it ('': the link does), and a note.
+
+All of it is below csdctl/worker/.
+"""
 
 
 def render_step() -> str:
     """Return the picture of a step as SVG."""
-    width, wide = 640.0, 330.0
-    boxes = [Box(GAP, GAP + row * 56, place, wide, True) for row, (place, _) in enumerate(STEP)]
+    width, wide = 660.0, 330.0
+    boxes = [Box(GAP, GAP + row * 56, place, wide, bool(call)) for row, (place, call, _) in enumerate(STEP)]
     arrows = [(upper.bottom, lower.top) for upper, lower in pairwise(boxes)]
     notes = [
         f'<text x="{GAP + wide + 16}" y="{box.y + 21}" class="note">{escape(note)}</text>'
-        for box, (_, note) in zip(boxes, STEP, strict=True)
+        for box, (*_, note) in zip(boxes, STEP, strict=True)
     ]
     return render_svg("Data in a training step", width, len(STEP) * 56 + GAP, boxes, arrows, notes)
 

@@ -51,13 +51,26 @@ def test_picture_of_the_rooms_matches_the_imports() -> None:
 def test_picture_of_a_step_matches_the_code() -> None:
     drawn = (ROOT / "docs" / "pictures" / "step.svg").read_text()
     assert drawn == draw.render_step(), "run `python docs/pictures/draw.py`"
-    for place, _ in draw.STEP:
+    for place, *_ in draw.STEP:
         file, _, name = place.partition(":")
         assert name in names_defined_in(ROOT / "csdctl" / "worker" / file), place
 
 
+def test_step_calls_these_functions_in_this_order() -> None:
+    source = (ROOT / "csdctl" / "worker" / "tasks" / "train.py").read_text()
+    step = source[source.index("def _run_step") : source.index("def _exchange_reassigned")]
+    several_ranks = step.partition("if communicator.size == 1:")[0] + step.partition("vector, layout")[2]
+    places = [several_ranks.index(call) for _, call, _ in draw.STEP if call]
+    assert places == sorted(places)
+
+
 def test_every_room_is_described() -> None:
-    described = set(re.findall(r"`([\w.]+)`", PAGE.partition("## Rooms")[2].partition("## Where")[0]))
+    table = PAGE.partition("## Rooms")[2].partition("## Where")[0]
+    described = {
+        room
+        for row in re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+        for room in re.findall(r"`([\w.]+)`", row)
+    }
     rooms = {room for room in draw.read_imports() if not room.endswith("__main__")}
     packages = {room for room in rooms if (ROOT / "csdctl" / room.replace(".", "/")).is_dir()}
     assert packages <= described, "a room without a line on the page"

@@ -24,8 +24,8 @@ def demo(
     keep: KeepOption = False,
 ) -> None:
     """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
-    from csdctl.cli.render.numbers import format_seconds
     from csdctl.launch.tools import check_tools
+    from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 

@@ -38,8 +38,8 @@ def inventory(
 ) -> None:
     """Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON."""
     from csdctl.cli.render.fleet import fleet_document
-    from csdctl.cli.render.numbers import format_count
     from csdctl.documents import save_text
+    from csdctl.reporting.numbers import format_count
     from csdctl.workflows.discovery.inventory import TEXT_FORMATS
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 

@@ -5,8 +5,8 @@ from dataclasses import asdict
 
 from rich.console import Console
 
-from csdctl.cli.render.numbers import format_bytes
 from csdctl.launch.leftovers import Leftovers
+from csdctl.reporting.numbers import format_bytes
 from csdctl.transport.many import Outcome, errors_of
 from csdctl.workflows.workspace.partial_failure import failed_document
 

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes
 from csdctl.cli.render.view import View, new_progress
+from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
 from csdctl.shipping.parcel import FileTree

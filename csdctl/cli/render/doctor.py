@@ -7,11 +7,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_count
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
 from csdctl.fleet.model import Fleet
+from csdctl.reporting.numbers import format_count
 from csdctl.workflows.preflight.examination import Examination, describe
 
 SCHEMA = "csdctl.doctor/1"

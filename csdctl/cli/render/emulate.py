@@ -6,9 +6,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes
 from csdctl.cli.streams import Streams
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
+from csdctl.reporting.numbers import format_bytes
 from csdctl.workflows.maintenance.emulate import EmulatedFleet
 
 SCHEMA = "csdctl.emulate/1"

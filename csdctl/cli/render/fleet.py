@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes, format_count, format_seconds
 from csdctl.cli.render.problems import bounded, render_problems
 from csdctl.cli.streams import Streams
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.hardware import EqualMachines, find_differences, group_machines
 from csdctl.fleet.model import Fleet, Node
 from csdctl.fleet.ranges import fold_names, show_names
+from csdctl.reporting.numbers import format_bytes, format_count, format_seconds
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.inventory_sources import FoundFleet
 from csdctl.workflows.workspace.partial_failure import failed_document

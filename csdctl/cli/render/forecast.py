@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_joules, format_rate, format_seconds, format_share
 from csdctl.perfmodel.scaling import CurvePoint
 from csdctl.perfmodel.verdict import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
+from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
 from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 
 MAX_ROWS = 40

@@ -8,8 +8,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.cli.render.view import View, live_on
+from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.fleet.machine_class import FleetClass, MachineClass
+from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.runs.measurements import Forgotten
 from csdctl.runs.measurements_overview import CollectiveSummary, Overview, ProbeSummary, TrialSummary
 from csdctl.tuning.measurements import ModelFeatures, TrialMeasurement

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes
 from csdctl.cli.streams import Streams
 from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
+from csdctl.reporting.numbers import format_bytes
 from csdctl.reporting.privacy import BATCH_NORM, PROMISE, remarks_on
 from csdctl.workflows.reporting.report import PrivacyReport
 

@@ -6,9 +6,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.streams import Streams
+from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 

@@ -5,7 +5,6 @@ from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
-from csdctl.cli.render.numbers import format_accuracy, format_bytes, format_rate, format_share
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.render.report import report_document
@@ -13,6 +12,7 @@ from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.reporting.differential_privacy import Privacy, plan_privacy
+from csdctl.reporting.numbers import format_accuracy, format_bytes, format_rate, format_share
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event

@@ -6,8 +6,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from csdctl.cli.render.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.cli.render.preparing import PreparationScreen
+from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.probe import ProbeResult
 

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 
 from csdctl.cli.app import app
 from csdctl.cli.render.forecast import forecast_document, render_forecast
-from csdctl.cli.render.numbers import format_joules
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
 from csdctl.perfmodel.energy import Power
 from csdctl.perfmodel.published import Network
+from csdctl.reporting.numbers import format_joules
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from csdctl.workflows.forecast.basis import published_basis

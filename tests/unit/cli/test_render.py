@@ -10,7 +10,9 @@ import pytest
 from rich.console import Console
 
 from csdctl.cli.render.live import TrainingView
-from csdctl.cli.render.numbers import (
+from csdctl.cli.render.report import render_report, report_document
+from csdctl.cli.render.tuning import render_plan, render_probes
+from csdctl.reporting.numbers import (
     format_accuracy,
     format_bytes,
     format_loss,
@@ -18,8 +20,6 @@ from csdctl.cli.render.numbers import (
     format_seconds,
     format_share,
 )
-from csdctl.cli.render.report import render_report, report_document
-from csdctl.cli.render.tuning import render_plan, render_probes
 from csdctl.reporting.summary import RankSummary, RunSummary
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.events import (

@@ -3,14 +3,18 @@
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from pkgutil import walk_packages
 
 import pytest
 
+from csdctl import probes
 from csdctl.errors import RemoteCommandError
 from csdctl.fleet.facts import Facts
+from csdctl.probes.condition import CONDITION_PROBES
 from csdctl.probes.machine import CLOCK_COMMAND, PROBES, ClockTrip, collect_machine_facts, parse_facts
-from csdctl.probes.probe import build_command
+from csdctl.probes.probe import FactProbe, build_command
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
 
@@ -20,6 +24,14 @@ TRIPS = [ClockTrip(1000.0, 0.5, "1000.900000000\n"), ClockTrip(1000.0, 0.2, "100
 
 def parse(capture: str) -> Facts:
     return parse_facts("csd0", (CAPTURES / f"{capture}.txt").read_text(), TRIPS)
+
+
+def test_every_probe_of_the_room_is_run() -> None:
+    modules = [import_module(module.name) for module in walk_packages(probes.__path__, f"{probes.__name__}.")]
+    defined = {
+        id(value) for module in modules for value in vars(module).values() if isinstance(value, FactProbe)
+    }
+    assert defined <= {id(probe) for probe in (*PROBES, *CONDITION_PROBES)}
 
 
 def test_x86_server_is_parsed() -> None:

@@ -15,6 +15,7 @@ import pytest
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.worker.group.channel import Channel, LinkLostError, socket_name
 from csdctl.worker.group.listener import Listener
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 SIZE = 3
 NUM_ELEMENTS = (1 << 18) + 5
@@ -119,11 +120,11 @@ def group() -> Iterator[Group]:
     started.end()
 
 
-@pytest.mark.parametrize("collective", ["star", "allreduce", ""])
+@pytest.mark.parametrize("collective", [*COLLECTIVE_NAMES, ""])
 def test_ranks_sum_allgather_send_and_close(group: Group, collective: str) -> None:
     factor = SIZE * (SIZE + 1) / 2
     (chosen,) = set(group.all(f"choose {collective}"))
-    assert chosen in ({collective} if collective else {"star", "allreduce"})
+    assert chosen in ({collective} if collective else set(COLLECTIVE_NAMES))
     answers = group.all("sum")
     assert answers[0][:2] == [factor, factor * (NUM_ELEMENTS - 1)]
     assert answers == [answers[0]] * SIZE

@@ -9,7 +9,7 @@ from csdctl.worker.tasks.registry import TASKS
 
 
 def test_every_task_of_the_protocol_has_an_implementation() -> None:
-    assert set(TASKS) == {TRAIN, TRIAL, VERIFY}
+    assert set(TASKS) >= {TRAIN, TRIAL, VERIFY}
     for place in TASKS.values():
         module, _, name = place.partition(":")
         assert callable(getattr(import_module(module), name).run)
