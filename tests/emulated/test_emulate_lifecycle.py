@@ -132,7 +132,7 @@ def test_commands_start_show_and_stop_a_fleet(
     started = json.loads(run(*up, "--json"))
     assert (started["schema"], started["emulated"], started["was_up"]) == ("csdctl.emulate/1", True, False)
     assert load_fleet(tmp_path / "fleet.yaml").node("csd0").port == started["nodes"][0]["port"]
-    assert "was up already" in run(*up)
+    assert "was already up" in run(*up)
     assert json.loads(run("status", "--json"))["nodes"][0]["is_running"]
     assert "csd0" in run("status")
     (tmp_path / "fleet.yaml").write_text("nodes: []\n")
