@@ -57,7 +57,8 @@ class RankSession:
             outcome = None
             while outcome is None or not outcome.is_finished:
                 outcome = self._run_in_group(self._next_group(), listener)
-        self._task.finish(outcome.reason)
+            # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.
+            self._task.finish(outcome.reason)
 
     def await_release(self) -> None:
         """Wait until no more orders come for this rank, so that the process can do other work."""
