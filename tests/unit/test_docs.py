@@ -215,7 +215,7 @@ class TestPages:
     @pytest.mark.parametrize("what", PRIVATE_PATTERNS)
     @pytest.mark.parametrize(
         "page",
-        [*PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml", "hatch_build.py"))],
+        [*PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml"))],
         ids=display_path,
     )
     def test_page_names_no_machine_or_person(self, page: Path, what: str) -> None:
