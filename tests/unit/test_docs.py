@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from csdctl.cli.app import COMMANDS as TABLE
 from csdctl.cli.app import app
 from csdctl.cli.reference import list_commands, render_reference
+from csdctl.cli.render.doctor import COLUMNS
 from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
 from csdctl.fleet.reading import FleetFile
@@ -147,6 +148,15 @@ class TestCommands:
     @pytest.mark.parametrize("option", COMMON_OPTIONS)
     def test_every_option_of_mpirun_is_explained(self, option: str) -> None:
         assert f"`{option}`" in (DOCS / "reference" / "mpirun.md").read_text()
+
+
+class TestChecks:
+    def test_page_lists_the_checks_of_doctor(self) -> None:
+        page = (DOCS / "how-to" / "examine-a-fleet.md").read_text()
+        table = page.partition("## Checks")[2].partition("## ")[0]
+        rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+        listed = {check for row in rows for check in re.findall(r"`([^`]+)`", row)}
+        assert listed == {check for checks in COLUMNS.values() for check in checks}
 
 
 class TestFiles:
