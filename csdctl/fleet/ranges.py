@@ -15,11 +15,6 @@ MAX_RANGE = 100_000
 _RANGE = re.compile(r"\[(\d+)-(\d+)\]")
 
 
-def is_range(text: str) -> bool:
-    """Return whether `text` contains a range."""
-    return _RANGE.search(text) is not None
-
-
 def expand_range(pattern: str) -> list[str]:
     """Expand `csd[0-2]` to csd0, csd1, csd2; several ranges multiply. Raises InputError if too many."""
     sizes = [int(last) - int(first) + 1 for first, last in _RANGE.findall(pattern)]

@@ -20,7 +20,7 @@ PROGRESS = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
 
 
 @dataclass
-class Group:
+class GroupState:
     """The ranks that train together; every loss, and every return of a rank, leads to a new group."""
 
     generation: int

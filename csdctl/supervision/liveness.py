@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterable
 
 from csdctl.supervision import failures
-from csdctl.supervision.group import Group
+from csdctl.supervision.group import GroupState
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.supervision.roster import Roster
@@ -19,7 +19,7 @@ class Liveness:
         self._roster = roster
         self._patience = patience
 
-    def ping(self, group: Group, ranks: Iterable[int]) -> None:
+    def ping(self, group: GroupState, ranks: Iterable[int]) -> None:
         """Ping those of `ranks` that are members and have no unanswered ping."""
         now = time.monotonic()
         for rank in ranks:
@@ -27,7 +27,7 @@ class Liveness:
                 group.pinged[rank] = now
                 self._processes.send(rank, Ping(group.generation))
 
-    def ping_late_ranks(self, group: Group) -> None:
+    def ping_late_ranks(self, group: GroupState) -> None:
         """Ping at intervals the members that keep finished or paused members waiting.
 
         A finished or paused rank no longer reports that it waits.
@@ -38,7 +38,7 @@ class Liveness:
         now = time.monotonic()
         self.ping(group, [rank for rank in late if self._patience.is_ping_due(group.last_message(rank), now)])
 
-    def mark_stalled_ranks(self, group: Group) -> list[int]:
+    def mark_stalled_ranks(self, group: GroupState) -> list[int]:
         """Mark as lost the ranks that have not answered a ping for too long, and return them."""
         group.drop_answered_pings()
         stalled = self._patience.stalled(group.pinged, time.monotonic())

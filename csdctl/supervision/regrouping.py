@@ -6,7 +6,7 @@ from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision import failures
-from csdctl.supervision.group import Group
+from csdctl.supervision.group import GroupState
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses
@@ -32,7 +32,7 @@ class Regrouping:
         """Forget the groups that failed before: the current one makes progress."""
         self._num_failed = 0
 
-    def find_members(self, group: Group, reason: str, outcome: JobOutcome | None) -> list[int] | None:
+    def find_members(self, group: GroupState, reason: str, outcome: JobOutcome | None) -> list[int] | None:
         """Return the ranks of the next group, None when the lost one finishes without another.
 
         `outcome` is that of the lost group's mpirun. Raise the error of the run if it cannot continue.
@@ -58,13 +58,13 @@ class Regrouping:
         self._check_num_nodes(left)
         return left
 
-    def incomplete(self, group: Group, reason: str) -> CsdctlError:
+    def incomplete(self, group: GroupState, reason: str) -> CsdctlError:
         """Return the error of a run that cannot continue because some ranks have finished and left."""
         missing = [self._roster.nodes[rank] for rank in group.ranks if rank not in self._roster.finished]
         loss = self._roster.latest_loss(group.ranks)
         return failures.incomplete(reason, loss, missing, self._setup.log_directory)
 
-    def _poll(self, group: Group) -> None:
+    def _poll(self, group: GroupState) -> None:
         """Ping all members, and mark as lost those that exit, fail or do not answer."""
         begun = time.monotonic()
         members = set(group.ranks)
@@ -100,7 +100,7 @@ class Regrouping:
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
 
-    def _find_cause(self, group: Group, outcome: JobOutcome | None) -> CsdctlError | None:
+    def _find_cause(self, group: GroupState, outcome: JobOutcome | None) -> CsdctlError | None:
         """Return why the group was lost: the loss of a member, or what mpirun printed.
 
         A rank that was lost before this group was formed is no cause of what happens to the group.

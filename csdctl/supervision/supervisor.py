@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision import failures
-from csdctl.supervision.group import Group
+from csdctl.supervision.group import GroupState
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.links import Links
 from csdctl.supervision.liveness import Liveness
@@ -51,7 +51,7 @@ class Supervisor:
         self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
         self._liveness = Liveness(self._processes, self._roster, setup.patience)
         self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
-        self._group = Group(0, (), time.monotonic())
+        self._group = GroupState(0, (), time.monotonic())
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
         """The collective that a group of these ranks has chosen."""
@@ -115,7 +115,7 @@ class Supervisor:
                 self._record(message)
 
     def _form_group(self, ranks: Sequence[int]) -> None:
-        group = self._group = Group(self._group.generation + 1, tuple(ranks), time.monotonic())
+        group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
         collective = self._collectives.get(group.ranks, self._setup.collective)
         if self._is_stopping:  # rank 0 may be a new process, which was not told yet
             self._processes.send(0, Stop())

@@ -145,9 +145,9 @@ def _rank(options: argparse.Namespace) -> int:
         node = me.node
         if me.private:
             private_log = _redirect_output(spec.run_id, me.rank)
-        from csdctl.worker.tasks.session import Session
+        from csdctl.worker.tasks.session import RankSession
 
-        Session(spec, me.rank).run()
+        RankSession(spec, me.rank).run()
     except BaseException as error:
         exit_with_failure(options.rank, node, error, private_log)
     return 0

@@ -36,7 +36,7 @@ CPUS = {
 """Fleets, and the share of a core of each node."""
 VISIT_S = 1.0 if IS_SMOKE else 6.0
 FIT_VISITS = 2 if IS_SMOKE else 4
-"""How often the remove_stale_labs over the grid measures the fit's plan, between its points."""
+"""How often the visits of the grid measure the fit's plan, between its points."""
 FINALISTS, ROUNDS = (2, 1) if IS_SMOKE else (3, 2)
 """The best of many noisy figures is too good: the best points run again, in turns with the fit's plan."""
 TRAIN_S = 4.0 if IS_SMOKE else 30.0
@@ -80,10 +80,10 @@ def test_tuning_against_a_grid(project: Project) -> None:
     planned = tuple(rank["batch_size"] for rank in fit.plan["ranks"])
     points = grid_points(MAX_GLOBAL_BATCH, len(planned) - 1)
     began = time.monotonic()
-    remove_stale_labs = visit(project, job, fit_path, with_between(points, planned, FIT_VISITS), VISIT_S)
+    visits = visit(project, job, fit_path, with_between(points, planned, FIT_VISITS), VISIT_S)
     print(f"the grid, {time.monotonic() - began:.0f} s; the fit's plan is {planned}:")
-    tell_against(planned, remove_stale_labs)
-    best = remove_stale_labs.best(FINALISTS, but=planned)
+    tell_against(planned, visits)
+    best = visits.best(FINALISTS, but=planned)
     finals = visit(project, job, fit_path, [*[planned, *best] * ROUNDS, planned], VISIT_S)
     print("the best points again, in turns with the fit's plan:")
     tell_against(planned, finals)

@@ -43,7 +43,7 @@ from pathlib import Path
 from csdctl.fleet.reading import load_fleet
 from csdctl.job.model import load_job
 from csdctl.worker.protocol.events import event_to_line
-from csdctl.worker.protocol.tasks import Task
+from csdctl.worker.protocol.tasks import TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import prepare_job
 from csdctl.workflows.train.options import TrainOptions
@@ -64,7 +64,7 @@ with open_workspace(Path.cwd(), fleet, "train", is_locking=True) as space:
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
-    spec = dataclasses.replace(spec, validation=None, task=Task("count"))
+    spec = dataclasses.replace(spec, validation=None, task=TaskSpec("count"))
     run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, show)
 """
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from csdctl.cli.app import COMMANDS as TABLE
 from csdctl.cli.app import app
 from csdctl.cli.reference import list_commands, render_reference
+from csdctl.cli.render.doctor import COLUMNS
 from csdctl.documents import parse_document
 from csdctl.errors import ExitCode
 from csdctl.fleet.reading import FleetFile
@@ -149,6 +150,15 @@ class TestCommands:
         assert f"`{option}`" in (DOCS / "reference" / "mpirun.md").read_text()
 
 
+class TestChecks:
+    def test_page_lists_the_checks_of_doctor(self) -> None:
+        page = (DOCS / "how-to" / "examine-a-fleet.md").read_text()
+        table = page.partition("## Checks")[2].partition("## ")[0]
+        rows = re.findall(r"^\| (`[^|]*`) \|", table, re.MULTILINE)
+        listed = {check for row in rows for check in re.findall(r"`([^`]+)`", row)}
+        assert listed == {check for checks in COLUMNS.values() for check in checks}
+
+
 class TestFiles:
     @pytest.mark.parametrize("model", [FleetFile, JobFile])
     def test_every_key_is_described(self, model: type[BaseModel]) -> None:
@@ -215,7 +225,7 @@ class TestPages:
     @pytest.mark.parametrize("what", PRIVATE_PATTERNS)
     @pytest.mark.parametrize(
         "page",
-        [*PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml", "hatch_build.py"))],
+        [*PAGES, *(ROOT / name for name in ("pyproject.toml", "Makefile", "mkdocs.yml"))],
         ids=display_path,
     )
     def test_page_names_no_machine_or_person(self, page: Path, what: str) -> None:

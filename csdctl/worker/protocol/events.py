@@ -113,7 +113,7 @@ class Paused(Event):
 
 @dataclass(frozen=True)
 class Pong(Event):
-    """The answer to `AreYouThere`."""
+    """The answer to `Ping`."""
 
     number: int
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.tasks import Task
+from csdctl.worker.protocol.tasks import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RunSpec:
     progress_interval_s: float = 0.5
     max_steps: int | None = None
     """End after this many steps of the whole run, for measuring."""
-    task: Task = field(default_factory=Task)
+    task: TaskSpec = field(default_factory=TaskSpec)
     """What the ranks are asked to do."""
     noise: Noise | None = None
     """The noise on every rank's private samples."""

@@ -11,7 +11,7 @@ ELEMENT_SPEC = "element_spec"
 
 
 @dataclass(frozen=True)
-class Task:
+class TaskSpec:
     """A task by its name in the worker's registry, and its arguments, as JSON has them."""
 
     name: str = TRAIN

@@ -12,9 +12,8 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 
-STATE_SCHEMA = 2
 _HEAD = struct.Struct("<QQ")
 """Bytes of the position's JSON, and of all."""
 MAX_POSITION_BYTES = 1 << 20
@@ -62,7 +61,7 @@ class Position:
     """Of every rank that took part at any time, by its number."""
     totals: EpochTotals = EpochTotals()
     callbacks: CallbackState = CallbackState()
-    schema: int = STATE_SCHEMA
+    schema: int = SCHEMA
 
 
 def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:

@@ -28,7 +28,7 @@ from csdctl.worker.protocol.probe import (
     request_from_json,
 )
 from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.worker.tasks.session import Session
+from csdctl.worker.tasks.session import RankSession
 
 
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
@@ -67,7 +67,7 @@ def _take_part(request: AttachRequest, step: Step) -> None:
     try:
         spec = from_json(RunSpec, Path(request.spec).read_text())
         node = spec.ranks[request.rank].node
-        session = Session(spec, request.rank, step)
+        session = RankSession(spec, request.rank, step)
         session.run()
         session.await_release()
     except BaseException as error:

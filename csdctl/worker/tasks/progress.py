@@ -10,7 +10,7 @@ from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position
 from csdctl.worker.tasks.totals import add_sums
 
 
-class Progress:
+class RunProgress:
     """The position of a run. Ranks change it in step, or take it over from the rank that is farthest."""
 
     def __init__(self, spec: RunSpec) -> None:

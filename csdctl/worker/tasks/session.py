@@ -23,16 +23,16 @@ from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.orders import Orders
 from csdctl.worker.tasks.position import pack, unpack
-from csdctl.worker.tasks.progress import Progress
+from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.registry import make_task
 from csdctl.worker.tasks.reporter import Reporter
-from csdctl.worker.tasks.task import Group, Outcome, TaskContext
+from csdctl.worker.tasks.task import Group, TaskContext, TaskOutcome
 
 ORPHAN_S = 600.0
 """A rank without a group that receives no order for this long exits."""
 
 
-class Session:
+class RankSession:
     """Runs the task of `spec` on rank `rank`, in the groups that `orders` form."""
 
     def __init__(self, spec: RunSpec, rank: int, step: Step | None = None) -> None:
@@ -41,7 +41,7 @@ class Session:
         self._me = spec.ranks[rank]
         self._reporter = Reporter(spec, self._me)
         self._orders = Orders(self._reporter.pong)
-        self._progress = Progress(spec)
+        self._progress = RunProgress(spec)
         self._task = make_task(
             TaskContext(spec, self._me, self._progress, self._reporter, self._orders, step)
         )
@@ -57,7 +57,8 @@ class Session:
             outcome = None
             while outcome is None or not outcome.is_finished:
                 outcome = self._run_in_group(self._next_group(), listener)
-        self._task.finish(outcome.reason)
+            # A link that comes late waits here, as saving a model may take long; refused, mpirun would fail.
+            self._task.finish(outcome.reason)
 
     def await_release(self) -> None:
         """Wait until no more orders come for this rank, so that the process can do other work."""
@@ -71,7 +72,7 @@ class Session:
         except queue.Empty:
             raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl is gone") from None
 
-    def _run_in_group(self, order: FormGroup, listener: Listener) -> Outcome | None:
+    def _run_in_group(self, order: FormGroup, listener: Listener) -> TaskOutcome | None:
         """Join the group and run the task in it; None when the group is lost or another one was ordered."""
         communicator: Communicator | None = None
         try:

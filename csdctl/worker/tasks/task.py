@@ -11,7 +11,7 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
 from csdctl.worker.tasks.orders import Orders
-from csdctl.worker.tasks.progress import Progress
+from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reporter import Reporter
 
 
@@ -26,7 +26,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskOutcome:
     """Why a task left its group."""
 
     is_finished: bool
@@ -35,7 +35,7 @@ class Outcome:
     """Why a run ends before its last epoch, as in `Finished.reason`."""
 
 
-PAUSED, FINISHED = Outcome(is_finished=False), Outcome(is_finished=True)
+PAUSED, FINISHED = TaskOutcome(is_finished=False), TaskOutcome(is_finished=True)
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TaskContext:
 
     spec: RunSpec
     me: RankSpec
-    progress: Progress
+    progress: RunProgress
     reporter: Reporter
     orders: Orders
     step: Step | None = None
@@ -75,7 +75,7 @@ class Task(Protocol):
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""
 
-    def run(self, group: Group) -> Outcome:
+    def run(self, group: Group) -> TaskOutcome:
         """Work with `group` until the task is finished or pauses.
 
         Raises LinkLostError when the group is lost, and WorkerError when the task fails.

@@ -28,7 +28,7 @@ from csdctl.worker.tasks.callbacks import after_epoch
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.position import CallbackState
-from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, Outcome
+from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, TaskOutcome
 from csdctl.worker.tasks.totals import StepResult, StepTotals, global_fields
 
 GROWTH_LIMIT = 2
@@ -60,7 +60,7 @@ class Train(ModelTask):
         """Return the user's metric functions on the rank that evaluates."""
         return load_own_metrics(self.spec.recipe) if self._validation is not None else None
 
-    def run(self, group: Group) -> Outcome:
+    def run(self, group: Group) -> TaskOutcome:
         """Train until the end, or until a pause between epochs."""
         self._balancer.forget()
         self._apply_s = 0.0
@@ -70,7 +70,7 @@ class Train(ModelTask):
                 return self._end_early(group, reason)
             is_pausing = self._end_epoch(group)
             if self.progress.position.callbacks.is_stopping:
-                return Outcome(is_finished=True, reason=EARLY_STOPPING)
+                return TaskOutcome(is_finished=True, reason=EARLY_STOPPING)
             if is_pausing and self.progress.position.epoch <= self.spec.recipe.epochs:
                 return PAUSED
             self.progress.regroup(group.ranks)
@@ -202,14 +202,14 @@ class Train(ModelTask):
         cause = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
         raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
 
-    def _end_early(self, group: Group, reason: str) -> Outcome:
+    def _end_early(self, group: Group, reason: str) -> TaskOutcome:
         """End the run within an epoch."""
         self._weights_hash = self.compare_weights(group.communicator)
         if reason == MAX_STEPS:
             self._report_epoch_end({}, group)
         if self._checkpointer:
             self._checkpointer.checkpoint(self.progress.position)
-        return Outcome(is_finished=True, reason=reason)
+        return TaskOutcome(is_finished=True, reason=reason)
 
     def _end_epoch(self, group: Group) -> bool:
         """Compare, evaluate, decide, checkpoint; returns whether to pause for a new group."""

@@ -17,7 +17,7 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import VERIFIED, Verified
 from csdctl.worker.tasks.model_task import ModelTask
-from csdctl.worker.tasks.task import Group, Outcome
+from csdctl.worker.tasks.task import Group, TaskOutcome
 
 MAX_SAMPLES = 32
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
@@ -28,7 +28,7 @@ class Verify(ModelTask):
 
     is_resumable = False
 
-    def run(self, group: Group) -> Outcome:
+    def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when the ranks hold different weights after it."""
         communicator, step = group.communicator, self.step
         sizes = [num_verified_samples(rank.batch_size) for rank in self.spec.ranks]
@@ -57,7 +57,7 @@ class Verify(ModelTask):
                     communicator.collective,
                 )
             )
-        return Outcome(is_finished=True, reason=VERIFIED)
+        return TaskOutcome(is_finished=True, reason=VERIFIED)
 
     def finish(self, reason: str) -> None:
         """Report the completion record."""

@@ -11,7 +11,7 @@ from csdctl.job.model import Job
 from csdctl.launch.tools import check_tools
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
-from csdctl.worker.protocol.tasks import VERIFY, Task
+from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
@@ -74,7 +74,7 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace) -> Verifi
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
-    spec = dataclasses.replace(spec, validation=None, task=Task(VERIFY), num_checkpoints=0)
+    spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
     results: list[Verified] = []
 
     def record(event: Event) -> None:

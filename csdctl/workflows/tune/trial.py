@@ -18,7 +18,7 @@ from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, Task
+from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TaskSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
@@ -61,7 +61,7 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
-        task=Task(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)}),
+        task=TaskSpec(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)}),
     )
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)

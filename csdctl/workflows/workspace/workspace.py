@@ -4,7 +4,7 @@ A node that is down is an error that names it; --exclude leaves the node out.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import check_machines, is_ready
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
 from csdctl.launch.machine_lock import lock_machines, raise_if_locked
+from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.transport.many import fleet_known_hosts_paths, open_sessions, run_on_all, values_or_raise
@@ -40,7 +41,7 @@ def open_workspace(
     command: str,
     *,
     is_locking: bool = False,
-    say: Callable[[str], None] = lambda line: None,
+    say: Say = lambda line: None,
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
@@ -70,9 +71,7 @@ def open_workspace(
             yield Workspace(project, fleet, facts, sessions, ledger)
 
 
-def _end_leftovers(
-    sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Callable[[str], None]
-) -> None:
+def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Say) -> None:
     def clean(session: Session) -> Leftovers:
         return clean_machine(session, pythons[session.name], CleanupOptions())
 

@@ -18,7 +18,7 @@ shown_s: list[float] = []
 
 
 def greet(session: Session) -> str:
-    output = session.run(["echo", "mpi"]).output
+    output = session.run(["echo", "hello"]).output
     answered_s.append(time.monotonic())
     return output
 

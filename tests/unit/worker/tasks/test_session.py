@@ -1,0 +1,82 @@
+"""The session of a rank, in a process of its own that receives orders on its standard input."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+
+from csdctl.worker.protocol.events import Ready, event_from_line
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.orders import FormGroup, order_to_line
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.tasks import TaskSpec
+
+PROGRAM = """
+import os, socket, sys
+from csdctl.worker.group.channel import socket_name
+from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.registry import TASKS
+from csdctl.worker.tasks.session import RankSession
+from csdctl.worker.tasks.task import FINISHED
+
+class Connects:
+    is_resumable = False
+    num_elements = 1
+    variables = ()
+
+    def __init__(self, context):
+        self.run_id = context.spec.run_id
+
+    def load(self):
+        pass
+
+    def run(self, group):
+        print("ran in", group.ranks, flush=True)
+        return FINISHED
+
+    def finish(self, reason):
+        with socket.socket(socket.AF_UNIX) as link:
+            link.connect(socket_name(self.run_id, 0))
+        print("a late link was accepted", flush=True)
+
+TASKS["connects"] = "__main__:Connects"
+RankSession(from_json(RunSpec, sys.argv[1]), 0).run()
+os._exit(0)
+"""
+
+
+SPEC = RunSpec(
+    run_id="session-test",
+    architecture="",
+    weights="",
+    recipe=Recipe(),
+    ranks=(RankSpec(0, "host", 8, Runtime(), None, None, 0, 80),),
+    public=None,
+    validation=None,
+    output_directory="",
+    task=TaskSpec("connects"),
+)
+
+
+def test_links_are_accepted_until_the_task_has_finished() -> None:
+    spec = dataclasses.replace(SPEC, run_id=f"session-test-{os.getpid()}")
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, to_json(spec)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        # The input stays open: a rank exits when it ends.
+        process.stdin.write(order_to_line(FormGroup(1, (0,))) + "\n")
+        process.stdin.flush()
+        lines = process.stdout.read().splitlines()
+        errors = process.stderr.read()
+        assert process.wait(timeout=60) == 0, errors
+    assert isinstance(event_from_line(lines[0]), Ready)
+    assert lines[1:] == ["ran in (0,)", "a late link was accepted"]
