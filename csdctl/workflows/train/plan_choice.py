@@ -24,7 +24,7 @@ def choose_plan(
         return build_equal_plan(job, space.fleet, space.facts, batch_size)
     plan = load_checked_plan(path or space.project.plan(job.name), job, space)
     if left_out := find_left_out(plan, space.fleet):
-        say(f"the plan leaves out {', '.join(left_out)}: they would cost more time than they gain")
+        say(f"the plan leaves out {', '.join(left_out)}: training is faster without them")
     return plan
 
 

@@ -41,7 +41,7 @@ def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
 
 
 def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
-    """Return the nodes of `fleet` that the plan leaves out: they would cost more time than they gain."""
+    """Return the nodes of `fleet` that the plan leaves out because training is faster without them."""
     planned = {rank.node for rank in plan.ranks}
     left_out = set(plan.left_out) - planned  # a rank that was added manually takes part
     return [node.name for node in fleet.nodes if node.name in left_out]

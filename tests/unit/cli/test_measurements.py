@@ -176,7 +176,7 @@ class TestForgetting:
 
     def test_everything_is_forgotten(self, project: ProjectDirectory) -> None:
         forget_measurements(project, "all", lambda question: None)
-        assert "nothing was measured yet" in shown(project)
+        assert "no measurements yet" in shown(project)
 
     @pytest.mark.parametrize("damage", ["damaged", "newer"])
     def test_unreadable_file_can_be_forgotten(self, project: ProjectDirectory, damage: str) -> None:
@@ -197,7 +197,7 @@ class TestCommand:
     def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
         done = csdctl(tmp_path, "measurements")
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == "nothing was measured yet: `csdctl tune` keeps what it measures\n"
+        assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
         assert list(tmp_path.iterdir()) == []
 
     def test_measurements_are_shown_as_json(self, project: ProjectDirectory) -> None:

@@ -1,4 +1,4 @@
-"""`csdctl tune` with arguments that cannot be used."""
+"""`csdctl tune` with invalid arguments."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_algorithm_1_takes_no_limits(job: Path) -> None:
 
 @pytest.mark.parametrize("sizes", ["", "4,x", "0,4"])
 def test_list_of_batch_sizes_that_cannot_be_used_is_bad_input(job: Path, sizes: str) -> None:
-    assert f"--batch-sizes {sizes!r} cannot be used" in refused(str(job), "--batch-sizes", sizes).message
+    assert f"invalid --batch-sizes {sizes!r}" in refused(str(job), "--batch-sizes", sizes).message
 
 
 def test_arguments_of_algorithm_1_that_cannot_be_used_name_the_option() -> None:
