@@ -15,7 +15,7 @@ SCHEMA = "csdctl.tune/1"
 
 
 class TuningScreen(PreparationScreen):
-    """Shows one tuning."""
+    """Shows one tuning run."""
 
     def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
         """Show the results of one round of probes."""

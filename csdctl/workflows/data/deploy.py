@@ -1,4 +1,4 @@
-"""Send trees, worker, model and public shards to the machines that need them, without what they have.
+"""Send trees, worker, model and public shards to the machines that lack them.
 
 Private data is never read here. The public shard of a node is cut on the host and sent as two .npy files; the
 host reads its own shard in place.
@@ -84,9 +84,9 @@ def common_files(prepared: Prepared) -> list[StoredFile]:
 def cut_shards(
     placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
-    """Return images and labels of each node's public shard, cut from the host's data.
+    """Return samples and labels of each node's public shard, cut from the host's data.
 
-    A node with private data needs no empty shard to know the shape of a sample; a node that can read all
+    A node with private data needs no empty shard to determine the shape of a sample; a node that can read all
     public data needs no shard at all.
     """
     if job.is_everywhere:

@@ -53,8 +53,8 @@ def discover(
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
 
-    `fleet` may be a part of the file's nodes: facts of the others are kept. Errors of nodes are in the
-    result, not raised.
+    `fleet` may hold a subset of the file's nodes; facts of the other nodes are kept. Errors of nodes are in
+    the result, not raised.
     """
     host_keys: dict[str, str] = {}
 

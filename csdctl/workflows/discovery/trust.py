@@ -1,7 +1,7 @@
 """`trust`: the user accepts host keys, for many nodes at once.
 
 Keys are stored in csdctl's own known_hosts, in plain text. A changed key is never replaced here: the user
-must forget it first, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
+must first remove it, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
 """
 
 import base64

@@ -1,4 +1,4 @@
-"""`clean`: end and remove what an earlier csdctl left, on the nodes and on the host.
+"""`clean`: end processes and remove files that earlier csdctl commands left on the nodes and the host.
 
 On the host only unfinished files are removed: plans, runs and models stay, whatever the options.
 """
@@ -35,8 +35,8 @@ def clean(
 
     def clean_node(session: Session) -> Leftovers:
         python = fleet.node(session.name).python
-        found = clean_machine(session, python, options)
-        return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
+        leftovers = clean_machine(session, python, options)
+        return replace(leftovers, num_unused=prune_store(session, python)) if is_pruning else leftovers
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         on_host = replace(options, is_removing_all=False)

@@ -1,4 +1,4 @@
-"""Choosing the plan to follow: the one on disk, checked, or the same batch size on every rank."""
+"""Choose the plan to follow: the checked plan on disk, or the same batch size on every rank."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -24,7 +24,7 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What `csdctl train` was asked to do."""
+    """The request of one `csdctl train`."""
 
     job: Job
     fleet: Fleet
@@ -33,7 +33,7 @@ class TrainRequest:
     plan_path: Path | None = None
     """None: the plan that `tune` wrote for the job."""
     batch_size: int | None = None
-    """Follow no plan: this batch size on every rank."""
+    """Use this batch size on every rank instead of a plan."""
     resume: str | None = None
     """The id of the run to resume, or 'latest'."""
     is_preflight_skipped: bool = False

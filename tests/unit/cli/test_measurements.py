@@ -158,9 +158,9 @@ class TestDocument:
 
 class TestForgetting:
     def test_model_is_forgotten_after_confirmation(self, project: ProjectDirectory) -> None:
-        asked: list[str] = []
-        forgotten = forget_measurements(project, "MobileNetV2", asked.append)
-        assert asked == ["Forget what was measured of MobileNetV2 (aaaaaaaa)?"]
+        questions: list[str] = []
+        forgotten = forget_measurements(project, "MobileNetV2", questions.append)
+        assert questions == ["Delete the measurements of MobileNetV2 (aaaaaaaa)?"]
         assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
         assert "star" in shown(project)
 
@@ -170,7 +170,7 @@ class TestForgetting:
 
         before = shown(project)
         for wanted in ("MobileNetV2", "all"):
-            with pytest.raises(InputError, match="Forget"):
+            with pytest.raises(InputError, match="Delete"):
                 forget_measurements(project, wanted, refuse)
         assert shown(project) == before
 
@@ -187,9 +187,9 @@ class TestForgetting:
                 connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
         with pytest.raises(InputError):
             load_measurements(project)
-        asked: list[str] = []
-        forget_measurements(project, "all", asked.append)
-        assert asked[0].endswith("Remove it?")
+        questions: list[str] = []
+        forget_measurements(project, "all", questions.append)
+        assert questions[0].endswith("Remove it?")
         assert not project.measurements.exists()
 
 

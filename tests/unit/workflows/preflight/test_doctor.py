@@ -99,7 +99,7 @@ def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
 def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     events = of_all(Started)
     check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
-    assert check.found == "csd0, csd1 started, and did not complete MPI_Init within 60 s"
+    assert check.found == "csd0, csd1 started but did not complete MPI_Init within 60 s"
     assert "network:" in check.remedy
 
 

@@ -135,7 +135,7 @@ def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) ->
     host, *nodes = tuned.tried.ranks
     assert host.onednn
     assert not any(rank.onednn for rank in nodes)
-    assert [line for line in said if "takes 50% less time: taken" in line]
+    assert [line for line in said if "takes 50% less time: selected" in line]
     with measurements_of(at) as measurements:
         recalled = measurements.recall_fleet()
     assert recalled.class_of("csd1").settings == without_onednn
