@@ -169,7 +169,7 @@ class TestForgetting:
         self, store: MeasurementStore, wanted: str
     ) -> None:
         store.add_probes(OTHER, "recipe", CSD, PROBES)
-        with pytest.raises(InputError, match="no model") as raised:
+        with pytest.raises(InputError, match="no measurements of model") as raised:
             store.find_models(wanted)
         assert "mine.py:build" in raised.value.remedy
 
@@ -314,7 +314,7 @@ class TestTroubles:
             lenient.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
         assert [one.partition(":")[0] for one in said] == [
             "earlier measurements are not used",
-            "measurements are not kept",
+            "measurements are not stored",
         ]
         with pytest.raises(CsdctlError, match="no such table"):
             store.collectives(FLEET.key)
@@ -341,7 +341,7 @@ class TestTroubles:
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "free some disk space" in raised.value.remedy
-        assert "measurements are not kept" in said[0]
+        assert "measurements are not stored" in said[0]
         assert store.probes(MODEL.hash, "recipe", CSD.key) == PROBES
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
