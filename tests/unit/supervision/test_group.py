@@ -1,4 +1,4 @@
-"""What the events of its members say about a group."""
+"""The state of a group that follows from its members' events."""
 
 import pytest
 

@@ -131,7 +131,7 @@ class TestFromMeasurementsAlone:
         assert answer.num_samples == 3 * 180_000
         assert answer.basis.origins["samples"].startswith("60,000 public and 120,000 private on 2 nodes")
 
-    def test_nodes_that_cost_more_than_they_bring_are_left_out(self, at: MeasuredProject) -> None:
+    def test_nodes_that_slow_training_down_are_left_out(self, at: MeasuredProject) -> None:
         remember_probes(at)
         answer = forecast(basis_of(at), ForecastRequest(node_sum_s=1.0))
         assert [point.num_left_out for point in answer.points] == [0, 1, 2]
@@ -240,7 +240,7 @@ class TestFromPlanAndMeasurements:
 
 
 class TestFromThePlanAlone:
-    def test_plan_serves_alone_where_nothing_was_measured(self, at: MeasuredProject) -> None:
+    def test_plan_alone_is_used_without_measurements(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         answer = ask(at, node_counts=[0, 2, 4])
         assert plan.predicted
@@ -258,7 +258,7 @@ class TestFromThePlanAlone:
         assert basis.source == "measured"
         assert basis.origins["measurements"] == "not used: only similar models were measured"
 
-    def test_plan_in_which_the_host_sits_out_is_refused(self, at: MeasuredProject) -> None:
+    def test_plan_in_which_the_host_does_not_train_is_rejected(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         idle = RankPlan.model_construct(node=HOST_NAME, batch_size=0, threads=1)
         with pytest.raises(InputError, match="the host does not train"):

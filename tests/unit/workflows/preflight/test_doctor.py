@@ -77,7 +77,7 @@ def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event
         MpiChecked: lambda rank, name: MpiChecked(rank, name, library, 1 << 20, 0.003),
         Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
     }
-    return [make[one](rank, name) for one in types for rank, name in enumerate(MACHINES)]
+    return [make[event_type](rank, name) for event_type in types for rank, name in enumerate(MACHINES)]
 
 
 def test_successful_check_shows_mpi_and_the_time_of_a_sum() -> None:

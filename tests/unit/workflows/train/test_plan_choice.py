@@ -53,10 +53,10 @@ def test_plan_of_the_job_is_the_default(job: Job, space: Workspace) -> None:
 
 def test_left_out_nodes_are_reported(job: Job, space: Workspace, tmp_path: Path) -> None:
     save_plan(tmp_path / "other.yaml", make_plan(job, "csd0", left_out=("csd1",)))
-    said: list[str] = []
-    plan = choose_plan(job, space, said.append, path=tmp_path / "other.yaml")
+    messages: list[str] = []
+    plan = choose_plan(job, space, messages.append, path=tmp_path / "other.yaml")
     assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]
-    assert said == ["the plan leaves out csd1: training is faster without them"]
+    assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
 def test_plan_that_does_not_fit_the_fleet_is_rejected(job: Job, space: Workspace) -> None:

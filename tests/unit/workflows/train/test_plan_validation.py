@@ -78,7 +78,7 @@ def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, {"host": FACTS["host"]})
 
 
-def test_long_list_is_cut(plan: Plan, job: Job, tmp_path: Path) -> None:
+def test_long_list_is_truncated(plan: Plan, job: Job, tmp_path: Path) -> None:
     recipe = (
         "epochs: 4, learning_rate: 0.2, reference_batch: 8, warmup_epochs: 1, optimizer: adam, seed: 3, "
         "loss: mse, from_logits: true, decay: cosine, max_learning_rate: 1.0"
