@@ -36,7 +36,7 @@ class Group:
     answered: dict[int, float] = field(default_factory=dict)
     """When each rank last answered a ping or became ready, members or not."""
 
-    def note_arrival(self, event: Event, now: float) -> None:
+    def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
         if isinstance(event, PROGRESS):
             self.last_progress = now

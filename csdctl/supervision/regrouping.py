@@ -28,7 +28,7 @@ class Regrouping:
         self._num_failed = 0
         """Groups that were lost since the last progress."""
 
-    def note_progress(self) -> None:
+    def record_progress(self) -> None:
         """Forget the groups that failed before: the current one makes progress."""
         self._num_failed = 0
 

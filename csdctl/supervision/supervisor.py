@@ -47,7 +47,7 @@ class Supervisor:
         self._processes = RankProcesses(
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s
         )
-        self._inbox = Inbox(self._processes.next, self._note_arrival)
+        self._inbox = Inbox(self._processes.next, self._record_arrival)
         self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
         self._liveness = Liveness(self._processes, self._roster, setup.patience)
         self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
@@ -106,14 +106,14 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._roster.ready))
 
-    def _note_arrival(self, message: RankMessage | Restarted) -> None:
+    def _record_arrival(self, message: RankMessage | Restarted) -> None:
         """Update the state of the ranks from a new message, and record the message if it is an event."""
         if isinstance(message, Restarted):
             self._roster.restarting.add(message.rank)
         elif not isinstance(message, ProcessEnded):
             if isinstance(message, Ready):
                 self._roster.ready.add(message.rank)
-            self._group.note_arrival(message, time.monotonic())
+            self._group.record_arrival(message, time.monotonic())
             if not isinstance(message, Pong):
                 self._record(message)
 
@@ -150,7 +150,7 @@ class Supervisor:
         elif isinstance(message, Joined) and message.generation == self._group.generation:
             self._handle_joined(message)
         elif isinstance(message, Progress | EpochEnd):
-            self._regrouping.note_progress()
+            self._regrouping.record_progress()
         elif isinstance(message, Finished):
             self._roster.finished.add(message.rank)
         elif isinstance(message, Paused) and message.generation == self._group.generation:

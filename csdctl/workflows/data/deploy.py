@@ -12,7 +12,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
@@ -72,7 +72,7 @@ def deploy_parcel(
         python = fleet.node(session.name).python
         return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
 
-    on_traffic = note_traffic(directory, "deploy")
+    on_traffic = record_traffic(directory, "deploy")
     return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
 
 

@@ -14,7 +14,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.problems import Problem, fold_problems
 from csdctl.fleet.ranges import show_names
 from csdctl.probes.machine import collect_machine_facts
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
@@ -74,7 +74,7 @@ def discover(
         directory=directory,
         known_hosts=known_hosts,
         on_done=report,
-        on_traffic=note_traffic(directory, "discover"),
+        on_traffic=record_traffic(directory, "discover"),
     )
     warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     failed = errors_of(outcomes)

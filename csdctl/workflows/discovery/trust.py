@@ -15,7 +15,7 @@ from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
@@ -78,7 +78,7 @@ def fetch_keys(
         try:
             return run_on_all(machines, fetch)
         finally:
-            note_traffic(directory, "trust")(add_up(jumps.opened))
+            record_traffic(directory, "trust")(add_up(jumps.opened))
 
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:

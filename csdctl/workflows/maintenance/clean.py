@@ -11,7 +11,7 @@ from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.receiver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
@@ -45,7 +45,7 @@ def clean(
             lambda session: clean_machine(session, sys.executable, on_host),
             on_done=on_done,
         )
-    on_traffic = note_traffic(directory, "clean")
+    on_traffic = record_traffic(directory, "clean")
     return outcomes | run_on_nodes(
         fleet, clean_node, directory=directory, on_done=on_done, on_traffic=on_traffic
     )

@@ -28,7 +28,7 @@ from csdctl.fleet.select import keep_nodes
 from csdctl.launch.tools import find_mpirun, find_ssh, mpi_version, ssh_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Session
@@ -76,7 +76,7 @@ def examine(
             directory=directory,
             connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
             on_done=on_connected,
-            on_traffic=note_traffic(directory, "doctor"),
+            on_traffic=record_traffic(directory, "doctor"),
         ) as sessions:
             _examine_machines(examination, sessions.reachable, directory, options, clock)
     except DeadlineError as error:

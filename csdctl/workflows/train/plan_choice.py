@@ -13,7 +13,7 @@ from csdctl.workflows.train.plan_validation import check_plan, find_left_out
 from csdctl.workflows.workspace.workspace import Workspace
 
 
-def choose_plan(
+def resolve_plan(
     job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
 ) -> Plan:
     """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.

@@ -15,7 +15,7 @@ from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.plan_choice import choose_plan
+from csdctl.workflows.train.plan_choice import resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.resume import find_resumable, is_complete, resume
 from csdctl.workflows.train.train import RunObserver, train
@@ -71,7 +71,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
 
 
 def _train(request: TrainRequest, space: Workspace, observer: TrainObserver) -> TrainResult:
-    plan = choose_plan(
+    plan = resolve_plan(
         request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
     )
     prepared = _examine_and_prepare(request, space, observer)

@@ -89,7 +89,7 @@ class FitTuner:
                 for ranks in sorted({min(2, num_ranks), num_ranks})
                 for size in sorted({*SUM_BYTES, model.vector_bytes})
             ]
-            known = [*known, *self.measurements.keep_collectives(self.measurer.time_sums(sizes))]
+            known = [*known, *self.measurements.store_collectives(self.measurer.time_sums(sizes))]
         model = learn_collectives(model, known)
         self.say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
@@ -110,7 +110,7 @@ class FitTuner:
                     for name, size in sizes.items()
                 }
             )
-            self.measurements.keep_probes(model, outcomes)
+            self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
             for class_model in model.classes.values():
                 self.measurer.share_work(class_model.machines)
@@ -153,7 +153,7 @@ class FitTuner:
             outcome = measured.get(name)
             step_time_s = outcome.step_time_s if outcome else None
             if outcome and step_time_s is not None:
-                self.measurements.keep_class_probes(name, probe.settings, [outcome])
+                self.measurements.store_class_probes(name, probe.settings, [outcome])
                 if ratio := time_ratio(probe, step_time_s):
                     self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: selected")
             model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
@@ -174,7 +174,7 @@ class FitTuner:
                 model = self._limit_memory(model, error.node, best.batch_sizes[error.node])
                 continue
             model = learn_trial(model, tried[-1])
-            self.measurements.keep_trial(model, tried[-1])
+            self.measurements.store_trial(model, tried[-1])
             gain = self._gain_of_another(model, best)
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:

@@ -112,7 +112,7 @@ class FleetMeasurements:
         """Return the sums that were timed on such a fleet before."""
         return [] if self._is_fresh else self._store.collectives(self._fleet_class.key)
 
-    def keep_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
+    def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
         """Store new timings of sums, and return them as measurements."""
         now = time.time()
         kept = [
@@ -122,7 +122,7 @@ class FleetMeasurements:
         self._store.add_collectives(self._fleet_class, kept)
         return kept
 
-    def keep_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
+    def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
         """Store one round of probes, by machine, with the settings that `model` has for each class.
 
         A size that was only predicted not to fit in memory is not stored: more may be free next time.
@@ -137,9 +137,9 @@ class FleetMeasurements:
                 for outcome in measured
                 if outcome.step_time_s is not None or (outcome.is_oom_kill and outcome.batch_size > largest)
             ]
-            self.keep_class_probes(class_model.machines[0], class_model.settings, kept)
+            self.store_class_probes(class_model.machines[0], class_model.settings, kept)
 
-    def keep_class_probes(
+    def store_class_probes(
         self, machine: str, settings: RuntimeSettings, outcomes: Sequence[ProbeOutcome]
     ) -> None:
         """Store probes of machines of the class of `machine`, all with these settings."""
@@ -160,7 +160,7 @@ class FleetMeasurements:
         if probes:
             self._add_probes(machine, probes)
 
-    def keep_trial(self, model: FleetModel, tried: TriedPlan) -> None:
+    def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
         """Store a trial that `model` includes; outliers are stored with the step time of their class."""
         now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes

@@ -23,13 +23,13 @@ class Source:
     def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
         return self.messages.pop(0) if self.messages else None
 
-    def note_arrival(self, message: RankMessage | Restarted) -> None:
+    def record_arrival(self, message: RankMessage | Restarted) -> None:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.arrived.append(message)
 
     def inbox(self) -> Inbox:
-        return Inbox(self.receive, self.note_arrival)
+        return Inbox(self.receive, self.record_arrival)
 
 
 def test_postponed_messages_come_first_and_arrive_once() -> None:
