@@ -1,6 +1,6 @@
-"""How lower layers tell the person at the terminal something, without knowing of a terminal."""
+"""The callback with which lower layers report progress to the user, independent of a terminal."""
 
 from collections.abc import Callable
 
 Say = Callable[[str], None]
-"""Shows one line of text."""
+"""Show one line of text."""

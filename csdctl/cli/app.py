@@ -22,19 +22,19 @@ COMMANDS: CommandTable = {
         "inventory": "Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON.",
     },
     "Data and code": {
-        "prepare": "Convert data and model, where they are stored, to the form that training reads.",
+        "prepare": "Convert data and model to the format that training reads; data stays where it is.",
         "deploy": "Copy a job's files, or directory trees, to every node; send only what is missing there.",
     },
     "Before training": {
-        "tune": "Measure the machines, and write the plan that trains the most samples/s.",
+        "tune": "Measure the machines and write the plan with the highest throughput.",
         "forecast": "Forecast throughput, time and energy for any number of nodes.",
-        "measurements": "Show earlier measurements and how well they predicted each trial, or forget them.",
-        "verify": "Check on your model and fleet that the ranks compute what one process would.",
+        "measurements": "Show earlier measurements and how well they predicted each trial, or delete them.",
+        "verify": "Check that your fleet computes the same gradient of your model as one process.",
     },
     "Training": {
-        "train": "Train on the host and all nodes in step, each with its own batch size.",
+        "train": "Train synchronously on the host and all nodes, each with its own batch size.",
         "report": "Show the results of a run.",
-        "clean": "Stop and remove what an earlier csdctl left on the machines.",
+        "clean": "Stop processes and remove files that earlier csdctl commands left on the machines.",
     },
     "A fleet without hardware": {
         "emulate": "Run a fleet on this machine: real SSH servers that share its CPU and memory.",
@@ -45,7 +45,7 @@ COMMANDS: CommandTable = {
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks where the data is stored: on computational storage devices and their host.",
-    epilog="-v, anywhere in the command line, shows more; -vv also shows the traceback of an error.",
+    epilog="-v, anywhere on the command line, prints more; -vv also prints the traceback of an error.",
     cls=lazy_group(COMMANDS),
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -53,8 +53,8 @@ app = typer.Typer(
 )
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(is_requested: bool) -> None:
+    if is_requested:
         typer.echo(f"csdctl {__version__}")
         raise typer.Exit
 
@@ -65,14 +65,14 @@ def _main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Do nothing: the commands do the work."""
+    """Do nothing; the commands do the work."""
 
 
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPERM)
 
 
 def main() -> None:
-    """Run csdctl as a program: on the process's arguments, with its exit code."""
+    """Run csdctl with the arguments of this process, and exit with its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
     sys.exit(run_command(sys.argv[1:], Streams()))
 
@@ -84,8 +84,8 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
     except CsdctlError as error:
         _show_error(streams, error)
         return error.exit_code
-    except typer.Exit as ending:
-        return ending.exit_code
+    except typer.Exit as exit_request:
+        return exit_request.exit_code
     except typer.Abort:
         return ExitCode.INTERRUPTED
     except BrokenPipeError:
@@ -100,12 +100,12 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
         _show_bug(streams, error)
         return ExitCode.FAILED
     if code == ExitCode.INTERRUPTED:  # how typer reports a KeyboardInterrupt
-        streams.errors.print("interrupted: everything csdctl started was ended", style="bold red")
+        streams.errors.print("interrupted: all processes that csdctl started were stopped", style="bold red")
     return code if isinstance(code, int) else ExitCode.DONE
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """Handle SIGTERM like Ctrl-C: what is running is ended first."""
+    """Handle SIGTERM like Ctrl-C, so that running processes are stopped first."""
     raise KeyboardInterrupt
 
 

@@ -10,7 +10,7 @@ PublishedOption = Annotated[
     Network | None,
     typer.Option(
         "--published",
-        help="Instead of a job: this network with the figures of the STANNIS paper, on Newport CSDs.",
+        help="Forecast this network from the STANNIS paper, on Newport CSDs, instead of a job.",
         show_default=False,
     ),
 ]
@@ -19,19 +19,20 @@ NodesOption = Annotated[
     typer.Option(
         "--nodes",
         metavar="NUMBERS",
-        help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all of them.",
+        help="Numbers of nodes: 24, 1..36, or 4,8,16; default: 0 to all nodes.",
         show_default=False,
     ),
 ]
 EpochsOption = Annotated[
-    int | None, typer.Option("--epochs", min=1, help="Instead of the job's.", show_default=False)
+    int | None,
+    typer.Option("--epochs", min=1, help="Number of epochs; default: the job's.", show_default=False),
 ]
 SamplesOption = Annotated[
     int | None,
     typer.Option(
         "--samples",
         min=1,
-        help="Samples of an epoch, public and private: for the time to finish.",
+        help="Samples per epoch, public and private, for time and energy.",
         show_default=False,
     ),
 ]
@@ -40,7 +41,7 @@ MaxGlobalBatchOption = Annotated[
     typer.Option(
         "--max-global-batch",
         min=1,
-        help="Instead of the limit that the plan was tuned with.",
+        help="Largest global batch size; default: the limit that the plan was tuned with.",
         show_default=False,
     ),
 ]
@@ -48,19 +49,19 @@ HostWattsOption = Annotated[
     float | None,
     typer.Option(
         "--host-watts",
-        help="Power that does not depend on the number of nodes that train.",
+        help="Power in watts that does not depend on the number of training nodes.",
         show_default=False,
     ),
 ]
 NodeWattsOption = Annotated[
     float | None,
-    typer.Option("--node-watts", help="Power that each node that trains adds.", show_default=False),
+    typer.Option("--node-watts", help="Power in watts that each training node adds.", show_default=False),
 ]
 AloneWattsOption = Annotated[
     float | None,
     typer.Option(
         "--alone-watts",
-        help="Power of the host alone, with ordinary drives; default: --host-watts.",
+        help="Power in watts of the host alone, with ordinary drives; default: --host-watts.",
         show_default=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""What the commands that visit a whole fleet have in common: how they start, and how they end."""
+"""The common start and end of commands that contact a whole fleet."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -28,7 +28,7 @@ FailedFromOption = Annotated[
     Path | None,
     typer.Option(
         "--failed-from",
-        help="Select only the nodes an earlier command failed on: .csdctl/failed.json, or its --json output.",
+        help="Select only the nodes that an earlier command failed on: .csdctl/failed.json or --json output.",
         show_default=False,
     ),
 ]

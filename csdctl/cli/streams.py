@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout; with --json, everything for people to stderr."""
+"""Where output goes: results to stdout; with --json, human-readable output to stderr."""
 
 import json
 import sys
@@ -32,7 +32,7 @@ class Streams:
     @cached_property
     def errors(self) -> "Console":
         """Standard error."""
-        from rich.console import Console  # loading it takes a sixth of the time of --help
+        from rich.console import Console  # importing it takes a sixth of the time of --help
 
         return Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
 
@@ -44,7 +44,7 @@ class Streams:
         return self.errors if self.is_json else Console(file=self.stdout, highlight=False)
 
     def say(self, line: str) -> None:
-        """Print one line for people."""
+        """Print one human-readable line."""
         self.console.print(line, markup=False, soft_wrap=True)
 
     def confirm(self, question: str, *, yes: bool) -> None:
@@ -52,7 +52,7 @@ class Streams:
         if yes:
             return
         if not (sys.stdin.isatty() and self.stderr.isatty()):
-            raise InputError(f"{question} There is no terminal to ask at", remedy="confirm with --yes")
+            raise InputError(f"{question} No terminal is available to answer", remedy="confirm with --yes")
         self.errors.print(f"{question} \\[y/N]", end=" ")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("not confirmed: nothing was done")

@@ -11,13 +11,14 @@ _COLLECTIVES = ", ".join(COLLECTIVE_NAMES)
 
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", help="The plan to follow; default: the one `tune` wrote for the job."),
+    typer.Option("--plan", help="Plan to use; default: the one `tune` wrote for the job."),
 ]
 BatchSizeOption = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="No plan: this batch size on every rank.")
+    int | None,
+    typer.Option("--batch-size", min=1, help="Use this batch size on every rank instead of a plan."),
 ]
 MaxStepsOption = Annotated[
-    int | None, typer.Option("--max-steps", min=1, help="End after this many steps, for measuring.")
+    int | None, typer.Option("--max-steps", min=1, help="Stop after this many steps, for benchmarks.")
 ]
 ResumeOption = Annotated[
     str | None,
@@ -29,7 +30,7 @@ MinNodesOption = Annotated[
     int, typer.Option("--min-nodes", help="Continue without lost nodes while at least this many are left.")
 ]
 RebalanceOption = Annotated[
-    bool, typer.Option("--rebalance/--no-rebalance", help="Move batch sizes when a node's speed changes.")
+    bool, typer.Option("--rebalance/--no-rebalance", help="Adjust batch sizes when a node's speed changes.")
 ]
 CollectiveOption = Annotated[
     str,
@@ -41,13 +42,13 @@ CheckpointSecondsOption = Annotated[
         "--checkpoint-seconds", help="Write a checkpoint after each epoch, and at this interval in seconds."
     ),
 ]
-KeepOption = Annotated[int, typer.Option("--keep", help="Checkpoints to keep, besides the best one.")]
+KeepOption = Annotated[int, typer.Option("--keep", help="Number of checkpoints to keep, besides the best.")]
 StartDeadlineOption = Annotated[
-    float, typer.Option("--start-deadline", help="Seconds until every rank must be ready.")
+    float, typer.Option("--start-deadline", help="Seconds within which every rank must be ready.")
 ]
 SilenceDeadlineOption = Annotated[
-    float, typer.Option("--silence-deadline", help="Seconds without a step after which a run is ended.")
+    float, typer.Option("--silence-deadline", help="Stop the run after this many seconds without a step.")
 ]
 SkipDoctorOption = Annotated[
-    bool, typer.Option("--skip-doctor", help="Start without examining the machines first.")
+    bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
 ]

@@ -10,7 +10,7 @@ STANNIS_PANEL = "Algorithm 1 (--method stannis)"
 DEFAULT_BATCH_SIZE_LIST = ",".join(map(str, DEFAULT_BATCH_SIZES))
 
 MethodOption = Annotated[
-    str, typer.Option("--method", help="fit: few probes and a model; stannis: the paper's Algorithm 1.")
+    str, typer.Option("--method", help="fit: a model fitted to few probes; stannis: the paper's Algorithm 1.")
 ]
 MaxGlobalBatchOption = Annotated[
     int | None,
@@ -26,33 +26,34 @@ GlobalBatchOption = Annotated[
     int | None, typer.Option("--global-batch", min=1, help="fit: the exact global batch size.")
 ]
 MaxStepOption = Annotated[
-    float | None, typer.Option("--max-step-seconds", help="fit: the longest time of a step.")
+    float | None, typer.Option("--max-step-seconds", help="fit: the longest step time in seconds.")
 ]
 FreshOption = Annotated[bool, typer.Option("--fresh", help="fit: ignore earlier measurements.")]
 ExploreOption = Annotated[
     bool,
     typer.Option(
-        "--explore/--no-explore", help="fit: probe threads and oneDNN too, and keep what is faster."
+        "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
     ),
 ]
 HostOption = Annotated[
     bool,
     typer.Option(
         "--host/--no-host",
-        help="--no-host: the host only sums. Otherwise it trains, unless the fleet is 5% faster without it.",
+        help="Whether the host trains, or only sums gradients; by default it trains, unless the fleet is 5% "
+        "faster without it.",
     ),
 ]
-ProbeSecondsOption = Annotated[float, typer.Option("--probe-seconds", help="Minimum time of a probe.")]
+ProbeSecondsOption = Annotated[float, typer.Option("--probe-seconds", help="Minimum duration of a probe.")]
 BatchSizesOption = Annotated[
     str,
-    typer.Option("--batch-sizes", help="stannis: the list of batch sizes.", rich_help_panel=STANNIS_PANEL),
+    typer.Option("--batch-sizes", help="stannis: the batch sizes to probe.", rich_help_panel=STANNIS_PANEL),
 ]
 StepDivisorOption = Annotated[
     float,
     typer.Option(
         "-C",
         "--step-divisor",
-        help="stannis: C; larger takes smaller steps.",
+        help="stannis: C; a larger value takes smaller steps.",
         rich_help_panel=STANNIS_PANEL,
     ),
 ]
@@ -61,7 +62,7 @@ MarginScaleOption = Annotated[
     typer.Option(
         "-E",
         "--margin-scale",
-        help="stannis: E; 20 leaves a margin of 5%, the paper's 5 leaves 20%.",
+        help="stannis: E; 20 leaves a margin of 5%, the paper's value 5 leaves 20%.",
         rich_help_panel=STANNIS_PANEL,
     ),
 ]

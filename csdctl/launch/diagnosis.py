@@ -66,11 +66,11 @@ def find_cause(stderr_tail: Sequence[str], exited: Sequence[Exited], rank_nodes:
 
 def _find_killed_rank(exited: Sequence[Exited]) -> Cause | None:
     """Return the first rank that was killed by a signal that mpirun did not send."""
-    for one in exited:
-        number = one.code - 128
+    for event in exited:
+        number = event.code - 128
         if number > 0 and number not in _ENDED_BY_MPIRUN:
-            message = f"rank {one.rank} was killed by signal {number}"
+            message = f"rank {event.rank} was killed by signal {number}"
             if number == signal.SIGKILL:
-                return Cause(one.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
-            return Cause(one.node, message)
+                return Cause(event.node, f"{message}, most likely out of memory", MEMORY_REMEDY)
+            return Cause(event.node, message)
     return None

@@ -1,4 +1,4 @@
-"""What an earlier csdctl left on a machine: find it, end processes, remove files."""
+"""Processes and files that an earlier csdctl left on a machine: find, end and remove them."""
 
 import json
 from collections.abc import Mapping
@@ -47,22 +47,22 @@ class Leftovers:
 def clean_machine(
     session: Session, python: str, options: CleanupOptions, *, deadline_s: float = CLEAN_DEADLINE_S
 ) -> Leftovers:
-    """Find the leftovers on the machine of `session` and treat them according to `options`.
+    """Find the leftovers on the machine of `session`; end and remove them as `options` request.
 
-    Raises MachineLockedError where another csdctl works, RemoteCommandError when the program fails.
+    Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
     """
-    answer = _run_cleanup(session, python, options, deadline_s)
-    holder = answer["holder"]
+    response = _run_cleanup(session, python, options, deadline_s)
+    holder = response["holder"]
     if holder is not None and not options.is_forced:
         if not is_gone(holder):
             raise MachineLockedError(session.name, holder)
-        answer = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
-    runs = dict.fromkeys(process["run"] for process in answer["processes"] if process["run"])
-    return Leftovers(len(answer["processes"]), tuple(runs), tuple(answer["paths"]), answer["num_bytes"])
+        response = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
+    runs = dict.fromkeys(process["run"] for process in response["processes"] if process["run"])
+    return Leftovers(len(response["processes"]), tuple(runs), tuple(response["paths"]), response["num_bytes"])
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:
-    """End all processes of the run on every machine; returns the machines where that failed.
+    """End all processes of the run on every machine; return the machines where that failed.
 
     The processes on a lost machine end through MPI's own keepalive.
     """
@@ -88,5 +88,5 @@ def _run_cleanup(session: Session, python: str, options: CleanupOptions, deadlin
         return dict(json.loads(done.output))
     except ValueError:
         raise RemoteCommandError(
-            f"{_DOING} gave an unreadable answer: {done.output[:80]!r}", node=session.name
+            f"{_DOING} gave an unreadable response: {done.output[:80]!r}", node=session.name
         ) from None

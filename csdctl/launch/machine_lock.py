@@ -2,7 +2,7 @@
 
 A small program on each machine holds a lock while its session lasts, so the lock of a csdctl that was killed
 is released. A node keeps the lock only when the host disappears without closing its connections (power cut).
-The next csdctl on that host finds that the holder is gone, and takes the lock over.
+The next csdctl on that host detects that the holder is gone, and takes over the lock.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from csdctl.transport.many import Outcome, run_on_all, values_or_raise
 from csdctl.transport.session import Conversation, Session
 from csdctl.transport.standalone import build_program_command
 
-ANSWER_DEADLINE_S = 30.0
+RESPONSE_DEADLINE_S = 30.0
 _STARTTIME = 19
 """Index of starttime in /proc/PID/stat, counted from the state."""
 
@@ -31,7 +31,7 @@ class MachineLockedError(RunError):
 
     def __init__(self, node: str, holder: Holder) -> None:
         super().__init__(
-            f"another csdctl works here: {show_holder(holder)}",
+            f"another csdctl is running here: {show_holder(holder)}",
             node=node,
             remedy="wait for it or end it; if it no longer runs: csdctl clean --force",
         )
@@ -42,15 +42,16 @@ class MachineLockedError(RunError):
 def lock_machines(
     sessions: Mapping[str, Session], pythons: Mapping[str, str], *, doing: str, directory: Path
 ) -> Iterator[None]:
-    """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl works.
+    """Lock every machine of `sessions`; raises MachineLockedError at once where another csdctl is running.
 
-    `pythons` names each machine's Python. `doing` and `directory` describe the holder to other processes.
+    `pythons` names each machine's Python. `doing` and `directory` describe this process to other csdctl
+    processes that find a machine locked.
     """
-    me = describe_holder(doing, directory)
+    this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
 
         def lock(session: Session) -> None:
-            stack.callback(_lock(session, pythons[session.name], me).close)
+            stack.callback(_lock(session, pythons[session.name], this_process).close)
 
         outcomes = run_on_all(sessions, lock)
         raise_if_locked(outcomes.values())
@@ -64,18 +65,20 @@ def relock_machine(session: Session, python: str, *, doing: str, directory: Path
 
     Raises MachineLockedError when another csdctl has locked it in between.
     """
-    me = describe_holder(doing, directory)
+    this_process = describe_holder(doing, directory)
     with contextlib.ExitStack() as stack:
         try:
-            stack.callback(_lock(session, python, me).close)
+            stack.callback(_lock(session, python, this_process).close)
         except MachineLockedError as error:
-            if any(error.holder.get(key) != me[key] for key in ("machine", "boot", "pid", "started")):
+            if any(
+                error.holder.get(key) != this_process[key] for key in ("machine", "boot", "pid", "started")
+            ):
                 raise
         yield
 
 
 def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
-    """Raise one MachineLockedError for all machines of `outcomes` where another csdctl works."""
+    """Raise one MachineLockedError for all machines of `outcomes` where another csdctl is running."""
     errors = [outcome.error for outcome in outcomes]
     if locked := [error for error in errors if isinstance(error, MachineLockedError)]:
         names = ", ".join(error.node for error in locked)
@@ -83,7 +86,7 @@ def raise_if_locked(outcomes: Iterable[Outcome[Any]]) -> None:
 
 
 def describe_holder(doing: str, directory: Path) -> dict[str, object]:
-    """Return a description of this process, for others that find a machine locked."""
+    """Return a description of this process, for other processes that find a machine locked."""
     return {
         "command": doing,
         "host": platform.node(),
@@ -106,36 +109,36 @@ def show_holder(holder: Holder) -> str:
 
 def is_gone(holder: Holder) -> bool:
     """Return whether `holder` has certainly ended: it ran on this machine, and its process does not exist."""
-    me = describe_holder("", Path())
-    if holder.get("machine") != me["machine"]:
+    this_process = describe_holder("", Path())
+    if holder.get("machine") != this_process["machine"]:
         return False
-    if holder.get("boot") != me["boot"]:
+    if holder.get("boot") != this_process["boot"]:
         return True
     pid = holder.get("pid")
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
-def _lock(session: Session, python: str, me: Holder) -> Conversation:
+def _lock(session: Session, python: str, this_process: Holder) -> Conversation:
     try:
-        return _request_lock(session, python, me)
+        return _request_lock(session, python, this_process)
     except MachineLockedError as error:
         if not is_gone(error.holder):
             raise
-        session.run(["kill", "-KILL", str(error.holder["holding_pid"])], deadline_s=ANSWER_DEADLINE_S)
-        return _request_lock(session, python, me)
+        session.run(["kill", "-KILL", str(error.holder["holding_pid"])], deadline_s=RESPONSE_DEADLINE_S)
+        return _request_lock(session, python, this_process)
 
 
-def _request_lock(session: Session, python: str, me: Holder) -> Conversation:
+def _request_lock(session: Session, python: str, this_process: Holder) -> Conversation:
     conversation = session.converse(build_program_command(python, "lock"))
     try:
-        conversation.send_line(json.dumps(me))
-        answer, _, rest = conversation.read_line(deadline_s=ANSWER_DEADLINE_S).partition(" ")
-        if answer == "mine":
+        conversation.send_line(json.dumps(this_process))
+        response, _, rest = conversation.read_line(deadline_s=RESPONSE_DEADLINE_S).partition(" ")
+        if response == "mine":
             return conversation
         raise MachineLockedError(session.name, _parse_holder(rest))
     except EOFError:
-        conversation.wait(deadline_s=ANSWER_DEADLINE_S).check(session.name, doing="locking the machine")
-        raise RemoteCommandError("locking the machine gave no answer", node=session.name) from None
+        conversation.wait(deadline_s=RESPONSE_DEADLINE_S).check(session.name, doing="locking the machine")
+        raise RemoteCommandError("locking the machine gave no response", node=session.name) from None
     except CsdctlError:
         conversation.close()
         raise

@@ -1,6 +1,6 @@
 """The mpirun command line, as an argument list; pure.
 
-Why each option is there: docs/reference/mpirun.md.
+docs/reference/mpirun.md explains each option.
 """
 
 import shlex

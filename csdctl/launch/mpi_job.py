@@ -57,7 +57,7 @@ class EndTimeouts:
     grace_s: float = 5.0
     """Between the interrupt and the kill, and after the last completion record."""
     drain_s: float = 2.0
-    """For output still in the pipes once all has ended; an orphan may keep a stream open."""
+    """For output still in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
 
@@ -77,7 +77,7 @@ class JobOutcome:
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
     """Bytes sent and received on each TCP connection of mpirun and its ssh, by local and peer address."""
     stderr_tail: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its ssh clients printed themselves, on either stream."""
+    """The last lines that mpirun and its ssh clients printed, on either stream."""
 
     def add(self, event: Event) -> None:
         """Record the state of the rank that sent `event`; the first failure and exit of a rank are kept."""
@@ -124,7 +124,7 @@ class MpiJob:
         for reader in readers:
             reader.start()
         try:
-            if not self._is_ended:  # `end` may have been called before there was a process to end
+            if not self._is_ended:  # `end` may have been called before the process was started
                 self._watch(process, outcome, on_event, deadlines)
         finally:
             self.end()
@@ -219,5 +219,5 @@ class MpiJob:
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
     """Record the bytes on the connections of mpirun and its ssh; the kernel drops them when those end."""
     for pid in list_session_pids(session_id):
-        for one in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
-            outcome.connection_bytes[one.local, one.peer] = one.num_sent, one.num_received
+        for tcp in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
+            outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received

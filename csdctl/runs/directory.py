@@ -118,7 +118,7 @@ class ProjectDirectory:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """The files of one training."""
+    """The files of one run."""
 
     path: Path
 

@@ -60,15 +60,15 @@ class Ledger:
                 file.write("".join(lines))
 
 
-def note_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
+def record_traffic(directory: Path, command: str) -> Callable[[Mapping[tuple[str, str, str], int]], None]:
     """Return a callback that records the bytes of a command's connections when they are closed."""
 
-    def note(sent: Mapping[tuple[str, str, str], int]) -> None:
+    def record(sent: Mapping[tuple[str, str, str], int]) -> None:
         ledger = Ledger(ProjectDirectory(directory).ledger, command)
         ledger.add(sent)
         ledger.save()
 
-    return note
+    return record
 
 
 def read_ledger(path: Path) -> Iterator[LedgerEntry]:

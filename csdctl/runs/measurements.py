@@ -1,4 +1,4 @@
-"""Stored measurements, by model, recipe, machine class and settings, for the next tuning.
+"""Stored measurements, by model, recipe, machine class and settings, for the next tuning run.
 
 Values in and out are those of tuning/measurements.py; the caller gives the time. Of repeated measurements
 only the newest are kept (measurements_rows.py). measurements_file.py has the file itself and its errors.
@@ -43,7 +43,7 @@ class Neighbour:
 
 @dataclass(frozen=True)
 class Forgotten:
-    """How much was removed."""
+    """The numbers of deleted measurements."""
 
     num_probes: int = 0
     num_trials: int = 0
@@ -53,7 +53,7 @@ class Forgotten:
 class MeasurementStore:
     """An open measurements file. Every method is one transaction, and raises CsdctlError when the file fails.
 
-    With `on_error` that is reported instead: nothing is kept, nothing is recalled, and the caller continues.
+    With `on_error` the failure is reported instead: nothing is stored or recalled, and the caller continues.
     """
 
     def __init__(self, file: MeasurementsFile, on_error: Say | None = None) -> None:
@@ -67,7 +67,7 @@ class MeasurementStore:
         machine_class: MachineClass,
         probes: Sequence[ProbeMeasurement],
     ) -> None:
-        """Keep probes of one machine class; `recipe` is a hash of what else a step's time depends on."""
+        """Store probes of one machine class; `recipe` is a hash of what else a step's time depends on."""
 
         def write(connection: Connection) -> None:
             rows.put_model(connection, model)
@@ -86,26 +86,26 @@ class MeasurementStore:
     ) -> list[Neighbour]:
         """Return the most similar models that were measured on a machine class (its key), nearest first.
 
-        This model with this recipe is not among them. Models at the same distance are ordered by hash.
+        This model with this recipe is excluded. Models at the same distance are ordered by hash.
         """
 
         def read(connection: Connection) -> list[Neighbour]:
             others = [
-                (_distance(model, other), other, its_recipe)
-                for other, its_recipe in rows.select_measured(connection, machine_class)
-                if (other.hash, its_recipe) != (model.hash, recipe)
+                (_distance(model, other), other, other_recipe)
+                for other, other_recipe in rows.select_measured(connection, machine_class)
+                if (other.hash, other_recipe) != (model.hash, recipe)
             ]
-            others.sort(key=lambda one: (one[0], one[1].hash, one[2]))
+            others.sort(key=lambda neighbour: (neighbour[0], neighbour[1].hash, neighbour[2]))
             return [
-                Neighbour(other, its_recipe, distance, tuple(rows.select_probes(connection, key)))
-                for distance, other, its_recipe in others[:limit]
-                for key in [(other.hash, its_recipe, machine_class)]
+                Neighbour(other, other_recipe, distance, tuple(rows.select_probes(connection, key)))
+                for distance, other, other_recipe in others[:limit]
+                for key in [(other.hash, other_recipe, machine_class)]
             ]
 
         return self._read(read)
 
     def add_collectives(self, fleet_class: FleetClass, collectives: Sequence[CollectiveMeasurement]) -> None:
-        """Keep the times of sums over the ranks of a fleet."""
+        """Store the times of sums over the ranks of a fleet."""
 
         def write(connection: Connection) -> None:
             rows.put_fleet_class(connection, fleet_class)
@@ -120,7 +120,7 @@ class MeasurementStore:
     def add_trial(
         self, model: ModelFeatures, recipe: str, fleet_class: FleetClass, trial: TrialMeasurement
     ) -> None:
-        """Keep the result of a trial."""
+        """Store the result of a trial."""
 
         def write(connection: Connection) -> None:
             rows.put_model(connection, model)
@@ -138,25 +138,25 @@ class MeasurementStore:
         """Return all models with measurements, by name."""
         return self._read(rows.select_models)
 
-    def find_models(self, wanted: str) -> list[ModelFeatures]:
+    def find_models(self, name: str) -> list[ModelFeatures]:
         """Return the models with this name (short or full) or hash prefix; raises InputError for none."""
         known = self.models()
-        is_hash = len(wanted) >= MIN_HASH_LENGTH
+        is_hash = len(name) >= MIN_HASH_LENGTH
         found = [
-            one
-            for one in known
-            if wanted in (one.name, one.short_name) or (is_hash and one.hash.startswith(wanted))
+            model
+            for model in known
+            if name in (model.name, model.short_name) or (is_hash and model.hash.startswith(name))
         ]
         if not found:
-            names = ", ".join(dict.fromkeys(one.short_name for one in known))
+            names = ", ".join(dict.fromkeys(model.short_name for model in known))
             raise InputError(
-                f"no model {wanted!r} was measured",
+                f"no measurements of model {name!r}",
                 remedy=f"known models: {names}" if names else "there are no measurements",
             )
         return found
 
     def forget(self, models: Sequence[ModelFeatures] | None) -> Forgotten:
-        """Remove the measurements of `models`; None: everything, including sums."""
+        """Remove the measurements of `models`; None: all measurements, including sums."""
         with self.file.writing() as connection:
             if models is None:
                 counts = [
@@ -166,8 +166,8 @@ class MeasurementStore:
             else:
                 counts = [
                     sum(
-                        connection.execute(f"DELETE FROM {table} WHERE model = ?", (one.hash,)).rowcount
-                        for one in models
+                        connection.execute(f"DELETE FROM {table} WHERE model = ?", (model.hash,)).rowcount
+                        for model in models
                     )
                     for table in ("probes", "trials")
                 ]
@@ -192,7 +192,7 @@ class MeasurementStore:
         except CsdctlError as error:
             if self._on_error is None:
                 raise
-            self._on_error(f"measurements are not kept: {error}")
+            self._on_error(f"measurements are not stored: {error}")
 
 
 @contextlib.contextmanager
@@ -204,10 +204,10 @@ def open_measurements(path: Path) -> Iterator[MeasurementStore]:
 
 @contextlib.contextmanager
 def open_measurements_to_write(path: Path, say: Say) -> Iterator[MeasurementStore]:
-    """Open the measurements at `path` whatever is wrong with them: a tuning works without earlier ones.
+    """Open the measurements at `path` even if they are unusable: tuning works without earlier measurements.
 
-    A damaged file is set aside and replaced by a new one. Where no file can be made, an empty one in memory
-    serves. `say` reports that, and everything that cannot be kept later.
+    A damaged file is set aside and replaced by a new one. If no file can be created, an empty one in
+    memory is used. `say` reports this, and measurements that cannot be stored later.
     """
     with contextlib.closing(_open_anyway(path, say)) as file:
         yield MeasurementStore(file, say)

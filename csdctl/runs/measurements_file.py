@@ -19,7 +19,9 @@ APPLICATION_ID = 0x63736463
 BUSY_DEADLINE_S = 10.0
 
 REPAIR = "free some disk space or fix permissions"
-FORGET = "run `csdctl measurements --forget all --yes`, or remove that file; the next tuning measures again"
+FORGET = (
+    "run `csdctl measurements --forget all --yes`, or remove that file; the next tuning run measures again"
+)
 
 _TABLES = """
 CREATE TABLE models (
@@ -78,10 +80,10 @@ class MeasurementsFile:
     """An open measurements file; every SQLite error becomes a CsdctlError with the file's name."""
 
     def __init__(self, path: Path | None, deadline_s: float = BUSY_DEADLINE_S) -> None:
-        """Open or create the file at `path`; None: a private one in memory.
+        """Open or create the file at `path`; None: a private in-memory database.
 
         Raises InputError for a file of a newer csdctl, DamagedMeasurementsError for a file that is damaged or
-        something else, DeadlineError when another csdctl writes for longer than `deadline_s`.
+        not a measurements file, DeadlineError when another csdctl writes for longer than `deadline_s`.
         """
         self.path = path
         self._deadline_s = deadline_s
@@ -107,7 +109,7 @@ class MeasurementsFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """Write everything within, or nothing; other writers wait. Raises CsdctlError."""
+        """Write everything in the block, or nothing; other writers wait. Raises CsdctlError."""
         with self._transaction("BEGIN IMMEDIATE") as connection:
             yield connection
 
@@ -194,8 +196,8 @@ def set_measurements_aside(path: Path) -> Path:
 
 def remove_measurements(path: Path) -> None:
     """Remove the file and its journal."""
-    for one in (path, _journal(path)):
-        one.unlink(missing_ok=True)
+    for file in (path, _journal(path)):
+        file.unlink(missing_ok=True)
 
 
 def _journal(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""A summary of the measurements for people: counts and extremes rather than every measurement."""
+"""A summary of the measurements: counts and extremes rather than every measurement."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -76,7 +76,7 @@ def load_overview(file: MeasurementsFile) -> Overview:
     with file.reading() as connection:
         machines = rows.select_machine_classes(connection)
         fleets = rows.select_fleet_classes(connection)
-        models = {one.hash: one for one in rows.select_models(connection)}
+        models = {model.hash: model for model in rows.select_models(connection)}
         keys = connection.execute("SELECT DISTINCT model, recipe, machine_class FROM probes").fetchall()
         probes = {key: rows.select_probes(connection, key) for key in keys}
         collectives = connection.execute(
@@ -116,7 +116,9 @@ def _summarize_probes(
 ) -> ProbeSummary:
     fitting = [probe.batch_size for probe in probes if probe.has_fitted]
     best = max(
-        (one for one in probes if one.has_fitted), key=lambda one: one.samples_per_s or 0.0, default=None
+        (probe for probe in probes if probe.has_fitted),
+        key=lambda probe: probe.samples_per_s or 0.0,
+        default=None,
     )
     return ProbeSummary(
         model,
@@ -138,8 +140,8 @@ def _summarize_sums(
 ) -> tuple[CollectiveSummary, ...]:
     groups: dict[tuple[str, str, int, int], list[CollectiveMeasurement]] = defaultdict(list)
     for fleet_class, *row in found:
-        one = CollectiveMeasurement(*row)
-        groups[fleet_class, one.name, one.num_ranks, one.num_bytes].append(one)
+        sums = CollectiveMeasurement(*row)
+        groups[fleet_class, sums.name, sums.num_ranks, sums.num_bytes].append(sums)
     return tuple(
         CollectiveSummary(
             fleets[fleet_class],
@@ -147,8 +149,8 @@ def _summarize_sums(
             num_ranks,
             num_bytes,
             num_measured=len(group),
-            median_s=median(one.seconds for one in group),
-            measured_at=max(one.measured_at for one in group),
+            median_s=median(sums.seconds for sums in group),
+            measured_at=max(sums.measured_at for sums in group),
         )
         for (fleet_class, name, num_ranks, num_bytes), group in sorted(groups.items())
     )

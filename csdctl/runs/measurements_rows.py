@@ -1,4 +1,4 @@
-"""The rows of the measurements tables: values to rows and back, and which rows are deleted."""
+"""The rows of the measurements tables: convert values to rows and back, and delete old rows."""
 
 import json
 from collections.abc import Iterable
@@ -41,15 +41,15 @@ def put_model(connection: Connection, model: ModelFeatures) -> None:
     )
 
 
-def put_machine_class(connection: Connection, one: MachineClass) -> None:
+def put_machine_class(connection: Connection, machine_class: MachineClass) -> None:
     """Add a machine class, unless it exists."""
-    row = (one.key, json.dumps(asdict(one)))
+    row = (machine_class.key, json.dumps(asdict(machine_class)))
     _insert(connection, "machine_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
-def put_fleet_class(connection: Connection, one: FleetClass) -> None:
+def put_fleet_class(connection: Connection, fleet_class: FleetClass) -> None:
     """Add a fleet class, unless it exists."""
-    row = (one.key, json.dumps(asdict(one)))
+    row = (fleet_class.key, json.dumps(asdict(fleet_class)))
     _insert(connection, "fleet_classes", "key, content", [row], verb="INSERT OR IGNORE")
 
 
@@ -78,14 +78,14 @@ def insert_probes(
     rows = [
         (
             *key,
-            *_settings_row(one.settings),
-            one.batch_size,
-            one.measured_at,
-            one.step_time_s,
-            one.num_steps,
-            one.peak_memory_bytes,
+            *_settings_row(probe.settings),
+            probe.batch_size,
+            probe.measured_at,
+            probe.step_time_s,
+            probe.num_steps,
+            probe.peak_memory_bytes,
         )
-        for one in probes
+        for probe in probes
     ]
     _insert(connection, "probes", f"model, recipe, machine_class, {PROBE_COLUMNS}", rows)
     _delete_old(connection, "probes")
@@ -116,8 +116,8 @@ def insert_collectives(
 ) -> None:
     """Add sums that were timed on a fleet class."""
     rows = [
-        (fleet_class, one.name, one.num_ranks, one.num_bytes, one.seconds, one.measured_at)
-        for one in collectives
+        (fleet_class, sums.name, sums.num_ranks, sums.num_bytes, sums.seconds, sums.measured_at)
+        for sums in collectives
     ]
     _insert(connection, "collectives", f"fleet_class, {COLLECTIVE_COLUMNS}", rows)
     _delete_old(connection, "collectives")
@@ -153,8 +153,8 @@ def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Tri
 def trial_of(row: tuple[Any, ...]) -> TrialMeasurement:
     """Return the trial in a row of TRIAL_COLUMNS."""
     ranks = [
-        TrialRank(one["machine_class"], one["batch_size"], RuntimeSettings(**one["settings"]))
-        for one in json.loads(row[0])
+        TrialRank(rank["machine_class"], rank["batch_size"], RuntimeSettings(**rank["settings"]))
+        for rank in json.loads(row[0])
     ]
     return TrialMeasurement(tuple(ranks), *row[1:])
 
@@ -178,7 +178,7 @@ def delete_unused(connection: Connection) -> None:
 
 
 def _fleet_class(content: dict[str, Any]) -> FleetClass:
-    nodes = tuple(MachineClass(**one) for one in content["nodes"])
+    nodes = tuple(MachineClass(**node) for node in content["nodes"])
     return FleetClass(MachineClass(**content["host"]), nodes, content["network"])
 
 

@@ -28,7 +28,7 @@ def as_run_error(error: CsdctlError) -> CsdctlError:
 
 
 def no_answer(rank: int, node: str) -> CsdctlError:
-    """Return why a rank is lost that did not answer after the loss of another rank."""
+    """Return why a rank is lost that did not answer a ping after the loss of another rank."""
     return NodeError(
         f"lost: rank {rank} no longer answers (node down, link cut, or process stopped)",
         node=node,

@@ -36,8 +36,8 @@ class GroupState:
     answered: dict[int, float] = field(default_factory=dict)
     """When each rank last answered a ping or became ready, members or not."""
 
-    def note_arrival(self, event: Event, now: float) -> None:
-        """Update what holds from the arrival of `event`, before it is handled."""
+    def record_arrival(self, event: Event, now: float) -> None:
+        """Update the state that depends only on the arrival of `event`, before it is handled."""
         if isinstance(event, PROGRESS):
             self.last_progress = now
         if isinstance(event, Ready | Pong):

@@ -44,13 +44,13 @@ class Inbox:
         self._postponed.append(message)
 
     def mark_handled(self) -> None:
-        """Note that the latest message from `next` needs no more handling."""
+        """Record that the latest message from `next` needs no more handling."""
         self._unhandled = None
 
     def requeue_unhandled(self) -> None:
         """Return the latest message from `next` once more, before all others, unless it was handled.
 
-        An interrupt comes anywhere, also before anything was done about a message.
+        An interrupt may come at any point, even before the message was handled.
         """
         if self._unhandled:
             self._postponed.appendleft(self._unhandled)

@@ -1,4 +1,4 @@
-"""mpirun with the links of one group, in a thread: mpirun may exit at any time, the ranks stay."""
+"""mpirun with the links of one group, in a thread: mpirun may exit at any time, the ranks keep running."""
 
 import threading
 import time

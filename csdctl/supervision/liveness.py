@@ -1,4 +1,4 @@
-"""Whether the members of a group are alive while others wait for them."""
+"""Check whether the members of a group are alive while others wait for them."""
 
 import time
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
 """The processes of a run's ranks, at most one for each rank: start, receive, drop, restart, close.
 
-All methods are for one thread. Restarts run in threads of their own, since a machine that was lost may take
-its time; a restarted process arrives as a message, before anything it sends.
+One thread calls all methods. Restarts run in separate threads, since a lost machine may respond slowly; a
+restarted process arrives as a message, before anything it sends.
 """
 
 import queue
@@ -107,7 +107,7 @@ class RankProcesses:
             buffer = _MessageBuffer(self._deliver)
             try:
                 process = self._restart(rank, buffer.put)
-            except Exception:  # whatever it was, the next attempt may succeed
+            except Exception:  # whatever the cause, the next attempt may succeed
                 self._is_over.wait(self._restart_interval_s)
                 continue
             with self._lock:

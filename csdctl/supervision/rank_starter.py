@@ -33,7 +33,7 @@ class RankStarter:
     directory: Path
     stack: ExitStack
     attached: Mapping[str, AttachRank]
-    """Machines on which no process is started: the one that is running there takes part."""
+    """Machines on which no process is started: the process running there is attached."""
     on_traffic: Callable[[LinkBytes], None]
 
     def start(self, rank: int, on_message: OnMessage) -> RankProcess:
@@ -47,7 +47,7 @@ class RankStarter:
         return RankProcess(rank, session, conversation, log_path, on_message, is_attached=True)
 
     def restart(self, rank: int, on_message: OnMessage) -> RankProcess:
-        """Start a rank on a machine that was lost: over a new connection, after ending what is left there."""
+        """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
         node = self.spec.ranks[rank].node
         python = self.fleet.python_of(node)
         with ExitStack() as opened:  # closed again when this attempt fails
@@ -78,7 +78,7 @@ class RankStarter:
 
     def _start_process(self, rank: int, session: Session, on_message: OnMessage) -> RankProcess:
         command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
-        # Both streams as one, in the order in which they were written.
+        # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
         return RankProcess(rank, session, conversation, self.mpirun.log_path(rank), on_message)
 

@@ -28,7 +28,7 @@ class Regrouping:
         self._num_failed = 0
         """Groups that were lost since the last progress."""
 
-    def note_progress(self) -> None:
+    def record_progress(self) -> None:
         """Forget the groups that failed before: the current one makes progress."""
         self._num_failed = 0
 
@@ -44,7 +44,7 @@ class Regrouping:
         if self._roster.finished:
             if group.unlinked or not members <= self._roster.present(members) | self._roster.finished:
                 raise self.incomplete(group, reason)
-            return None  # all were about to finish, and no longer need each other
+            return None  # all members were about to finish, and no longer need links
         cause = self._find_cause(group, outcome)
         if not self._roster.has_trained or self._num_failed > self._patience.max_attempts:
             raise cause or failures.no_group(reason, self._setup.log_directory)
@@ -66,23 +66,23 @@ class Regrouping:
 
     def _poll(self, group: GroupState) -> None:
         """Ping all members, and mark as lost those that exit, fail or do not answer."""
-        begun = time.monotonic()
+        start = time.monotonic()
         members = set(group.ranks)
         for rank in self._roster.present(members):
             self._processes.send(rank, Ping(group.generation))
         limit_s = self._patience.answer_s
         waiting: set[int] = set()
-        while time.monotonic() - begun < limit_s:
+        while time.monotonic() - start < limit_s:
             waiting = {
                 rank
                 for rank in self._roster.present(members - self._roster.finished)
-                if not group.has_answered_since(rank, begun)
+                if not group.has_answered_since(rank, start)
             }
-            if not waiting and time.monotonic() - begun > self._patience.settle_s:
+            if not waiting and time.monotonic() - start > self._patience.settle_s:
                 return
             if len(waiting) == 1 and len(members) > 1:
-                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(begun))
-            left_s = begun + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
+                limit_s = self._patience.last_answer_limit_s(group.answer_delays_s(start))
+            left_s = start + (limit_s if waiting else self._patience.settle_s) - time.monotonic()
             self._handle(self._inbox.next(max(0.0, left_s)))
         for rank in waiting:
             self._roster.mark_lost(rank, failures.no_answer(rank, self._roster.nodes[rank]))
@@ -103,7 +103,7 @@ class Regrouping:
     def _find_cause(self, group: GroupState, outcome: JobOutcome | None) -> CsdctlError | None:
         """Return why the group was lost: the loss of a member, or what mpirun printed.
 
-        A rank that was lost before this group was formed is no cause of what happens to the group.
+        A rank that was lost before this group was formed cannot be the cause of the group's loss.
         """
         if loss := self._roster.latest_loss(group.ranks):
             return loss

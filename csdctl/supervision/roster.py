@@ -1,4 +1,4 @@
-"""What is known about every rank of a run: ready, restarting, lost or finished."""
+"""The state of every rank of a run: ready, restarting, lost or finished."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -39,11 +39,11 @@ class Roster:
 
     @property
     def losses(self) -> list[CsdctlError]:
-        """Why the ranks are lost that are lost now, the latest loss last."""
+        """Why each currently lost rank was lost, the latest loss last."""
         return list(self._losses.values())
 
     def present(self, ranks: Iterable[int] | None = None) -> set[int]:
-        """Return those of `ranks`, of all by default, that can train now: a restarting rank cannot."""
+        """Return those of `ranks` (default: all) that can train now: a restarting rank cannot."""
         present = self._processes.ranks & self.ready
         return present if ranks is None else present & set(ranks)
 
@@ -64,7 +64,7 @@ class Roster:
         self._inbox.discard(rank)
         self.ready.discard(rank)
         self.restarting.discard(rank)
-        self._losses.pop(rank, None)  # the latest loss stands last
+        self._losses.pop(rank, None)  # keep the latest loss last
         self._losses[rank] = error
         self._record(NodeLost(rank, self.nodes[rank], str(error)))
         if not self.has_trained:
@@ -74,7 +74,7 @@ class Roster:
             self._processes.restart(rank)
 
     def readmit(self, ready: Ready) -> None:
-        """Note that a lost rank is ready again and can join the next group."""
+        """Record that a lost rank is ready again and can join the next group."""
         self.restarting.discard(ready.rank)
         self._losses.pop(ready.rank, None)
         self._record(NodeBack(ready.rank, ready.node))

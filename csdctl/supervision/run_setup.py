@@ -1,4 +1,4 @@
-"""What a run is made of, as the caller of `Supervisor` describes it."""
+"""The setup of a run, which the caller of `Supervisor` provides."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Supervise a run: start the ranks, form groups, handle messages, await the exits.
 
-Ranks are started over SSH and stay; mpirun's links connect the ranks that are present as a group. When
-something is lost, the group is over: ranks that no longer answer are left out, and a new group resumes from
-the last completed step. A node that comes back joins at the end of an epoch (docs/decisions/0012).
+Ranks are started over SSH and keep running; mpirun's links connect the present ranks as a group. When a
+rank or a link is lost, the group ends: ranks that no longer answer are left out, and a new group resumes
+from the last completed step. A lost node rejoins at the end of an epoch (docs/decisions/0012).
 """
 
 import time
@@ -47,7 +47,7 @@ class Supervisor:
         self._processes = RankProcesses(
             setup.start_rank, setup.restart_rank, setup.patience.restart_interval_s
         )
-        self._inbox = Inbox(self._processes.next, self._note_arrival)
+        self._inbox = Inbox(self._processes.next, self._record_arrival)
         self._roster = Roster(setup.nodes, self._processes, self._inbox, record, setup.patience.max_restarts)
         self._liveness = Liveness(self._processes, self._roster, setup.patience)
         self._regrouping = Regrouping(setup, self._processes, self._inbox, self._roster)
@@ -61,7 +61,10 @@ class Supervisor:
         """How each mpirun ended."""
 
     def run(self) -> None:
-        """Train to the end; raise RunError, DeadlineError, InputError; KeyboardInterrupt the second time."""
+        """Train to the end; raise RunError, DeadlineError or InputError.
+
+        A second Ctrl-C raises KeyboardInterrupt.
+        """
         try:
             self._start()
             self._form_group(sorted(self._processes.ranks))
@@ -74,7 +77,7 @@ class Supervisor:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether the run was asked to stop."""
+        """Whether the user has stopped the run."""
         return self._is_stopping
 
     def _run_interruptible(self, action: Callable[[], None]) -> None:
@@ -103,21 +106,21 @@ class Supervisor:
             if time.monotonic() > deadline:
                 raise failures.start_overdue(self._nodes_of(self._processes.ranks - self._roster.ready))
 
-    def _note_arrival(self, message: RankMessage | Restarted) -> None:
-        """Note what a new message says about the ranks, and record it if it is an event."""
+    def _record_arrival(self, message: RankMessage | Restarted) -> None:
+        """Update the state of the ranks from a new message, and record the message if it is an event."""
         if isinstance(message, Restarted):
             self._roster.restarting.add(message.rank)
         elif not isinstance(message, ProcessEnded):
             if isinstance(message, Ready):
                 self._roster.ready.add(message.rank)
-            self._group.note_arrival(message, time.monotonic())
+            self._group.record_arrival(message, time.monotonic())
             if not isinstance(message, Pong):
                 self._record(message)
 
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
         collective = self._collectives.get(group.ranks, self._setup.collective)
-        if self._is_stopping:  # rank 0 may be a new process, which was not told yet
+        if self._is_stopping:  # rank 0 may be a new process, which has not received the order
             self._processes.send(0, Stop())
         for rank in group.ranks:
             self._processes.send(rank, FormGroup(group.generation, group.ranks, collective))
@@ -137,7 +140,7 @@ class Supervisor:
             raise failures.silent(self._setup.log_directory)
 
     def _handle(self, message: RankMessage | None) -> None:
-        """Act on a message; acting on it twice does no harm."""
+        """Handle a message; handling it twice is harmless."""
         if isinstance(message, ProcessEnded):
             self._roster.handle_exit(message)
             if message.rank in self._group.ranks and message.rank not in self._roster.finished:
@@ -147,7 +150,7 @@ class Supervisor:
         elif isinstance(message, Joined) and message.generation == self._group.generation:
             self._handle_joined(message)
         elif isinstance(message, Progress | EpochEnd):
-            self._regrouping.note_progress()
+            self._regrouping.record_progress()
         elif isinstance(message, Finished):
             self._roster.finished.add(message.rank)
         elif isinstance(message, Paused) and message.generation == self._group.generation:
@@ -214,7 +217,7 @@ class Supervisor:
             self._form_group(members)
 
     def _end_links(self) -> JobOutcome | None:
-        self._is_regrouping = True  # until a group exists again: an interrupt until then ends the run
+        self._is_regrouping = True  # until the next group exists, an interrupt ends the run
         outcome = self._links.end() if self._links else None
         self._links = None
         if outcome:

@@ -1,1 +1,1 @@
-"""The use cases; they take what they need as arguments."""
+"""The use cases; each takes its dependencies as arguments."""

@@ -1,9 +1,9 @@
-"""What benchmarks run against: the lab, and one sshd that answers at a thousand addresses.
+"""Fixtures of the benchmarks: the lab, and one sshd that listens at a thousand addresses.
 
-As root the latter lives in a network namespace, and a second namespace sees it from 50 ms away: a small
-router between two TUN devices holds every packet for 25 ms on its way, the handshake's too. (`tc netem`
-would do the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine,
-undelayed.
+As root the sshd runs in a network namespace, and a second namespace reaches it with a round trip of 50 ms: a
+small router between two TUN devices delays every packet by 25 ms, including the handshake. (`tc netem` would
+do the same where the kernel has it.) Otherwise it serves the loopback addresses of this machine, without a
+delay.
 """
 
 import getpass
@@ -28,7 +28,7 @@ PORT = 2200
 
 @dataclass(frozen=True)
 class ManyNodes:
-    """A server that answers at many addresses, and how to be near it or far from it."""
+    """A server that listens at many addresses, with and without a delay."""
 
     directory: Path
     namespace: str
@@ -48,7 +48,7 @@ class ManyNodes:
         return [f"{prefix}.{number // 250 + 1}.{number % 250 + 2}" for number in range(count)]
 
     def prefix(self, *, far: bool = False) -> list[str]:
-        """What to put before a command for it to run near the server, or far from it."""
+        """Return the command prefix that runs a command without (or, if `far`, with) the delay."""
         if not self.namespace:
             return []
         return ["ip", "netns", "exec", f"{self.namespace}{'-far' if far else ''}"]
@@ -109,7 +109,7 @@ def _start_sshd(nodes: ManyNodes) -> subprocess.Popen[bytes]:
         f"Port {PORT}\nListenAddress {'0.0.0.0' if nodes.namespace else f'{NEAR}.1.2'}\n"
         f"HostKey {nodes.directory}/host_key\nAuthorizedKeysFile {nodes.directory}/id.pub\n"
         "StrictModes no\nUsePAM no\nUseDNS no\nMaxStartups 2000\nPidFile none\nLogLevel ERROR\n"
-        # A shell below another one reads no start-up files: logins cost the same on every machine.
+        # A nested shell reads no start-up files: logins cost the same on every machine.
         "PasswordAuthentication no\nSetEnv SHLVL=2\n"
     )
     if nodes.namespace:

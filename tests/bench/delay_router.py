@@ -1,6 +1,6 @@
-"""Joins the namespaces NAME and NAME-far by two TUN devices and holds every packet for DELAY seconds.
+"""Connect the namespaces NAME and NAME-far by two TUN devices and delay every packet by DELAY seconds.
 
-usage: delay_router.py NAME DELAY; writes a line when the way is open, and runs until it is ended.
+usage: delay_router.py NAME DELAY; prints a line when the route is ready, and runs until it is stopped.
 """
 
 import fcntl
@@ -17,7 +17,7 @@ MAX_PACKET_BYTES = 1 << 16
 
 
 def open_tun(namespace: str, device: str) -> int:
-    """A TUN device that lives in `namespace`; it goes when it is closed."""
+    """Return a TUN device in `namespace`; closing removes it."""
     tun = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
     fcntl.ioctl(tun, TUNSETIFF, struct.pack("16sH22x", device.encode(), IFF_TUN | IFF_NO_PI))
     run("ip", "link", "set", device, "netns", namespace)
@@ -30,7 +30,7 @@ def run(*command: str) -> None:
 
 
 def forward(tuns: tuple[int, int], delay_s: float) -> None:
-    """Take packets from each device and write them to the other when their time has come."""
+    """Read packets from each device and write them to the other when they are due."""
     queues: dict[int, deque[tuple[float, bytes]]] = {tun: deque() for tun in tuns}
     while True:
         due_s = min((queue[0][0] for queue in queues.values() if queue), default=None)

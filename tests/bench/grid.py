@@ -1,4 +1,4 @@
-"""A grid of host and node batch sizes, and the speed of its points, measured in turns with a plan."""
+"""A grid of host and node batch sizes, and the speed of its points, measured alternately with a plan."""
 
 import json
 import math
@@ -16,18 +16,18 @@ Sizes = tuple[int, ...]
 """Batch sizes by rank, the host's first."""
 
 ON_LIMIT = (1 / 32, 1 / 16, 3 / 32, 7 / 64, 1 / 8, 9 / 64, 3 / 16)
-"""Batch sizes of a node, as shares of the limit; the host takes what is left of it."""
+"""Batch sizes of a node, as shares of the limit; the host takes the rest."""
 BELOW = (1 / 16, 3 / 32, 1 / 8, 3 / 16)
 HOST_SHARES = (0.75, 0.5)
-"""And of these, with the host at so much of what is left."""
+"""For the shares in BELOW, the host takes these fractions of the rest."""
 NUM_SKIPPED = 1
-"""Steps at the begin of a visit that do not count: TensorFlow makes its kernels for new batch sizes."""
-LEAST_STEPS = 2
+"""Steps at the start of a visit that do not count: TensorFlow builds its kernels for new batch sizes."""
+MIN_STEPS = 2
 CLIENT = Path(__file__).parent / "clients" / "grid_client.py"
 
 
 def grid_points(limit: int, num_nodes: int) -> list[Sizes]:
-    """Points with a global batch within `limit`, the extreme ones and many on it."""
+    """Return points with a global batch of at most `limit`: extreme points, and many at the limit."""
     pairs = [(share, 1.0) for share in ON_LIMIT]
     pairs += [(share, of_rest) for share in BELOW for of_rest in HOST_SHARES]
     points = []
@@ -39,34 +39,36 @@ def grid_points(limit: int, num_nodes: int) -> list[Sizes]:
 
 @dataclass(frozen=True)
 class Visits:
-    """What was measured at each point: samples/s of each visit."""
+    """The samples/s of each visit, by point."""
 
     speeds: dict[Sizes, list[float]]
 
-    def middle(self, point: Sizes) -> float:
+    def median(self, point: Sizes) -> float:
         return statistics.median(self.speeds[point])
 
-    def best(self, count: int, but: Sizes) -> list[Sizes]:
-        """The fastest points, fastest first."""
-        return sorted((one for one in self.speeds if one != but), key=self.middle, reverse=True)[:count]
+    def best(self, count: int, excluded: Sizes) -> list[Sizes]:
+        """Return the fastest points, fastest first."""
+        return sorted((point for point in self.speeds if point != excluded), key=self.median, reverse=True)[
+            :count
+        ]
 
-    def tell(self) -> None:
-        for point in sorted(self.speeds, key=self.middle, reverse=True):
-            runs = ", ".join(f"{one:.1f}" for one in self.speeds[point])
+    def print(self) -> None:
+        for point in sorted(self.speeds, key=self.median, reverse=True):
+            runs = ", ".join(f"{speed:.1f}" for speed in self.speeds[point])
             shown = f"{point[0]} + {' '.join(map(str, point[1:]))}"
-            print(f"  {shown:28} = {sum(point):4}: {self.middle(point):7.1f} samples/s  ({runs})")
+            print(f"  {shown:28} = {sum(point):4}: {self.median(point):7.1f} samples/s  ({runs})")
 
 
 def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], seconds: float) -> Visits:
-    """Measure the points of `order` one after another, each for so long, in one trial of all ranks.
+    """Measure the points of `order` in sequence, each for `seconds`, in one trial of all ranks.
 
     Threads and other settings are those of the plan.
     """
-    apart = [1 / rank.samples_per_s for rank in load_plan(plan_path).ranks if rank.samples_per_s]
+    sample_times_s = [1 / rank.samples_per_s for rank in load_plan(plan_path).ranks if rank.samples_per_s]
 
     def num_steps(point: Sizes) -> int:
-        step_s = max(size * a_sample_s for size, a_sample_s in zip(point, apart, strict=True))
-        return NUM_SKIPPED + max(LEAST_STEPS, math.ceil(seconds / step_s))
+        step_s = max(size * sample_s for size, sample_s in zip(point, sample_times_s, strict=True))
+        return NUM_SKIPPED + max(MIN_STEPS, math.ceil(seconds / step_s))
 
     visits = [(point, num_steps(point)) for point in order]
     done = project.lab.host.run(
@@ -83,7 +85,7 @@ def visit(project: Project, job: str, plan_path: Path, order: Sequence[Sizes], s
 
 
 def with_between(points: Sequence[Sizes], between: Sizes, times: int) -> list[Sizes]:
-    """`points`, and `between` at the begin, at the end and evenly in between, `times` in all."""
+    """Return `points` with `between` inserted `times` times, evenly from the start to the end."""
     order = list(points)
     for number in reversed(range(times)):
         order.insert(round(number * len(points) / (times - 1)), between)

@@ -1,4 +1,4 @@
-"""csdctl as a benchmark runs it: in a process of its own, its answers as JSON."""
+"""Run csdctl for a benchmark: in a separate process, with its output as JSON."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
 
 def csdctl(directory: Path, *arguments: str) -> list[Any]:
-    """The documents that the command wrote with --json; its words for people go to the terminal."""
+    """Return the documents that the command printed with --json; its messages go to the terminal."""
     done = subprocess.run(
         [str(CSDCTL), *arguments, "--json"], cwd=directory, stdout=subprocess.PIPE, text=True, check=True
     )
@@ -23,7 +23,7 @@ def csdctl(directory: Path, *arguments: str) -> list[Any]:
 
 
 def read_documents(output: str) -> list[Any]:
-    """What a command wrote with --json: one document, or one a line."""
+    """Parse what a command printed with --json: one document, or one per line."""
     try:
         return [json.loads(output)]
     except ValueError:
@@ -31,12 +31,12 @@ def read_documents(output: str) -> list[Any]:
 
 
 def write_plan(directory: Path, job: str, ranks: Sequence[dict[str, Any]]) -> None:
-    """plan.yaml with these ranks, for the job file `job`."""
+    """Write plan.yaml with these ranks, for the job file `job`."""
     path = directory / job
     plan = {
         "job": path.stem,
         "job_fingerprint": load_job(path).fingerprint(),
-        "method": "by hand",
+        "method": "manual",
         "ranks": list(ranks),
     }
     (directory / "plan.yaml").write_text(yaml.safe_dump(plan))

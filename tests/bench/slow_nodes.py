@@ -1,4 +1,4 @@
-"""Jobs and fleets for benchmarks in the lab: a host with one thread, slow nodes, and made pictures."""
+"""Jobs and fleets for benchmarks in the lab: a host with one thread, slow nodes, and random images."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ NETWORK = "10.77.0.0/23"
 
 @dataclass(frozen=True)
 class Work:
-    """A model, and pictures that it can be trained on."""
+    """A model, and the shape of images to train it on."""
 
     model: str
-    """The lines of the job file that name it."""
+    """The lines of the job file for the model."""
     shape: tuple[int, ...]
     num_classes: int
     learning_rate: float
@@ -37,7 +37,7 @@ MOBILENET = Work(
     learning_rate=0.01,
     reference_batch=256,
 )
-"""2.48 million trainable parameters, and much to compute for each."""
+"""2.48 million trainable parameters, with many operations for each."""
 SMALL = Work("model: small.py:build\n", (28, 28, 1), 10, 0.001, 128, MODEL)
 """The demo's network: steps of a tenth of a second, 0.5 MB to sum."""
 DENSE = Work(
@@ -63,17 +63,17 @@ def build():
     )
 """,
 )
-"""5.8 million parameters and little to compute for each: sums of 23 MB count. The global batch is
-large enough for nodes to be worth their sum."""
+"""5.8 million parameters with few operations for each: the sums of 23 MB matter. The global batch is
+large enough for nodes to gain more than their sums cost."""
 
 
 def write_fleet(project: Project, nodes: Sequence[LabNode], name: str = "fleet.yaml") -> None:
-    """A fleet file for `nodes` and a host with one thread; their keys must be made known once for all."""
+    """Write a fleet file for `nodes` and a host with one thread; their host keys must be accepted already."""
     project.write_fleet(*nodes, name=name, network=NETWORK, host={"threads": 1})
 
 
 def write_job(project: Project, name: str, work: Work, num_images: int) -> None:
-    """NAME.yaml, its model, and random pictures for it."""
+    """Write NAME.yaml, its model, and random images for it."""
     if work.code:
         (project.path / f"{name}.py").write_text(work.code)
     recipe = (
@@ -83,10 +83,10 @@ def write_job(project: Project, name: str, work: Work, num_images: int) -> None:
     (project.path / f"{name}.yaml").write_text(
         f"{work.model}data: {{public: {{path: {name}}}}}\nrecipe: {{{recipe}}}\n"
     )
-    _write_pictures(project.path / name, (num_images, *work.shape), work.num_classes)
+    _write_images(project.path / name, (num_images, *work.shape), work.num_classes)
 
 
-def _write_pictures(directory: Path, shape: tuple[int, ...], num_classes: int) -> None:
+def _write_images(directory: Path, shape: tuple[int, ...], num_classes: int) -> None:
     directory.mkdir()
     generator = np.random.default_rng(7)
     np.save(directory / "images.npy", generator.integers(0, 256, shape, np.uint8))

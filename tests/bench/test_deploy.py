@@ -1,10 +1,10 @@
-"""Deploying to four nodes against scp and rsync, side by side: an sshd on loopback, four homes, in turns.
+"""Deploying to four nodes against scp and rsync, alternately: one sshd on loopback, four home directories.
 
     make bench ARGS="-k deploy"
 
-Prints tables and judges nothing. Needs root and an OpenSSH server. scp and rsync use their default ciphers
-and sync nothing to the disk; csdctl does. `csdctl` is the whole command, `in process` what it does once it
-has started: read and hash, connect, send, verify.
+Prints tables, asserts no limits. Needs root and an OpenSSH server. scp and rsync use their default ciphers
+and sync nothing to the disk; csdctl does. `csdctl` is the whole command, `in process` the same without its
+start: read and hash, connect, send, verify.
 """
 
 import os
@@ -43,7 +43,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class Bench:
-    """A directory with a fleet whose nodes are homes behind one sshd."""
+    """A directory with a fleet; its nodes are home directories behind one sshd."""
 
     directory: Path
     fleet: Fleet
@@ -79,8 +79,8 @@ class Bench:
     def rsync(self, source: Path, *options: str) -> None:
         self.to_all(lambda node: ["rsync", "-a", *options, "-e", self.ssh(), f"{source}/", f"{node}:rsync"])
 
-    def forget(self) -> None:
-        """Empty all homes."""
+    def empty_homes(self) -> None:
+        """Empty all home directories."""
         for number in range(NUM_NODES):
             shutil.rmtree(self.home(number), ignore_errors=True)
             self.home(number).mkdir()
@@ -115,51 +115,49 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     )
     Path("/run/sshd").mkdir(exist_ok=True)
     server = subprocess.Popen([SSHD, "-D", "-f", directory / "sshd_config"])
-    made = Bench(directory, load_fleet(directory / "fleet.yaml"))
-    made.forget()
+    bench = Bench(directory, load_fleet(directory / "fleet.yaml"))
+    bench.empty_homes()
     try:
-        while subprocess.run([*made.ssh().split(), "root@127.0.0.2", "true"], check=False).returncode:
+        while subprocess.run([*bench.ssh().split(), "root@127.0.0.2", "true"], check=False).returncode:
             assert server.poll() is None
             time.sleep(0.1)
-        yield made
+        yield bench
     finally:
         server.terminate()
         server.wait()
 
 
 def compare(
-    title: str, ways: dict[str, Callable[[], object]], before: Callable[[], object], num_bytes: int = 0
+    title: str, methods: dict[str, Callable[[], object]], before: Callable[[], object], num_bytes: int = 0
 ) -> None:
-    """Time `ways` in turns, and print the median of each and its ratio to the first."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    """Time `methods` alternately, and print the median of each and its ratio to the first."""
+    times: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(ROUNDS):
-        for name, run in ways.items():
+        for name, run in methods.items():
             before()
-            began = time.perf_counter()
+            start = time.perf_counter()
             run()
-            times[name].append(time.perf_counter() - began)
+            times[name].append(time.perf_counter() - start)
     medians = {name: statistics.median(found) for name, found in times.items()}
     first = next(iter(medians.values()))
     print(f"\n{title}, median of {ROUNDS}")
     for name, median in medians.items():
         speed = f"{num_bytes / median / 2**20:7.0f} MiB/s" if num_bytes else ""
-        print(
-            f"  {name:18} {median:7.3f} s {speed}  {median / first:5.2f} ×  (least {min(times[name]):.3f} s)"
-        )
+        print(f"  {name:18} {median:7.3f} s {speed}  {median / first:5.2f} ×  (min {min(times[name]):.3f} s)")
 
 
 def test_deploy_of_64_mib_to_four_nodes(bench: Bench, tmp_path: Path) -> None:
     source = tmp_path / "big"
     source.mkdir()
     (source / "random.bin").write_bytes(os.urandom(64 << 20))
-    ways: dict[str, Callable[[], object]] = {
+    methods: dict[str, Callable[[], object]] = {
         "in process": lambda: bench.in_process(source),
         "csdctl": lambda: bench.csdctl("--tree", str(source)),
         "scp": lambda: bench.scp(source),
         "rsync": lambda: bench.rsync(source),
         "rsync --fsync": lambda: bench.rsync(source, "--fsync"),
     }
-    compare("64 MiB to 4 nodes", ways, bench.forget, NUM_NODES * (64 << 20))
+    compare("64 MiB to 4 nodes", methods, bench.empty_homes, NUM_NODES * (64 << 20))
     assert (bench.home(0) / "rsync").exists()
 
 
@@ -173,13 +171,13 @@ def test_deploy_again_of_10_000_files(bench: Bench, tmp_path: Path) -> None:
         "in process": lambda: bench.in_process(source),
         "rsync -a": lambda: bench.rsync(source),
     }
-    again: dict[str, Callable[[], object]] = {
+    unchanged: dict[str, Callable[[], object]] = {
         "in process": lambda: bench.in_process(source),
         "csdctl": lambda: bench.csdctl("--tree", str(source)),
         "rsync -a": lambda: bench.rsync(source),
         "rsync -a -c": lambda: bench.rsync(source, "-c"),
     }
-    compare("10,000 files to 4 nodes, the first time", first, bench.forget)
+    compare("10,000 files to 4 nodes, the first time", first, bench.empty_homes)
     bench.in_process(source)
     bench.rsync(source)
-    compare("10,000 files on 4 nodes, nothing changed", again, lambda: None)
+    compare("10,000 files on 4 nodes, nothing changed", unchanged, lambda: None)

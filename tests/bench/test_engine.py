@@ -1,10 +1,10 @@
-"""The training engine in the lab: a host and four nodes at 22% of a core each, one thread a rank.
+"""The training engine in the lab: a host and four nodes at 22% of a core each, one thread per rank.
 
     make bench ARGS="-k engine"
 
-MobileNetV2, 64×64×3, 200 classes. Prints figures and judges nothing. Horovod 0.28.1 is built into an
-environment of its own below CSDCTL_BENCH_PEERS, once (about ten minutes, Debian's packages, root); without it
-its lines are missing and say so.
+MobileNetV2, 64×64×3, 200 classes. Prints figures, asserts no limits. Horovod 0.28.1 is built once into a
+separate environment below CSDCTL_BENCH_PEERS (about ten minutes, Debian's packages, root); without it, its
+comparison is skipped with a message.
 """
 
 import json
@@ -57,13 +57,13 @@ def project(lab: Lab, nodes: list[LabNode], tmp_path_factory: pytest.TempPathFac
 
 @dataclass
 class Running:
-    """A training under way, seen through its events."""
+    """A running training, observed through its events."""
 
     process: subprocess.Popen[str]
     events_path: Path
 
-    def events(self, *kinds: str) -> list[tuple[float, dict[str, Any]]]:
-        """Time of arrival and content of the events of these kinds so far."""
+    def events(self, *types: str) -> list[tuple[float, dict[str, Any]]]:
+        """Time of arrival and content of the events of these types so far."""
         found = []
         for line in self.events_path.read_text().splitlines():
             try:
@@ -71,32 +71,32 @@ class Running:
                 event = json.loads(outer["line"].removeprefix("@csdctl "))
             except ValueError:
                 continue
-            if event["event"] in kinds:
+            if event["event"] in types:
                 found.append((outer["time"], event))
         return found
 
     def progress(self, rank: int = 0) -> list[tuple[float, dict[str, Any]]]:
-        return [(at, one) for at, one in self.events("Progress") if one["rank"] == rank]
+        return [(at, event) for at, event in self.events("Progress") if event["rank"] == rank]
 
-    def wait_for(self, is_there: Callable[[], bool], deadline_s: float = 300) -> None:
+    def wait_for(self, condition: Callable[[], bool], deadline_s: float = 300) -> None:
         end = time.monotonic() + deadline_s
-        while not is_there():
+        while not condition():
             assert self.process.poll() is None, self.process.communicate()
             assert time.monotonic() < end
             time.sleep(0.2)
 
     def wait_for_steps(self, count: int) -> None:
         """Wait until rank 0 has done `count` more steps."""
-        before = sum(one["steps"] for _, one in self.progress())
-        self.wait_for(lambda: sum(one["steps"] for _, one in self.progress()) >= before + count)
+        before = sum(event["steps"] for _, event in self.progress())
+        self.wait_for(lambda: sum(event["steps"] for _, event in self.progress()) >= before + count)
 
 
 def start(project: Project, *options: str) -> Running:
-    """`csdctl train`, after its first steps."""
+    """Start `csdctl train`, and return after its first steps."""
     names = ["host", *(f"slow{n}" for n in range(NUM_NODES))]
     sizes = [BATCH_SIZES[0]] + [BATCH_SIZES[1]] * NUM_NODES
-    how = {"threads": 1, "micro_batch_size": MICRO_BATCH}
-    ranks = [{"node": name, "batch_size": size, **how} for name, size in zip(names, sizes, strict=True)]
+    settings = {"threads": 1, "micro_batch_size": MICRO_BATCH}
+    ranks = [{"node": name, "batch_size": size, **settings} for name, size in zip(names, sizes, strict=True)]
     write_plan(project.path, "job.yaml", ranks)
     before = set((project.path / ".csdctl").glob("runs/*"))
     process = project.start("train", "job.yaml", "--plan", "plan.yaml", "--skip-doctor", *options)
@@ -119,14 +119,14 @@ def stop(running: Running) -> None:
 
 
 def rates(running: Running, since: float, until: float) -> tuple[float, float]:
-    """Images/s of the run, and the sum of what its ranks reach while they compute, in a span of time."""
-    of_run = [one for at, one in running.progress() if since < at <= until]
-    together = sum(one["global_samples"] for one in of_run) / sum(one["wall_s"] for one in of_run)
+    """Return samples/s in a time span: of the run, and the sum of its ranks' while they compute."""
+    of_run = [event for at, event in running.progress() if since < at <= until]
+    together = sum(event["global_samples"] for event in of_run) / sum(event["wall_s"] for event in of_run)
     apart = 0.0
     for rank in range(NUM_NODES + 1):
-        own = [one for at, one in running.progress(rank) if since < at <= until]
+        own = [event for at, event in running.progress(rank) if since < at <= until]
         if own:
-            apart += sum(one["samples"] for one in own) / sum(one["compute_s"] for one in own)
+            apart += sum(event["samples"] for event in own) / sum(event["compute_s"] for event in own)
     return together, apart
 
 
@@ -142,7 +142,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def pids_of(run: str, node: str) -> list[int]:
-    """The processes of a rank and its link."""
+    """Return the processes of a rank and its link."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -167,22 +167,21 @@ def set_cpu(node: LabNode, cpu: float) -> None:
 @pytest.mark.bench
 @pytest.mark.timeout(3600)
 def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
-    say = print
     running = start(project)
     run = running.events_path.parent.name
     try:
         running.wait_for_steps(22)
-        begun = time.time()
+        start_time = time.time()
         running.wait_for_steps(20)
-        together, apart = rates(running, begun, time.time())
-        say(
+        together, apart = rates(running, start_time, time.time())
+        print(
             f"\nin step {together:.0f} samples/s, the same ranks computing {apart:.0f}: "
             f"{together / apart:.3f}"
         )
         joined = running.events("Joined")[0][1]
-        say(f"collective {joined['collective']}, {joined['sum_s'] * 1000:.0f} ms a sum when idle")
+        print(f"collective {joined['collective']}, {joined['sum_s'] * 1000:.0f} ms per sum when idle")
         sizes = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
-        say(f"batch sizes {sizes}")
+        print(f"batch sizes {sizes}")
 
         node = nodes[1]
         set_cpu(node, CPU / 2)
@@ -191,48 +190,51 @@ def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
         after = time.time()
         running.wait_for_steps(15)
         slow_together, slow_apart = rates(running, after, time.time())
-        say(
-            f"a node halved: {slow_together:.0f} samples/s from step {WATCH_STEPS} on, "
+        print(
+            f"one node at half speed: {slow_together:.0f} samples/s from step {WATCH_STEPS} on, "
             f"ceiling {slow_apart:.0f}: {slow_together / slow_apart:.3f} (before: {together / apart:.3f})"
         )
         first = [at for at, _ in running.events("Rebalanced") if at > slowed]
-        say(f"first moved after {first[0] - slowed:.1f} s" if first else "never moved")
+        print(f"first rebalanced after {first[0] - slowed:.1f} s" if first else "never rebalanced")
         set_cpu(node, CPU)
 
         with nodes[2].frozen():
             time.sleep(1)
             waiting = {
-                name: pids_of(run, name) for name in ["host", *(one.name for one in nodes if one != nodes[2])]
+                name: pids_of(run, name)
+                for name in ["host", *(node.name for node in nodes if node != nodes[2])]
             }
             time.sleep(4)
             before = {name: cpu_seconds(pids) for name, pids in waiting.items()}
             time.sleep(10)
             used = {name: (cpu_seconds(pids) - before[name]) / 10 for name, pids in waiting.items()}
-        say("a waiting rank uses " + ", ".join(f"{name} {share:.1%}" for name, share in used.items()))
+        print("a waiting rank uses " + ", ".join(f"{name} {share:.1%}" for name, share in used.items()))
         running.wait_for_steps(3)
 
         killed = time.time()
         subprocess.run(["pkill", "-9", "-f", "^[^ ]*prterun|^[^ ]*mpirun"], check=False)
-        tell_gap(running, killed, "mpirun killed")
+        print_gap(running, killed, "mpirun killed")
         running.wait_for_steps(2)
         killed = time.time()
         nodes[3].power_off()
-        tell_gap(running, killed, "node switched off")
+        print_gap(running, killed, "node switched off")
         nodes[3].restart()
     finally:
         stop(running)
 
 
-def tell_gap(running: Running, killed: float, what: str) -> None:
-    """How long until the next step, and how many steps were lost."""
-    running.wait_for(lambda: any(at > killed and one["rank"] == 0 for at, one in running.events("Joined")))
-    joined = next((at, one) for at, one in running.events("Joined") if at > killed and one["rank"] == 0)
+def print_gap(running: Running, killed: float, what: str) -> None:
+    """Print the time until the next step, and the number of lost steps."""
+    running.wait_for(
+        lambda: any(at > killed and event["rank"] == 0 for at, event in running.events("Joined"))
+    )
+    joined = next((at, event) for at, event in running.events("Joined") if at > killed and event["rank"] == 0)
     running.wait_for(lambda: any(at > joined[0] for at, _ in running.progress()))
-    again = min(at for at, _ in running.progress() if at > joined[0])
-    lost = [one["step"] for at, one in running.events("LinkLost") if at > killed]
+    resumed = min(at for at, _ in running.progress() if at > joined[0])
+    lost = [event["step"] for at, event in running.events("LinkLost") if at > killed]
     print(
-        f"{what}: joined again after {joined[0] - killed:.1f} s, "
-        f"first steps told after {again - killed:.1f} s, {max(lost) - joined[1]['step']} steps lost"
+        f"{what}: rejoined after {joined[0] - killed:.1f} s, "
+        f"first steps reported after {resumed - killed:.1f} s, {max(lost) - joined[1]['step']} steps lost"
     )
 
 
@@ -245,9 +247,9 @@ def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod:
         running = start(project)
         try:
             running.wait_for_steps(12)
-            begun = time.time()
+            start_time = time.time()
             running.wait_for_steps(12)
-            ours.append(rates(running, begun, time.time())[0])
+            ours.append(rates(running, start_time, time.time())[0])
             print(f"\ncsdctl {ours[-1]:.0f} samples/s")
             last = running.events("Joined", "Rebalanced")[-1][1]["batch_sizes"]
         finally:
@@ -256,27 +258,29 @@ def test_engine_against_horovod(project: Project, nodes: list[LabNode], horovod:
         theirs["equal"].append(run_horovod(project, nodes, horovod, equal))
         print(f"Horovod, equal: {theirs['equal'][-1]:.0f} samples/s")
         theirs["our batch sizes"].append(run_horovod(project, nodes, horovod, list(last.values())))
-    mine = statistics.median(ours)
-    print(f"\ncsdctl {mine:.0f} samples/s (runs: {', '.join(f'{one:.0f}' for one in ours)})")
+    our_median = statistics.median(ours)
+    print(f"\ncsdctl {our_median:.0f} samples/s (runs: {', '.join(f'{rate:.0f}' for rate in ours)})")
     for name, measured in theirs.items():
-        middle = statistics.median(measured)
-        runs = ", ".join(f"{one:.0f}" for one in measured)
-        print(f"Horovod, {name}: {middle:.0f} samples/s (runs: {runs}); csdctl is {mine / middle:.1f} ×")
+        median = statistics.median(measured)
+        runs = ", ".join(f"{rate:.0f}" for rate in measured)
+        print(
+            f"Horovod, {name}: {median:.0f} samples/s (runs: {runs}); csdctl is {our_median / median:.1f} ×"
+        )
 
 
 @pytest.fixture(scope="module")
 def horovod() -> Path:
-    """The Python of an environment with Horovod; built when it is not there."""
-    place = Path(os.environ.get("CSDCTL_BENCH_PEERS", "/var/tmp/csdctl-peers")) / "horovod"
-    if not (place / "done").exists():
+    """Return the Python of an environment with Horovod; build the environment if it is missing."""
+    environment = Path(os.environ.get("CSDCTL_BENCH_PEERS", "/var/tmp/csdctl-peers")) / "horovod"
+    if not (environment / "done").exists():
         build = Path(__file__).parent / "clients" / "build_horovod.sh"
-        if subprocess.run(["bash", build, place], check=False).returncode:
+        if subprocess.run(["bash", build, environment], check=False).returncode:
             pytest.skip("NOT MEASURED: Horovod could not be built")
-    return place / "bin" / "python"
+    return environment / "bin" / "python"
 
 
 def run_horovod(project: Project, nodes: list[LabNode], python: Path, sizes: list[int]) -> float:
-    """Images/s of Horovod with these batch sizes, by Debian's Open MPI over the lab's SSH."""
+    """Return the samples/s of Horovod with these batch sizes, with Debian's Open MPI over the lab's SSH."""
     config = project.path / "horovod_ssh_config"
     config.write_text(
         "".join(f"Host {node.name}\n  HostName {node.spec.address}\n  User root\n" for node in nodes)
@@ -346,8 +350,8 @@ for number in range(ROUNDS):
         times[name].append((time.perf_counter() - started) / STEPS)
     ratios.append(times["ours"][-1] / times["fit"][-1])
 fit_ms, our_ms = (statistics.median(times[name]) * 1000 for name in ("fit", "ours"))
-print(f"Keras fit {fit_ms:.1f} ms a step, csdctl {our_ms:.1f} ms; "
-      f"ratio {statistics.median(ratios):.3f} (rounds: {', '.join(f'{one:.2f}' for one in ratios)})")
+print(f"Keras fit {fit_ms:.1f} ms per step, csdctl {our_ms:.1f} ms; "
+      f"ratio {statistics.median(ratios):.3f} (rounds: {', '.join(f'{ratio:.2f}' for ratio in ratios)})")
 """
 
 

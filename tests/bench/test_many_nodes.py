@@ -1,9 +1,9 @@
 """One command on each of 100 nodes: csdctl against asyncssh, pyinfra, parallel-ssh and Ansible.
 
-Every client is a process of its own, with its start and imports counted. Peers live in environments of their
-own, in the directory CSDCTL_BENCH_PEERS or a temporary one. All check host keys (parallel-ssh cannot), all
-use the same key, and Ansible keeps no connections for later (ControlMaster=no), as one command gains nothing
-by it.
+Every client is a separate process, including its start and imports. Peers are installed in separate
+environments, in the directory CSDCTL_BENCH_PEERS or a temporary directory. All check host keys (parallel-ssh
+cannot), all use the same key, and Ansible keeps no connections open (ControlMaster=no), as that gains nothing
+for one command.
 """
 
 import getpass
@@ -21,6 +21,8 @@ import pytest
 NUM_NODES = 100
 NUM_ROUNDS = int(os.environ.get("CSDCTL_BENCH_ROUNDS", "5"))
 CLIENTS = Path(__file__).with_name("clients")
+OUTPUT = "pong"
+"""What every client has each node print."""
 PEERS = {
     "asyncssh": "asyncssh",
     "pyinfra": "pyinfra",
@@ -31,7 +33,7 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What one client used: user and system time with its children, and how long it took."""
+    """The cost of one client: user and system time including children, and wall time."""
 
     cpu_s: float
     wall_s: float
@@ -39,19 +41,19 @@ class Cost:
 
 @pytest.fixture(scope="session")
 def peers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The bin directories of the peers that could be installed."""
+    """Return the bin directories of the peers that could be installed."""
     cache = Path(os.environ.get("CSDCTL_BENCH_PEERS") or tmp_path_factory.mktemp("peers"))
     found = {}
     for peer, package in PEERS.items():
-        place = cache / package
-        if not (place / "done").exists():
-            subprocess.run([sys.executable, "-m", "venv", place], check=True)
-            install = [place / "bin" / "python", "-m", "pip", "install", "-qq", package]
+        environment = cache / package
+        if not (environment / "done").exists():
+            subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+            install = [environment / "bin" / "python", "-m", "pip", "install", "-qq", package]
             if subprocess.run(install, check=False).returncode:
                 print(f"\nNOT MEASURED: {peer} could not be installed")
                 continue
-            (place / "done").touch()
-        found[peer] = place / "bin"
+            (environment / "done").touch()
+        found[peer] = environment / "bin"
     return found
 
 
@@ -72,26 +74,37 @@ def test_one_command_on_a_hundred_nodes(
 
 
 def build_commands(nodes: Any, peers: dict[str, Path], directory: Path, far: bool) -> dict[str, list[str]]:
-    """The command line of every client."""
+    """Return the command line of every client."""
     addresses = nodes.addresses(NUM_NODES, far=far)
     arguments = [getpass.getuser(), str(nodes.port), str(nodes.key), str(nodes.known_hosts), *addresses]
     write_inventories(nodes, addresses, directory)
-    every = {
+    commands_by_client = {
         "csdctl": [sys.executable, f"{CLIENTS}/csdctl_client.py", *arguments],
         "asyncssh": ["python", f"{CLIENTS}/asyncssh_client.py", *arguments],
-        "pyinfra": ["pyinfra", "-y", f"{directory}/inventory.py", "exec", "--", "echo", "hello"],
+        "pyinfra": ["pyinfra", "-y", f"{directory}/inventory.py", "exec", "--", "echo", OUTPUT],
         "parallel-ssh": ["python", f"{CLIENTS}/parallel_ssh_client.py", *arguments],
-        "ansible": ["ansible", "all", "-i", "hosts", "-m", "raw", "-a", "echo hello", "-f", str(NUM_NODES)],
+        "ansible": [
+            "ansible",
+            "all",
+            "-i",
+            "hosts",
+            "-m",
+            "raw",
+            "-a",
+            f"echo {OUTPUT}",
+            "-f",
+            str(NUM_NODES),
+        ],
     }
     return {
         name: command if name == "csdctl" else [str(peers[name] / command[0]), *command[1:]]
-        for name, command in every.items()
+        for name, command in commands_by_client.items()
         if name == "csdctl" or name in peers
     }
 
 
 def write_inventories(nodes: Any, addresses: list[str], directory: Path) -> None:
-    """The same fleet in pyinfra's words and in Ansible's."""
+    """Write the same fleet as an inventory of pyinfra and of Ansible."""
     data = {
         "ssh_user": getpass.getuser(),
         "ssh_port": nodes.port,
@@ -109,7 +122,7 @@ def write_inventories(nodes: Any, addresses: list[str], directory: Path) -> None
 
 
 def measure(command: list[str], directory: Path, *, num_nodes: int = NUM_NODES) -> Cost:
-    """Run one client to its end; all nodes must have answered."""
+    """Run one client to its end; every node must have printed OUTPUT."""
     environment = {name: value for name, value in os.environ.items() if name != "SSH_AUTH_SOCK"}
     with (directory / "output").open("w+b") as output:
         started_s = time.perf_counter()
@@ -120,12 +133,12 @@ def measure(command: list[str], directory: Path, *, num_nodes: int = NUM_NODES) 
         output.seek(0)
         text = output.read().decode(errors="replace")
     assert process.returncode == 0, text[-2000:]
-    assert text.count("hello") >= num_nodes, text[-2000:]
+    assert text.count(OUTPUT) >= num_nodes, text[-2000:]
     return Cost(usage.ru_utime + usage.ru_stime, wall_s)
 
 
 def print_table(costs: dict[str, list[Cost]]) -> None:
-    """Medians, and the median of each round's ratio to csdctl."""
+    """Print medians, and the median of each round's ratio to csdctl."""
     print(f"{'':14}{'CPU s':>8}{'ratio':>8}{'wall s':>9}{'ratio':>8}")
     for name, column in costs.items():
         pairs = list(zip(column, costs["csdctl"], strict=True))

@@ -1,4 +1,4 @@
-"""How long it takes to plan a thousand nodes, and what noisy probes cost: the pure part of tuning.
+"""The time to plan a thousand nodes, and the cost of noisy probes: the pure part of tuning.
 
 make bench ARGS="-k planning"
 """
@@ -26,12 +26,12 @@ def test_planning_a_thousand_nodes(num_classes: int) -> None:
         started = time.perf_counter()
         find_best(fleet, Limits(max_global_batch=50_000), lambda ranks: 1e-4 * ranks)
         times.append(time.perf_counter() - started)
-    print(f"\n1000 nodes of {num_classes} classes: {statistics.median(times):.2f} s (most {max(times):.2f})")
+    print(f"\n1000 nodes of {num_classes} classes: {statistics.median(times):.2f} s (max {max(times):.2f})")
 
 
 @pytest.mark.parametrize("name", ["equal nodes", "four classes"])
 def test_planning_with_noise(name: str) -> None:
     classes = EQUAL_NODES if name == "equal nodes" else FOUR_CLASSES
     losses = sorted(tuned_with_noise(classes, seed).loss for seed in SEEDS)
-    middle = f"mean {statistics.fmean(losses):.2%}, median {statistics.median(losses):.2%}"
-    print(f"\n20% noise, {name}: loss {middle}, nine of ten below {losses[len(losses) * 9 // 10]:.2%}")
+    averages = f"mean {statistics.fmean(losses):.2%}, median {statistics.median(losses):.2%}"
+    print(f"\n20% noise, {name}: loss {averages}, nine of ten below {losses[len(losses) * 9 // 10]:.2%}")

@@ -1,6 +1,6 @@
-"""How many pictures a second `csdctl prepare` turns into samples: prints figures, judges nothing.
+"""How many images per second `csdctl prepare` converts to samples. Prints figures, asserts no limits.
 
-Pictures are smooth with some noise, as photographs are: pure noise takes a decoder several times as long.
+The images are smooth with some noise, like photographs: a decoder takes several times as long for pure noise.
 """
 
 import subprocess
@@ -40,19 +40,19 @@ print(seconds, 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status
 """
 
 
-def measure(name: str, spec: PrepareSpec, num_pictures: int, threads: int) -> None:
-    """In a process of its own, whose peak memory (not that of the one it came from) is that of preparing."""
+def measure(name: str, spec: PrepareSpec, num_images: int, threads: int) -> None:
+    """Prepare in a separate process, so that its peak memory is that of preparing alone."""
     command = [sys.executable, "-c", PROGRAM, to_json(spec), str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds, peak_bytes = (float(word) for word in done.stdout.split())
     print(
-        f"{name}, {num_pictures:,} pictures, {threads} threads: {num_pictures / seconds:,.0f} pictures/s, "
+        f"{name}, {num_images:,} images, {threads} threads: {num_images / seconds:,.0f} images/s, "
         f"peak memory {peak_bytes / 1e6:,.0f} MB"
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "height", "width", "num_pictures"),
+    ("encoding", "height", "width", "num_images"),
     [
         ("jpeg", 480, 640, 1000),
         ("jpeg", 2448, 3264, 40),
@@ -61,26 +61,26 @@ def measure(name: str, spec: PrepareSpec, num_pictures: int, threads: int) -> No
         ("png", 64, 64, 20_000),
     ],
 )
-def test_class_folders(tmp_path: Path, kind: str, height: int, width: int, num_pictures: int) -> None:
-    encode = {"jpeg": jpeg, "png": png}[kind]
-    made = [encode(photograph(height, width, seed)) for seed in range(4)]
+def test_class_folders(tmp_path: Path, encoding: str, height: int, width: int, num_images: int) -> None:
+    encode = {"jpeg": jpeg, "png": png}[encoding]
+    encoded = [encode(photograph(height, width, seed)) for seed in range(4)]
     (tmp_path / "data" / "one").mkdir(parents=True)
-    for number in range(num_pictures):
-        (tmp_path / "data" / "one" / f"{number}.{kind}").write_bytes(made[number % len(made)])
+    for number in range(num_images):
+        (tmp_path / "data" / "one" / f"{number}.{encoding}").write_bytes(encoded[number % len(encoded)])
     for threads in sorted({1, num_threads()}):
         store = str(tmp_path / f"store{threads}")
         spec = PrepareSpec(str(tmp_path / "data"), store, ImageRule((64, 64, 3)), names_classes=True)
-        measure(f"{kind} {width}×{height} to 64×64", spec, num_pictures, threads)
+        measure(f"{encoding} {width}×{height} to 64×64", spec, num_images, threads)
 
 
-def test_tfrecord_of_raw_pictures(tmp_path: Path) -> None:
-    num_pictures = 20_000
+def test_tfrecord_of_raw_images(tmp_path: Path) -> None:
+    num_images = 20_000
     train = tensorflow().train
     with tensorflow().io.TFRecordWriter(str(tmp_path / "a.tfrecord")) as writer:
         image = train.Feature(bytes_list=train.BytesList(value=[photograph(64, 64, 0).tobytes()]))
         label = train.Feature(int64_list=train.Int64List(value=[1]))
         record = train.Example(features=train.Features(feature={"image": image, "label": label}))
-        for _ in range(num_pictures):
+        for _ in range(num_images):
             writer.write(record.SerializeToString())
     spec = PrepareSpec(
         str(tmp_path / "a.tfrecord"),
@@ -88,4 +88,4 @@ def test_tfrecord_of_raw_pictures(tmp_path: Path) -> None:
         ImageRule((64, 64, 3)),
         records=RecordSchema("image", "label", (64, 64, 3)),
     )
-    measure("TFRecord of raw 64×64", spec, num_pictures, 1)
+    measure("TFRecord of raw 64×64", spec, num_images, 1)

@@ -1,8 +1,8 @@
-"""What clipping and noise of private samples cost: a step's time and memory against one without, in turn.
+"""The cost of clipping and noise: time and memory of a step against a step without them, alternately.
 
     make bench ARGS="-k private_noise"
 
-All samples of the step are private; one thread. Prints figures and judges nothing.
+All samples of the step are private; one thread. Prints figures, asserts no limits.
 """
 
 import json
@@ -51,9 +51,9 @@ print(json.dumps({
 """
 
 
-def measure(name: str, count: int, kind: str) -> dict[str, float]:
+def measure(name: str, count: int, mode: str) -> dict[str, float]:
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, name, str(count), kind],
+        [sys.executable, "-c", PROGRAM, name, str(count), mode],
         capture_output=True,
         text=True,
         check=False,

@@ -1,8 +1,8 @@
-"""How fast a rank reads its shard against how fast it trains on it, and its memory when the shard grows.
+"""How fast a rank reads its shard against how fast it trains on it, and its memory as the shard grows.
 
     make bench ARGS="-k reading"
 
-MobileNetV2, 64×64×3, one thread. Prints figures and judges nothing.
+MobileNetV2, 64×64×3, one thread. Prints figures, asserts no limits.
 """
 
 import json
@@ -43,7 +43,7 @@ started = time.perf_counter()
 for number in range(segment.stop_step - 1):
     reader.read(segment.batch(number)[0])
 reading = (segment.stop_step - 1) * 32 / (time.perf_counter() - started)
-# Pages of the mapped file are the page cache's: the kernel takes them back when anybody needs memory.
+# Pages of the mapped file belong to the page cache: the kernel reclaims them when memory is short.
 own = int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 print(json.dumps({"training": training, "reading": reading, "own_mib": own}))
 """

@@ -3,8 +3,8 @@
     make bench ARGS="-k same_learning"
 
 Fashion-MNIST and the demo's network on an emulated fleet, three seeds. Keras `fit` begins with the same
-weights and gets the same samples in the same steps, as the run's spec says them: what differs is the engine.
-Prints figures and judges nothing.
+weights and gets the same samples in the same steps, from the run's spec: only the engine differs. Prints
+figures, asserts no limits.
 """
 
 import json
@@ -37,14 +37,14 @@ from fashion_cnn import build
 spec = from_json(RunSpec, open(sys.argv[1] + "/spec.json").read())
 recipe, reader = spec.recipe, EpochReader(spec, 0)
 segment = begin_epoch(
-    [OwnSamples(one.num_private, one.num_public) for one in spec.ranks],
-    {one.rank: one.batch_size for one in spec.ranks},
+    [OwnSamples(rank.num_private, rank.num_public) for rank in spec.ranks],
+    {rank.rank: rank.batch_size for rank in spec.ranks},
 )
 def batches():
     for epoch in range(1, recipe.epochs + 1):
         reader.set_epoch(epoch)
         for step in range(segment.stop_step):
-            spans = [Span(one.rank, one.public_start, one.public_stop) for one in segment.batch(step)]
+            spans = [Span(part.rank, part.public_start, part.public_stop) for part in segment.batch(step)]
             images, labels = reader.read_reassigned(spans)
             yield images / np.float32(255), labels
 keras.utils.set_random_seed(recipe.seed)
@@ -74,8 +74,8 @@ def fleet_directory(tmp_path: Path) -> Iterator[Path]:
 
 
 def write_job(directory: Path, seed: int) -> None:
-    """The demo's job without private data, so that one process can read all of it; and its plan."""
-    job = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)  # `on` is a word here
+    """Write the demo's job without private data, so that one process can read all data, and its plan."""
+    job = yaml.load((directory / "job.yaml").read_text(), yaml.BaseLoader)  # `on` is a string here
     job["data"].pop("private", None)
     job["recipe"] |= {"epochs": EPOCHS, "seed": seed, "learning_rate": RATE, "reference_batch": REFERENCE}
     job["recipe"] |= {"warmup_epochs": WARMUP_EPOCHS, "decay": "cosine"}
@@ -100,8 +100,8 @@ def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
         write_job(fleet_directory, seed)
         sample = ["--sample", "fashion-mnist"] if seed == SEEDS[0] else []
         csdctl(fleet_directory, "prepare", "same.yaml", *sample)
-        how = ["--plan", "plan.yaml", "--skip-doctor"]
-        report = csdctl(fleet_directory, "train", "same.yaml", *how)[-1]
+        options = ["--plan", "plan.yaml", "--skip-doctor"]
+        report = csdctl(fleet_directory, "train", "same.yaml", *options)[-1]
         peer = train_with_keras(fleet_directory, report["path"])
         pairs = {
             "training loss": (report["loss"], peer["training_loss"]),
@@ -109,8 +109,8 @@ def test_same_learning_as_one_keras_process(fleet_directory: Path) -> None:
             "validation accuracy": (report["validation_accuracy"], peer["accuracy"]),
         }
         of_seeds.append(pairs)
-        told = ", ".join(f"{name} {ours:.4f} and {theirs:.4f}" for name, (ours, theirs) in pairs.items())
-        print(f"\nseed {seed}, csdctl and one process: {told}")
+        figures = ", ".join(f"{name} {ours:.4f} and {theirs:.4f}" for name, (ours, theirs) in pairs.items())
+        print(f"\nseed {seed}, csdctl and one process: {figures}")
     print(
         f"\nmeans of {len(SEEDS)} seeds, global batch {HOST_BATCH + NUM_NODES * NODE_BATCH}, {EPOCHS} epochs:"
     )

@@ -1,4 +1,4 @@
-"""How long `csdctl --help` takes, against importing the two libraries that it cannot do without."""
+"""The time of `csdctl --help`, against importing the two libraries that it needs."""
 
 import statistics
 import subprocess

@@ -1,9 +1,9 @@
-"""Images a second of the demo's fleet: tuned batch sizes against one equal batch size, in one invocation.
+"""Samples/s of the demo's fleet: tuned batch sizes against an equal batch size, in one invocation.
 
     make bench ARGS="-k tuned_against_equal"
 
-Prints a table and judges nothing. The equal size that serves the fleet best of those tried is the peer;
-tuned and equal runs take turns, because machines are noisy.
+Prints a table, asserts no limits. The peer is the fastest of the equal sizes tried; tuned and equal runs
+alternate, because machines are noisy.
 """
 
 import statistics
@@ -49,7 +49,7 @@ def test_tuned_against_equal(fleet_directory: Path) -> None:
     sizes = ", ".join(f"{rank['node']} {rank['batch_size']}" for rank in plan["ranks"])
     print(f"\nbatch sizes: {sizes}")
     for name, measured in speeds.items():
-        runs = ", ".join(f"{one:,.0f}" for one in measured)
+        runs = ", ".join(f"{speed:,.0f}" for speed in measured)
         print(f"{name:12} {statistics.median(measured):8,.0f} samples/s  (runs: {runs})")
     tuned = statistics.median(speeds.pop("tuned"))
     best = max(statistics.median(measured) for measured in speeds.values())

@@ -1,11 +1,11 @@
 """Tuning in the lab: against a grid of batch sizes and Algorithm 1, and its prediction against training.
 
     make bench ARGS="-k grid"          one model, a host and four nodes at 22% of a core
-    make bench ARGS="-k predicted"     three models, that fleet and one of three kinds of nodes
+    make bench ARGS="-k predicted"     three models; that fleet and a fleet with three classes of nodes
     make bench ARGS="-k tuning"        both
 
-Prints figures and judges nothing; needs a quiet machine. CSDCTL_BENCH_SMOKE=1 does as little as shows that it
-works, with figures that mean nothing. Batch sizes are printed as host + nodes.
+Prints figures, asserts no limits; needs an idle machine. CSDCTL_BENCH_SMOKE=1 only checks that it works; its
+figures mean nothing. Batch sizes are printed as host + nodes.
 """
 
 import math
@@ -27,7 +27,7 @@ from tests.lab.project import Project
 IS_SMOKE = os.environ.get("CSDCTL_BENCH_SMOKE") == "1"
 MAX_GLOBAL_BATCH = 64 if IS_SMOKE else 512
 NUM_IMAGES = {"mobilenet": 6_000, "small": 40_000, "dense": 40_000}
-"""MobileNetV2's steps stay short without a limit given, because an epoch keeps ten of them."""
+"""MobileNetV2's steps stay short without a given limit, because an epoch has at least ten of them."""
 WORKS = {"mobilenet": MOBILENET, "small": SMALL, "dense": DENSE}
 CPUS = {
     "equal": {f"slow{number}": CPU for number in range(4)},
@@ -36,9 +36,9 @@ CPUS = {
 """Fleets, and the share of a core of each node."""
 VISIT_S = 1.0 if IS_SMOKE else 6.0
 FIT_VISITS = 2 if IS_SMOKE else 4
-"""How often the visits of the grid measure the fit's plan, between its points."""
+"""How often the fit's plan is measured between the points of the grid."""
 FINALISTS, ROUNDS = (2, 1) if IS_SMOKE else (3, 2)
-"""The best of many noisy figures is too good: the best points run again, in turns with the fit's plan."""
+"""The best of many noisy figures is biased: the best points run again, alternately with the fit's plan."""
 TRAIN_S = 4.0 if IS_SMOKE else 30.0
 FLEET_FILES = {name: f"{name}.yaml" for name in CPUS} | {"equal": "fleet.yaml"}
 
@@ -47,18 +47,18 @@ pytestmark = [pytest.mark.bench, pytest.mark.timeout(3600)]
 
 @pytest.fixture(scope="module")
 def project(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A file for each fleet and each job; nodes of both fleets are up."""
+    """A project with a file for each fleet and each job; the nodes of both fleets are up."""
     project = Project(lab, tmp_path_factory.mktemp("tuning"))
-    every: list[LabNode] = []
+    all_nodes: list[LabNode] = []
     with ExitStack() as stack:
         for name, cpus in CPUS.items():
             nodes = [
-                stack.enter_context(lab.node(node, 40 + len(every) + number, cpu=cpu))
+                stack.enter_context(lab.node(node, 40 + len(all_nodes) + number, cpu=cpu))
                 for number, (node, cpu) in enumerate(cpus.items())
             ]
             write_fleet(project, nodes, FLEET_FILES[name])
-            every += nodes
-        project.know(*every)
+            all_nodes += nodes
+        project.know(*all_nodes)
         for name, work in WORKS.items():
             write_job(project, name, work, NUM_IMAGES[name])
         yield project
@@ -67,37 +67,37 @@ def project(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proj
 def test_tuning_against_a_grid(project: Project) -> None:
     job, limit = "mobilenet", str(MAX_GLOBAL_BATCH)
     print(f"\nMobileNetV2 64×64×3, host and {len(CPUS['equal'])} nodes at {CPU:.0%}, global batch ≤ {limit}")
-    of_paper = tune(project, f"{job}.yaml", "--method", "stannis", "--fresh")
+    stannis = tune(project, f"{job}.yaml", "--method", "stannis", "--fresh")
     fit = tune(project, f"{job}.yaml", "--fresh", "--max-global-batch", limit)
     fit_path = shutil.copy(plan_path(project, job), project.path / "fit.yaml")
-    again = tune(project, f"{job}.yaml", "--max-global-batch", limit)
-    of_paper.tell("Algorithm 1")
-    fit.tell("fit")
-    again.tell("fit again")
-    ratio = fit.plan["measuring_s"] / of_paper.plan["measuring_s"]
-    print(f"measuring, fit / Algorithm 1: {ratio:.2f}; the commands: {fit.wall_s / of_paper.wall_s:.2f}")
+    repeated = tune(project, f"{job}.yaml", "--max-global-batch", limit)
+    stannis.print("Algorithm 1")
+    fit.print("fit")
+    repeated.print("fit again")
+    ratio = fit.plan["measuring_s"] / stannis.plan["measuring_s"]
+    print(f"measuring, fit / Algorithm 1: {ratio:.2f}; the commands: {fit.wall_s / stannis.wall_s:.2f}")
 
     planned = tuple(rank["batch_size"] for rank in fit.plan["ranks"])
     points = grid_points(MAX_GLOBAL_BATCH, len(planned) - 1)
-    began = time.monotonic()
-    visits = visit(project, job, fit_path, with_between(points, planned, FIT_VISITS), VISIT_S)
-    print(f"the grid, {time.monotonic() - began:.0f} s; the fit's plan is {planned}:")
-    tell_against(planned, visits)
-    best = visits.best(FINALISTS, but=planned)
+    start = time.monotonic()
+    grid = visit(project, job, fit_path, with_between(points, planned, FIT_VISITS), VISIT_S)
+    print(f"the grid, {time.monotonic() - start:.0f} s; the fit's plan is {planned}:")
+    print_against(planned, grid)
+    best = grid.best(FINALISTS, excluded=planned)
     finals = visit(project, job, fit_path, [*[planned, *best] * ROUNDS, planned], VISIT_S)
-    print("the best points again, in turns with the fit's plan:")
-    tell_against(planned, finals)
+    print("the best points again, alternately with the fit's plan:")
+    print_against(planned, finals)
 
 
-def tell_against(planned: tuple[int, ...], visits: Visits) -> None:
-    visits.tell()
-    ours, best = visits.middle(planned), visits.middle(visits.best(1, but=planned)[0])
+def print_against(planned: tuple[int, ...], visits: Visits) -> None:
+    visits.print()
+    ours, best = visits.median(planned), visits.median(visits.best(1, excluded=planned)[0])
     print(f"fit {ours:.1f} samples/s, best of the grid {best:.1f}: fit / best {ours / best:.3f}")
 
 
 @pytest.fixture(scope="module")
 def table() -> Iterator[list[str]]:
-    """Lines that are printed together when all is measured."""
+    """Lines that are printed together after all measurements."""
     lines: list[str] = []
     yield lines
     print("\n" + "\n".join(lines))
@@ -110,7 +110,7 @@ def test_tuning_predicted(project: Project, table: list[str], job: str, fleet: s
     print(f"\n{job}, {fleet} fleet")
     smaller = ["--max-global-batch", str(MAX_GLOBAL_BATCH)] if IS_SMOKE else []
     tuned = tune(project, *chosen, "--fresh", *smaller)
-    tuned.tell("fit")
+    tuned.print("fit")
     steps = math.ceil(TRAIN_S / tuned.plan["predicted"]["step_s"])
     run_csdctl(project, "train", *chosen, "--skip-doctor", "--max-steps", str(steps))
     report = run_csdctl(project, "report")[0][-1]

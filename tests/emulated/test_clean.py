@@ -158,7 +158,7 @@ def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> Non
         assert worker.stdout.readline() == "working\n"
         refused = csdctl(project, "clean")
         assert refused.returncode == 1
-        assert f"another csdctl works here: `csdctl train`, process {worker.pid} on" in refused.stdout
+        assert f"another csdctl is running here: `csdctl train`, process {worker.pid} on" in refused.stdout
         assert csdctl(project, "clean", "--force").returncode == 0
         assert "nothing left" in csdctl(project, "clean").stdout, "the lock is free now"
         worker.kill()

@@ -293,7 +293,7 @@ def test_training_is_refused_before_anything_is_started(project: Path, tmp_path:
     fleet = fleet_with(project, "refused.yaml", all_nodes={"python": str(python)})
     done = csdctl(project, "train", "--fleet", fleet, "--batch-size", "4")
     assert done.returncode == 1
-    assert "the preflight found what would make the run fail" in done.stderr
+    assert "the preflight found problems that would make the run fail" in done.stderr
     assert "csd1: MPI:" in done.stderr
     assert "prted is missing" in done.stderr
     assert "--skip-doctor" in done.stderr

@@ -332,7 +332,7 @@ def test_model_with_too_few_outputs_is_refused_before_anything_starts(demo: Path
 def test_missing_ssh_client_is_reported(demo: Path) -> None:
     done = csdctl(demo, "train", environment={**os.environ, "PATH": "/nonexistent"})
     assert done.returncode == 1
-    assert "there is no ssh client" in done.stderr
+    assert "no ssh client on this machine" in done.stderr
 
 
 def test_node_that_is_down_is_named_and_can_be_excluded(demo: Path) -> None:

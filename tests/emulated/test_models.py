@@ -98,7 +98,7 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
 def test_run_that_is_complete_is_not_started_again(project: Path) -> None:
     done = csdctl(project, "train", "--resume", "latest", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
-    assert "is complete: nothing is left to do" in done.stderr
+    assert "is complete: nothing to resume" in done.stderr
     assert json.loads(done.stdout)["state"] == "done"
 
 

@@ -72,7 +72,7 @@ def test_changed_key_is_always_refused_and_forgotten_only_by_name(project: Path)
     assert other in known(project)[0], "the key that was known stays"
     assert csdctl(project, "discover").returncode == 3
     forgotten = csdctl(project, "trust", "--forget", "--limit", "csd0")
-    assert "csd0: 1 keys forgotten" in forgotten.stdout
+    assert "csd0: 1 keys deleted" in forgotten.stdout
     assert len(known(project)) == 1
     assert csdctl(project, "trust", "--yes").returncode == 0
     assert csdctl(project, "discover").returncode == 0

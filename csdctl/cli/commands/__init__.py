@@ -1,1 +1,1 @@
-"""A file per command: parse, call one workflow, show."""
+"""One file per command: parse the options, call one workflow, show the result."""

@@ -17,7 +17,7 @@ UnusedOption = Annotated[
     ),
 ]
 ForceOption = Annotated[
-    bool, typer.Option("--force", help="Also end a csdctl that is working there now, from any host.")
+    bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
 ]
 
 
@@ -33,7 +33,7 @@ def clean(
     yes: options.YesOption = False,
     json: options.JsonOption = False,
 ) -> None:
-    """Stop and remove what an earlier csdctl left on the machines."""
+    """Stop processes and remove files that earlier csdctl commands left on the machines."""
     from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.clean import clean_document, render_cleaned
     from csdctl.launch.leftovers import CleanupOptions

@@ -1,4 +1,4 @@
-"""`csdctl demo`: every command from an empty directory to a report, as a person would type them."""
+"""`csdctl demo`: every command from an empty directory to a report, as a user would type them."""
 
 import os
 import time
@@ -11,7 +11,7 @@ import typer
 from csdctl.cli.options import DEFAULT_FLEET, DEFAULT_JOB
 from csdctl.cli.streams import Streams
 
-DirectoryOption = Annotated[Path, typer.Option("--directory", help="Directory that the demo works in.")]
+DirectoryOption = Annotated[Path, typer.Option("--directory", help="Working directory of the demo.")]
 NodesOption = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")]
 CpuOption = Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")]
 KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")]
@@ -35,7 +35,9 @@ def demo(
     write_demo_files(directory.absolute())
     os.chdir(directory)
     take_fleet_down(Path.cwd())
-    streams.say(f"The demo works in {Path.cwd()}. The fleet is emulated: it shows function, never speed.")
+    streams.say(
+        f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
+    )
     try:
         for command, run in _list_steps(nodes, cpu).items():
             streams.console.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
@@ -45,7 +47,7 @@ def demo(
             take_fleet_down(Path.cwd())
     streams.say(f"\nThe demo took {format_seconds(time.monotonic() - start)}.")
     if keep:
-        streams.say(f"The fleet still runs: `cd {directory}`, try commands, then `csdctl emulate down`.")
+        streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
 
 
 def _list_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:

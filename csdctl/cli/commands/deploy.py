@@ -18,11 +18,11 @@ TreeOption = Annotated[
 IgnoreOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--ignore", help="Leave out of trees what matches; same syntax as .gitignore.", show_default=False
+        "--ignore", help="Exclude matching files from trees; same syntax as .gitignore.", show_default=False
     ),
 ]
 EverythingOption = Annotated[
-    bool, typer.Option("--everything", help="Also copy the .git, __pycache__ and .csdctl of trees.")
+    bool, typer.Option("--everything", help="Also copy .git, __pycache__ and .csdctl of trees.")
 ]
 
 

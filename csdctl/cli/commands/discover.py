@@ -84,14 +84,14 @@ def discover(
 
     source = _parse_source(cidr or [], interface, user, key, port, inventory, ssh_config)
     if source:
-        wanted = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
-        _import_fleet(source, fleet, wanted, Streams(is_json=json))
+        import_options = ImportOptions(limit or (), exclude or (), is_overwriting=force, is_dry_run=dry_run)
+        _import_fleet(source, fleet, import_options, Streams(is_json=json))
         if dry_run:
             return
-        limit, exclude = None, None  # the file holds only the nodes that they select
+        limit, exclude = None, None  # the file lists only the nodes that they select
     elif dry_run or force:
         raise InputError(
-            "--dry-run and --force are about writing the fleet file",
+            "--dry-run and --force apply only when the fleet file is written",
             remedy="add the source to write it from: --cidr, --inventory or --ssh-config",
         )
     call = Invocation.start("discover", fleet, limit, exclude, failed_from, json=json)
@@ -119,7 +119,7 @@ def _parse_source(
         path = Path(os.path.abspath(key.expanduser())) if key else None
         sources.append(AddressRanges(tuple(cidrs), user or "root", path, port or 22, interface))
     elif given := [name for name, value in needs_cidr.items() if value]:
-        raise InputError(f"{given[0]} is about machines that --cidr finds", remedy="add --cidr RANGE")
+        raise InputError(f"{given[0]} applies only to machines that --cidr finds", remedy="add --cidr RANGE")
     sources += [AnsibleInventory(inventory.expanduser())] if inventory else []
     sources += [SshConfig(ssh_config.expanduser())] if ssh_config else []
     if len(sources) > 1:
@@ -130,10 +130,12 @@ def _parse_source(
     return sources[0] if sources else None
 
 
-def _import_fleet(source: "NodeSource", path: Path, wanted: "ImportOptions", streams: "Streams") -> None:
+def _import_fleet(
+    source: "NodeSource", path: Path, import_options: "ImportOptions", streams: "Streams"
+) -> None:
     """Write the fleet file from `source`, or print it in a dry run."""
     from csdctl.cli.render.fleet import show_imported
     from csdctl.workflows.discovery.fleet_import import import_fleet
 
-    found = import_fleet(source, path, wanted, directory=streams.directory)
-    show_imported(streams, found, source.name, is_dry_run=wanted.is_dry_run)
+    found = import_fleet(source, path, import_options, directory=streams.directory)
+    show_imported(streams, found, source.name, is_dry_run=import_options.is_dry_run)

@@ -49,7 +49,7 @@ def up(
 
 @app.command()
 def status(json: options.JsonOption = False) -> None:
-    """Show the present state of every node of the emulated fleet."""
+    """Show the current state of every node of the emulated fleet."""
     from csdctl.cli.render.emulate import show_status
     from csdctl.workflows.maintenance.emulate import read_fleet_status
 
@@ -59,7 +59,7 @@ def status(json: options.JsonOption = False) -> None:
 
 @app.command()
 def down(json: options.JsonOption = False) -> None:
-    """Stop the emulated fleet and remove its files, also after a crash."""
+    """Stop the emulated fleet and remove its files, even after a crash."""
     from csdctl.cli.render.emulate import show_stopped
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 

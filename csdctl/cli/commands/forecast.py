@@ -43,8 +43,8 @@ def forecast(
         sum_seconds,
     )
     subject = published or JobOnFleet(job, fleet, limit, exclude)
-    answer = forecast_subject(subject, request, streams.directory, streams.say, max_global_batch)
+    result = forecast_subject(subject, request, streams.directory, streams.say, max_global_batch)
     if json:
-        streams.result(forecast_document(answer))
+        streams.result(forecast_document(result))
     else:
-        render_forecast(streams.console, answer)
+        render_forecast(streams.console, result)

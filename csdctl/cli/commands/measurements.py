@@ -12,14 +12,14 @@ ForgetOption = Annotated[
     typer.Option(
         "--forget",
         metavar="MODEL|all",
-        help="Forget what was measured of a model (its name or hash), or everything.",
+        help="Delete the measurements of a model (its name or hash), or all measurements.",
         show_default=False,
     ),
 ]
 
 
 def measurements(forget: ForgetOption = None, yes: YesOption = False, json: JsonOption = False) -> None:
-    """Show earlier measurements and how well they predicted each trial, or forget them."""
+    """Show earlier measurements and how well they predicted each trial, or delete them."""
     from csdctl.cli.render.measurements import (
         forgotten_document,
         measurements_document,

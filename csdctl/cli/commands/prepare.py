@@ -21,7 +21,7 @@ def prepare(
     exclude: options.ExcludeOption = None,
     json: options.JsonOption = False,
 ) -> None:
-    """Convert data and model, where they are stored, to the form that training reads."""
+    """Convert data and model to the format that training reads; data stays where it is."""
     from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
     from csdctl.job.model import load_job
     from csdctl.workflows.data.preparation import prepare_fleet

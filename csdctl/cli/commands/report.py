@@ -14,7 +14,7 @@ PrivacyOption = Annotated[
     bool,
     typer.Option(
         "--privacy",
-        help="Show instead every byte that was sent, by link and class of data; with noise, also ε.",
+        help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
     ),
 ]
 

@@ -32,7 +32,7 @@ def train(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Train on the host and all nodes in step, each with its own batch size."""
+    """Train synchronously on the host and all nodes, each with its own batch size."""
     from csdctl.cli.render.training import TrainingScreen
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines

@@ -7,7 +7,8 @@ import typer
 from csdctl.cli import options
 
 ForgetOption = Annotated[
-    bool, typer.Option("--forget", help="Forget the keys of these nodes, after they were reinstalled.")
+    bool,
+    typer.Option("--forget", help="Delete the accepted keys of these nodes, after they were reinstalled."),
 ]
 
 

@@ -33,7 +33,7 @@ def tune(
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Measure the machines, and write the plan that trains the most samples/s."""
+    """Measure the machines and write the plan with the highest throughput."""
     from csdctl.cli.render.tuning import TuningScreen, plan_document, render_plan
     from csdctl.job.model import load_job
     from csdctl.tuning.search import Limits
@@ -42,7 +42,7 @@ def tune(
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    wanted = TuneOptions(
+    tune_options = TuneOptions(
         method=method,
         limits=Limits(max_global_batch, global_batch, max_step_seconds),
         is_fresh=fresh,
@@ -54,19 +54,19 @@ def tune(
         probe_duration_s=probe_seconds,
     )
     chosen = choose_fleet(fleet, limit, exclude)
-    saved = tune_job(load_job(job), chosen, streams.directory, wanted, TuningScreen(streams))
+    saved = tune_job(load_job(job), chosen, streams.directory, tune_options, TuningScreen(streams))
     render_plan(streams.console, saved.plan, str(saved.path.relative_to(streams.directory)))
     streams.result(plan_document(saved.plan, str(saved.path)))
 
 
-def _parse_sizes(written: str) -> tuple[int, ...]:
+def _parse_sizes(text: str) -> tuple[int, ...]:
     try:
-        sizes = tuple(int(part) for part in written.split(","))
+        sizes = tuple(int(part) for part in text.split(","))
     except ValueError:
         sizes = ()
     if not sizes or min(sizes) < 1:
         raise InputError(
-            f"--batch-sizes {written!r} cannot be used",
+            f"invalid --batch-sizes {text!r}",
             remedy="give whole numbers of at least 1, such as 4,8,16,32",
         )
     return sizes

@@ -23,14 +23,14 @@ def verify(
     plan: Annotated[
         Path | None,
         typer.Option(
-            "--plan", help="The plan to follow; default: the one `tune` wrote, or 16 samples a rank."
+            "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
         ),
     ] = None,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
-    """Check on your model and fleet that the ranks compute what one process would."""
+    """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.cli.render.preparing import PreparationScreen
     from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
     from csdctl.job.model import load_job

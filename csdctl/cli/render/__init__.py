@@ -1,1 +1,1 @@
-"""Results to tables, live views and JSON."""
+"""Render results as tables, live views and JSON."""

@@ -1,4 +1,4 @@
-"""What `clean` found on each machine, as a line for people and as JSON."""
+"""What `clean` found on each machine, as a line of text and as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict

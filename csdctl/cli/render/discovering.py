@@ -8,7 +8,7 @@ from csdctl.fleet.facts import Facts
 
 
 class DiscoverView(View):
-    """Shows each machine when it answers or fails; a context manager."""
+    """Shows each machine when it responds or fails; a context manager."""
 
     def __init__(self, console: Console, num_machines: int) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""An emulated fleet, as a table for people and as JSON."""
+"""An emulated fleet, as a table and as JSON."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

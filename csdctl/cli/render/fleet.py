@@ -1,4 +1,4 @@
-"""The facts that `discover` collected, as tables for people and as JSON."""
+"""The facts that `discover` collected, as tables and as JSON."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -139,7 +139,7 @@ def _format_machines(group: EqualMachines) -> str:
 
 
 def _fold_notes(machines: Mapping[str, Facts]) -> dict[str, list[str]]:
-    """Return the machines that each note is about."""
+    """Return the machines that each note applies to."""
     names: dict[str, list[str]] = {}
     for facts in machines.values():
         for note in facts.notes:

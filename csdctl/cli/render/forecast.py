@@ -20,7 +20,7 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
     columns = ["nodes", "samples/s", "speed-up", "efficiency", "time"]
     if basis.power:
-        columns += ["a sample", "the job"]
+        columns += ["energy/\nsample", "energy"]
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for point in pick_evenly(forecast.points, MAX_ROWS):
@@ -28,19 +28,19 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     console.print(table)
     if len(forecast.points) > MAX_ROWS:
         console.print(
-            f"the table has {MAX_ROWS} of {len(forecast.points):,} numbers of nodes: --json has them all"
+            f"the table shows {MAX_ROWS} of {len(forecast.points):,} numbers of nodes; --json lists all"
         )
     if forecast.num_samples is None:
-        console.print("time and energy of the job: give the samples of an epoch with --samples")
+        console.print("time and energy of the job are unknown: give the samples per epoch with --samples")
     else:
-        console.print(f"the job: {forecast.num_samples:,} samples, epochs {basis.epochs}", markup=False)
+        console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}", markup=False)
     if forecast.verdict:
         style = "bold green" if forecast.verdict.is_worth_it else "bold red"
         console.print(_headline(forecast.verdict), style=style, markup=False, soft_wrap=True)
         for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
             console.print(f"  {sentence}", markup=False, soft_wrap=True)
-    for what, origin in basis.origins.items():
-        console.print(f"{what.replace('_', ' ')}: {origin}", style="dim", markup=False, soft_wrap=True)
+    for name, origin in basis.origins.items():
+        console.print(f"{name.replace('_', ' ')}: {origin}", style="dim", markup=False, soft_wrap=True)
 
 
 def forecast_document(forecast: Forecast) -> dict[str, Any]:
@@ -119,9 +119,9 @@ def _idle(forecast: Forecast) -> list[str]:
     """Return sentences about ranks that do not train with the largest number of nodes."""
     point, idle = forecast.points[-1], []
     if point.num_left_out:
-        idle.append(f"{_nodes(point.num_left_out)} left out: they would cost more time than they bring")
+        idle.append(f"{_nodes(point.num_left_out)} left out: training is faster without them")
     if not point.is_host_training:
-        idle.append("the host sits out: it only sums, and serves data to the nodes")
+        idle.append("the host does not train: it only sums gradients and serves data to the nodes")
     return idle
 
 
@@ -131,14 +131,14 @@ def _advice(verdict: Verdict) -> list[str]:
     if verdict.worth_from is None and verdict.num_nodes > 1:
         advice.append("fewer nodes are not worth it either")
     elif verdict.worth_from is not None:
-        advice.append(f"the smallest number that is worth it: {_nodes(verdict.worth_from)}")
+        advice.append(f"worth it from {_nodes(verdict.worth_from)}")
     if verdict.useful_nodes == 0:
         advice.append(f"no node adds {MIN_SHARE_OF_NODE:.0%} of its own speed")
     elif verdict.useful_nodes < verdict.num_nodes:
         advice.append(
-            f"beyond {_nodes(verdict.useful_nodes)} one more adds less than {MIN_SHARE_OF_NODE:.0%} "
+            f"beyond {_nodes(verdict.useful_nodes)} each further node adds less than {MIN_SHARE_OF_NODE:.0%} "
             "of its own speed: the sum over the ranks, or waiting, takes the rest"
         )
     if verdict.least_energy_nodes is not None and verdict.least_energy_nodes < verdict.num_nodes:
-        advice.append(f"least energy for a sample: {_nodes(verdict.least_energy_nodes)}")
+        advice.append(f"lowest energy per sample with {_nodes(verdict.least_energy_nodes)}")
     return advice

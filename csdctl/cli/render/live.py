@@ -71,7 +71,7 @@ class TrainingView(View):
             self._set_batch_sizes(event.batch_sizes)
             self._print(self._format_rebalanced(event))
         elif isinstance(event, LinkLost):
-            row.state = "waiting for the others"
+            row.state = "waiting for other ranks"
         elif isinstance(event, WaitingFor) and event.nodes:
             self._print(f"waiting for {', '.join(event.nodes)}")
         elif isinstance(event, NodeLost):
@@ -79,7 +79,7 @@ class TrainingView(View):
             self._print(f"{event.node} is lost, the other ranks continue: {event.message}")
         elif isinstance(event, NodeBack):
             row.state = "back"
-            self._print(f"{event.node} is back and joins when the epoch ends")
+            self._print(f"{event.node} is back and rejoins at the end of the epoch")
         elif isinstance(event, Finished):
             row.state = "done"
             if event.rank == 0 and event.reason == EARLY_STOPPING:

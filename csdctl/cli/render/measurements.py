@@ -1,4 +1,4 @@
-"""Stored measurements: tables for people, a JSON document for programs."""
+"""Stored measurements, as tables and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -18,15 +18,15 @@ from csdctl.tuning.measurements import ModelFeatures, TrialMeasurement
 
 SCHEMA = "csdctl.measurements/1"
 NUM_TRIALS = 20
-"""Trials in the table, the newest; the document has all."""
+"""The newest trials, which the table shows; the document has all."""
 SHOWN_LENGTH = 6
-"""Characters of a hash; enough to tell a project's machines and recipes apart."""
+"""Characters of a hash; enough to distinguish a project's machines and recipes."""
 
 
 def render_measurements(console: Console, overview: Overview, path: str) -> None:
-    """Print what was measured of models, of the network and of whole plans, and on which machines."""
+    """Print probes, collectives and trials, and the machines they were measured on."""
     if overview == Overview():
-        console.print("nothing was measured yet: `csdctl tune` keeps what it measures", markup=False)
+        console.print("no measurements yet: `csdctl tune` stores what it measures", markup=False)
         return
     if overview.probed:
         console.print(_build_probed(overview.probed))
@@ -36,17 +36,17 @@ def render_measurements(console: Console, overview: Overview, path: str) -> None
         console.print(_build_tried(overview.tried[-NUM_TRIALS:]))
         if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
             console.print(f"{num_older} older trials are not shown", markup=False)
-    for one in _list_machines(overview):
-        line = f"machine {one.key[:SHOWN_LENGTH]}: {one.name} ({one.software})"
+    for machine in _list_machines(overview):
+        line = f"machine {machine.key[:SHOWN_LENGTH]}: {machine.name} ({machine.software})"
         console.print(line, markup=False, soft_wrap=True)
     console.print(f"measurements: {path}", markup=False, soft_wrap=True)
 
 
 def render_forgotten(console: Console, forgotten: Forgotten) -> None:
-    """Print how much was forgotten."""
+    """Print how many measurements were deleted."""
     console.print(
-        f"forgotten: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
-        f"{forgotten.num_collectives} sums",
+        f"deleted: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
+        f"{forgotten.num_collectives} collectives",
         markup=False,
     )
 
@@ -56,25 +56,29 @@ def measurements_document(overview: Overview, path: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "path": path,
-        "machine_classes": {one.key: {**asdict(one), "name": one.name} for one in _list_machines(overview)},
+        "machine_classes": {
+            machine.key: {**asdict(machine), "name": machine.name} for machine in _list_machines(overview)
+        },
         "probes": [
             {
-                **asdict(one),
-                "model": _model_document(one.model),
-                "machine_class": one.machine_class.key,
-                "is_emulated": one.machine_class.is_emulated,
+                **asdict(summary),
+                "model": _model_document(summary.model),
+                "machine_class": summary.machine_class.key,
+                "is_emulated": summary.machine_class.is_emulated,
             }
-            for one in overview.probed
+            for summary in overview.probed
         ],
-        "collectives": [{**asdict(one), **_fleet_document(one.fleet_class)} for one in overview.summed],
+        "collectives": [
+            {**asdict(summary), **_fleet_document(summary.fleet_class)} for summary in overview.summed
+        ],
         "trials": [
             {
-                "model": _model_document(one.model),
-                "recipe": one.recipe,
-                **_fleet_document(one.fleet_class),
-                **asdict(one.trial),
+                "model": _model_document(summary.model),
+                "recipe": summary.recipe,
+                **_fleet_document(summary.fleet_class),
+                **asdict(summary.trial),
             }
-            for one in overview.tried
+            for summary in overview.tried
         ],
     }
 
@@ -92,35 +96,35 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
     table.add_column("settings")
     for column in ("probes", "batch sizes", "samples/s", "when"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in probed:
+    for summary in probed:
         table.add_row(
-            escape(one.model.short_name),
-            escape(one.recipe[:SHOWN_LENGTH]),
-            one.machine_class.key[:SHOWN_LENGTH],
-            one.settings.name,
-            str(one.num_probes),
-            _show_sizes(one),
-            format_rate(one.best_samples_per_s),
-            format_date(one.measured_at),
+            escape(summary.model.short_name),
+            escape(summary.recipe[:SHOWN_LENGTH]),
+            summary.machine_class.key[:SHOWN_LENGTH],
+            summary.settings.name,
+            str(summary.num_probes),
+            _show_sizes(summary),
+            format_rate(summary.best_samples_per_s),
+            format_date(summary.measured_at),
         )
     return table
 
 
 def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
-    table = _new_table("sums over the ranks")
-    table.add_column("sum")
+    table = _new_table("collectives")
+    table.add_column("collective")
     table.add_column("fleet", overflow="fold")
-    for column in ("ranks", "vector", "times", "median", "when"):
+    for column in ("ranks", "vector", "count", "median", "when"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in summed:
+    for summary in summed:
         table.add_row(
-            escape(one.name),
-            _show_fleet(one.fleet_class),
-            str(one.num_ranks),
-            format_bytes(one.num_bytes),
-            str(one.num_measured),
-            format_seconds(one.median_s),
-            format_date(one.measured_at),
+            escape(summary.name),
+            _show_fleet(summary.fleet_class),
+            str(summary.num_ranks),
+            format_bytes(summary.num_bytes),
+            str(summary.num_measured),
+            format_seconds(summary.median_s),
+            format_date(summary.measured_at),
         )
     return table
 
@@ -132,29 +136,30 @@ def _build_tried(tried: Sequence[TrialSummary]) -> Table:
     table.add_column("batch sizes")
     for column in ("predicted\nsamples/s", "achieved\nsamples/s", "share", "when"):
         table.add_column(column, justify="right", no_wrap=True)
-    for one in tried:
+    for summary in tried:
         table.add_row(
-            escape(one.model.short_name),
-            _show_fleet(one.fleet_class),
-            _show_batch_sizes(one.trial),
-            format_rate(one.trial.predicted_samples_per_s),
-            format_rate(one.trial.samples_per_s),
-            format_share(_achieved_share(one.trial)),
-            format_date(one.trial.measured_at),
+            escape(summary.model.short_name),
+            _show_fleet(summary.fleet_class),
+            _show_batch_sizes(summary.trial),
+            format_rate(summary.trial.predicted_samples_per_s),
+            format_rate(summary.trial.samples_per_s),
+            format_share(_achieved_share(summary.trial)),
+            format_date(summary.trial.measured_at),
         )
     return table
 
 
 def _list_machines(overview: Overview) -> list[MachineClass]:
     """Return each class once, in order of first use."""
-    fleets = [one.fleet_class for one in overview.summed] + [one.fleet_class for one in overview.tried]
+    fleets = [sums.fleet_class for sums in overview.summed]
+    fleets += [trial.fleet_class for trial in overview.tried]
     of_fleets = [machine for fleet in fleets for machine in (fleet.host, *fleet.nodes)]
-    return list(dict.fromkeys([*(one.machine_class for one in overview.probed), *of_fleets]))
+    return list(dict.fromkeys([*(summary.machine_class for summary in overview.probed), *of_fleets]))
 
 
 def _show_fleet(fleet: FleetClass) -> str:
     """Show the host's class, the nodes' classes, and the network."""
-    machines = " + ".join(one.key[:SHOWN_LENGTH] for one in (fleet.host, *fleet.nodes))
+    machines = " + ".join(machine.key[:SHOWN_LENGTH] for machine in (fleet.host, *fleet.nodes))
     return machines + (f", {fleet.network}" if fleet.network else "")
 
 
@@ -169,9 +174,11 @@ def _show_sizes(probed: ProbeSummary) -> str:
 
 
 def _show_batch_sizes(trial: TrialMeasurement) -> str:
-    """Show the host's, then the nodes', equal sizes together: 128 + 4 × 32."""
-    runs = [(size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])]
-    shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in runs]
+    """Show the host's batch size, then those of the nodes, with equal sizes grouped: 128 + 4 × 32."""
+    groups = [
+        (size, len(list(group))) for size, group in groupby(rank.batch_size for rank in trial.ranks[1:])
+    ]
+    shown = [f"{number} × {size}" if number > 1 else str(size) for size, number in groups]
     return " + ".join([str(trial.ranks[0].batch_size), *shown])
 
 
@@ -185,7 +192,7 @@ def _model_document(model: ModelFeatures) -> dict[str, Any]:
 
 
 def _fleet_document(fleet: FleetClass) -> dict[str, Any]:
-    classes = {"host": fleet.host.key, "nodes": [one.key for one in fleet.nodes], "network": fleet.network}
+    classes = {"host": fleet.host.key, "nodes": [node.key for node in fleet.nodes], "network": fleet.network}
     return {"fleet_class": {"key": fleet.key, **classes}, "is_emulated": fleet.is_emulated}
 
 

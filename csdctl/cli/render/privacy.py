@@ -1,4 +1,4 @@
-"""The ledger as a table with what it reveals, and the guarantee of differential privacy in plain words."""
+"""The ledger as a table with what it reveals, and the guarantee of differential privacy as text."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def render_privacy(console: Console, found: PrivacyReport) -> None:
     console.print(PROMISE, markup=False)
     console.print("What the sent data may still reveal:", markup=False)
     remarks = remarks_on(has_noise=found.privacy is not None)
-    for kind in dict.fromkeys(flow.kind for flow in found.of_all):
-        console.print(f"- {kind}: {remarks[kind]}", markup=False)
+    for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
+        console.print(f"- {traffic_class}: {remarks[traffic_class]}", markup=False)
     if found.privacy is None:
         console.print(BATCH_NORM, markup=False)
         return
@@ -88,6 +88,6 @@ def privacy_document(found: PrivacyReport) -> dict[str, object]:
         "sent_in_run": [asdict(flow) for flow in found.of_run],
         "sent_in_all_commands": [asdict(flow) for flow in found.of_all],
         "promise": PROMISE,
-        "remarks": {str(kind): text for kind, text in remarks.items()},
+        "remarks": {str(traffic_class): text for traffic_class, text in remarks.items()},
         "privacy": asdict(found.privacy) if found.privacy else None,
     }

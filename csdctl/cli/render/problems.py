@@ -1,4 +1,4 @@
-"""Why machines failed, as text for people; one cause on many machines is one problem."""
+"""Why machines failed, as text; the same cause on many machines is one problem."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""The report of a run, as tables for people and as JSON."""
+"""The report of a run, as tables and as JSON."""
 
 from dataclasses import asdict
 from typing import Any

@@ -1,4 +1,4 @@
-"""`csdctl train` and what comes before it: messages, preflight, progress of preparing, live view."""
+"""The output of `csdctl train`: messages, preflight, progress of preparing, live view."""
 
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -36,7 +36,7 @@ class TrainingScreen(PreparationScreen):
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
 
@@ -83,7 +83,7 @@ class TrainingScreen(PreparationScreen):
         self._stack.close()
         summary, path = result.summary, str(result.directory.path)
         if result.was_complete:
-            self.say(f"run {summary.run_id} is complete: nothing is left to do")
+            self.say(f"run {summary.run_id} is complete: nothing to resume")
             self._streams.result_line(report_document(summary, path))
             return
         efficiency = (

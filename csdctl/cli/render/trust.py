@@ -1,4 +1,4 @@
-"""Host keys, as a table for people and as JSON."""
+"""Host keys, as a table and as JSON."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +19,7 @@ SCHEMA = "csdctl.trust/1"
 
 
 class TrustScreen:
-    """Shows the keys of one layer of machines after the other, asks, and remembers them all."""
+    """Shows the keys of each layer of machines in turn, asks for confirmation, and collects them all."""
 
     def __init__(self, streams: Streams, fleet: Fleet, *, yes: bool = False) -> None:
         self._streams = streams
@@ -48,18 +48,18 @@ class TrustScreen:
         render_failed(self._streams.console, failed, self._fleet)
 
     def confirm(self, new: Sequence[ShownKey]) -> None:
-        """Ask at the terminal; raises InputError unless the answer is yes."""
+        """Ask for confirmation; raises InputError unless the answer is yes."""
         self._streams.confirm(f"Accept {len(new)} new keys?", yes=self._yes)
 
     def accepted(self, new: Sequence[ShownKey]) -> None:
-        """Print where the new keys are kept."""
+        """Print where the new keys are stored."""
         path = ProjectDirectory(self._streams.directory).known_hosts
         self._streams.say(f"{len(new)} keys accepted: {path}")
 
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
-        """Print how many keys of each machine were forgotten."""
+        """Print how many keys of each machine were deleted."""
         for name, number in removed.items():
-            self._streams.say(f"{name}: {number} keys forgotten" if number else f"{name}: had no key")
+            self._streams.say(f"{name}: {number} keys deleted" if number else f"{name}: no key was stored")
         self._streams.result({"schema": SCHEMA, "forgotten": dict(removed)})
 
     def document(self) -> dict[str, object]:

@@ -15,7 +15,7 @@ SCHEMA = "csdctl.tune/1"
 
 
 class TuningScreen(PreparationScreen):
-    """Shows one tuning."""
+    """Shows one tuning run."""
 
     def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
         """Show the results of one round of probes."""
@@ -35,7 +35,7 @@ def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -
 
 
 def render_plan(console: Console, plan: Plan, path: str) -> None:
-    """Print the plan, what it is predicted to reach, where the time goes, and the path of its file."""
+    """Print the plan, its predicted throughput and time breakdown, and the path of its file."""
     title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
@@ -79,12 +79,12 @@ def _show_runtime(rank: RankPlan) -> str:
 def _lines(plan: Plan) -> Iterator[str]:
     predicted = plan.predicted
     rate = format_rate(plan.predicted_samples_per_s)
-    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probe, all from earlier measurements"
+    measured = f"{plan.num_probes} probes" if plan.num_probes else "no probes: all from earlier measurements"
     measured += f", {format_seconds(plan.measuring_s)} of measuring"
     if predicted is None:
         yield f"global batch size {plan.global_batch}, at most {rate} samples/s ({measured})"
         return
-    shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not tried"
+    shown = "confirmed by a trial of all ranks" if predicted.is_confirmed else "not confirmed by a trial"
     yield f"global batch size {plan.global_batch}: {rate} samples/s, {shown} ({measured})"
     yield (
         f"of the ranks' time: {format_share(predicted.compute_share)} computing, "
@@ -92,6 +92,6 @@ def _lines(plan: Plan) -> Iterator[str]:
         f"{format_share(predicted.communication_share)} communicating"
     )
     if predicted.gain is not None:
-        yield f"against the best equal batch size: {predicted.gain:+.0%} samples/s"
+        yield f"compared with the best equal batch size: {predicted.gain:+.0%} samples/s"
     if plan.left_out:
-        yield f"left out, because they cost more time than they bring: {', '.join(plan.left_out)}"
+        yield f"left out, because training is faster without them: {', '.join(plan.left_out)}"

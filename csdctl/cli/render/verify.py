@@ -1,4 +1,4 @@
-"""The result of `verify`, as a table for people and as JSON."""
+"""The result of `verify`, as a table and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,24 +11,27 @@ from csdctl.errors import RunError
 from csdctl.worker.protocol.events import Verified
 
 TOLERANCE = 1e-5
-"""Float32 has seven digits, and the order of summation over millions of terms costs one or two of them."""
+"""Float32 has seven digits; the order of summation over millions of terms loses one or two of them."""
 
 
 def render_verified(console: Console, verified: Verified, nodes: Sequence[str], *, emulated: bool) -> None:
-    """Print the differences of gradient and weights, each with what it was compared to."""
+    """Print how much the gradient and weights differ, and from which reference."""
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))
     fleet = " (emulated fleet)" if emulated else ""
     table.add_row("samples", f"{verified.global_batch}: {sizes}{fleet}")
     table.add_row(
-        "gradient", f"{verified.by_parts:.1e} from one process that computes the ranks' batches in turn"
+        "gradient",
+        f"differs by {verified.by_parts:.1e} from one process that computes the ranks' batches in turn",
     )
     if verified.as_one_batch is None:
         table.add_row(
             "", "not compared with one batch of all samples: batch norm or dropout depends on the batch"
         )
     else:
-        table.add_row("", f"{verified.as_one_batch:.1e} from one process with one batch of all samples")
+        table.add_row(
+            "", f"differs by {verified.as_one_batch:.1e} from one process with one batch of all samples"
+        )
     table.add_row("weights", f"bit-identical on all ranks ({verified.weights_hash[:16]}…)")
     table.add_row("collective", verified.collective)
     console.print(table)

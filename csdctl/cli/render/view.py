@@ -1,4 +1,4 @@
-"""What all live views have in common: they are drawn while something runs, and removed afterwards."""
+"""The base of all live views: drawn while an operation runs, and removed afterwards."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -21,7 +21,7 @@ class View:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self.__display:
             self.__display.stop()

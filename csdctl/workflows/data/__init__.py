@@ -1,1 +1,1 @@
-"""Data, models and files to where they are needed."""
+"""Prepare data and models, and send files to the machines that need them."""

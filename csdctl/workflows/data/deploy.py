@@ -1,4 +1,4 @@
-"""Send trees, worker, model and public shards to the machines that need them, without what they have.
+"""Send trees, worker, model and public shards to the machines that lack them.
 
 Private data is never read here. The public shard of a node is cut on the host and sent as two .npy files; the
 host reads its own shard in place.
@@ -12,7 +12,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import Delivery, OnDeliveryProgress, deliver
 from csdctl.shipping.parcel import Parcel, pack_parcel
@@ -72,7 +72,7 @@ def deploy_parcel(
         python = fleet.node(session.name).python
         return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
 
-    on_traffic = note_traffic(directory, "deploy")
+    on_traffic = record_traffic(directory, "deploy")
     return run_on_nodes(fleet, send, directory=directory, on_done=on_done, on_traffic=on_traffic)
 
 
@@ -84,9 +84,9 @@ def common_files(prepared: Prepared) -> list[StoredFile]:
 def cut_shards(
     placed: Sequence[Placed], public: DatasetInfo, job: Job, project: ProjectDirectory
 ) -> dict[str, tuple[StoredFile, StoredFile]]:
-    """Return images and labels of each node's public shard, cut from the host's data.
+    """Return samples and labels of each node's public shard, cut from the host's data.
 
-    A node with private data needs no empty shard to know the shape of a sample; a node that can read all
+    A node with private data needs no empty shard to determine the shape of a sample; a node that can read all
     public data needs no shard at all.
     """
     if job.is_everywhere:

@@ -24,9 +24,9 @@ class DeployRequest:
     job: Path
     trees: Sequence[str] = ()
     ignored: Sequence[str] = ()
-    """Patterns of what is left out of trees."""
+    """Patterns of files that are excluded from trees."""
     is_everything: bool = False
-    """Whether trees include what is left out by default: .git, __pycache__ and .csdctl."""
+    """Whether trees include what is excluded by default: .git, __pycache__ and .csdctl."""
     is_dry_run: bool = False
 
 
@@ -40,7 +40,7 @@ class DeployObserver(Protocol):
         """More bytes were sent to a node."""
 
     def finish(self, outcome: Outcome[Delivery]) -> None:
-        """A node has everything, or failed."""
+        """A node has received everything, or failed."""
 
 
 def deploy_request(
@@ -69,7 +69,7 @@ def deploy_request(
 
 def _pack_trees(request: DeployRequest, chunks: SharedChunks, observer: DeployObserver) -> Parcel:
     defaults = () if request.is_everything else DEFAULT_IGNORED
-    trees = [parse_tree(written) for written in request.trees]
+    trees = [parse_tree(text) for text in request.trees]
     parcel = pack_trees(trees, chunks, [*request.ignored, *defaults])
     for tree, packed in zip(trees, parcel.trees, strict=True):
         observer.packed(tree, packed)

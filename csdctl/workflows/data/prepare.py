@@ -51,7 +51,7 @@ OnPrepareProgress = Callable[[str, PrepareProgress], None]
 
 @dataclass(frozen=True)
 class SerializedModel:
-    """A model in the form that is sent to the nodes."""
+    """A model as it is sent to the nodes."""
 
     info: ModelInfo
     architecture: StoredFile
@@ -60,7 +60,7 @@ class SerializedModel:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What tuning needs of a job: worker, model, and prepared data."""
+    """The artifacts of a job that tuning and training need: worker, model, and prepared data."""
 
     worker: StoredFile
     model: SerializedModel
@@ -211,7 +211,7 @@ class _Preparing:
         return self.on_host("public", sessions, path, self._job.reading.public_function, store)
 
     def check_shared(self, sessions: Mapping[str, Session], public: DatasetInfo) -> None:
-        """Raise InputError when a node reads other public data than the host."""
+        """Raise InputError when a node reads different public data than the host."""
         parcel, chunks = pack_parcel([self._worker.as_object()]), SharedChunks()
 
         def on_node(session: Session) -> DatasetDigest:
@@ -232,10 +232,10 @@ class _Preparing:
         digests = values_or_raise(
             run_on_all({name: sessions[name] for name in names}, on_node), "reading the public data"
         )
-        others = [name for name in names if digests[name] != digests[HOST_NAME]]
-        if others:
+        differing = [name for name in names if digests[name] != digests[HOST_NAME]]
+        if differing:
             raise InputError(
-                f"{', '.join(others)} read other data at {public.path} than the host",
+                f"{', '.join(differing)} read different data at {public.path} than the host",
                 remedy="data.public.on: every-node needs a shared file system; otherwise use `on: host`",
             )
 

@@ -14,7 +14,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.problems import Problem, fold_problems
 from csdctl.fleet.ranges import show_names
 from csdctl.probes.machine import collect_machine_facts
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, errors_of, run_on_all, run_on_nodes
 from csdctl.transport.session import Session
@@ -53,8 +53,8 @@ def discover(
 ) -> DiscoverResult:
     """Collect facts of the host and all nodes of `fleet`, and save them beside the fleet file.
 
-    `fleet` may be a part of the file's nodes: facts of the others are kept. Errors of nodes are in the
-    result, not raised.
+    `fleet` may hold a subset of the file's nodes; facts of the other nodes are kept. Errors of nodes are in
+    the result, not raised.
     """
     host_keys: dict[str, str] = {}
 
@@ -74,7 +74,7 @@ def discover(
         directory=directory,
         known_hosts=known_hosts,
         on_done=report,
-        on_traffic=note_traffic(directory, "discover"),
+        on_traffic=record_traffic(directory, "discover"),
     )
     warnings = (*earlier_warnings, *find_shared_addresses(fleet), *find_shared_host_keys(host_keys))
     failed = errors_of(outcomes)

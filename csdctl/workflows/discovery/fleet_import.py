@@ -27,8 +27,8 @@ class ImportOptions:
 def import_fleet(source: NodeSource, path: Path, options: ImportOptions, *, directory: Path) -> FoundFleet:
     """Find the nodes of `source` and write them to the fleet file `path`.
 
-    Raises InputError or NoNodeReachableError; a file that may not be overwritten is an error before the
-    nodes are looked for.
+    Raises InputError or NoNodeReachableError; a file that may not be overwritten is an error before
+    the search for nodes starts.
     """
     if not options.is_dry_run:
         check_may_write(path, force=options.is_overwriting)

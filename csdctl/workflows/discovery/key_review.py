@@ -1,4 +1,4 @@
-"""`trust`: fetch the host keys of a fleet, have a person review the new ones, and accept them."""
+"""`trust`: fetch the host keys of a fleet, let the user review the new ones, and accept them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, fe
 
 
 class KeyReviewer(Protocol):
-    """The person who decides which host keys are accepted."""
+    """Lets the user decide which host keys are accepted."""
 
     def show(self, outcomes: Mapping[str, Outcome[ShownKey]], new: Sequence[ShownKey]) -> None:
         """Show the keys of one layer of machines, and which of them are new."""
@@ -23,7 +23,7 @@ class KeyReviewer(Protocol):
 
 
 def review_keys(fleet: Fleet, project: ProjectDirectory, reviewer: KeyReviewer) -> None:
-    """Have `reviewer` accept the new host keys of `fleet`, layer by layer.
+    """Let `reviewer` accept the new host keys of `fleet`, layer by layer.
 
     A machine behind a jump host is reached only after the key of the jump host is accepted, so jump hosts
     come first. Machines that fail are shown, not raised.

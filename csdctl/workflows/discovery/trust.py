@@ -1,7 +1,7 @@
 """`trust`: the user accepts host keys, for many nodes at once.
 
 Keys are stored in csdctl's own known_hosts, in plain text. A changed key is never replaced here: the user
-must forget it first, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
+must first remove it, by name. Machines behind a jump host are contacted through it, so jump hosts come first.
 """
 
 import base64
@@ -15,7 +15,7 @@ from csdctl.documents import save_text
 from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
@@ -78,7 +78,7 @@ def fetch_keys(
         try:
             return run_on_all(machines, fetch)
         finally:
-            note_traffic(directory, "trust")(add_up(jumps.opened))
+            record_traffic(directory, "trust")(add_up(jumps.opened))
 
 
 def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:

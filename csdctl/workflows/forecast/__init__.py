@@ -1,1 +1,1 @@
-"""Rate, time and energy of a training, predicted before anything runs."""
+"""Throughput, time and energy of a training run, predicted without running it."""

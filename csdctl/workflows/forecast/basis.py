@@ -1,4 +1,4 @@
-"""What a forecast is computed from, and the one basis that needs no fleet: the paper's figures."""
+"""The basis of a forecast, and the basis that needs no fleet: the paper's figures."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from csdctl.perfmodel.ring import SumCost
 from csdctl.perfmodel.scaling import PlannedRank
 from csdctl.tuning.scaling_curve import Choice
 
-EMULATED = "emulated on one machine; it shows how ranks balance, never how fast a device is: "
-NO_SUM = "not known, counted as 0 s: an upper bound (--sum-seconds)"
-NO_POWER = "not known (--host-watts, --node-watts)"
+EMULATED = "emulated on one machine, which shows how ranks balance, not how fast a device is: "
+NO_SUM = "unknown, counted as 0 s: an upper bound (--sum-seconds)"
+NO_POWER = "unknown (--host-watts, --node-watts)"
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,12 @@ class ForecastBasis:
     """Of the fleet."""
     sum_cost: SumCost
     origins: Mapping[str, str]
-    """Where `speeds`, `sum`, `power` and more come from, as sentences; assumptions are marked as such."""
+    """The origins of `speeds`, `sum`, `power` and more, as sentences; assumptions are marked as such."""
     gradient_bytes: int = 0
     overhead_factor: float = 1.0
     power: Power | None = None
     num_samples: int | None = None
-    """Of an epoch; None: not known."""
+    """Of an epoch; None: unknown."""
     epochs: int = 1
     choice: Choice | None = None
     """How batch sizes are chosen for other numbers of nodes; None: they are fixed."""
@@ -57,7 +57,7 @@ def published_basis(network: Network) -> ForecastBasis:
     power_origin = (
         f"{power.host_w:.0f} W and {power.node_w:.2f} W for each CSD that trains, fitted to the published "
         f"Table II; the host alone is another server, with 24 ordinary SSDs: {power.without_nodes_w:.0f} W; "
-        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, whatever the number that train"
+        f"assumption: all {NUM_NEWPORTS} CSDs are in the server, however many of them train"
     )
     if row is not measured_with:
         sum_origin += f" of {measured_with.title}; assumption: {row.title} takes the same time for a byte"

@@ -1,6 +1,6 @@
 """The forecast: the curve over the number of nodes that follows from a basis, and its verdict.
 
-A `ForecastBasis` is what is known and where it comes from: the paper's figures, or what `tune` measured.
+A `ForecastBasis` holds the figures and their origins: those of the paper, or what `tune` measured.
 Nothing here connects to a machine.
 """
 
@@ -38,7 +38,7 @@ class Forecast:
 
     @property
     def num_samples(self) -> int | None:
-        """Samples of all epochs; None: not known."""
+        """Samples of all epochs; None: unknown."""
         return None if self.basis.num_samples is None else self.basis.num_samples * self.basis.epochs
 
 
@@ -48,11 +48,11 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     basis = _with_request(basis, request, max(counts))
     if max(counts) and not basis.nodes:
         raise InputError(
-            "the plan has only the host: what nodes would add is not known",
+            "the plan has only the host: the gain from nodes is unknown",
             remedy="run `csdctl tune` with at least one node, or use --published",
         )
     if basis.choice is not None and len(counts) > MAX_SEARCHED:
-        shown = f"{MAX_SEARCHED} of the {len(counts):,} requested: each takes a search of its own"
+        shown = f"{MAX_SEARCHED} of the {len(counts):,} requested: each requires a separate search"
         basis = replace(basis, origins={**basis.origins, "numbers_of_nodes": shown})
         counts = pick_evenly(counts, MAX_SEARCHED)
     curve = _predict_curve(basis, counts)
@@ -60,11 +60,11 @@ def forecast(basis: ForecastBasis, request: ForecastRequest) -> Forecast:
     return Forecast(basis, [curve[count] for count in counts], verdict)
 
 
-def pick_evenly(values: Sequence[ValueT], most: int) -> Sequence[ValueT]:
-    """Return all of `values`, or `most` of them: evenly, with the first and the last."""
-    if len(values) <= most:
+def pick_evenly(values: Sequence[ValueT], max_values: int) -> Sequence[ValueT]:
+    """Return all of `values`, or `max_values` of them at even distances, with the first and the last."""
+    if len(values) <= max_values:
         return values
-    return [values[round(place * (len(values) - 1) / (most - 1))] for place in range(most)]
+    return [values[round(index * (len(values) - 1) / (max_values - 1))] for index in range(max_values)]
 
 
 def _predict_curve(basis: ForecastBasis, counts: Sequence[int]) -> dict[int, CurvePoint]:
@@ -96,7 +96,7 @@ def _judged(num_nodes: int) -> set[int]:
 
 
 def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int) -> ForecastBasis:
-    """Return the basis with the figures of the request, and with the assumptions they leave."""
+    """Return the basis with the figures of the request, and with the assumptions that remain."""
     origins = dict(basis.origins)
     if request.epochs is not None:
         basis = replace(basis, epochs=request.epochs)
@@ -111,6 +111,6 @@ def _with_request(basis: ForecastBasis, request: ForecastRequest, max_nodes: int
         basis = replace(basis, sum_cost=CollectiveCost(per_rank_s=request.node_sum_s))
     if max_nodes > basis.num_nodes:
         origins["reach"] = (
-            f"assumption: with more nodes than {basis.num_nodes}, speeds, sum and power continue like that"
+            f"assumption: with more nodes than {basis.num_nodes}, speeds, sum and power are extrapolated"
         )
     return replace(basis, origins=origins)

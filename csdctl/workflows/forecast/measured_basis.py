@@ -24,9 +24,9 @@ def measured_basis(
     num_samples: int | None,
     max_global_batch: int | None = None,
 ) -> ForecastBasis:
-    """Return a basis with the batch sizes of `plan` for the fleet as it is, the best for other numbers.
+    """Return a basis with the plan's batch sizes for the fleet as it is, and the best for other sizes.
 
-    `num_samples` of an epoch, None: not known. `max_global_batch` applies without a plan; None: the default
+    `num_samples` of an epoch, None: unknown. `max_global_batch` applies without a plan; None: the default
     of `tune`. Raises TuningError when the limits allow no plan.
     """
     given = read_limits(plan.method_arguments) if plan else Limits(max_global_batch)
@@ -77,7 +77,7 @@ def _choice_of_tune(
 
 
 def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCost) -> tuple[float, str]:
-    """Return the time of a step without the sum, over the slowest rank's alone, and where it comes from."""
+    """Return the ratio of a step without the sum to the slowest rank's step alone, and its origin."""
     tried = known.trial
     source = "the newest trial of this model on such a fleet"
     if plan and (prediction := plan.prediction):
@@ -88,7 +88,10 @@ def _overhead_factor(plan: Plan | None, known: Recalled, sum_cost: CollectiveCos
         return 1.0, "no trial of all ranks: no overhead is counted"
     ranks, step_s = tried
     factor = calibrate_overhead(ranks, step_s, sum_cost.at(known.vector_bytes, len(ranks)))
-    return factor, f"steps together take {factor:.2f} times the slowest rank's alone, by {source}"
+    return (
+        factor,
+        f"a step of all ranks takes {factor:.2f} times as long as the slowest rank alone, by {source}",
+    )
 
 
 def _describe_choice(choice: Choice, num_nodes: int) -> str:
@@ -109,6 +112,6 @@ def _describe_choice(choice: Choice, num_nodes: int) -> str:
 def _describe_sums(sums: Sequence[CollectiveMeasurement]) -> str:
     if not sums:
         return NO_SUM
-    ranks = [one.num_ranks for one in sums]
+    ranks = [measurement.num_ranks for measurement in sums]
     counts = f"{min(ranks)}" if min(ranks) == max(ranks) else f"{min(ranks)} to {max(ranks)}"
     return f"measured: a line fitted to {len(sums)} sums over {counts} ranks on such a fleet"

@@ -15,7 +15,7 @@ def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
     """Return the batch sizes and speeds of the plan; raises InputError when they were not measured."""
     if not plan.ranks[0].batch_size:
         raise InputError(
-            "the host sits out in the plan: its speed alone, which nodes are compared with, is not known",
+            "the host does not train in the plan: its speed alone, the baseline, is unknown",
             remedy="run `csdctl tune` again without --no-host",
         )
     host, *nodes = [_planned_rank(plan, rank) for rank in plan.ranks]
@@ -26,7 +26,7 @@ def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
         sum_cost = CollectiveCost(per_rank_s=communication_s / len(nodes))
         sum_origin = (
             f"{communication_s * 1000:.1f} ms with {len(nodes)} nodes, by the plan; "
-            "assumption: it grows with their number"
+            "assumption: proportional to the number of nodes"
         )
     return ForecastBasis(
         title=plan.job,
@@ -48,8 +48,8 @@ def plan_basis(job: Job, plan: Plan) -> ForecastBasis:
 def _planned_rank(plan: Plan, rank: RankPlan) -> PlannedRank:
     if rank.step_time_s is None:
         raise InputError(f"the plan of {plan.job} has no step time for {rank.node}", remedy=RETUNE)
-    # A person may have edited the batch size: the time belongs to the measured one. The machine is assumed to
-    # be as fast at another.
+    # The user may have edited the batch size; the step time is that of the measured size. The machine is
+    # assumed to reach the same samples/s at any size.
     measured_size = round((rank.samples_per_s or 0) * rank.step_time_s) or rank.batch_size
     step_time = StepTime(0.0, rank.step_time_s / measured_size)
     return PlannedRank(RankModel(rank.node, step_time), rank.batch_size)

@@ -1,6 +1,6 @@
 """Stored measurements of a job's model on a fleet, read without connecting to a machine.
 
-Measurements are found as `tune` finds them: by the model's architecture, the recipe, the form of the data,
+Measurements are found as `tune` finds them: by the model's architecture, the recipe, the shape of the data,
 and the classes of the machines. Where this model was never measured, similar ones serve as a guess.
 """
 
@@ -50,7 +50,7 @@ class Recalled:
     is_guessed: bool
     """For some machines, only similar models were measured."""
     vector_bytes: int
-    """What each rank gives to a sum."""
+    """What each rank contributes to a sum."""
     sums: Sequence[CollectiveMeasurement]
     trial: RecalledTrial | None
     """The newest."""
@@ -67,9 +67,9 @@ def recall(
     """Recall the measurements of `project`; raises what building a new model raises."""
     machines = fleet.machines
     if undiscovered := [name for name in machines if name not in facts or not is_ready(facts[name])]:
-        return Unknown(f"the facts of {show_names(undiscovered)} are not known yet", "run `csdctl discover`")
+        return Unknown(f"the facts of {show_names(undiscovered)} are unknown", "run `csdctl discover`")
     if not project.measurements.exists():
-        return Unknown("nothing was measured here yet", TUNE)
+        return Unknown("there are no measurements yet", TUNE)
     features = describe_job_model(job, project.root, say)
     recipe = hash_recipe(job, data.public) if data else NOT_PREPARED
     try:
@@ -82,19 +82,26 @@ def recall(
 def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled | Unknown:
     classes = measurements.recall_classes()
     model_name = measurements.features.short_name
-    unknown = [name for one in classes.values() if not one.step_time_at_once() for name in one.machines]
+    unknown = [
+        name
+        for class_model in classes.values()
+        if not class_model.step_time_at_once()
+        for name in class_model.machines
+    ]
     if unknown:
         return Unknown(
             f"neither {model_name} nor a similar model was measured on {show_names(unknown)}", TUNE
         )
-    step_times = {name: _step_time(one) for name, one in classes.items()}
-    step_time_of = {machine: step_times[name] for name, one in classes.items() for machine in one.machines}
+    step_times = {name: _step_time(class_model) for name, class_model in classes.items()}
+    step_time_of = {
+        machine: step_times[name] for name, class_model in classes.items() for machine in class_model.machines
+    }
     host, *nodes = [RankModel(machine, step_time_of[machine]) for machine in machines]
     return Recalled(
         host,
         tuple(nodes),
         _describe_speeds(list(classes.values()), model_name),
-        any(not one.points for one in classes.values()),
+        any(not class_model.points for class_model in classes.values()),
         measurements.features.vector_bytes,
         measurements.collectives(),
         measurements.recall_trial(step_times),
@@ -102,19 +109,19 @@ def _read(measurements: FleetMeasurements, machines: Sequence[str]) -> Recalled 
 
 
 def _step_time(known: ClassModel) -> StepTime:
-    """Return the step time, or the unchanged guess: another model's memory is not known to bound it."""
+    """Return the step time, or the unchanged guess: another model's memory does not bound it."""
     return known.guess if known.guess and not known.points else known.step_time()
 
 
 def _describe_speeds(classes: Sequence[ClassModel], model: str) -> str:
-    num_probes = sum(len(one.points) for one in classes)
+    num_probes = sum(len(class_model.points) for class_model in classes)
     parts = []
     if num_probes:
         parts.append(f"measured: {num_probes} probes and trials of {model} on machines like these")
     guesses: dict[tuple[str, ...], list[str]] = {}
-    for one in classes:
-        if not one.points:
-            guesses.setdefault(one.guessed_from, []).extend(one.machines)
+    for class_model in classes:
+        if not class_model.points:
+            guesses.setdefault(class_model.guessed_from, []).extend(class_model.machines)
     for models, machines in guesses.items():
         parts.append(
             f"guessed from {', '.join(models)} for {show_names(machines)}: this {model}, with this recipe "

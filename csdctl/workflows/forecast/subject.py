@@ -1,4 +1,4 @@
-"""What a forecast is about: a network of the paper, or a job on a fleet; and the forecast for it."""
+"""The subject of a forecast, a network of the paper or a job on a fleet, and the forecast for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,8 +35,8 @@ def forecast_subject(
 ) -> Forecast:
     """Forecast a network of the paper, or a job of the project in `directory`.
 
-    `max_global_batch` replaces the limit that the plan was tuned with. Raises InputError when nothing is
-    known, and what building a new model raises.
+    `max_global_batch` replaces the limit that the plan was tuned with. Raises InputError when nothing was
+    measured, and what building a new model raises.
     """
     if isinstance(subject, JobOnFleet):
         basis = _job_basis(subject, directory, request.num_samples, max_global_batch, say)
@@ -57,7 +57,7 @@ def _job_basis(
     if not subject.job.exists():
         raise InputError(
             f"{subject.job} does not exist",
-            remedy=f"name a job that was tuned, or ask without one: --published {Network.MOBILENETV2}",
+            remedy=f"give a job that was tuned, or forecast without a job: --published {Network.MOBILENETV2}",
         )
     is_fleet_given = subject.fleet.exists() or subject.limit or subject.exclude
     fleet = choose_fleet(subject.fleet, subject.limit, subject.exclude) if is_fleet_given else None

@@ -2,7 +2,7 @@
 
 For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other
 numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them.
-Without measurements the plan serves alone, with fixed batch sizes; without a plan, the measurements do.
+Without measurements the plan is used alone, with fixed batch sizes; without a plan, the measurements are.
 """
 
 from collections.abc import Mapping
@@ -35,10 +35,10 @@ def tuned_basis(
     num_samples: int | None = None,
     max_global_batch: int | None = None,
 ) -> ForecastBasis:
-    """Return what is known about how `job` trains on `fleet`; None: there is no fleet file.
+    """Return the basis of a forecast for `job` on `fleet`, which is None without a fleet file.
 
     `num_samples` of an epoch, None: as prepared. `max_global_batch` replaces the limit that the plan was
-    tuned with, so that the plan is not used. Raises InputError with a remedy when nothing is known,
+    tuned with, so that the plan is not used. Raises InputError with a remedy when nothing was measured,
     and what building a new model raises.
     """
     data = load_prepared(project, job)
@@ -55,7 +55,7 @@ def tuned_basis(
     elif isinstance(known, Unknown):
         raise _nothing_known(job, why_no_plan, known)
     else:
-        assert fleet is not None  # nothing is recalled without one
+        assert fleet is not None  # nothing is recalled without a fleet
         samples = num_samples or (data.num_samples if data else None)
         basis = measured_basis(job, fleet, plan, known, samples, max_global_batch)
         if why_no_plan:

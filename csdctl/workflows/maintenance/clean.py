@@ -1,4 +1,4 @@
-"""`clean`: end and remove what an earlier csdctl left, on the nodes and on the host.
+"""`clean`: end processes and remove files that earlier csdctl commands left on the nodes and the host.
 
 On the host only unfinished files are removed: plans, runs and models stay, whatever the options.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.shipping.receiver import prune_store
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, run_on_all, run_on_nodes
@@ -35,8 +35,8 @@ def clean(
 
     def clean_node(session: Session) -> Leftovers:
         python = fleet.node(session.name).python
-        found = clean_machine(session, python, options)
-        return replace(found, num_unused=prune_store(session, python)) if is_pruning else found
+        leftovers = clean_machine(session, python, options)
+        return replace(leftovers, num_unused=prune_store(session, python)) if is_pruning else leftovers
 
     with contextlib.closing(LocalSession(HOST_NAME, directory)) as host:
         on_host = replace(options, is_removing_all=False)
@@ -45,7 +45,7 @@ def clean(
             lambda session: clean_machine(session, sys.executable, on_host),
             on_done=on_done,
         )
-    on_traffic = note_traffic(directory, "clean")
+    on_traffic = record_traffic(directory, "clean")
     return outcomes | run_on_nodes(
         fleet, clean_node, directory=directory, on_done=on_done, on_traffic=on_traffic
     )

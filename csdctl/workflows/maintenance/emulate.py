@@ -45,5 +45,5 @@ def read_fleet_status(project: Path) -> tuple[NodeStatus, ...]:
 
 
 def take_fleet_down(project: Path) -> StoppedFleet:
-    """Stop the project's emulated fleet and remove its files, also after a crash."""
+    """Stop the project's emulated fleet and remove its files, even after a crash."""
     return stop_fleet(project / STATE_DIRECTORY)

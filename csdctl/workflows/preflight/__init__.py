@@ -1,1 +1,1 @@
-"""Whether a fleet is fit to train."""
+"""Check whether a fleet is fit to train."""

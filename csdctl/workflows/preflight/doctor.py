@@ -1,7 +1,7 @@
-"""`doctor`: examine whether a fleet is fit to train, by trying, under a deadline.
+"""`doctor`: check whether a fleet is fit to train, with real connections and MPI, under a deadline.
 
 In order: the host, the connection to every node, the state of each machine, the reachability of each pair,
-and an MPI check over all machines that are fit so far. A red machine takes no part in later checks.
+and an MPI check over all machines that are fit so far. Later checks skip a machine that failed one.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from csdctl.fleet.select import keep_nodes
 from csdctl.launch.tools import find_mpirun, find_ssh, mpi_version, ssh_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
-from csdctl.runs.ledger import note_traffic
+from csdctl.runs.ledger import record_traffic
 from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Session
@@ -76,7 +76,7 @@ def examine(
             directory=directory,
             connect_deadline_s=min(options.connect_deadline_s, clock.left_s),
             on_done=on_connected,
-            on_traffic=note_traffic(directory, "doctor"),
+            on_traffic=record_traffic(directory, "doctor"),
         ) as sessions:
             _examine_machines(examination, sessions.reachable, directory, options, clock)
     except DeadlineError as error:
@@ -91,7 +91,7 @@ def examine_open(
     options: DoctorOptions,
     on_check: OnCheck = lambda check: None,
 ) -> Examination:
-    """Examine like `examine`, over open `sessions` to the host and to every node of `fleet`."""
+    """Do the same as `examine` over open `sessions` to the host and to every node of `fleet`."""
     examination = Examination(fleet, on_check)
     _examine_host(examination)
     try:
@@ -108,11 +108,11 @@ def _examine_machines(
     options: DoctorOptions,
     clock: Deadline,
 ) -> None:
-    """Examine each machine, then pairs, then all; raises DeadlineError with the part that was under way."""
+    """Examine each machine, then pairs, then all; raises DeadlineError that names the unfinished part."""
     fleet = examination.fleet
     found = _measure(examination, sessions, clock)
     conditions = {name: condition for name, (_, condition) in found.items()}
-    facts = {name: one for name, (one, _) in found.items()}
+    facts = {name: machine_facts for name, (machine_facts, _) in found.items()}
     if not fleet.emulated:
         for check in judge_hostnames(conditions.values()):
             examination.add(check)
@@ -167,7 +167,7 @@ def _judge_connection(outcome: Outcome[Session]) -> Check:
 def _measure(
     examination: Examination, sessions: Mapping[str, Session], clock: Deadline
 ) -> dict[str, tuple[Facts, Condition]]:
-    """Return facts and condition of every machine that answers; judge them once the host has answered."""
+    """Return facts and condition of every machine that responds; judge them once the host has responded."""
     fleet = examination.fleet
     found: dict[str, tuple[Facts, Condition]] = {}
     judged: set[str] = set()

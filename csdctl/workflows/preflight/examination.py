@@ -1,4 +1,4 @@
-"""The checks of one examination, and the error that they amount to."""
+"""The checks of one examination, and the error that follows from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,14 +29,14 @@ class Examination:
 
     @property
     def red(self) -> list[str]:
-        """The machines with a red check; `fleet` among them when the common check is red."""
+        """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
         return red_machines(self.checks)
 
     def check(self) -> None:
-        """Raise the error that determines the exit code; nothing when no check is red."""
+        """Raise the error that determines the exit code; do nothing when no check is red."""
         nodes = [node.name for node in self.fleet.nodes]
         unreachable = [
-            one.machine for one in self.checks if one.check == "reach" and one.status == Status.FAIL
+            check.machine for check in self.checks if check.check == "reach" and check.status == Status.FAIL
         ]
         if set(nodes) <= set(unreachable):
             raise NoNodeReachableError(f"no node of {self.fleet.path} can be reached", remedy=REPAIR)
@@ -59,17 +59,17 @@ class Examination:
 
     def check_before_training(self) -> None:
         """Raise one error that lists all red checks; for a command that shows no table."""
-        red = [one for one in self.checks if one.status == Status.FAIL]
+        red = [check for check in self.checks if check.status == Status.FAIL]
         if len(red) == 1 and red[0].machine != FLEET_NAME:
             raise NodeError(describe(red[0]), node=red[0].machine, remedy=red[0].remedy)
         if red:
             listed = "\n".join(
-                f"  {one.machine}: {describe(one)}" + (f"\n    → {one.remedy}" if one.remedy else "")
-                for one in red
+                f"  {check.machine}: {describe(check)}" + (f"\n    → {check.remedy}" if check.remedy else "")
+                for check in red
             )
             raise CsdctlError(
-                f"the preflight found what would make the run fail:\n{listed}",
-                remedy="fix it, leave nodes out with --exclude, or train anyway with --skip-doctor",
+                f"the preflight found problems that would make the run fail:\n{listed}",
+                remedy="fix them, leave nodes out with --exclude, or train anyway with --skip-doctor",
             )
         if self.overdue:
             raise DeadlineError(

@@ -1,4 +1,4 @@
-"""The MPI check: a real mpirun, with the options of training, over ranks that only enter MPI and sum."""
+"""The MPI check: a real mpirun, with the options of training, over ranks that only call MPI_Init and sum."""
 
 import shutil
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,7 @@ def check_mpi(
 ) -> None:
     """Start a rank on the host and on every node of `fleet`, sum, and report the resulting checks.
 
-    `deadline_s` is for entering MPI, and once more for the sums. Nothing is left running.
+    `deadline_s` limits MPI_Init, and again the sums. No process is left running.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     nodes = [node.name for node in fleet.nodes]
@@ -67,15 +67,15 @@ def measure_sums(
     facts: Mapping[str, Facts],
     sessions: Mapping[str, Session],
     project: ProjectDirectory,
-    wanted: Sequence[tuple[int, int]],
+    sizes: Sequence[tuple[int, int]],
 ) -> list[CollectiveTimed]:
-    """Time sums over (the first N ranks, N bytes each) for each pair in `wanted`; the host is rank 0.
+    """Time sums over (the first N ranks, N bytes each) for each pair in `sizes`; the host is rank 0.
 
     The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     runner = _MpiRunner(fleet, facts, sessions, project, worker, command="tune")
-    sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in wanted)
+    sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
     result = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
     check = result.judge()
     if check.status != Status.OK:
@@ -84,14 +84,14 @@ def measure_sums(
 
 
 def _deliver(worker: StoredFile, fleet: Fleet, sessions: Mapping[str, Session]) -> list[Check]:
-    """Send the worker to all nodes; returns a red check for each that did not get it."""
+    """Send the worker to all nodes; return a failed check for each node that did not receive it."""
     parcel, chunks = pack_parcel([worker.as_object()]), SharedChunks()
 
     def send(session: Session) -> Delivery:
         return deliver(session, parcel, chunks, python=fleet.python_of(session.name))
 
     outcomes = run_on_all(sessions, send)
-    return [judge_error(name, "deploy", one.error) for name, one in outcomes.items() if one.error]
+    return [judge_error(name, "deploy", outcome.error) for name, outcome in outcomes.items() if outcome.error]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class _MpiRunner:
     """The csdctl command that this is part of, for the ledger."""
 
     def run(self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()) -> _MpiResult:
-        """Run it to its end, and leave nothing running on any machine; raises CsdctlError."""
+        """Run the check to its end, and leave no process running on any machine; raises CsdctlError."""
         scratch = self.project.new_scratch()
         mpirun = prepare_mpirun(self.fleet, self.facts, self.project, scratch, scratch.path / "ssh_config")
         job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
@@ -161,7 +161,7 @@ class _MpiRunner:
 
 
 def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: float) -> tuple[Check, bool]:
-    """Run mpirun over `machines`; returns the check, and False when mpirun ran without starting a rank."""
+    """Run mpirun over `machines`; return the check, and False when mpirun ran without starting a rank."""
     try:
         result = runner.run(machines, deadline_s)
     except CsdctlError as error:
@@ -170,7 +170,7 @@ def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: flo
 
 
 def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:
-    """Run mpirun on each node alone; returns a red check for every node that fails."""
+    """Run mpirun on each node alone; return a failed check for every node that fails."""
 
     def check_alone(name: str) -> Check:
         check, _ = _check_machines(runner, (name,), deadline_s)
@@ -178,4 +178,6 @@ def _check_each_node(runner: _MpiRunner, deadline_s: float) -> list[Check]:
 
     names = {node.name: node.name for node in runner.fleet.nodes}
     outcomes = run_on_all(names, check_alone, max_workers=MAX_SINGLE_CHECKS)
-    return [one.value for one in outcomes.values() if one.value and one.value.status != Status.OK]
+    return [
+        outcome.value for outcome in outcomes.values() if outcome.value and outcome.value.status != Status.OK
+    ]

@@ -18,7 +18,7 @@ def judge_mpi_check(
     """Return the check of the fleet that follows from one MPI check; `machines` in order of rank."""
     if len(outcome.finished) == len(machines):
         return _judge_results([event for event in events if isinstance(event, MpiChecked)])
-    expected = f"an answer over MPI from {len(machines)} machines within {deadline_s:g} s"
+    expected = f"a response over MPI from {len(machines)} machines within {deadline_s:g} s"
     found, remedy = _find_failure(machines, events, outcome, deadline_s)
     remedy = f"{remedy}; logs: {logs}"
     return Check(FLEET_NAME, "mpi", Status.FAIL, found, expected, remedy)
@@ -52,10 +52,10 @@ def _find_failure(
         return f"{', '.join(missing)} never started a rank within {deadline_s:g} s", TRY_PRTED
     if outcome.overdue == "start":
         stuck = [name for rank, name in enumerate(machines) if rank not in outcome.ready]
-        found = f"{', '.join(stuck)} started, and did not complete MPI_Init within {deadline_s:g} s"
+        found = f"{', '.join(stuck)} started but did not complete MPI_Init within {deadline_s:g} s"
         return found, CHECK_NETWORK
     if outcome.overdue:
-        return f"all ranks entered MPI, and their sum hung for {deadline_s:g} s", CHECK_NETWORK
+        return f"all ranks completed MPI_Init, but their sum hung for {deadline_s:g} s", CHECK_NETWORK
     cause = find_cause(outcome.stderr_tail, list(outcome.exited.values()), machines)
     where = f"{cause.node}: " if cause.node else ""
     never_started = f" ({', '.join(missing)} never started a rank)" if missing else ""

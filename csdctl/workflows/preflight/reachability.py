@@ -1,4 +1,4 @@
-"""Every machine opens listeners and connects to those of the others: which pairs can connect.
+"""Every machine opens listeners and connects to the listeners of the others, to find which pairs can connect.
 
 A small program runs on each machine, on all at once, over one conversation each: listen, connect, exit.
 """
@@ -45,8 +45,10 @@ def check_reachability(
         return _start_listener(session, fleet.python_of(session.name), address, token, deadline_s)
 
     with _closing(run_on_all(sessions, start)) as outcomes:
-        checks = [judge_error(name, "ports", one.error) for name, one in outcomes.items() if one.error]
-        listeners = {name: one.value for name, one in outcomes.items() if one.value}
+        checks = [
+            judge_error(name, "ports", outcome.error) for name, outcome in outcomes.items() if outcome.error
+        ]
+        listeners = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         servers = pairs_to_try(list(listeners))
 
         def connect_to_others(name: str) -> list[ConnectAttempt]:
@@ -54,7 +56,9 @@ def check_reachability(
             return _connect(name, listeners[name], others, deadline_s)
 
         tried = run_on_all({name: name for name in listeners}, connect_to_others)
-        checks += [judge_error(name, "ports", one.error) for name, one in tried.items() if one.error]
+        checks += [
+            judge_error(name, "ports", outcome.error) for name, outcome in tried.items() if outcome.error
+        ]
         attempts = [attempt for outcome in tried.values() for attempt in outcome.value or ()]
     judged = judge_attempts(list(listeners), attempts)
     failed = {check.machine for check in checks}
@@ -110,7 +114,7 @@ def _request(conversation: Conversation, name: str, request: object, deadline_s:
         message = f"connecting to the other machines took more than {deadline_s:g} s"
         raise DeadlineError(message, node=name, remedy=remedy) from None
     except ValueError as error:
-        raise RemoteCommandError(f"unreadable answer: {error}", node=name, remedy=remedy) from None
+        raise RemoteCommandError(f"unreadable response: {error}", node=name, remedy=remedy) from None
 
 
 def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:
@@ -143,6 +147,6 @@ def _closing(outcomes: dict[str, Outcome[PortListener]]) -> Iterator[dict[str, O
     try:
         yield outcomes
     finally:
-        opened = {name: one.value for name, one in outcomes.items() if one.value}
+        opened = {name: outcome.value for name, outcome in outcomes.items() if outcome.value}
         close: Callable[[PortListener], None] = lambda listener: listener.conversation.close()  # noqa: E731
         run_on_all(opened, close)

@@ -1,1 +1,1 @@
-"""What earlier runs and measurements show."""
+"""Report on earlier runs and measurements."""

@@ -1,4 +1,4 @@
-"""`measurements`: load what was measured earlier, and forget it."""
+"""`measurements`: load or delete stored measurements."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -14,25 +14,27 @@ EVERYTHING = "all"
 
 
 def load_measurements(project: ProjectDirectory) -> Overview:
-    """Load what was measured in the project, without making a file; raises CsdctlError."""
+    """Load the measurements of the project, without creating a file; raises CsdctlError."""
     if not project.measurements.exists():
         return Overview()
     with open_measurements(project.measurements) as store:
         return load_overview(store.file)
 
 
-def forget_measurements(project: ProjectDirectory, wanted: str, confirm: Callable[[str], None]) -> Forgotten:
-    """Forget a model (its name or hash) or EVERYTHING; `confirm` raises to refuse.
+def forget_measurements(
+    project: ProjectDirectory, selection: str, confirm: Callable[[str], None]
+) -> Forgotten:
+    """Delete the measurements of a model (its name or hash) or EVERYTHING; `confirm` raises to refuse.
 
-    With EVERYTHING, a file that cannot be read is removed. Raises InputError for a model that is not known.
+    With EVERYTHING, a file that cannot be read is removed. Raises InputError for an unknown model.
     """
     if not project.measurements.exists():
         return Forgotten()
-    if wanted == EVERYTHING:
+    if selection == EVERYTHING:
         return _forget_all(project, confirm)
     with open_measurements(project.measurements) as store:
-        models = store.find_models(wanted)
-        confirm(f"Forget what was measured of {_name(models)}?")
+        models = store.find_models(selection)
+        confirm(f"Delete the measurements of {_name(models)}?")
         return store.forget(models)
 
 
@@ -44,9 +46,9 @@ def _forget_all(project: ProjectDirectory, confirm: Callable[[str], None]) -> Fo
             confirm(f"{error.message}. Remove it?")
             remove_measurements(project.measurements)
             return Forgotten()
-        confirm("Forget everything that was measured?")
+        confirm("Delete all measurements?")
         return store.forget(None)
 
 
 def _name(models: Sequence[ModelFeatures]) -> str:
-    return ", ".join(f"{one.short_name} ({one.hash[:8]})" for one in models)
+    return ", ".join(f"{model.short_name} ({model.hash[:8]})" for model in models)

@@ -1,4 +1,4 @@
-"""What a user may change in one run."""
+"""The user's options for one run."""
 
 from dataclasses import dataclass
 
@@ -13,17 +13,17 @@ COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """Options of one run; raises InputError for values that cannot be used."""
+    """Options of one run; raises InputError for invalid values."""
 
     deadlines: Deadlines = Deadlines()
     max_steps: int | None = None
     min_nodes: int = 1
     """The run ends when fewer nodes are left; it can be resumed."""
     is_balanced: bool = True
-    """Whether batch sizes move when a node's speed changes."""
+    """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float = 600.0
     num_checkpoints: int = 3
-    """Checkpoints to keep, besides the best one."""
+    """Checkpoints to keep, besides the best."""
     collective: str = MEASURED
 
     def __post_init__(self) -> None:

@@ -38,7 +38,7 @@ def _check_nodes(plan: Plan, fleet: Fleet) -> None:
     missing = [rank.node for rank in plan.ranks if rank.node not in fleet.machines]
     if missing:
         raise InputError(
-            f"the plan needs {', '.join(missing)}, not among the nodes of {fleet.path} chosen",
+            f"the plan needs {', '.join(missing)}, not among the selected nodes of {fleet.path}",
             remedy="run `csdctl tune` again for these nodes",
         )
 

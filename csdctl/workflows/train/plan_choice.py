@@ -1,4 +1,4 @@
-"""Choosing the plan to follow: the one on disk, checked, or the same batch size on every rank."""
+"""Choose the plan to follow: the checked plan on disk, or the same batch size on every rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from csdctl.workflows.train.plan_validation import check_plan, find_left_out
 from csdctl.workflows.workspace.workspace import Workspace
 
 
-def choose_plan(
+def resolve_plan(
     job: Job, space: Workspace, say: Say, *, path: Path | None = None, batch_size: int | None = None
 ) -> Plan:
     """Return the plan at `path` (default: the job's own), or one with `batch_size` on every rank.
@@ -24,7 +24,7 @@ def choose_plan(
         return build_equal_plan(job, space.fleet, space.facts, batch_size)
     plan = load_checked_plan(path or space.project.plan(job.name), job, space)
     if left_out := find_left_out(plan, space.fleet):
-        say(f"the plan leaves out {', '.join(left_out)}: they would cost more time than they gain")
+        say(f"the plan leaves out {', '.join(left_out)}: training is faster without them")
     return plan
 
 

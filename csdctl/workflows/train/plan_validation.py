@@ -14,10 +14,10 @@ from csdctl.tuning.plan_fingerprint import PlanFingerprint, list_changes
 RETUNE = "run `csdctl tune` again"
 MAX_SHOWN = 8
 UNKNOWN_CHANGE = "job, model or recipe changed since tuning"
-"""When the plan has no description of what it was made for."""
+"""The change to report for a plan without a fingerprint."""
 
 
-def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanFingerprint:
+def build_fingerprint(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanFingerprint:
     """Return the fingerprint of `job` and of the plan's machines that have facts, as they are now."""
     # The number of emulated nodes is not part of it: it changes when one of them is excluded.
     machines = {
@@ -28,7 +28,7 @@ def describe_made_for(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> PlanF
 
 def find_changes(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> list[str]:
     """Return what has changed since `plan` was made, one line per change; empty when the plan fits."""
-    changes = list_changes(plan.made_for, describe_made_for(plan, job, facts)) if plan.made_for else []
+    changes = list_changes(plan.made_for, build_fingerprint(plan, job, facts)) if plan.made_for else []
     if plan.job_fingerprint != job.fingerprint() and not changes:
         return [UNKNOWN_CHANGE]
     return changes
@@ -41,7 +41,7 @@ def find_unplanned(plan: Plan, fleet: Fleet) -> list[str]:
 
 
 def find_left_out(plan: Plan, fleet: Fleet) -> list[str]:
-    """Return the nodes of `fleet` that the plan leaves out: they would cost more time than they gain."""
+    """Return the nodes of `fleet` that the plan leaves out because training is faster without them."""
     planned = {rank.node for rank in plan.ranks}
     left_out = set(plan.left_out) - planned  # a rank that was added manually takes part
     return [node.name for node in fleet.nodes if node.name in left_out]
@@ -64,4 +64,4 @@ def _list_changes(changes: Sequence[str]) -> str:
     shown = [*changes[:MAX_SHOWN]]
     if len(changes) > MAX_SHOWN:
         shown.append(f"and {len(changes) - MAX_SHOWN} more")
-    return "".join(["changed since tuning:", *(f"\n  {one}" for one in shown)])
+    return "".join(["changed since tuning:", *(f"\n  {change}" for change in shown)])

@@ -1,6 +1,6 @@
 """The ranks of one run: deliver what is missing, start, supervise, end, and add up what was sent.
 
-Whatever happens, nothing of the run is left on any machine: processes that carry its id are ended over SSH.
+Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,9 +48,9 @@ def run_ranks(
     on_event: OnEvent,
     attached: Mapping[str, AttachRank] | None = None,
 ) -> bool:
-    """Run the ranks to their end; returns whether the user stopped them.
+    """Run the ranks to their end; return whether the user stopped them.
 
-    On machines in `attached` no process is started: the one that is running takes part, and stays afterwards.
+    On machines in `attached` no process is started: the process running there takes part, and keeps running.
     Raises RunError, DeadlineError, InputError or PartialError.
     """
     spec, prepared, run, fleet = inputs.spec, inputs.prepared, inputs.directory, space.fleet
@@ -63,7 +63,7 @@ def run_ranks(
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: list[Traffic] = []
 
-    def take(event: Event) -> None:
+    def handle_event(event: Event) -> None:
         if isinstance(event, Traffic):
             traffic.append(event)
         on_event(event)
@@ -81,7 +81,7 @@ def run_ranks(
             attached or {},
             space.ledger.add,
         )
-        supervisor = Supervisor(_build_setup(inputs, starter, options, nodes), take)
+        supervisor = Supervisor(_build_setup(inputs, starter, options, nodes), handle_event)
         try:
             supervisor.run()
         finally:
@@ -115,7 +115,7 @@ def _build_setup(
 
 
 def _choose_collective(run: RunDirectory, options: TrainOptions) -> str:
-    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical results."""
+    """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums."""
     if options.collective != MEASURED:
         return options.collective
     if not run.events.exists():

@@ -1,4 +1,4 @@
-"""`train --resume`: the rest of a run, from the RunSpec and manifest that it began with."""
+"""`train --resume`: continue a run from the RunSpec and manifest that it started with."""
 
 import dataclasses
 from collections.abc import Mapping

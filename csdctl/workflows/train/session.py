@@ -15,7 +15,7 @@ from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import TrainOptions
-from csdctl.workflows.train.plan_choice import choose_plan
+from csdctl.workflows.train.plan_choice import resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.resume import find_resumable, is_complete, resume
 from csdctl.workflows.train.train import RunObserver, train
@@ -24,7 +24,7 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """What `csdctl train` was asked to do."""
+    """The request of one `csdctl train`."""
 
     job: Job
     fleet: Fleet
@@ -33,7 +33,7 @@ class TrainRequest:
     plan_path: Path | None = None
     """None: the plan that `tune` wrote for the job."""
     batch_size: int | None = None
-    """Follow no plan: this batch size on every rank."""
+    """Use this batch size on every rank instead of a plan."""
     resume: str | None = None
     """The id of the run to resume, or 'latest'."""
     is_preflight_skipped: bool = False
@@ -71,7 +71,7 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
 
 
 def _train(request: TrainRequest, space: Workspace, observer: TrainObserver) -> TrainResult:
-    plan = choose_plan(
+    plan = resolve_plan(
         request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
     )
     prepared = _examine_and_prepare(request, space, observer)

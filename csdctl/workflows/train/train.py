@@ -41,7 +41,7 @@ class RunObserver(Protocol):
 
 
 class RunStopped(KeyboardInterrupt):
-    """The run was asked to stop, and did; its state is kept."""
+    """The user has stopped the run; its state is kept."""
 
     def __init__(self, run_id: str, summary: RunSummary) -> None:
         super().__init__(run_id)

@@ -23,12 +23,12 @@ from csdctl.workflows.train.spec import build_spec
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DEFAULT_BATCH_SIZE = 16
-"""Of every rank when there is no plan."""
+"""The batch size of every rank without a plan."""
 
 
 @dataclass(frozen=True)
 class VerifyRequest:
-    """What `csdctl verify` was asked to do."""
+    """The request of one `csdctl verify`."""
 
     job: Job
     fleet: Fleet

@@ -1,8 +1,8 @@
-"""Tuning by fit: few probes of each machine class, the cost of a sum, then the best plan, tried.
+"""Tuning by fit: few probes of each machine class, the cost of a sum, then a trial of the best plan.
 
-What is known about the fleet is an immutable value (csdctl/tuning/fleet_model.py). Each round measures, keeps
-what was measured in the measurements file, and continues with the model that has learnt from it. A second
-tuning starts from the file: it needs no probe, and one trial confirms its plan.
+The model of the fleet is an immutable value (csdctl/tuning/fleet_model.py). Each round measures, stores the
+measurements in the measurements file, and continues with the model updated from them. A second tuning run
+starts from the file: it needs no probe, and one trial confirms its plan.
 """
 
 from collections.abc import Mapping
@@ -44,21 +44,21 @@ MAX_TRIALS = 2
 MAX_OOM_RETRIES = 3
 """Trials in which a rank runs out of memory before tuning fails."""
 MIN_GAIN_FOR_TRIAL = 0.03
-"""A trial may lead to another plan; that is tried too when it is better by more than this share."""
+"""A trial may lead to another plan; that plan is tried too when it is better by more than this share."""
 
 
 @dataclass(frozen=True)
 class TunedFleet:
-    """What a tuning ends with."""
+    """The result of a tuning run."""
 
     model: FleetModel
     tried: TriedPlan
-    """The plan that reached most samples/s in a trial."""
+    """The plan that reached the most samples/s in a trial."""
 
 
 @dataclass(frozen=True)
 class FitTuner:
-    """The rounds of a tuning: each takes a model of the fleet, and returns what it has become."""
+    """The rounds of a tuning run: each takes a model of the fleet, and returns the updated model."""
 
     measurer: Measurer
     measurements: FleetMeasurements
@@ -70,7 +70,7 @@ class FitTuner:
     def tune(self, model: FleetModel) -> TunedFleet:
         """Measure until the best plan has been tried.
 
-        Raises TuningError when no plan keeps to the limits, and what probes and the ranks of a trial raise.
+        Raises TuningError when no plan is within the limits, and what probes and the ranks of a trial raise.
         """
         model = self._measure_collectives(model)
         model = self._measure_steps(model)
@@ -82,14 +82,14 @@ class FitTuner:
     def _measure_collectives(self, model: FleetModel) -> FleetModel:
         num_ranks = len(model.machines) + (not model.is_host_training)
         known = self.measurements.collectives()
-        if not any(one.num_ranks == num_ranks and one.num_bytes >= model.vector_bytes for one in known):
+        if not any(sums.num_ranks == num_ranks and sums.num_bytes >= model.vector_bytes for sums in known):
             self.say(f"timing sums over {num_ranks} ranks")
-            wanted = [
+            sizes = [
                 (ranks, size)
                 for ranks in sorted({min(2, num_ranks), num_ranks})
                 for size in sorted({*SUM_BYTES, model.vector_bytes})
             ]
-            known = [*known, *self.measurements.keep_collectives(self.measurer.time_sums(wanted))]
+            known = [*known, *self.measurements.store_collectives(self.measurer.time_sums(sizes))]
         model = learn_collectives(model, known)
         self.say(
             f"a sum of the model's {model.vector_bytes / 1e6:.1f} MB over {num_ranks} ranks takes "
@@ -110,57 +110,57 @@ class FitTuner:
                     for name, size in sizes.items()
                 }
             )
-            self.measurements.keep_probes(model, outcomes)
+            self.measurements.store_probes(model, outcomes)
             model = learn_probes(model, outcomes)
-            for one in model.classes.values():
-                self.measurer.share_work(one.machines)
+            for class_model in model.classes.values():
+                self.measurer.share_work(class_model.machines)
         return model
 
     def _explore_settings(self, model: FleetModel) -> FleetModel:
-        """Probe other runtime settings of classes that are new, and take those that gain."""
+        """Probe other runtime settings of new classes, and select those that are faster."""
         search = plan_settings_search(model, self.limits)
         round_number = 0
         while probes := next_settings(model, search, round_number):
-            model = self._probe_settings(model, {one.machine: one for one in probes})
+            model = self._probe_settings(model, {probe.machine: probe for probe in probes})
             round_number += 1
         return model
 
     def _probe_settings(self, model: FleetModel, probes: Mapping[str, SettingsProbe]) -> FleetModel:
-        """Measure machines with other settings, while the rest computes as before.
+        """Measure machines with other settings, while the other machines compute as before.
 
-        A first probe, of one step where steps are long, shows which settings are hopeless. The second one
+        A first probe, of one step where steps are long, shows which settings are hopeless. The second probe
         counts: the first step allocates memory and chooses kernels.
         """
         self.measurer.switch_settings(
-            {name: one.settings for name, one in probes.items()},
+            {name: probe.settings for name, probe in probes.items()},
             {
-                name: max(model.classes[one.class_name].peaks.values(), default=0)
-                for name, one in probes.items()
+                name: max(model.classes[probe.class_name].peaks.values(), default=0)
+                for name, probe in probes.items()
             },
         )
         requests = {
-            name: ProbeRequest(one.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
-            for name, one in probes.items()
+            name: ProbeRequest(probe.batch_size, min_steps=1, min_duration_s=WARM_UP_PROBE_S, warm_up_steps=0)
+            for name, probe in probes.items()
         }
         warm_up = self.measurer.probe(requests)
-        again = {
+        promising = {
             name: replace(requests[name], min_duration_s=self.probe_duration_s)
             for name, outcome in warm_up.items()
             if outcome.step_time_s is not None and probes[name].is_promising(outcome.step_time_s)
         }
-        measured = self.measurer.probe(again) if again else {}
+        measured = self.measurer.probe(promising) if promising else {}
         for name, probe in probes.items():
             outcome = measured.get(name)
             step_time_s = outcome.step_time_s if outcome else None
             if outcome and step_time_s is not None:
-                self.measurements.keep_class_probes(name, probe.settings, [outcome])
+                self.measurements.store_class_probes(name, probe.settings, [outcome])
                 if ratio := time_ratio(probe, step_time_s):
-                    self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: taken")
-            model = learn_settings(model, probe, 1 + (name in again), step_time_s)
+                    self.say(f"{name}: {probe.settings.name}: takes {1 - ratio:.0%} less time: selected")
+            model = learn_settings(model, probe, 1 + (name in promising), step_time_s)
         return model
 
     def _confirm(self, model: FleetModel) -> TunedFleet:
-        """Try the best plan, and another one when the trial shows it; the better of the two is taken."""
+        """Try the best plan, and another plan when the trial predicts a gain; return the better one."""
         tried: list[TriedPlan] = []
         num_oom = 0
         while True:
@@ -174,11 +174,11 @@ class FitTuner:
                 model = self._limit_memory(model, error.node, best.batch_sizes[error.node])
                 continue
             model = learn_trial(model, tried[-1])
-            self.measurements.keep_trial(model, tried[-1])
+            self.measurements.store_trial(model, tried[-1])
             gain = self._gain_of_another(model, best)
             is_last = not self.measurer.num_probes or len(tried) == MAX_TRIALS
             if is_last or gain < MIN_GAIN_FOR_TRIAL:
-                return TunedFleet(model, max(tried, key=lambda one: one.result.samples_per_s))
+                return TunedFleet(model, max(tried, key=lambda trial: trial.result.samples_per_s))
 
     def _try(self, model: FleetModel, best: BestPlan) -> TriedPlan:
         ranks = plan_ranks(model, best)
@@ -188,7 +188,7 @@ class FitTuner:
     def _limit_memory(self, model: FleetModel, machine: str, batch_size: int) -> FleetModel:
         """Continue with smaller micro-batches on `machine` after its rank ran out of memory in a trial.
 
-        That is not kept as a measurement: another process of that machine may be to blame.
+        The failure is not stored as a measurement: another process on that machine may be the cause.
         """
         at_once = model.class_of(machine).limit_at_once(batch_size)
         model = learn_out_of_memory(model, machine, batch_size)

@@ -1,4 +1,4 @@
-"""Stored measurements of one model, trained by one job on one fleet, as a tuning reads and adds to them.
+"""Stored measurements of one model, trained by one job on one fleet, as tuning reads and extends them.
 
 The model of the fleet is pure (csdctl/tuning/fleet_model.py). This module builds it from the measurements
 file, and writes new measurements there with their time.
@@ -36,7 +36,7 @@ from csdctl.workflows.train.plan_choice import default_runtime
 
 
 class FleetMeasurements:
-    """What the measurements file holds for one model, trained by one job on one fleet."""
+    """The stored measurements of one model, trained by one job on one fleet."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class FleetMeasurements:
     ) -> None:
         """`recipe` as from `hash_recipe`; `facts` of the host and every node of `fleet`.
 
-        With `is_fresh`, nothing is recalled; new measurements are kept all the same.
+        With `is_fresh`, nothing is recalled, but new measurements are stored.
         """
         self.features = features
         self._recipe = recipe
@@ -84,10 +84,12 @@ class FleetMeasurements:
             name = self._class_name(machine)
             memory_bytes = rank_memory_bytes(self._facts[machine].usable_memory_bytes)
             if name in classes:
-                one = classes[name]
-                known = [size for size in (one.memory_bytes, memory_bytes) if size]
+                class_model = classes[name]
+                known = [size for size in (class_model.memory_bytes, memory_bytes) if size]
                 classes[name] = replace(
-                    one, machines=(*one.machines, machine), memory_bytes=min(known, default=None)
+                    class_model,
+                    machines=(*class_model.machines, machine),
+                    memory_bytes=min(known, default=None),
                 )
                 continue
             runtime = default_runtime(machine, self._fleet, self._facts)
@@ -99,7 +101,7 @@ class FleetMeasurements:
     def recall_trial(self, step_times: Mapping[str, StepTime]) -> RecalledTrial | None:
         """Return the newest trial of this model on such a fleet; `step_times` by class name.
 
-        None when there was none, or one with a class that `step_times` lacks.
+        None without a trial, or when `step_times` lacks a class of it.
         """
         if self._is_fresh:
             return None
@@ -110,58 +112,67 @@ class FleetMeasurements:
         """Return the sums that were timed on such a fleet before."""
         return [] if self._is_fresh else self._store.collectives(self._fleet_class.key)
 
-    def keep_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
-        """Keep sums that were timed now, and return them as measurements."""
+    def store_collectives(self, timed: Sequence[CollectiveTimed]) -> list[CollectiveMeasurement]:
+        """Store new timings of sums, and return them as measurements."""
         now = time.time()
         kept = [
-            CollectiveMeasurement(one.collective, one.num_ranks, one.num_bytes, one.sum_s, now)
-            for one in timed
+            CollectiveMeasurement(timing.collective, timing.num_ranks, timing.num_bytes, timing.sum_s, now)
+            for timing in timed
         ]
         self._store.add_collectives(self._fleet_class, kept)
         return kept
 
-    def keep_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
-        """Keep one round of probes, by machine, with the settings that `model` has for each class.
+    def store_probes(self, model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> None:
+        """Store one round of probes, by machine, with the settings that `model` has for each class.
 
-        A size that was only predicted not to fit in memory is not kept: another day more memory is free. Nor
-        is a size that a process was killed at, when a larger one fitted.
+        A size that was only predicted not to fit in memory is not stored: more may be free next time.
+        Nor is a size at which a process was killed although a larger size fitted.
         """
-        for one in model.classes.values():
-            measured = [outcomes[name] for name in one.machines if name in outcomes]
-            peaks = [one.peaks, *(outcome.peaks for outcome in measured)]
-            largest = max((size for of_one in peaks for size in of_one), default=0)
+        for class_model in model.classes.values():
+            measured = [outcomes[name] for name in class_model.machines if name in outcomes]
+            peaks = [class_model.peaks, *(outcome.peaks for outcome in measured)]
+            largest = max((size for sizes in peaks for size in sizes), default=0)
             kept = [
                 outcome
                 for outcome in measured
                 if outcome.step_time_s is not None or (outcome.is_oom_kill and outcome.batch_size > largest)
             ]
-            self.keep_class_probes(one.machines[0], one.settings, kept)
+            self.store_class_probes(class_model.machines[0], class_model.settings, kept)
 
-    def keep_class_probes(
+    def store_class_probes(
         self, machine: str, settings: RuntimeSettings, outcomes: Sequence[ProbeOutcome]
     ) -> None:
-        """Keep probes of machines of the class of `machine`, all with these settings."""
+        """Store probes of machines of the class of `machine`, all with these settings."""
         now = time.time()
         probes = [
             ProbeMeasurement(
-                settings, one.batch_size, now, one.step_time_s, one.num_steps, one.peak_memory_bytes
+                settings,
+                outcome.batch_size,
+                now,
+                outcome.step_time_s,
+                outcome.num_steps,
+                outcome.peak_memory_bytes,
             )
-            if one.step_time_s is not None
-            else ProbeMeasurement(settings, one.batch_size, now, None)
-            for one in outcomes
+            if outcome.step_time_s is not None
+            else ProbeMeasurement(settings, outcome.batch_size, now, None)
+            for outcome in outcomes
         ]
         if probes:
             self._add_probes(machine, probes)
 
-    def keep_trial(self, model: FleetModel, tried: TriedPlan) -> None:
-        """Keep a trial that `model` has learnt from; outliers are kept with the step time of their class."""
+    def store_trial(self, model: FleetModel, tried: TriedPlan) -> None:
+        """Store a trial that `model` includes; outliers are stored with the step time of their class."""
         now, result, sizes = time.time(), tried.result, tried.best.batch_sizes
         num_ranks, vector_bytes = len(tried.ranks), self.features.vector_bytes
         if num_ranks > 1:
             summed = CollectiveMeasurement(result.collective, num_ranks, vector_bytes, result.sum_s, now)
             self._store.add_collectives(self._fleet_class, [summed])
         # A host that does not train belongs to no class.
-        settings = {machine: one.settings for one in model.classes.values() for machine in one.machines}
+        settings = {
+            machine: class_model.settings
+            for class_model in model.classes.values()
+            for machine in class_model.machines
+        }
         ranks = tuple(
             TrialRank(
                 self._machine_classes[rank.node].key,
@@ -190,9 +201,9 @@ class FleetMeasurements:
         if recalled.points:
             return recalled
         similar = [
-            (one.model, one.probes)
-            for one in self._store.neighbours(self.features, self._recipe, key)
-            if one.distance <= MAX_DISTANCE
+            (neighbour.model, neighbour.probes)
+            for neighbour in self._store.neighbours(self.features, self._recipe, key)
+            if neighbour.distance <= MAX_DISTANCE
         ]
         return guess_class(recalled, self.features, similar)
 
@@ -201,7 +212,7 @@ class FleetMeasurements:
 
 
 def hash_recipe(job: Job, public: DatasetInfo) -> str:
-    """Hash what a step's time depends on besides the model: optimizer, loss, metrics, form of the data."""
+    """Hash what a step's time depends on besides the model: optimizer, loss, metrics, shape of the data."""
     recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],

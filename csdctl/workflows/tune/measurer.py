@@ -1,4 +1,4 @@
-"""What a tuning measures with: a protocol, and its implementation on the machines of an open workspace."""
+"""The measuring interface of tuning, and its implementation on the machines of an open workspace."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -31,14 +31,14 @@ class Measurer(Protocol):
     def measuring_s(self) -> float:
         """Seconds spent on probes, sums and trials so far."""
 
-    def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+    def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
 
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
-        """Run one round of probes, at the same time on these machines, while the others keep computing."""
+        """Run one round of probes on these machines at the same time; the others keep computing."""
 
     def share_work(self, machines: Sequence[str]) -> None:
-        """Let machines of one class that were not probed yet compute during rounds as a probed one does."""
+        """Have unprobed machines of a class take the steps of a probed one during rounds."""
 
     def switch_settings(self, settings: Mapping[str, RuntimeSettings], peaks: Mapping[str, int]) -> None:
         """Probe these machines with other settings from now on; `peaks`: bytes each holds at most."""
@@ -83,11 +83,11 @@ class FleetMeasurer:
         """Seconds spent on probes, sums and trials so far."""
         return self._sums_s + self._rounds.measuring_s + self._trials_s
 
-    def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
+    def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
         space = self._space
-        timed = measure_sums(space.fleet, space.facts, space.sessions, space.project, wanted)
-        self._sums_s += sum(one.sum_s for one in timed)
+        timed = measure_sums(space.fleet, space.facts, space.sessions, space.project, sizes)
+        self._sums_s += sum(timing.sum_s for timing in timed)
         return timed
 
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
@@ -106,7 +106,7 @@ class FleetMeasurer:
         return outcomes
 
     def share_work(self, machines: Sequence[str]) -> None:
-        """Let machines of one class that were not probed yet compute during rounds as a probed one does."""
+        """Have unprobed machines of a class take the steps of a probed one during rounds."""
         self._rounds.share_work(machines)
 
     def switch_settings(self, settings: Mapping[str, RuntimeSettings], peaks: Mapping[str, int]) -> None:
@@ -115,7 +115,7 @@ class FleetMeasurer:
 
     def run_trial(self, ranks: Sequence[RankPlan], num_steps: int) -> TrialResult:
         """Take steps with all ranks, in the processes that measured where their settings agree."""
-        # A host that sits out has a worker with fewer threads, which the trial starts.
+        # A host that does not train has a worker with fewer threads, which the trial starts.
         attach = self._rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
         try:
@@ -128,4 +128,7 @@ class FleetMeasurer:
 
 
 def _runtimes(settings: Mapping[str, RuntimeSettings]) -> dict[str, Runtime]:
-    return {name: Runtime(one.threads, one.inter_op_threads, one.is_onednn) for name, one in settings.items()}
+    return {
+        name: Runtime(setting.threads, setting.inter_op_threads, setting.is_onednn)
+        for name, setting in settings.items()
+    }

@@ -1,4 +1,4 @@
-"""What a user may choose for a tuning."""
+"""The user's options for tuning."""
 
 from dataclasses import dataclass, field
 
@@ -19,7 +19,7 @@ METHODS = (FIT, STANNIS)
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """The method, the limits of a plan, and how to measure; raises InputError for what cannot be used."""
+    """The method, the limits of a plan, and how to measure; raises InputError for invalid values."""
 
     method: str = FIT
     limits: Limits = field(default_factory=Limits)
@@ -28,7 +28,7 @@ class TuneOptions:
     is_exploring: bool = True
     """Probe other runtime settings too."""
     is_host_training: bool = True
-    """False: the host sits out; it sums and serves data to the nodes."""
+    """False: the host only sums gradients and serves data to the nodes."""
     batch_sizes: tuple[int, ...] = DEFAULT_BATCH_SIZES
     step_divisor: float = DEFAULT_STEP_DIVISOR
     margin_scale: float = DEFAULT_MARGIN_SCALE
@@ -37,7 +37,7 @@ class TuneOptions:
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
-            raise InputError(f"there is no method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
+            raise InputError(f"unknown method {self.method!r}", remedy=f"one of {', '.join(METHODS)}")
         if self.method != FIT and self.limits.given:
             raise InputError(
                 f"{self.method} takes no limits, received {', '.join(self.limits.given)}",

@@ -135,13 +135,15 @@ class ProbeRounds:
     ) -> dict[str, ProbeResult | None]:
         """Measure one round; None where the batch did not fit in memory.
 
-        `is_keeping_busy`: machines without a request, and those that are done, take short steps until all are
-        done, which do not count. Shared resources are then loaded as in training.
+        With `is_keeping_busy`, machines without a request, and those that are done, take short steps that do
+        not count until all are done. Shared resources are then loaded as in training.
         """
         self._start(self.probers)
         started = time.monotonic()
         is_over = Event()
-        asked = {self._pool.submit(self.probers[name].measure, one): name for name, one in requests.items()}
+        measuring = {
+            self._pool.submit(self.probers[name].measure, request): name for name, request in requests.items()
+        }
         busy: list[Future[None]] = []
         results: dict[str, ProbeResult | None] = {}
 
@@ -152,16 +154,16 @@ class ProbeRounds:
         try:
             for name in self.probers.keys() - requests.keys():
                 keep_busy(name)
-            for done in as_completed(asked):
-                name, result = asked[done], done.result()
+            for done in as_completed(measuring):
+                name, result = measuring[done], done.result()
                 results[name] = result
                 if result:
                     self._busy[name] = _short_steps(requests[name], result)
                     keep_busy(name)
         finally:
             is_over.set()
-        for one in busy:
-            one.result()
+        for future in busy:
+            future.result()
         self.measuring_s += time.monotonic() - started
         results = {name: results[name] for name in requests}
         self.num_probes += len(results)
@@ -174,7 +176,7 @@ class ProbeRounds:
                 return
 
     def share_work(self, machines: Sequence[str]) -> None:
-        """Let those of `machines`, of one class, that were not probed yet keep busy as a probed one does."""
+        """Have the unprobed of `machines`, all of one class, keep busy with the steps of a probed machine."""
         known = next((self._busy[name] for name in machines if name in self._busy), None)
         if known:
             for name in machines:
@@ -238,7 +240,7 @@ class Prober:
             raise self._end_error() from None
 
     def leaves_room(self, num_bytes: int) -> bool:
-        """Return whether memory is known to have room for this session and `num_bytes` more."""
+        """Return whether memory certainly has room for this session and `num_bytes` more."""
         peak = max(self.peaks.values(), default=None)
         return peak is not None and self.memory_bytes is not None and peak + num_bytes <= self.memory_bytes
 
@@ -253,11 +255,11 @@ class Prober:
 
     @property
     def memory_bytes(self) -> int | None:
-        """The memory a rank may fill; None: not known."""
+        """The memory a rank may fill; None: unknown."""
         return rank_memory_bytes(self._usable_bytes)
 
     def measure(self, request: ProbeRequest) -> ProbeResult | None:
-        """Measure one batch size; None when it is predicted not to fit in memory, or found not to."""
+        """Measure one batch size; None when it is predicted or found not to fit in memory."""
         at_once = min(request.batch_size, request.micro_batch_size or request.batch_size)
         if self.memory_bytes and at_once > max(self.peaks, default=0):
             predicted = predict_peak_bytes(self.peaks, at_once)
@@ -279,7 +281,7 @@ class Prober:
             raise RemoteCommandError(
                 f"unreadable probe result: {error}",
                 node=self._session.name,
-                remedy="check what else prints there, such as a shell's start-up files",
+                remedy="check what else prints to stdout there, such as a shell's start-up files",
             ) from None
         # The peak of a process never falls: only a size larger than all before shows its own.
         if at_once > max(self.peaks, default=0):
@@ -298,9 +300,9 @@ class Prober:
                     raise DeadlineError(
                         f"no measurement within {deadline_s:g} s",
                         node=self.name,
-                        remedy="check what else that machine does, or leave it out: --exclude",
+                        remedy="check what else runs on that machine, or leave it out: --exclude",
                     ) from None
-            # A hanging server keeps its connection open; only an answer shows that it is alive.
+            # A hanging server keeps its connection open; only a response shows that it is alive.
             self._session.run(["true"], deadline_s=ALIVE_INTERVAL_S)
 
     def _was_killed_for_memory(self) -> bool:

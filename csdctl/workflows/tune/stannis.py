@@ -40,10 +40,10 @@ def tune_by_algorithm_1(
         )
         # Again, for longer: a run's efficiency is computed from what the ranks reach alone.
         say("confirming the chosen batch sizes")
-        confirmed = step_times({name: one.batch_size for name, one in tuned.items()}, CONFIRM_DURATION_S)
+        confirmed = step_times({name: batch.batch_size for name, batch in tuned.items()}, CONFIRM_DURATION_S)
         ranks = [
-            _rank_plan(name, one, confirmed[name], runtimes[name], rounds.probers[name].peaks)
-            for name, one in tuned.items()
+            _rank_plan(name, batch, confirmed[name], runtimes[name], rounds.probers[name].peaks)
+            for name, batch in tuned.items()
         ]
     return Plan(
         job=job.name,
@@ -66,7 +66,7 @@ def _rank_plan(
 ) -> RankPlan:
     if step_time_s is None:
         raise NodeError(
-            f"batch size {tuned.batch_size} fitted in memory once and then no longer",
+            f"batch size {tuned.batch_size} fitted in memory at first, but no longer when it was confirmed",
             node=name,
             remedy="check what else uses that machine's memory, or give smaller --batch-sizes",
         )

@@ -1,7 +1,7 @@
 """A trial: the ranks of a plan take a few steps together, as in training, with random samples.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. A trial uses the links, the collective and the processes of a training. It reads no data, in
+for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data, in
 particular no private data, sends none, and keeps no output.
 """
 
@@ -55,7 +55,7 @@ def run_trial(
         public=None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
-        # As in a training, rank 0 saves the state of every step, which takes time.
+        # As in a training run, rank 0 saves the state of every step, which takes time.
         step_file=str(space.project.step_file(run)),
         num_checkpoints=0,
         is_balanced=False,
@@ -79,7 +79,7 @@ def run_trial(
 def _rank_specs(
     job: Job, ranks: Sequence[RankPlan], prepared: Prepared, num_steps: int
 ) -> tuple[RankSpec, ...]:
-    """Return ranks with the samples of the trial, with the same share of private ones as in a training."""
+    """Return ranks with the samples of the trial, with the private share of a training run."""
     private = {name: info.num_samples for name, info in prepared.private.items()}
     loads = [RankLoad(rank.node, rank.batch_size, private.get(rank.node, 0)) for rank in ranks]
     placed = place_shards(loads, prepared.public.num_samples, is_repeating=job.is_repeating)
@@ -123,7 +123,7 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         num_steps=host.steps,
         step_s=wall_s / host.steps,
         samples_per_s=host.stepped_samples / wall_s,
-        compute_s=tuple(one.compute_s / one.steps for one in counted),
+        compute_s=tuple(epoch.compute_s / epoch.steps for epoch in counted),
         wall_s=whole[0].wall_s,
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,

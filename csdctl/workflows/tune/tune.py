@@ -1,4 +1,4 @@
-"""`tune`: measure on the machines and save a plan, by Algorithm 1 or by our own fit."""
+"""`tune`: measure on the machines and save a plan, by Algorithm 1 or by the fit method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from csdctl.tuning.search import Limits
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.data.deploy import common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.plan_validation import describe_made_for
+from csdctl.workflows.train.plan_validation import build_fingerprint
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.tune.fit_tuning import FitTuner
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
@@ -70,7 +70,7 @@ def tune(
 ) -> Plan:
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
-        raise InputError("a host that sits out needs nodes that train, and the method fit")
+        raise InputError("--no-host needs at least one node, and --method fit")
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     return complete_plan(tune_by_method(job, prepared, space, options, say, on_probes), job, space.facts)
 
@@ -78,19 +78,19 @@ def tune(
 def complete_plan(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> Plan:
     """Return `plan` with the job and machines it is for, and the batch sizes its prediction is for.
 
-    The prediction no longer counts once a person edits the batch sizes.
+    The prediction no longer applies once the user edits the batch sizes.
     """
     predicted = plan.predicted and plan.predicted.model_copy(update={"batch_sizes": plan.batch_sizes})
-    made_for = describe_made_for(plan, job, facts)
+    made_for = build_fingerprint(plan, job, facts)
     return plan.model_copy(update={"made_for": made_for, "predicted": predicted})
 
 
 def tune_by_fit(
     job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
 ) -> Plan:
-    """Return the plan with most samples/s under `options.limits`.
+    """Return the plan with the highest throughput within `options.limits`.
 
-    Raises TuningError when there is none, and what probes and a trial's ranks raise.
+    Raises TuningError when no plan is possible, and what probes and a trial's ranks raise.
     """
     limits = _limits(options.limits, job, prepared)
     with open_measurements_to_write(space.project.measurements, say) as store:
@@ -126,5 +126,5 @@ def tune_by_fit(
 
 
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:
-    num_samples = prepared.public.num_samples + sum(one.num_samples for one in prepared.private.values())
+    num_samples = prepared.public.num_samples + sum(info.num_samples for info in prepared.private.values())
     return default_limits(given, job.recipe.reference_batch, num_samples, 1 + len(prepared.private))

@@ -31,7 +31,7 @@ def choose_fleet(
 
 
 def load_failed(path: Path) -> str:
-    """Return the nodes that a command failed on, joined by commas; raises InputError when there is none."""
+    """Return the nodes that a command failed on, joined by commas; raises InputError when none is listed."""
     content = load_json(path)
     try:
         names = [str(name) for name in content["failed"] if name != HOST_NAME]
@@ -68,6 +68,6 @@ def conclude(
     remedy = f"repair them as shown above, then retry only them: csdctl {command} --failed-from {where}"
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
         raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
-    kind = PartialError if len(failed) < len(machines) else CsdctlError
+    error_type = PartialError if len(failed) < len(machines) else CsdctlError
     names = ", ".join(failed)
-    raise kind(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)
+    raise error_type(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

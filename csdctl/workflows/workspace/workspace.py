@@ -46,7 +46,7 @@ def open_workspace(
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
     With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
-    raises MachineLockedError where another csdctl works.
+    raises MachineLockedError where another csdctl is running.
     """
     project = ProjectDirectory(directory)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
@@ -80,7 +80,7 @@ def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], 
     for name, found in values_or_raise(outcomes, "looking for leftovers").items():
         if found.num_processes:
             runs = f" of run {', '.join(found.runs)}" if found.runs else ""
-            say(f"{name}: ended {found.num_processes} processes{runs} that an earlier csdctl left")
+            say(f"{name}: ended {found.num_processes} processes{runs} left by an earlier csdctl")
 
 
 def _load_or_collect_facts(fleet: Fleet, sessions: dict[str, Session]) -> dict[str, Facts]:

@@ -10,7 +10,7 @@ user, port, key, known_hosts, *addresses = sys.argv[1:]
 
 async def visit(address: str, options: asyncssh.SSHClientConnectionOptions) -> str:
     async with asyncssh.connect(address, int(port), options=options) as connection:
-        return str((await connection.run("echo hello")).stdout)
+        return str((await connection.run("echo pong")).stdout)
 
 
 async def main() -> None:

@@ -12,7 +12,7 @@ nodes = tuple(
 )
 outcomes = run_on_nodes(
     Fleet(nodes),
-    lambda session: session.run(["echo", "hello"]).output,
+    lambda session: session.run(["echo", "pong"]).output,
     directory=Path(),
     known_hosts=[Path(known_hosts)],
     connect_deadline_s=60,

@@ -1,4 +1,4 @@
-"""One command on every node through csdctl's pool; writes each answer as it comes, and what that took."""
+"""One command on every node through csdctl's pool; prints outputs as they arrive, then delay and memory."""
 
 import resource
 import sys
@@ -17,8 +17,8 @@ answered_s: list[float] = []
 shown_s: list[float] = []
 
 
-def greet(session: Session) -> str:
-    output = session.run(["echo", "hello"]).output
+def ping(session: Session) -> str:
+    output = session.run(["echo", "pong"]).output
     answered_s.append(time.monotonic())
     return output
 
@@ -30,11 +30,11 @@ def show(outcome: Outcome[str]) -> None:
 
 run_on_nodes(
     Fleet(nodes),
-    greet,
+    ping,
     directory=Path(),
     known_hosts=[Path(known_hosts)],
     connect_deadline_s=60,
     on_done=show,
 )
 peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-print(f"first shown after its answer: {shown_s[0] - min(answered_s):.3f} s; peak memory: {peak_mb:.0f} MB")
+print(f"first output shown after: {shown_s[0] - min(answered_s):.3f} s; peak memory: {peak_mb:.0f} MB")

@@ -1,11 +1,11 @@
-"""One trial whose batch sizes change on the way: the speed of many plans after one start of TensorFlow.
+"""One trial with changing batch sizes: the speed of many plans with one start of TensorFlow.
 
     python grid_client.py JOB PLAN VISITS
 
-VISITS is JSON, [[[batch size of each rank], number of steps], …]; writes JSON, for each visit the seconds of
-its steps. The ranks, links and sums are those of csdctl's trials. Only the worker that is sent makes its
-random samples by the visits, whatever the batch sizes of the plan, and on rank 0 writes down when each step
-begins.
+VISITS is JSON, [[[batch size of each rank], number of steps], …]; prints JSON: for each visit the seconds of
+its steps. The ranks, links and sums are those of csdctl's trials. Only the worker that is sent differs: it
+generates random samples as the visits require, whatever the plan's batch sizes, and on rank 0 records when
+each step begins.
 """
 
 import io
@@ -53,7 +53,7 @@ SyntheticReader = VisitingReader
 
 
 def pack_visiting_worker(visits: list[tuple[list[int], int]], times: Path) -> bytes:
-    """csdctl's worker, with another reader of random samples."""
+    """Return csdctl's worker with another reader of random samples."""
     packed = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(pack_worker())) as source, zipfile.ZipFile(packed, "w") as target:
         for entry in source.infolist():
@@ -69,7 +69,7 @@ def main() -> None:
     counts = [num_steps for _, num_steps in visits]
     times = Path("grid_times.txt").absolute()
     times.unlink(missing_ok=True)
-    # A step ends when the next one begins: one more for the last.
+    # A step ends when the next step begins: add a step after the last.
     num_steps = sum(counts) + 1
     packed = pack_visiting_worker([*visits, (visits[-1][0], 1)], times)
     with open_workspace(Path.cwd(), load_fleet(Path("fleet.yaml")), "tune", is_locking=True) as space:

@@ -1,8 +1,8 @@
-"""What a user of Horovod writes: DistributedOptimizer in a custom loop, one batch size a rank.
+"""A typical Horovod program: DistributedGradientTape in a custom loop, one batch size per rank.
 
     mpirun … python horovod_client.py SECONDS BATCH_SIZES       such as 30 128,32,32,32,32
 
-Rank 0 prints samples/s over all ranks. Random pictures: the time of a step does not depend on them.
+Rank 0 prints samples/s over all ranks. Random images: the time of a step does not depend on them.
 """
 
 import os
@@ -43,21 +43,21 @@ def step(images, labels, first):
     return loss
 
 
-def one(first=False):
+def run_step(first=False):
     chosen = generator.integers(0, 1000, size)
     step(images[chosen], labels[chosen], first)
 
 
-one(first=True)
+run_step(first=True)
 for _ in range(WARM_UP_STEPS):
-    one()
+    run_step()
 started = time.perf_counter()
 steps = 0
-going = True
-while going:
-    one()
+is_running = True
+while is_running:
+    run_step()
     steps += 1
-    going = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
+    is_running = bool(hvd.broadcast(tf.constant(time.perf_counter() - started < seconds), root_rank=0))
 elapsed = time.perf_counter() - started
 if hvd.rank() == 0:
     print(f"samples_per_s {steps * sum(sizes) / elapsed:.1f} steps {steps}", flush=True)

@@ -24,7 +24,7 @@ def run(*arguments: str, is_debugging: bool = False) -> tuple[int, str]:
 def test_error_is_a_message_with_a_remedy_and_an_exit_code() -> None:
     code, shown = run("discover", "--dry-run")
     assert code == ExitCode.BAD_INPUT
-    assert shown.startswith("error: --dry-run and --force are about writing the fleet file")
+    assert shown.startswith("error: --dry-run and --force apply only when the fleet file is written")
     assert "  → add the source to write it from" in shown
     assert "Traceback" not in shown
 

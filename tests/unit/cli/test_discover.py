@@ -33,7 +33,7 @@ HOST = replace(CSD, name="host", cpu_model="AMD EPYC", drives=(Drive("/dev/nvme4
 
 
 def result_of(*machines: Facts, failed: dict[str, CsdctlError] | None = None) -> DiscoverResult:
-    facts = {one.name: one for one in (HOST, *machines)}
+    facts = {machine.name: machine for machine in (HOST, *machines)}
     nodes = tuple(Node(name, f"10.0.0.{number}") for number, name in enumerate(facts) if name != "host")
     return DiscoverResult(Fleet(nodes), facts, failed or {}, (), Path("fleet.facts.json"))
 
@@ -81,7 +81,7 @@ class TestTable:
         ]
         result = result_of(*machines)
         failed: dict[str, CsdctlError] = {
-            one.name: HostKeyError(f"shows key {one.name}") for one in machines if one.problem
+            machine.name: HostKeyError(f"shows key {machine.name}") for machine in machines if machine.problem
         }
         text = shown(replace(result, failed=failed))
         assert len(text.splitlines()) < 2 * MAX_LINES + 60
@@ -139,8 +139,8 @@ class TestSources:
         ("arguments", "message"),
         [
             (["--cidr", "127.0.9.0/30", "--inventory", "x"], "one source, received 2"),
-            (["--interface", "lo"], "--interface is about machines that --cidr finds"),
-            (["--port", "22", "--inventory", "hosts"], "--port is about machines that --cidr finds"),
+            (["--interface", "lo"], "--interface applies only to machines that --cidr finds"),
+            (["--port", "22", "--inventory", "hosts"], "--port applies only to machines that --cidr finds"),
             (["--dry-run"], "--cidr, --inventory or --ssh-config"),
             (["--force", "--inventory", "nowhere"], "nowhere does not exist"),
             (["--force", "--ssh-config", "nowhere"], "nowhere does not exist"),
@@ -148,9 +148,7 @@ class TestSources:
             (["--inventory", "hosts"], "fleet.yaml already exists"),
         ],
     )
-    def test_bad_options_end_with_exit_code_2(
-        self, tmp_path: Path, arguments: list[str], message: str
-    ) -> None:
+    def test_bad_options_exit_with_code_2(self, tmp_path: Path, arguments: list[str], message: str) -> None:
         (tmp_path / "hosts").write_text("csd0\n")
         (tmp_path / "fleet.yaml").write_text("nodes: []\n")
         ended = csdctl(tmp_path, "discover", *arguments)

@@ -49,7 +49,7 @@ def test_page_shows_what_the_command_prints() -> None:
 def test_verdict_names_nodes_that_are_worth_it() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24]))
     assert "24 nodes: worth it" in text
-    assert "the smallest number that is worth it: 2 nodes" in text
+    assert "worth it from 2 nodes" in text
     assert "published figures" in text
 
 
@@ -65,11 +65,11 @@ def test_verdict_names_energy_that_is_not_saved() -> None:
     text = shown(Network.MOBILENETV2, ForecastRequest([24], power=Power(300, 40)))
     assert "NOT worth it" in text
     assert "no less than on the host alone" in text
-    assert "least energy for a sample: 0 nodes" in text
+    assert "lowest energy per sample with 0 nodes" in text
 
 
 def test_advice_names_the_number_beyond_which_nodes_add_little() -> None:
-    assert "one more adds less than 10% of its own speed" in shown(
+    assert "each further node adds less than 10% of its own speed" in shown(
         Network.MOBILENETV2, ForecastRequest([100], node_sum_s=0.5)
     )
     assert "no node adds 10% of its own speed" in shown(
@@ -83,7 +83,7 @@ def test_thousand_rows_are_thinned_out_in_the_table_only() -> None:
     assert len(text.splitlines()) < 60
     assert "│     1 │" in text
     assert "│  1000 │" in text
-    assert "--json has them all" in text
+    assert "--json lists all" in text
     assert len(document(Network.SQUEEZENET, request)["curve"]) == 1000
 
 
@@ -132,7 +132,7 @@ def test_command_reads_the_plan_of_tune(tmp_path: Path, monkeypatch: pytest.Monk
     done = invoke("--nodes", "10", "--samples", "1000")
     assert done.exit_code == 0
     assert "job (emulated figures)" in done.stdout
-    assert "the job: 3,000 samples, epochs 3" in done.stdout
+    assert "job: 3,000 samples, epochs: 3" in done.stdout
     assert "200" in done.stdout
     assert "assumption: with more nodes than 1" in done.stdout
 

@@ -1,4 +1,4 @@
-"""`csdctl measurements`: the tables, the JSON document, and forgetting."""
+"""`csdctl measurements`: the tables, the JSON document, and deleting measurements."""
 
 import json
 from dataclasses import replace
@@ -43,7 +43,7 @@ TRIAL = TrialMeasurement(
 
 @pytest.fixture
 def project(tmp_path: Path) -> ProjectDirectory:
-    """With measurements of a model."""
+    """A project with measurements of a model."""
     project = ProjectDirectory(tmp_path)
     with open_measurements(project.measurements) as store:
         probes = [ProbeMeasurement(ONE, size, 1_700_000_000.0, size / 20, 3) for size in (4, 16)]
@@ -73,8 +73,8 @@ def shown(project: ProjectDirectory, width: int = 100) -> str:
 
 
 def words(text: str, *wanted: str) -> list[str]:
-    """The words of the first line that holds all of `wanted`."""
-    return next(line for line in text.splitlines() if all(one in line for one in wanted)).split()
+    """Return the words of the first line that contains all of `wanted`."""
+    return next(line for line in text.splitlines() if all(word in line for word in wanted)).split()
 
 
 class TestTable:
@@ -135,7 +135,7 @@ class TestDocument:
         document = json.loads(json.dumps(measurements_document(load_measurements(project), "here")))
         assert (document["schema"], document["path"]) == ("csdctl.measurements/1", "here")
         assert document["machine_classes"][CSD.key]["name"] == CSD.name
-        probed = next(one for one in document["probes"] if one["settings"]["threads"] == 4)
+        probed = next(probe for probe in document["probes"] if probe["settings"]["threads"] == 4)
         assert (probed["model"]["hash"], probed["machine_class"]) == (MODEL.hash, CSD.key)
         assert (probed["best_batch_size"], probed["best_samples_per_s"], probed["too_large"]) == (
             4,
@@ -157,29 +157,29 @@ class TestDocument:
 
 
 class TestForgetting:
-    def test_model_is_forgotten_after_confirmation(self, project: ProjectDirectory) -> None:
-        asked: list[str] = []
-        forgotten = forget_measurements(project, "MobileNetV2", asked.append)
-        assert asked == ["Forget what was measured of MobileNetV2 (aaaaaaaa)?"]
+    def test_model_is_deleted_after_confirmation(self, project: ProjectDirectory) -> None:
+        questions: list[str] = []
+        forgotten = forget_measurements(project, "MobileNetV2", questions.append)
+        assert questions == ["Delete the measurements of MobileNetV2 (aaaaaaaa)?"]
         assert (forgotten.num_probes, forgotten.num_trials) == (4, 1)
         assert "star" in shown(project)
 
-    def test_nothing_is_forgotten_without_confirmation(self, project: ProjectDirectory) -> None:
+    def test_nothing_is_deleted_without_confirmation(self, project: ProjectDirectory) -> None:
         def refuse(question: str) -> None:
             raise InputError(question)
 
         before = shown(project)
-        for wanted in ("MobileNetV2", "all"):
-            with pytest.raises(InputError, match="Forget"):
-                forget_measurements(project, wanted, refuse)
+        for selection in ("MobileNetV2", "all"):
+            with pytest.raises(InputError, match="Delete"):
+                forget_measurements(project, selection, refuse)
         assert shown(project) == before
 
-    def test_everything_is_forgotten(self, project: ProjectDirectory) -> None:
+    def test_everything_is_deleted(self, project: ProjectDirectory) -> None:
         forget_measurements(project, "all", lambda question: None)
-        assert "nothing was measured yet" in shown(project)
+        assert "no measurements yet" in shown(project)
 
     @pytest.mark.parametrize("damage", ["damaged", "newer"])
-    def test_unreadable_file_can_be_forgotten(self, project: ProjectDirectory, damage: str) -> None:
+    def test_unreadable_file_can_be_deleted(self, project: ProjectDirectory, damage: str) -> None:
         if damage == "damaged":
             project.measurements.write_bytes(b"no database")
         else:
@@ -187,9 +187,9 @@ class TestForgetting:
                 connection.execute(f"PRAGMA user_version = {SCHEMA + 1}")
         with pytest.raises(InputError):
             load_measurements(project)
-        asked: list[str] = []
-        forget_measurements(project, "all", asked.append)
-        assert asked[0].endswith("Remove it?")
+        questions: list[str] = []
+        forget_measurements(project, "all", questions.append)
+        assert questions[0].endswith("Remove it?")
         assert not project.measurements.exists()
 
 
@@ -197,7 +197,7 @@ class TestCommand:
     def test_project_without_measurements_gets_a_message_and_no_file(self, tmp_path: Path) -> None:
         done = csdctl(tmp_path, "measurements")
         assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == "nothing was measured yet: `csdctl tune` keeps what it measures\n"
+        assert done.stdout == "no measurements yet: `csdctl tune` stores what it measures\n"
         assert list(tmp_path.iterdir()) == []
 
     def test_measurements_are_shown_as_json(self, project: ProjectDirectory) -> None:
@@ -205,7 +205,7 @@ class TestCommand:
         assert (done.returncode, done.stderr) == (0, "")
         assert json.loads(done.stdout)["path"] == ".csdctl/measurements.sqlite"
 
-    def test_without_a_terminal_forgetting_needs_yes(self, project: ProjectDirectory) -> None:
+    def test_without_a_terminal_deleting_needs_yes(self, project: ProjectDirectory) -> None:
         done = csdctl(project.root, "measurements", "--forget", "all")
         assert done.returncode == 2
         assert "confirm with --yes" in done.stderr

@@ -120,7 +120,7 @@ def test_lock_of_a_killed_csdctl_is_released(session: LocalSession, tmp_path: Pa
 
 
 @pytest.mark.fault(35)
-def test_lock_whose_holder_vanished_with_the_host_is_taken_over(
+def test_lock_of_a_holder_that_died_with_its_host_is_taken_over(
     session: LocalSession, tmp_path: Path
 ) -> None:
     """After a power cut of the host the locking program still waits; its csdctl is of an earlier boot."""

@@ -1,4 +1,4 @@
-"""ε against closed forms, and what of a run's events counts as released."""
+"""ε against closed forms, and which of a run's events count as releases."""
 
 import math
 from collections.abc import Iterable
@@ -52,7 +52,7 @@ def test_epsilon_is_that_of_the_gaussian_mechanism_with_all_sums_at_once(
     assert delta_of(epsilon, multiplier, 2 * math.sqrt(count)) == pytest.approx(NOISE.delta, rel=1e-4)
 
 
-def test_many_sums_equal_one_with_less_noise() -> None:
+def test_many_sums_equal_one_sum_with_less_noise() -> None:
     assert compute_epsilon(NOISE, 16) == pytest.approx(
         compute_epsilon(replace(NOISE, noise_multiplier=8.0 / 4), 1)
     )

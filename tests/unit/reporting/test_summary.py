@@ -82,7 +82,7 @@ def without(event_type: type[Event], rank: int) -> list[Event]:
 
 
 def without_speed(rank: int) -> dict[str, Any]:
-    ranks = [dict(one) for one in MANIFEST["plan"]["ranks"]]
+    ranks = [dict(rank) for rank in MANIFEST["plan"]["ranks"]]
     del ranks[rank]["samples_per_s"]
     return {**MANIFEST, "plan": {**MANIFEST["plan"], "ranks": ranks}}
 
@@ -167,7 +167,9 @@ def test_missing_rate_of_a_rank_means_no_efficiency(rank: int) -> None:
 
 
 def joined(rank: int, *members: int) -> Joined:
-    return Joined(rank, NODES[rank], 2, 2, 0, 10, 10, {str(one): 10 for one in members}, "star", 0.1, 100)
+    return Joined(
+        rank, NODES[rank], 2, 2, 0, 10, 10, {str(member): 10 for member in members}, "star", 0.1, 100
+    )
 
 
 LOST: list[Event] = [

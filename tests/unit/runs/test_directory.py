@@ -12,7 +12,7 @@ from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready
 EVENTS = [
     Ready(0, "host", 10, 0.5),
     Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1),
-    Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "mend it", 2),
+    Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "fix it", 2),
     Finished(0, "host", 1, 4, "hash", 1 << 20),
 ]
 
@@ -45,7 +45,7 @@ class TestFindingRuns:
     def test_new_run_has_a_unique_id_that_starts_with_the_time(self, project: ProjectDirectory) -> None:
         ids = {project.new_run().run_id for _ in range(5)}
         assert len(ids) == 5
-        assert all(re.fullmatch(r"\d{8}-\d{6}-\d{6}", one) for one in ids)
+        assert all(re.fullmatch(r"\d{8}-\d{6}-\d{6}", run_id) for run_id in ids)
 
     def test_run_is_found_by_its_id(self, project: ProjectDirectory, run: RunDirectory) -> None:
         assert project.find_run(run.run_id) == run
@@ -58,7 +58,7 @@ class TestFindingRuns:
         assert project.find_run(None).run_id == "20260102-000000-0000"
 
     @pytest.mark.parametrize("run_id", ["20260101-000000-aaaa", "..", "../plans", "."])
-    def test_unknown_run_is_refused_with_the_known_runs(
+    def test_unknown_run_is_rejected_with_the_known_runs(
         self, project: ProjectDirectory, run: RunDirectory, run_id: str
     ) -> None:
         with pytest.raises(InputError, match=f"no run '{re.escape(run_id)}'") as raised:

@@ -19,7 +19,8 @@ def test_commands_append_their_traffic_and_it_round_trips(tmp_path: Path) -> Non
         ledger.add({("host", "csd0", "code"): 1})
         ledger.save()
     found = [
-        (one.command, one.run, one.sender, one.receiver, one.kind, one.num_bytes) for one in read_ledger(path)
+        (entry.command, entry.run, entry.sender, entry.receiver, entry.kind, entry.num_bytes)
+        for entry in read_ledger(path)
     ]
     assert found == [("prepare", "", "host", "csd0", "code", 6), ("train", "r1", "host", "csd0", "code", 71)]
 

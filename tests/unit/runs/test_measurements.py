@@ -64,9 +64,9 @@ class TestProbes:
             assert other.probes(MODEL.hash, "recipe", CSD.key) == PROBES
             assert other.models() == [MODEL]
 
-    def test_probe_out_of_memory_is_kept(self, store: MeasurementStore) -> None:
+    def test_probe_out_of_memory_is_stored(self, store: MeasurementStore) -> None:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
-        assert [one.has_fitted for one in store.probes(MODEL.hash, "recipe", CSD.key)] == [
+        assert [probe.has_fitted for probe in store.probes(MODEL.hash, "recipe", CSD.key)] == [
             True,
             True,
             False,
@@ -79,7 +79,7 @@ class TestProbes:
         assert store.probes(MODEL.hash, "other", CSD.key) == []
         assert store.probes(MODEL.hash, "recipe", HOST.key) == []
 
-    def test_only_the_newest_of_one_size_and_settings_are_kept(self, store: MeasurementStore) -> None:
+    def test_only_the_newest_probes_of_a_size_and_settings_are_kept(self, store: MeasurementStore) -> None:
         many = [replace(PROBES[0], measured_at=float(k)) for k in range(NUM_KEPT + 7)]
         store.add_probes(MODEL, "recipe", CSD, [*many, PROBES[1]])
         kept = store.probes(MODEL.hash, "recipe", CSD.key)
@@ -92,11 +92,14 @@ class TestProbes:
 
 
 class TestNeighbours:
-    def test_nearest_come_first_with_their_probes(self, store: MeasurementStore) -> None:
+    def test_nearest_neighbours_come_first_with_their_probes(self, store: MeasurementStore) -> None:
         for model in (FAR, MODEL, OTHER):
             store.add_probes(model, "recipe", CSD, PROBES)
         found = store.neighbours(MODEL, "recipe", CSD.key)
-        assert [(one.model, one.recipe) for one in found] == [(OTHER, "recipe"), (FAR, "recipe")]
+        assert [(neighbour.model, neighbour.recipe) for neighbour in found] == [
+            (OTHER, "recipe"),
+            (FAR, "recipe"),
+        ]
         assert 0 < found[0].distance < found[1].distance
         assert found[0].probes == tuple(PROBES)
 
@@ -104,9 +107,11 @@ class TestNeighbours:
         store.add_probes(MODEL, "adam", CSD, PROBES)
         store.add_probes(OTHER, "recipe", CSD, PROBES)
         found = store.neighbours(MODEL, "recipe", CSD.key, limit=1)
-        assert [(one.model, one.recipe, one.distance) for one in found] == [(MODEL, "adam", 0.0)]
+        assert [(neighbour.model, neighbour.recipe, neighbour.distance) for neighbour in found] == [
+            (MODEL, "adam", 0.0)
+        ]
 
-    def test_other_machines_and_models_that_never_fitted_are_no_neighbours(
+    def test_other_machines_and_models_that_never_fitted_are_not_neighbours(
         self, store: MeasurementStore
     ) -> None:
         store.add_probes(OTHER, "recipe", HOST, PROBES)
@@ -117,7 +122,7 @@ class TestNeighbours:
         for letter in "dcbe":
             store.add_probes(replace(MODEL, hash=letter * 64), "recipe", CSD, PROBES)
         found = store.neighbours(MODEL, "recipe", CSD.key, limit=4)
-        assert [one.model.hash[0] for one in found] == ["b", "c", "d", "e"]
+        assert [neighbour.model.hash[0] for neighbour in found] == ["b", "c", "d", "e"]
 
 
 class TestCollectivesAndTrials:
@@ -139,7 +144,7 @@ class TestCollectivesAndTrials:
 
 
 class TestForgetting:
-    def test_one_model_is_forgotten_and_the_others_stay(self, store: MeasurementStore) -> None:
+    def test_one_model_is_deleted_and_the_others_stay(self, store: MeasurementStore) -> None:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         store.add_probes(OTHER, "recipe", CSD, PROBES)
         store.add_trial(MODEL, "recipe", FLEET, TRIAL)
@@ -149,7 +154,7 @@ class TestForgetting:
         assert store.models() == [OTHER]
         assert store.collectives(FLEET.key)
 
-    def test_everything_is_forgotten(self, path: Path, store: MeasurementStore) -> None:
+    def test_everything_is_deleted(self, path: Path, store: MeasurementStore) -> None:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         store.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
         assert store.forget(None).num_collectives == 1
@@ -169,7 +174,7 @@ class TestForgetting:
         self, store: MeasurementStore, wanted: str
     ) -> None:
         store.add_probes(OTHER, "recipe", CSD, PROBES)
-        with pytest.raises(InputError, match="no model") as raised:
+        with pytest.raises(InputError, match="no measurements of model") as raised:
             store.find_models(wanted)
         assert "mine.py:build" in raised.value.remedy
 
@@ -209,7 +214,7 @@ class TestSeveralProcesses:
         assert [writer.wait(120) for writer in writers] == [0, 0]
         with open_measurements(path) as store:
             known = store.probes(MODEL.hash, "recipe", CSD.key)
-        assert sorted((one.batch_size, one.num_steps) for one in known) == [
+        assert sorted((probe.batch_size, probe.num_steps) for probe in known) == [
             (who, number) for who in (1, 2) for number in range(20)
         ]
         assert [file.name for file in path.parent.iterdir()] == [path.name]
@@ -220,7 +225,7 @@ class TestSeveralProcesses:
             connection.execute("INSERT INTO models VALUES ('x', 'x', 0, 0, 0, 0)")
             assert store.models() == []
         writer.close()
-        assert [one.hash for one in store.models()] == ["x"]
+        assert [model.hash for model in store.models()] == ["x"]
 
     def test_write_that_fails_half_way_is_not_kept(self, path: Path, store: MeasurementStore) -> None:
         unusable = replace(PROBES[1], batch_size=None)  # type: ignore[arg-type]
@@ -245,12 +250,12 @@ class TestSeveralProcesses:
 
 
 def messages_when_measuring(path: Path) -> list[str]:
-    """What `tune` would print about the measurements at `path`; it can write in any case."""
-    said: list[str] = []
-    with open_measurements_to_write(path, said.append) as store:
+    """Return what `tune` would print about the measurements at `path`, which it can replace."""
+    messages: list[str] = []
+    with open_measurements_to_write(path, messages.append) as store:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         assert set(PROBES) <= set(store.probes(MODEL.hash, "recipe", CSD.key))
-    return said
+    return messages
 
 
 class TestTroubles:
@@ -281,8 +286,8 @@ class TestTroubles:
             open_measurements(path),
         ):
             pass
-        (said,) = messages_when_measuring(path)
-        assert "kept as measurements.sqlite.bak" in said
+        (message,) = messages_when_measuring(path)
+        assert "kept as measurements.sqlite.bak" in message
         assert path.with_name("measurements.sqlite.bak").read_bytes() == content
         assert messages_when_measuring(path) == []
 
@@ -308,13 +313,13 @@ class TestTroubles:
     def test_missing_table_does_not_stop_measuring(self, path: Path, store: MeasurementStore) -> None:
         with store.file.writing() as connection:
             connection.execute("DROP TABLE collectives")
-        said: list[str] = []
-        with open_measurements_to_write(path, said.append) as lenient:
+        messages: list[str] = []
+        with open_measurements_to_write(path, messages.append) as lenient:
             assert lenient.collectives(FLEET.key) == []
             lenient.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
-        assert [one.partition(":")[0] for one in said] == [
+        assert [message.partition(":")[0] for message in messages] == [
             "earlier measurements are not used",
-            "measurements are not kept",
+            "measurements are not stored",
         ]
         with pytest.raises(CsdctlError, match="no such table"):
             store.collectives(FLEET.key)
@@ -332,16 +337,16 @@ class TestTroubles:
         store.add_probes(MODEL, "recipe", CSD, PROBES)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         many = [replace(PROBES[0], batch_size=size) for size in range(1, 2000)]
-        said: list[str] = []
+        messages: list[str] = []
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 4096, limits[1]))
         try:
             with pytest.raises(CsdctlError, match="cannot be used") as raised:
                 store.add_probes(MODEL, "recipe", CSD, many)
-            MeasurementStore(store.file, said.append).add_probes(MODEL, "recipe", CSD, many)
+            MeasurementStore(store.file, messages.append).add_probes(MODEL, "recipe", CSD, many)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "free some disk space" in raised.value.remedy
-        assert "measurements are not kept" in said[0]
+        assert "measurements are not stored" in messages[0]
         assert store.probes(MODEL.hash, "recipe", CSD.key) == PROBES
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

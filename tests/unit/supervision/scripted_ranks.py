@@ -178,7 +178,7 @@ class Fleet:
 
     @property
     def groups(self) -> list[tuple[int, ...]]:
-        """The groups in the order in which rank 0 was told to form them."""
+        """The groups in the order in which rank 0 was ordered to form them."""
         return [
             order.ranks
             for process in self.processes
@@ -247,7 +247,7 @@ class Fleet:
             member.exit(is_clean=True)
 
     def lose_rank_1_early(self) -> None:
-        """Let rank 1 be killed in the first group, long before anything else happens."""
+        """Let rank 1 be killed in the first group, long before any other event."""
         self.scripts[1] = lambda fleet: fleet.rank(1).exit("killed by signal 9")
 
     def _record(self, event: Event) -> None:
@@ -283,7 +283,11 @@ class Fleet:
 
     def assert_nothing_left(self) -> None:
         """Check that no process of a rank is open, no restart is attempted and no mpirun runs."""
-        left = [f"rank {one.rank}" for one in self.processes if not (one.is_closed or one.has_exited)]
+        left = [
+            f"rank {process.rank}"
+            for process in self.processes
+            if not (process.is_closed or process.has_exited)
+        ]
         assert not left, f"not closed: {left}"
         for thread in threading.enumerate():
             if thread.name.startswith("restart rank"):

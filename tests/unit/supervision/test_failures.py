@@ -41,7 +41,7 @@ def test_run_with_too_few_nodes_lists_the_losses_and_how_to_resume() -> None:
     assert error.remedy.endswith("csdctl train --resume 20261122-100000")
 
 
-def test_run_without_checkpoints_is_not_to_be_resumed() -> None:
+def test_run_without_checkpoints_does_not_suggest_resuming() -> None:
     error = failures.ranks_missing(3, LOSSES)
     assert error.message == "all 3 ranks are required; lost:\n  csd0: no power\n  csd1: no network"
     assert "resume" not in error.remedy

@@ -1,4 +1,4 @@
-"""What the events of its members say about a group."""
+"""The state of a group that follows from its members' events."""
 
 import pytest
 
@@ -12,28 +12,28 @@ def group() -> GroupState:
 
 
 def test_progress_of_any_rank_counts_and_waiting_does_not(group: GroupState) -> None:
-    group.note_arrival(WaitingFor(0, "host", ("csd0",)), now=110.0)
+    group.record_arrival(WaitingFor(0, "host", ("csd0",)), now=110.0)
     assert group.last_progress == 100.0
-    group.note_arrival(Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2), now=111.0)
+    group.record_arrival(Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2), now=111.0)
     assert group.last_progress == 111.0
 
 
 def test_only_an_answer_after_the_ping_drops_the_ping(group: GroupState) -> None:
-    group.note_arrival(Pong(1, "csd0", 2), now=101.0)
+    group.record_arrival(Pong(1, "csd0", 2), now=101.0)
     group.pinged = {1: 102.0, 2: 102.0}
-    group.note_arrival(Pong(2, "csd1", 2), now=103.0)
+    group.record_arrival(Pong(2, "csd1", 2), now=103.0)
     group.drop_answered_pings()
     assert group.pinged == {1: 102.0}
 
 
 def test_rank_that_becomes_ready_has_answered(group: GroupState) -> None:
-    group.note_arrival(Ready(3, "csd2", 100, 0.1), now=105.0)
+    group.record_arrival(Ready(3, "csd2", 100, 0.1), now=105.0)
     assert group.has_answered_since(3, 105.0)
     assert not group.has_answered_since(1, 100.0)
     assert group.answer_delays_s(since=104.0) == [1.0]
 
 
 def test_lost_link_of_an_earlier_generation_does_not_count(group: GroupState) -> None:
-    group.note_arrival(LinkLost(1, "csd0", 1, 1, 3), now=101.0)
-    group.note_arrival(LinkLost(2, "csd1", 2, 1, 3), now=101.0)
+    group.record_arrival(LinkLost(1, "csd0", 1, 1, 3), now=101.0)
+    group.record_arrival(LinkLost(2, "csd1", 2, 1, 3), now=101.0)
     assert group.unlinked == {2}

@@ -12,7 +12,7 @@ from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 pytestmark = pytest.mark.timeout(10)
 
 
-def test_rank_that_others_wait_for_and_that_does_not_answer_is_lost(fleet: Fleet) -> None:
+def test_rank_that_does_not_answer_while_others_wait_is_lost(fleet: Fleet) -> None:
     def hang(fleet: Fleet) -> None:
         fleet.rank(2).is_hung = True
         fleet.rank(0).wait_for("csd0", "csd1")

@@ -1,4 +1,4 @@
-"""The order in which messages are handled, and what an interrupt leaves to be handled again."""
+"""The order in which messages are handled, and the message to handle again after an interrupt."""
 
 import pytest
 
@@ -23,13 +23,13 @@ class Source:
     def receive(self, timeout_s: float) -> RankMessage | Restarted | None:
         return self.messages.pop(0) if self.messages else None
 
-    def note_arrival(self, message: RankMessage | Restarted) -> None:
+    def record_arrival(self, message: RankMessage | Restarted) -> None:
         if self.is_interrupted:
             raise KeyboardInterrupt
         self.arrived.append(message)
 
     def inbox(self) -> Inbox:
-        return Inbox(self.receive, self.note_arrival)
+        return Inbox(self.receive, self.record_arrival)
 
 
 def test_postponed_messages_come_first_and_arrive_once() -> None:
@@ -43,7 +43,7 @@ def test_postponed_messages_come_first_and_arrive_once() -> None:
     assert source.arrived == [message(1), message(2), message(3)]
 
 
-def test_restart_arrives_and_is_no_message_to_handle() -> None:
+def test_restart_arrives_but_is_not_a_message_to_handle() -> None:
     source = Source(Restarted(1), message(1))
     inbox = source.inbox()
     assert [inbox.next(0.0), inbox.next(0.0)] == [None, message(1)]

@@ -64,7 +64,7 @@ def test_interrupt_while_regrouping_ends_everything(fleet: Fleet) -> None:
     assert not orders_of(fleet.rank(0), Stop)
 
 
-def test_restarted_rank_0_is_told_again_to_stop(fleet: Fleet) -> None:
+def test_restarted_rank_0_receives_stop_again(fleet: Fleet) -> None:
     def interrupt(event: Event) -> None:
         if isinstance(event, Progress):
             press_ctrl_c()

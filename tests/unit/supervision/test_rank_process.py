@@ -17,7 +17,7 @@ FINISHED = Finished(1, "csd0", 1, 2, "", 3)
 
 
 class AttachedRank:
-    """A rank on a fake worker: finishes when told to stop, and is ready for probes once released."""
+    """A rank on a fake worker: finishes when ordered to stop, and is ready for probes once released."""
 
     def __init__(self, tmp_path: Path, *, is_damaged: bool = False) -> None:
         self._is_damaged = is_damaged

@@ -1,4 +1,4 @@
-"""Which messages arrive when a rank's process is dropped and another one takes its place."""
+"""Which messages arrive when a rank's process is dropped and another process takes its place."""
 
 import threading
 from collections.abc import Callable, Iterator

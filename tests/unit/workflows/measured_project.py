@@ -51,7 +51,7 @@ SIZES = (4, 8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class MeasuredProject:
-    """What a test uses of the project."""
+    """The parts of the project that tests use."""
 
     job: Job
     project: ProjectDirectory
@@ -172,7 +172,7 @@ def remember_trial(at: MeasuredProject, sizes: Sequence[int] = (128, 16, 16)) ->
 
 
 def remember_all(at: MeasuredProject) -> None:
-    """Store what a tuning leaves: probes of host and nodes, sums, a trial."""
+    """Store the measurements of a tuning run: probes of host and nodes, sums, a trial."""
     remember_probes(at)
     remember_sums(at)
     remember_trial(at)

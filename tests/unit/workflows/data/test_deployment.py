@@ -1,4 +1,4 @@
-"""Deploying trees: what is packed, and what becomes of nodes that fail."""
+"""Deploying trees: what is packed, and the results of nodes that fail."""
 
 import socket
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Sample data: real IDX files, small generated files, and Debian's package, really downloaded."""
+"""Sample data: real IDX files, small generated files, and Debian's package, downloaded with apt."""
 
 import gzip
 import shutil
@@ -32,7 +32,7 @@ def write_idx(path: Path, array: np.ndarray) -> None:
 
 
 def write_files(directory: Path, label: int = 3) -> Path:
-    """Four files of the right shapes with black pictures, all of class `label`."""
+    """Four files of the right shapes with black images, all of class `label`."""
     directory.mkdir(parents=True, exist_ok=True)
     for name, num_samples in (("train", NUM_TRAIN), ("t10k", NUM_TEST)):
         write_idx(directory / f"{name}-images-idx3-ubyte.gz", np.zeros((num_samples, 28, 28)))
@@ -62,17 +62,17 @@ class TestIdxFiles:
         write_idx(tmp_path / "a.gz", images)
         assert np.array_equal(read_idx(tmp_path / "a.gz", (2, 3, 4)), images)
 
-    def test_another_number_of_samples_is_refused_with_both_numbers(self, tmp_path: Path) -> None:
+    def test_another_number_of_samples_is_rejected_with_both_numbers(self, tmp_path: Path) -> None:
         write_idx(tmp_path / "a.gz", np.zeros((5, 2, 2)))
         with pytest.raises(InputError, match=r"a\.gz has shape \(5, 2, 2\), expected \(6, 2, 2\)"):
             read_idx(tmp_path / "a.gz", (6, 2, 2))
 
-    def test_labels_are_refused_where_images_are_expected(self, tmp_path: Path) -> None:
+    def test_labels_are_rejected_where_images_are_expected(self, tmp_path: Path) -> None:
         write_idx(tmp_path / "a.gz", np.zeros(6))
         with pytest.raises(InputError, match="starts 00000801, expected 00000803"):
             read_idx(tmp_path / "a.gz", (6, 28, 28))
 
-    def test_missing_data_is_refused(self, tmp_path: Path) -> None:
+    def test_missing_data_is_rejected(self, tmp_path: Path) -> None:
         (tmp_path / "a.gz").write_bytes(gzip.compress(bytes([0, 0, 8, 1, 0, 0, 0, 4, 1, 2, 3])))
         with pytest.raises(InputError, match="has 3 bytes of data, expected 4"):
             read_idx(tmp_path / "a.gz", (4,))
@@ -104,29 +104,29 @@ class TestFetching:
         assert set(dataset.test_labels) == {3}
 
     def test_second_fetch_uses_no_source(self, files: Path, tmp_path: Path) -> None:
-        said: list[str] = []
-        fetch_fashion_mnist(tmp_path, say=said.append, sources=[found_in(files)])
-        fetch_fashion_mnist(tmp_path, say=said.append, sources=[])
-        assert said == []
+        messages: list[str] = []
+        fetch_fashion_mnist(tmp_path, say=messages.append, sources=[found_in(files)])
+        fetch_fashion_mnist(tmp_path, say=messages.append, sources=[])
+        assert messages == []
 
     def test_damaged_cache_is_replaced_and_reported(self, files: Path, tmp_path: Path) -> None:
-        said: list[str] = []
-        fetch_fashion_mnist(tmp_path, say=said.append, sources=[found_in(files)])
+        messages: list[str] = []
+        fetch_fashion_mnist(tmp_path, say=messages.append, sources=[found_in(files)])
         (tmp_path / IMAGES).write_bytes(b"half a file")
-        fetch_fashion_mnist(tmp_path, say=said.append, sources=[found_in(files)])
-        assert len(said) == 1
-        assert str(tmp_path / IMAGES) in said[0]
+        fetch_fashion_mnist(tmp_path, say=messages.append, sources=[found_in(files)])
+        assert len(messages) == 1
+        assert str(tmp_path / IMAGES) in messages[0]
         assert (tmp_path / IMAGES).read_bytes() == (files / IMAGES).read_bytes()
 
     def test_damaged_source_is_skipped(self, files: Path, tmp_path: Path) -> None:
         damaged = shutil.copytree(files, tmp_path / "damaged")
         (damaged / IMAGES).write_bytes(b"half a file")
-        said: list[str] = []
+        messages: list[str] = []
         dataset = fetch_fashion_mnist(
-            tmp_path / "cache", say=said.append, sources=[found_in(damaged), found_in(files)]
+            tmp_path / "cache", say=messages.append, sources=[found_in(damaged), found_in(files)]
         )
         assert len(dataset.train_labels) == NUM_TRAIN
-        assert "trying other sources" in said[0]
+        assert "trying other sources" in messages[0]
 
     def test_sources_are_tried_in_order(self, files: Path, tmp_path: Path) -> None:
         other = write_files(tmp_path / "other", label=7)
@@ -144,11 +144,11 @@ class TestFetching:
         assert "Keras' download: no network either" in raised.value.message
         assert "dataset-fashion-mnist" in raised.value.remedy
 
-    def test_unwritable_cache_does_not_stop_it(self, files: Path, tmp_path: Path) -> None:
+    def test_unwritable_cache_is_not_an_error(self, files: Path, tmp_path: Path) -> None:
         (tmp_path / "cache").write_text("a file where a directory should be")
-        said: list[str] = []
-        fetch_fashion_mnist(tmp_path / "cache", say=said.append, sources=[found_in(files)])
-        assert "could not be cached" in said[0]
+        messages: list[str] = []
+        fetch_fashion_mnist(tmp_path / "cache", say=messages.append, sources=[found_in(files)])
+        assert "could not be cached" in messages[0]
 
     def test_machine_without_apt_is_reported(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("PATH", str(tmp_path))
@@ -162,35 +162,35 @@ class TestFetching:
         )
         assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
-    def test_debian_package_really_arrives_through_apt(self, tmp_path: Path) -> None:
+    def test_debian_package_is_downloaded_with_apt(self, tmp_path: Path) -> None:
         if not shutil.which("apt-get"):
             pytest.skip("NOT TESTED: apt-get is missing, so Debian's package was not downloaded")
-        said: list[str] = []
+        messages: list[str] = []
         try:
-            directory = download_with_apt(tmp_path, said.append)
+            directory = download_with_apt(tmp_path, messages.append)
         except CsdctlError as error:
             warnings.warn(f"NOT TESTED: apt-get could not fetch the package: {error}", stacklevel=1)
             pytest.skip(f"NOT TESTED: apt-get could not fetch the package: {error}")
         dataset = load_fashion_mnist(directory)
         assert np.bincount(dataset.train_labels).tolist() == [6000] * 10
         assert np.bincount(dataset.test_labels).tolist() == [1000] * 10
-        assert "31 MB" in said[0]
+        assert "31 MB" in messages[0]
 
 
 @pytest.fixture
 def dataset() -> FashionMnist:
-    """A numbered sample: the label of each says which it is."""
+    """A numbered sample: the label of each identifies it."""
     images = np.arange(700).reshape(700, 1, 1, 1).astype(np.uint8)
     return FashionMnist(images, np.arange(700), images[:10], np.arange(10))
 
 
 class TestSplit:
-    def test_one_seventh_is_private_and_split_evenly(self, dataset: FashionMnist) -> None:
+    def test_one_seventh_of_the_samples_is_private_and_split_evenly(self, dataset: FashionMnist) -> None:
         split = split_sample(dataset, num_nodes=4, seed=1)
         assert len(split.public) == 600
         assert [len(private) for private in split.private] == [25, 25, 25, 25]
 
-    def test_uneven_rest_differs_by_one_sample_at_most(self, dataset: FashionMnist) -> None:
+    def test_private_parts_differ_by_one_sample_at_most(self, dataset: FashionMnist) -> None:
         split = split_sample(dataset, num_nodes=7, seed=1)
         assert sorted(len(private) for private in split.private) == [14] * 5 + [15] * 2
 
@@ -203,12 +203,12 @@ class TestSplit:
         public = split_sample(dataset, num_nodes=3, seed=1).public
         assert np.array_equal(public.images.ravel(), public.labels.astype(np.uint8))
 
-    def test_same_seed_splits_the_same_way_and_another_does_not(self, dataset: FashionMnist) -> None:
+    def test_split_depends_only_on_the_seed(self, dataset: FashionMnist) -> None:
         first, again, other = (split_sample(dataset, num_nodes=3, seed=seed) for seed in (1, 1, 2))
         assert np.array_equal(first.public.labels, again.public.labels)
         assert not np.array_equal(first.public.labels, other.public.labels)
 
-    def test_all_can_be_public(self, dataset: FashionMnist) -> None:
+    def test_all_samples_can_be_public(self, dataset: FashionMnist) -> None:
         split = split_sample(dataset, num_nodes=2, private_fraction=0, seed=1)
         assert len(split.public) == 700
         assert [len(private) for private in split.private] == [0, 0]
@@ -217,7 +217,7 @@ class TestSplit:
         assert split_sample(dataset, num_nodes=2, seed=1).validation.labels.tolist() == list(range(10))
 
     @pytest.mark.parametrize(("num_nodes", "fraction"), [(0, 0.1), (2, 1.0), (2, -0.1)])
-    def test_impossible_split_is_refused(
+    def test_impossible_split_is_rejected(
         self, dataset: FashionMnist, num_nodes: int, fraction: float
     ) -> None:
         with pytest.raises(InputError, match="received"):

@@ -80,17 +80,17 @@ class TestSshConfig:
             Node("last", "last", 23, "x"),
         ]
 
-    def test_cyclic_jumps_are_refused(self, tmp_path: Path) -> None:
+    def test_cyclic_jumps_are_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="cycle"):
             from_ssh(tmp_path, "Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
 
-    def test_proxy_command_that_is_not_a_jump_is_refused_by_name(self, tmp_path: Path) -> None:
+    def test_proxy_command_that_is_not_a_jump_is_rejected_by_name(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"csd0: ProxyCommand 'nc %h %p' is not supported") as raised:
             from_ssh(tmp_path, "Host csd0\n  ProxyCommand nc %h %p\n")
         assert "--exclude" in raised.value.remedy
 
     @pytest.mark.parametrize(
-        ("line", "said"),
+        ("line", "expected"),
         [
             ("HostKeyAlias x", "HostKeyAlias x is ignored"),
             ("CertificateFile /x-cert.pub", "CertificateFile /x-cert.pub is ignored"),
@@ -102,16 +102,16 @@ class TestSshConfig:
         ],
     )
     def test_ignored_settings_are_reported_once_for_all_nodes(
-        self, tmp_path: Path, line: str, said: str
+        self, tmp_path: Path, line: str, expected: str
     ) -> None:
         found = from_ssh(tmp_path, f"Host csd0 csd1 csd2\n  User u\n  {line}\n")
         (warning,) = found.warnings
         assert warning.startswith("csd[0-2]: ")
-        assert said in warning
+        assert expected in warning
 
     @pytest.mark.fault(40)
     @pytest.mark.parametrize("line", ["HostName -oProxyCommand=x", "User $x", "ProxyJump $(x)@y"])
-    def test_values_not_allowed_in_a_fleet_file_are_refused(self, tmp_path: Path, line: str) -> None:
+    def test_values_not_allowed_in_a_fleet_file_are_rejected(self, tmp_path: Path, line: str) -> None:
         with pytest.raises(InputError, match="csd0: "):
             from_ssh(tmp_path, f"Host csd0\n  {line}\n  User u\n")
 
@@ -156,7 +156,7 @@ class TestAnsible:
             from_ansible(tmp_path, "csd0\n")
 
     @pytest.mark.fault(40)
-    def test_address_that_is_an_option_is_refused(self, tmp_path: Path) -> None:
+    def test_address_that_is_an_option_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(InputError, match="csd0: '-oProxyCommand=x' is not a valid address"):
             from_ansible(tmp_path, "csd0 ansible_host=-oProxyCommand=x\n")
 
@@ -204,7 +204,7 @@ class TestThereAndBack:
         ]
 
     @pytest.mark.parametrize("path", ["/keys/{{ x }}", "/keys/{% x %}"])
-    def test_path_that_ansible_would_read_as_a_template_is_refused(self, tmp_path: Path, path: str) -> None:
+    def test_path_that_ansible_would_read_as_a_template_is_rejected(self, tmp_path: Path, path: str) -> None:
         fleet = Fleet((Node("csd0", "10.0.0.1", key=Path(path)),))
         with pytest.raises(InputError, match="as a template"):
             render_ansible(fleet, tmp_path)

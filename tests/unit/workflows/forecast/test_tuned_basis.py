@@ -19,7 +19,7 @@ from csdctl.workflows.forecast.forecast import MAX_SEARCHED, Forecast, forecast
 from csdctl.workflows.forecast.plan_basis import plan_basis
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.forecast.tuned_basis import tuned_basis
-from csdctl.workflows.train.plan_validation import describe_made_for
+from csdctl.workflows.train.plan_validation import build_fingerprint
 from tests.unit.workflows.measured_project import (
     OVERHEAD_FACTOR,
     STEPS,
@@ -47,7 +47,7 @@ def ask(at: MeasuredProject, **request: Any) -> Forecast:
 
 
 def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **changes: Any) -> Plan:
-    """A plan as `tune` writes it: with other batch sizes than the best ones, to tell them apart."""
+    """A plan as `tune` writes it: with other batch sizes than the best ones, to distinguish them."""
     names = [HOST_NAME, *(node.name for node in at.fleet.nodes)]
     steps = [STEPS[HOST_NAME], *[STEPS["csd"]] * len(at.fleet.nodes)]
     step_s = trial_step_s(sizes, at.features.vector_bytes)
@@ -78,7 +78,7 @@ def plan_of(at: MeasuredProject, sizes: tuple[int, ...] = (100, 10, 12), **chang
         ],
     )
     facts = {name: facts_of(name) for name in names}
-    plan = plan.model_copy(update={"made_for": describe_made_for(plan, at.job, facts), **changes})
+    plan = plan.model_copy(update={"made_for": build_fingerprint(plan, at.job, facts), **changes})
     save_plan(at.project.plan(at.job.name), plan)
     return plan
 
@@ -109,7 +109,7 @@ class TestFromMeasurementsAlone:
         origins = basis_of(measured).origins
         assert origins["speeds"] == "measured: 10 probes and trials of MobileNetV2 on machines like these"
         assert origins["sum"].startswith("measured: a line fitted to 6 sums over 2 to 3 ranks")
-        assert "1.10 times the slowest rank's alone, by the newest trial" in origins["in_step"]
+        assert "1.10 times as long as the slowest rank alone, by the newest trial" in origins["in_step"]
         assert "global batch of at most 1,024" in origins["batch_sizes"]
         assert origins["samples"] == "60,000 public, as last prepared"
         assert "plan" not in origins
@@ -131,7 +131,7 @@ class TestFromMeasurementsAlone:
         assert answer.num_samples == 3 * 180_000
         assert answer.basis.origins["samples"].startswith("60,000 public and 120,000 private on 2 nodes")
 
-    def test_nodes_that_cost_more_than_they_bring_are_left_out(self, at: MeasuredProject) -> None:
+    def test_nodes_that_slow_training_down_are_left_out(self, at: MeasuredProject) -> None:
         remember_probes(at)
         answer = forecast(basis_of(at), ForecastRequest(node_sum_s=1.0))
         assert [point.num_left_out for point in answer.points] == [0, 1, 2]
@@ -150,7 +150,7 @@ class TestFromMeasurementsAlone:
         plan_of(emulated, emulated=True)
         basis = basis_of(emulated)
         assert basis.source == "emulated"
-        assert "never how fast a device is" in basis.origins["speeds"]
+        assert "not how fast a device is" in basis.origins["speeds"]
 
     def test_verdict_on_many_nodes_covers_some_numbers_in_between(self, measured: MeasuredProject) -> None:
         verdict = ask(measured, node_counts=[100]).verdict
@@ -240,14 +240,14 @@ class TestFromPlanAndMeasurements:
 
 
 class TestFromThePlanAlone:
-    def test_plan_serves_alone_where_nothing_was_measured(self, at: MeasuredProject) -> None:
+    def test_plan_alone_is_used_without_measurements(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         answer = ask(at, node_counts=[0, 2, 4])
         assert plan.predicted
         assert answer.points[1].samples_per_s == pytest.approx(plan.predicted.samples_per_s)
         assert [point.global_batch for point in answer.points] == [100, 122, 144]
-        assert answer.basis.origins["measurements"] == "not used: nothing was measured here yet"
-        assert "assumption: it grows" in answer.basis.origins["sum"]
+        assert answer.basis.origins["measurements"] == "not used: there are no measurements yet"
+        assert "assumption: proportional" in answer.basis.origins["sum"]
         assert answer.num_samples == 180_000
 
     def test_measured_plan_is_preferred_to_a_guess(self, at: MeasuredProject) -> None:
@@ -258,10 +258,10 @@ class TestFromThePlanAlone:
         assert basis.source == "measured"
         assert basis.origins["measurements"] == "not used: only similar models were measured"
 
-    def test_plan_in_which_the_host_sits_out_is_refused(self, at: MeasuredProject) -> None:
+    def test_plan_in_which_the_host_does_not_train_is_rejected(self, at: MeasuredProject) -> None:
         plan = plan_of(at)
         idle = RankPlan.model_construct(node=HOST_NAME, batch_size=0, threads=1)
-        with pytest.raises(InputError, match="the host sits out"):
+        with pytest.raises(InputError, match="the host does not train"):
             plan_basis(at.job, plan.model_copy(update={"ranks": [idle, *plan.ranks[1:]]}))
 
 
@@ -301,7 +301,7 @@ class TestFromSimilarModels:
 
 class TestWithoutAnything:
     def test_error_without_plan_and_measurements_has_a_remedy(self, at: MeasuredProject) -> None:
-        with pytest.raises(InputError, match="there is no plan, and nothing was measured here yet") as raised:
+        with pytest.raises(InputError, match="there is no plan, and there are no measurements yet") as raised:
             basis_of(at)
         assert "csdctl tune" in raised.value.remedy
         assert "--published mobilenetv2" in raised.value.remedy
@@ -309,7 +309,7 @@ class TestWithoutAnything:
 
     def test_machines_without_facts_are_named(self, measured: MeasuredProject) -> None:
         save_facts(measured.fleet, {"host": facts_of("host"), "csd0": facts_of("csd0")})
-        with pytest.raises(InputError, match="the facts of csd1 are not known") as raised:
+        with pytest.raises(InputError, match="the facts of csd1 are unknown") as raised:
             basis_of(measured)
         assert "csdctl discover" in raised.value.remedy
 
@@ -342,14 +342,15 @@ class TestCommand:
         self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(measured.project.root)
-        asked = ["forecast", "--nodes", "24", "--json", "--max-global-batch"]
+        command = ["forecast", "--nodes", "24", "--json", "--max-global-batch"]
         small, large = (
-            json.loads(CliRunner().invoke(app, [*asked, most]).stdout) for most in ("512", "4096")
+            json.loads(CliRunner().invoke(app, [*command, most]).stdout) for most in ("512", "4096")
         )
         assert small["curve"][0]["global_batch"] <= 512 < large["curve"][0]["global_batch"] <= 4096
         assert large["curve"][0]["samples_per_s"] > small["curve"][0]["samples_per_s"]
         assert (
-            CliRunner().invoke(app, ["forecast", "--published", "squeezenet", *asked[4:], "8"]).exit_code != 0
+            CliRunner().invoke(app, ["forecast", "--published", "squeezenet", *command[4:], "8"]).exit_code
+            != 0
         )
 
     def test_nodes_may_be_chosen(self, measured: MeasuredProject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,4 +364,4 @@ class TestCommand:
         remember_probes(at)
         monkeypatch.chdir(at.project.root)
         done = CliRunner().invoke(app, ["forecast", "--sum-seconds", "1"])
-        assert "2 nodes left out: they would cost more time than they bring" in done.stdout
+        assert "2 nodes left out: training is faster without them" in done.stdout

@@ -77,7 +77,7 @@ def of_all(*types: type[Event], library: str = "Open MPI v5.0.11") -> list[Event
         MpiChecked: lambda rank, name: MpiChecked(rank, name, library, 1 << 20, 0.003),
         Finished: lambda rank, name: Finished(rank, name, 0, 5, "", 0),
     }
-    return [make[one](rank, name) for one in types for rank, name in enumerate(MACHINES)]
+    return [make[event_type](rank, name) for event_type in types for rank, name in enumerate(MACHINES)]
 
 
 def test_successful_check_shows_mpi_and_the_time_of_a_sum() -> None:
@@ -99,7 +99,7 @@ def test_two_versions_of_mpi_are_red_even_when_they_communicate() -> None:
 def test_ranks_that_hang_in_mpi_init_are_named() -> None:
     events = of_all(Started)
     check = judge([*events, Ready(0, "host", 0, 1.0)], JobOutcome(overdue="start"))
-    assert check.found == "csd0, csd1 started, and did not complete MPI_Init within 60 s"
+    assert check.found == "csd0, csd1 started but did not complete MPI_Init within 60 s"
     assert "network:" in check.remedy
 
 

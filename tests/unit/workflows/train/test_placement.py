@@ -49,7 +49,7 @@ def test_private_samples_stay_and_public_ones_fill_the_shards(job: Job) -> None:
 
 
 def test_plan_for_a_node_outside_the_fleet_is_rejected(job: Job) -> None:
-    with pytest.raises(InputError, match="the plan needs csd1, not among the nodes"):
+    with pytest.raises(InputError, match="the plan needs csd1, not among the selected nodes"):
         place_plan(PLAN, PREPARED, job, replace(FLEET, nodes=FLEET.nodes[:1]))
 
 

@@ -11,7 +11,7 @@ from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from csdctl.workflows.train.plan_choice import build_equal_plan, choose_plan, default_runtime
+from csdctl.workflows.train.plan_choice import build_equal_plan, default_runtime, resolve_plan
 from csdctl.workflows.workspace.workspace import Workspace
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
@@ -48,30 +48,30 @@ def make_plan(job: Job, *nodes: str, left_out: tuple[str, ...] = ()) -> Plan:
 def test_plan_of_the_job_is_the_default(job: Job, space: Workspace) -> None:
     plan = make_plan(job, "csd0", "csd1")
     save_plan(space.project.plan(job.name), plan)
-    assert choose_plan(job, space, pytest.fail) == plan
+    assert resolve_plan(job, space, pytest.fail) == plan
 
 
 def test_left_out_nodes_are_reported(job: Job, space: Workspace, tmp_path: Path) -> None:
     save_plan(tmp_path / "other.yaml", make_plan(job, "csd0", left_out=("csd1",)))
-    said: list[str] = []
-    plan = choose_plan(job, space, said.append, path=tmp_path / "other.yaml")
+    messages: list[str] = []
+    plan = resolve_plan(job, space, messages.append, path=tmp_path / "other.yaml")
     assert [rank.node for rank in plan.ranks] == [HOST_NAME, "csd0"]
-    assert said == ["the plan leaves out csd1: they would cost more time than they gain"]
+    assert messages == ["the plan leaves out csd1: training is faster without them"]
 
 
 def test_plan_that_does_not_fit_the_fleet_is_rejected(job: Job, space: Workspace) -> None:
     save_plan(space.project.plan(job.name), make_plan(job, "csd0"))
     with pytest.raises(InputError, match="does not include csd1"):
-        choose_plan(job, space, pytest.fail)
+        resolve_plan(job, space, pytest.fail)
 
 
 def test_missing_plan_is_bad_input(job: Job, space: Workspace) -> None:
     with pytest.raises(InputError, match="there is no plan"):
-        choose_plan(job, space, pytest.fail)
+        resolve_plan(job, space, pytest.fail)
 
 
 def test_batch_size_replaces_the_plan(job: Job, space: Workspace) -> None:
-    plan = choose_plan(job, space, pytest.fail, batch_size=32)
+    plan = resolve_plan(job, space, pytest.fail, batch_size=32)
     assert plan == build_equal_plan(job, FLEET, FACTS, 32)
     assert [(rank.node, rank.batch_size) for rank in plan.ranks] == [
         (HOST_NAME, 32),

@@ -10,7 +10,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.job.model import Job, load_job
 from csdctl.tuning.plan import Plan, RankPlan, load_plan, save_plan
-from csdctl.workflows.train.plan_validation import MAX_SHOWN, check_plan, describe_made_for, find_left_out
+from csdctl.workflows.train.plan_validation import MAX_SHOWN, build_fingerprint, check_plan, find_left_out
 
 JOB = """\
 model: mine.py:build
@@ -35,7 +35,7 @@ def plan(job: Job, tmp_path: Path) -> Plan:
     """A plan as loaded from its file."""
     ranks = [RankPlan(node=name, batch_size=8, threads=4) for name in FACTS]
     made = Plan(job="job", job_fingerprint=job.fingerprint(), method="fit", ranks=ranks)
-    made_for = describe_made_for(made, job, FACTS)
+    made_for = build_fingerprint(made, job, FACTS)
     save_plan(tmp_path / "plan.yaml", made.model_copy(update={"made_for": made_for}))
     return load_plan(tmp_path / "plan.yaml")
 
@@ -78,7 +78,7 @@ def test_machine_without_facts_is_not_a_change(plan: Plan, job: Job) -> None:
     check_plan(plan, job, FLEET, {"host": FACTS["host"]})
 
 
-def test_long_list_is_cut(plan: Plan, job: Job, tmp_path: Path) -> None:
+def test_long_list_is_truncated(plan: Plan, job: Job, tmp_path: Path) -> None:
     recipe = (
         "epochs: 4, learning_rate: 0.2, reference_batch: 8, warmup_epochs: 1, optimizer: adam, seed: 3, "
         "loss: mse, from_logits: true, decay: cosine, max_learning_rate: 1.0"

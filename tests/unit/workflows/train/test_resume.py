@@ -47,10 +47,10 @@ def record(run: RunDirectory, *events: Event) -> RunDirectory:
 def test_latest_run_is_found_and_nodes_that_do_not_take_part_are_reported(
     tmp_path: Path, run: RunDirectory, job: Job
 ) -> None:
-    said: list[str] = []
-    assert find_resumable(ProjectDirectory(tmp_path), LATEST, job, FLEET, said.append) == run
-    assert said[0].startswith("resuming without csd7")
-    assert said[1].startswith("csd1 did not take part")
+    messages: list[str] = []
+    assert find_resumable(ProjectDirectory(tmp_path), LATEST, job, FLEET, messages.append) == run
+    assert messages[0].startswith("resuming without csd7")
+    assert messages[1].startswith("csd1 did not take part")
 
 
 def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: Job) -> None:

@@ -1,4 +1,4 @@
-"""The rounds of a tuning by fit, with a measurer that follows a script."""
+"""The rounds of tuning by fit, with a scripted measurer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +46,7 @@ def trial_of(ranks: Sequence[RankPlan]) -> TrialResult:
 
 @dataclass
 class ScriptedMeasurer:
-    """Machines that are functions; `trial` decides what becomes of a trial."""
+    """Machines as functions; `trial` decides the result of a trial."""
 
     trial: Callable[[Sequence[RankPlan]], TrialResult] = trial_of
     gain: Mapping[RuntimeSettings, float] = field(default_factory=dict)
@@ -95,12 +95,12 @@ def measurements_of(at: MeasuredProject) -> Iterator[FleetMeasurements]:
 def tune(
     at: MeasuredProject,
     measurer: ScriptedMeasurer,
-    said: list[str] | None = None,
+    messages: list[str] | None = None,
     *,
     is_exploring: bool = False,
 ) -> TunedFleet:
     with measurements_of(at) as measurements:
-        lines: list[str] = [] if said is None else said
+        lines: list[str] = [] if messages is None else messages
         tuner = FitTuner(measurer, measurements, LIMITS, lines.append, is_exploring)
         return tuner.tune(measurements.recall_fleet())
 
@@ -129,20 +129,20 @@ def test_second_tuning_needs_no_probe_and_one_trial(at: MeasuredProject) -> None
 
 def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
     without_onednn = RuntimeSettings(facts_of("csd0").num_threads, is_onednn=False)
-    said: list[str] = []
+    messages: list[str] = []
     measurer = ScriptedMeasurer(gain={without_onednn: 0.5})
-    tuned = tune(at, measurer, said, is_exploring=True)
+    tuned = tune(at, measurer, messages, is_exploring=True)
     host, *nodes = tuned.tried.ranks
     assert host.onednn
     assert not any(rank.onednn for rank in nodes)
-    assert [line for line in said if "takes 50% less time: taken" in line]
+    assert [line for line in messages if "takes 50% less time: selected" in line]
     with measurements_of(at) as measurements:
         recalled = measurements.recall_fleet()
     assert recalled.class_of("csd1").settings == without_onednn
 
 
 def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measured: MeasuredProject) -> None:
-    said: list[str] = []
+    messages: list[str] = []
 
     def trial(ranks: Sequence[RankPlan]) -> TrialResult:
         for rank in ranks:
@@ -150,8 +150,8 @@ def test_rank_that_runs_out_of_memory_in_the_trial_computes_micro_batches(measur
                 raise OutOfMemoryError("killed", node=rank.node)
         return trial_of(ranks)
 
-    tuned = tune(measured, ScriptedMeasurer(trial), said)
-    assert [line for line in said if "did not fit in memory beside the other ranks" in line]
+    tuned = tune(measured, ScriptedMeasurer(trial), messages)
+    assert [line for line in messages if "did not fit in memory beside the other ranks" in line]
     for rank in tuned.tried.ranks:
         assert at_once(rank) <= MAX_AT_ONCE
     assert sum(rank.batch_size for rank in tuned.tried.ranks) == LIMITS.global_batch

@@ -1,4 +1,4 @@
-"""What a tuning recalls of earlier measurements."""
+"""What tuning recalls of earlier measurements."""
 
 from dataclasses import replace
 
@@ -66,7 +66,7 @@ def test_settings_are_those_of_the_newest_trial_unless_the_user_has_set_threads(
     assert recalled(at, threads=6).settings == RuntimeSettings(6)
 
 
-def test_size_that_did_not_fit_once_may_fit_another_day(at: MeasuredProject) -> None:
+def test_size_that_did_not_fit_may_fit_later(at: MeasuredProject) -> None:
     remember(at, probed(8), ProbeMeasurement(EIGHT, 32, 1.0, None))
     assert recalled(at).too_large == 32
     remember(at, probed(40))
@@ -85,7 +85,7 @@ def test_trial_in_micro_batches_does_not_show_what_fits_at_once(at: MeasuredProj
     assert 64 < most < 4000
 
 
-def test_host_that_sat_out_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
+def test_host_that_did_not_train_takes_part_in_the_sum_of_the_newest_trial(at: MeasuredProject) -> None:
     remember_trial(at, (0, 16, 16))
     facts = {name: facts_of(name) for name in at.fleet.machines}
     with open_measurements(at.project.measurements) as store:

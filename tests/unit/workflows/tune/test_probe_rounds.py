@@ -1,4 +1,4 @@
-"""The sessions of all machines: which stay for other settings and for a trial, and which start."""
+"""The sessions of all machines: which are kept for other settings and for a trial, and which start."""
 
 import json
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ PEAK = 1 << 30
 
 
 def answer(line: str) -> list[str]:
-    asked = json.loads(line)
-    return [to_json(ProbeResult(asked["batch_size"], 0.1, 3, PEAK))] if "batch_size" in asked else []
+    request = json.loads(line)
+    return [to_json(ProbeResult(request["batch_size"], 0.1, 3, PEAK))] if "batch_size" in request else []
 
 
 class Fleet:
-    """A host and a node with workers that answer at once; memory has room for `num_sessions`."""
+    """A host and a node with workers that respond at once; memory has room for `num_sessions`."""
 
     def __init__(self, directory: Path, num_sessions: int) -> None:
         at = make_project(directory, num_nodes=1)
@@ -54,7 +54,11 @@ def fleet(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path, request.param)
     with fleet.rounds:
         yield fleet
-    assert all(one.is_closed for session in fleet.sessions.values() for one in session.conversations)
+    assert all(
+        conversation.is_closed
+        for session in fleet.sessions.values()
+        for conversation in session.conversations
+    )
 
 
 def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
@@ -66,7 +70,7 @@ def test_trial_takes_the_sessions_that_measured(fleet: Fleet) -> None:
 
 
 @pytest.mark.parametrize("taken", [USUAL, OTHER])
-def test_usual_session_stays_where_memory_has_room_for_two(fleet: Fleet, taken: Runtime) -> None:
+def test_current_session_is_kept_if_memory_has_room_for_two(fleet: Fleet, taken: Runtime) -> None:
     fleet.probe()
     fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
     fleet.probe()
@@ -74,18 +78,18 @@ def test_usual_session_stays_where_memory_has_room_for_two(fleet: Fleet, taken: 
     assert fleet.of_node()[0].is_closed == (not has_room)
     attach = fleet.rounds.prepare_trial({"csd0": taken})
     used = attach["csd0"]("spec.json", 0)
-    open_ones = [one for one in fleet.of_node() if not one.is_closed]
-    assert open_ones == [used]
+    still_open = [conversation for conversation in fleet.of_node() if not conversation.is_closed]
+    assert still_open == [used]
     assert len(fleet.of_node()) == (2 if taken == OTHER or has_room else 3)
 
 
-def test_machine_without_a_part_in_the_trial_has_no_session(fleet: Fleet) -> None:
+def test_machine_outside_the_trial_has_no_session(fleet: Fleet) -> None:
     fleet.probe()
     fleet.rounds.prepare_trial({"csd0": USUAL})
-    assert all(one.is_closed for one in fleet.sessions["host"].conversations)
+    assert all(conversation.is_closed for conversation in fleet.sessions["host"].conversations)
 
 
-def test_session_without_a_measured_peak_does_not_stay(tmp_path: Path) -> None:
+def test_session_without_a_measured_peak_is_closed(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, 100)
     with fleet.rounds:
         fleet.rounds.measure({"host": ProbeRequest(8)})

@@ -73,13 +73,13 @@ def test_worker_that_fails_otherwise_is_an_error_with_its_cause() -> None:
     assert raised.value.node == "csd0"
 
 
-def test_request_carries_batch_size_and_time() -> None:
+def test_request_has_batch_size_and_time() -> None:
     fake = session(result(8))
     with closing(Prober(fake, COMMAND, Runtime(), None)) as prober:
         prober.start()
         prober.measure(ProbeRequest(8, min_duration_s=2.5))
-    asked = json.loads(fake.conversations[0].sent[-1])
-    assert (asked["batch_size"], asked["min_duration_s"]) == (8, 2.5)
+    request = json.loads(fake.conversations[0].sent[-1])
+    assert (request["batch_size"], request["min_duration_s"]) == (8, 2.5)
 
 
 def test_micro_batch_counts_for_memory_not_the_whole_batch() -> None:

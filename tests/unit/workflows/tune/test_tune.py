@@ -1,4 +1,4 @@
-"""What every plan of `tune` gets, whatever method made it."""
+"""What `tune` adds to every plan, whatever the method."""
 
 from pathlib import Path
 
