@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.documents import save_bytes, write_aside
+from csdctl.documents import save_bytes, write_atomically
 from csdctl.shipping.chunks import CHUNK_BYTES, SourceFile, unreadable
 from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
 from csdctl.transport.meter import TrafficClass
@@ -53,7 +53,7 @@ def store_file(path: Path, project: Path, traffic_class: TrafficClass = TrafficC
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
     if not (target.exists() and hash_file(target) == digest):
-        with write_aside(target) as file, path.open("rb") as source:
+        with write_atomically(target) as file, path.open("rb") as source:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
     return StoredFile(digest, path.suffix, target, traffic_class)
 
