@@ -37,13 +37,13 @@ class Machines:
         self.class_of = {f"{key}{n}": key for key, (_, count) in classes.items() for n in range(count)}
         self._noise = noise
         self._memory = memory or {}
-        self.asked: list[tuple[str, int]] = []
+        self.probed: list[tuple[str, int]] = []
 
     def time(self, machine: str, size: int) -> float:
         return self.classes[self.class_of[machine]][0].at(size) * self._noise()
 
     def measure(self, sizes: Mapping[str, int]) -> dict[str, float | None]:
-        self.asked += sizes.items()
+        self.probed += sizes.items()
         return {
             machine: None
             if size > self._memory.get(self.class_of[machine], size)
@@ -80,7 +80,7 @@ class Machines:
         return 1 - reached.samples_per_s / self.best(true).prediction.samples_per_s
 
     def num_probes(self, key: str) -> int:
-        return sum(self.class_of[machine] == key for machine, _ in self.asked)
+        return sum(self.class_of[machine] == key for machine, _ in self.probed)
 
 
 def probed(model: FleetModel, measure: Measure, choose: ChooseSizes) -> FleetModel:
@@ -142,7 +142,7 @@ def test_twenty_percent_of_noise_costs_at_most_three_percent(
 def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
     machines = Machines({"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 3)})
     probed(machines.model(), machines.measure, machines.choose)
-    first = dict(machines.asked[:4])
+    first = dict(machines.probed[:4])
     assert len({first[name] for name in ("a0", "a1", "a2")}) == 3
 
 
@@ -158,7 +158,7 @@ def test_kill_below_a_size_that_fitted_does_not_bound_the_batch() -> None:
     machines = Machines(EQUAL_NODES)
 
     def kill_once(sizes: Mapping[str, int]) -> dict[str, float | None]:
-        is_first = not machines.asked
+        is_first = not machines.probed
         times = machines.measure(sizes)
         return {**times, min(sizes, key=lambda name: (name[0], sizes[name])): None} if is_first else times
 
@@ -175,7 +175,7 @@ def test_class_that_fits_at_no_size_is_an_error() -> None:
 def test_classes_with_earlier_probes_are_not_measured_again() -> None:
     machines = Machines(FOUR_CLASSES)
     first = probed(machines.model(), machines.measure, machines.choose)
-    machines.asked.clear()
+    machines.probed.clear()
     recalled = replace(
         machines.model(),
         classes={
@@ -185,7 +185,7 @@ def test_classes_with_earlier_probes_are_not_measured_again() -> None:
     )
     again = probed(recalled, machines.measure, machines.choose)
     assert again.step_times() == first.step_times()
-    assert machines.asked == []
+    assert machines.probed == []
 
 
 def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
@@ -196,7 +196,7 @@ def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
     }
     probed(replace(machines.model(), classes=classes), machines.measure, machines.choose)
     planned = machines.choose({key: one for key, (one, _) in EQUAL_NODES.items()})
-    first = dict(machines.asked[:4])
+    first = dict(machines.probed[:4])
     assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
     assert machines.num_probes("host") <= 4
 
