@@ -143,7 +143,7 @@ def test_impossible_limit_is_refused_before_training(
 ) -> None:
     done = csdctl(project, "tune", "--max-step-seconds", "0.0001")
     assert done.returncode == 2
-    assert "no plan for 3 ranks keeps to" in done.stderr
+    assert "no plan for 3 ranks satisfies" in done.stderr
     assert "trying the plan" not in done.stderr
 
 

@@ -35,7 +35,7 @@ def refused(*arguments: str) -> InputError:
 def test_step_time_that_cannot_be_used_is_bad_input(job: Path, seconds: str) -> None:
     error = refused(str(job), "--max-step-seconds", seconds)
     assert "must be a number above 0" in error.message
-    assert error.remedy == "give another --max-step-seconds, or none"
+    assert error.remedy == "change or omit --max-step-seconds"
 
 
 def test_algorithm_1_takes_no_limits(job: Path) -> None:

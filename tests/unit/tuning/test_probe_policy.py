@@ -135,8 +135,8 @@ def test_twenty_percent_of_noise_costs_at_most_three_percent(
 ) -> None:
     """In the mean of 60 tunings."""
     tuned = [tuned_with_noise(classes, seed) for seed in range(60)]
-    assert all(most <= MAX_PROBES for one in tuned for most in one.num_probes.values())
-    assert fmean(one.loss for one in tuned) <= 0.03
+    assert all(most <= MAX_PROBES for result in tuned for most in result.num_probes.values())
+    assert fmean(result.loss for result in tuned) <= 0.03
 
 
 def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
@@ -179,8 +179,8 @@ def test_classes_with_earlier_probes_are_not_measured_again() -> None:
     recalled = replace(
         machines.model(),
         classes={
-            key: replace(one, points=first.classes[key].points)
-            for key, one in machines.model().classes.items()
+            key: replace(known, points=first.classes[key].points)
+            for key, known in machines.model().classes.items()
         },
     )
     again = probed(recalled, machines.measure, machines.choose)
@@ -191,11 +191,11 @@ def test_classes_with_earlier_probes_are_not_measured_again() -> None:
 def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
     machines = Machines(EQUAL_NODES)
     classes = {
-        key: replace(one, guess=EQUAL_NODES[key][0].scaled(1.3))
-        for key, one in machines.model().classes.items()
+        key: replace(known, guess=EQUAL_NODES[key][0].scaled(1.3))
+        for key, known in machines.model().classes.items()
     }
     probed(replace(machines.model(), classes=classes), machines.measure, machines.choose)
-    planned = machines.choose({key: one for key, (one, _) in EQUAL_NODES.items()})
+    planned = machines.choose({key: known for key, (known, _) in EQUAL_NODES.items()})
     first = dict(machines.probed[:4])
     assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
     assert machines.num_probes("host") <= 4
