@@ -173,7 +173,7 @@ def test_list_may_be_unsorted_with_duplicates() -> None:
 
 @pytest.mark.parametrize("batch_sizes", [(), (0,), (4, -1)])
 def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="list of batch sizes"):
+    with pytest.raises(TuningError, match="batch sizes of at least 1"):
         Engines({"host": linear(50)}).tune(batch_sizes=batch_sizes)
 
 
