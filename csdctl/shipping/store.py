@@ -25,20 +25,20 @@ class StoredFile:
     suffix: str
     source: Path
     traffic_class: TrafficClass = TrafficClass.CONTROL
-    """Its class in the ledger."""
+    """The traffic class in the ledger."""
 
     @property
     def path(self) -> str:
-        """Its path on every machine, relative to the session's home."""
+        """The path on every machine, relative to the session's home."""
         return f"{OBJECTS}/{self.sha256}{self.suffix}"
 
     def as_object(self) -> StoreObject:
         """Return its object for a parcel; raises InputError when the file is gone."""
         try:
-            found = self.source.stat()
+            status = self.source.stat()
         except OSError as error:
             raise unreadable(str(self.source), error) from error
-        source = SourceFile(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
+        source = SourceFile(str(self.source), status.st_size, status.st_mtime_ns, PLAIN_MODE, self.sha256)
         return StoreObject(f"{self.sha256}{self.suffix}", source, traffic_class=self.traffic_class)
 
 
