@@ -58,7 +58,7 @@ def project(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proj
             ]
             write_fleet(project, nodes, FLEET_FILES[name])
             every += nodes
-        project.know(*every)
+        project.trust(*every)
         for name, work in WORKS.items():
             write_job(project, name, work, NUM_IMAGES[name])
         yield project
