@@ -51,4 +51,4 @@ def test_list_of_batch_sizes_that_cannot_be_used_is_bad_input(job: Path, sizes: 
 def test_arguments_of_algorithm_1_that_cannot_be_used_name_the_option() -> None:
     with pytest.raises(TuningError, match="C must be a positive number") as raised:
         TuneOptions(STANNIS, step_divisor=0.0)
-    assert raised.value.remedy == "give another --step-divisor"
+    assert raised.value.remedy == "change --step-divisor"
