@@ -1,8 +1,8 @@
 """Read files written by the user; write files atomically.
 
 `load_document` parses YAML into a pydantic model; all problems become one InputError with line numbers and,
-for an unknown key, the nearest known key. `save_text`, `save_json` and `write_aside` write a temporary file,
-sync and rename it, so that a reader never sees a partial file and a crash leaves the old file.
+for an unknown key, the nearest known key. `save_text`, `save_json` and `write_atomically` write a temporary
+file, sync and rename it, so that a reader never sees a partial file and a crash leaves the old file.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ def load_document(path: Path, model: type[DocumentT]) -> DocumentT:
 
 
 def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT:
-    """Parse YAML `text` as `model`; `name` is its name in error messages."""
+    """Parse YAML `text` as `model`; `name` identifies it in error messages."""
     try:
         content = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -75,7 +75,7 @@ def parse_document(text: str, model: type[DocumentT], *, name: str) -> DocumentT
         line = f":{mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or error
         raise InputError(f"{name}{line}: not valid YAML: {problem}") from None
-    except ValueError as error:  # for example 2020-13-45, which looks like a date
+    except ValueError as error:  # for example 2020-13-45, which matches the pattern of a date
         raise InputError(f"{name}: not valid YAML: {error}") from None
     except RecursionError:
         raise InputError(f"{name}: not valid YAML: nested too deeply") from None
@@ -101,43 +101,43 @@ def save_text(path: Path, text: str) -> None:
 
 def save_bytes(path: Path, content: bytes) -> None:
     """Write `content` to `path` atomically and sync it."""
-    with write_aside(path) as file:
+    with write_atomically(path) as file:
         file.write(content)
 
 
 @contextlib.contextmanager
-def write_aside(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces `path` at the end, synced; after an error `path` is unchanged."""
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(aside, path)
+        os.replace(temporary, path)
     except BaseException:
-        Path(aside).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
 
 
 @contextlib.contextmanager
-def build_aside(directory: Path) -> Iterator[Path]:
-    """Yield an empty directory that replaces `directory` at the end, its files synced.
+def build_atomically(directory: Path) -> Iterator[Path]:
+    """Yield an empty directory whose files are synced and which replaces `directory` on exit.
 
     After an error `directory` is unchanged.
     """
     directory.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
+    temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
-        yield aside
-        for file in aside.rglob("*"):
+        yield temporary
+        for file in temporary.rglob("*"):
             _sync(file)
-        aside.chmod(0o755)  # mkdtemp creates it with mode 0700
+        temporary.chmod(0o755)  # mkdtemp creates it with mode 0700
         shutil.rmtree(directory, ignore_errors=True)
-        aside.rename(directory)
+        temporary.rename(directory)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

@@ -90,9 +90,9 @@ def parse_hierarchies(mountinfo: str, own_cgroups: str) -> list[CpuHierarchy]:
     found = []
     for line in mountinfo.splitlines():
         left, _, right = line.partition(" - ")
-        (root, mount), (kind, _, options) = left.split()[3:5], right.split(maxsplit=2)
-        is_v1 = kind == "cgroup" and "cpu" in options.split(",")
-        if is_v1 or kind == "cgroup2":
+        (root, mount), (fs_type, _, options) = left.split()[3:5], right.split(maxsplit=2)
+        is_v1 = fs_type == "cgroup" and "cpu" in options.split(",")
+        if is_v1 or fs_type == "cgroup2":
             path = os.path.relpath(own.get("cpu" if is_v1 else "", "/"), root)
             place = Path(mount) if path.startswith("..") else Path(mount, path)
             found.append(CpuHierarchy(1 if is_v1 else 2, Path(mount), place))

@@ -33,7 +33,7 @@ DEADLINE_S = 10.0
 
 @dataclass(frozen=True)
 class StoppedFleet:
-    """What was ended; `kept_fleet_path` is a fleet.yaml that the user has changed and that is kept."""
+    """Counts of ended processes and removed groups; `kept_fleet_path` is a fleet.yaml changed by the user."""
 
     num_processes: int = 0
     num_cgroups: int = 0
@@ -58,8 +58,8 @@ def _fleet_files(paths: FleetPaths, state: FleetState | None) -> list[Path]:
     """Return the fleet.yaml of the state; without a state, its default locations."""
     if state is not None:
         return [state.fleet_path]
-    usual = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
-    return [path for path in usual if is_unchanged(path, paths.fleet_id)]
+    candidates = [paths.default_fleet, paths.directory.parent.parent / "fleet.yaml"]
+    return [path for path in candidates if is_unchanged(path, paths.fleet_id)]
 
 
 def _end_processes(paths: FleetPaths, state: FleetState | None) -> set[int]:
@@ -127,7 +127,7 @@ def _remove_directory(paths: FleetPaths) -> None:
 def _remove_short_tmp(paths: FleetPaths) -> None:
     """Remove the short TMPDIRs at the target of the link, and at the default path if the link is lost."""
     linked = [paths.short_tmp.readlink()] if paths.short_tmp.is_symlink() else []
-    for path in {*linked, paths.usual_short_tmp}:
+    for path in {*linked, paths.default_short_tmp}:
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
             _remove_tree(path)
 

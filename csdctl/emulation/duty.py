@@ -23,7 +23,7 @@ MIN_CHECK_S = 0.002
 IDLE_CHECK_S = 0.100
 """Between checks of a node without processes; CPU time used meanwhile is charged later."""
 MAX_STOP_S = 0.5
-"""Limits the debt, for instance after a late check: a node that stops for seconds is taken for dead."""
+"""Limits the debt, for instance after a late check: a node that stops for seconds is considered dead."""
 
 log = logging.getLogger(__name__)
 
@@ -109,11 +109,11 @@ class DutyCycle:
         return used_s
 
     def _stop(self, pids: list[int]) -> None:
-        newcomers = self._stoppable(pids)
-        while newcomers:  # processes forked before their parent was stopped
-            send_signal(newcomers, signal.SIGSTOP)
-            self._stopped |= newcomers
-            newcomers = self._stoppable(list_descendants(self._root_pid))
+        running = self._stoppable(pids)
+        while running:  # includes processes forked before their parent was stopped
+            send_signal(running, signal.SIGSTOP)
+            self._stopped |= running
+            running = self._stoppable(list_descendants(self._root_pid))
 
     def _stoppable(self, pids: list[int]) -> set[int]:
         found = set()

@@ -183,9 +183,9 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
 def _create_short_tmp(paths: FleetPaths) -> Path | None:
     if len(str(paths.node("csd0").tmp)) <= MAX_NODE_PATH_LENGTH:
         return None
-    paths.short_tmp.symlink_to(paths.usual_short_tmp)
-    paths.usual_short_tmp.mkdir(mode=0o700)  # fails if it exists, so that no other user can prepare it
-    return paths.usual_short_tmp
+    paths.short_tmp.symlink_to(paths.default_short_tmp)
+    paths.default_short_tmp.mkdir(mode=0o700)  # fails if it exists, so that no other user can prepare it
+    return paths.default_short_tmp
 
 
 def _launch(paths: FleetPaths) -> dict[str, int]:

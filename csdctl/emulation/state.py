@@ -30,7 +30,7 @@ class FleetPaths:
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
         """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
-        self.usual_short_tmp = Path(tempfile.gettempdir(), f"csdctl-{self.fleet_id[:6]}")
+        self.default_short_tmp = Path(tempfile.gettempdir(), f"csdctl-{self.fleet_id[:6]}")
         self.known_hosts = self.directory.parent / "known_hosts"
 
     @property

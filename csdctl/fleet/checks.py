@@ -1,7 +1,7 @@
-"""Judge from measurements whether a machine can train; pure.
+"""Decide from measurements whether a machine can train; pure.
 
-A check is ok, a warning (training works, but should be reviewed) or failed (training would fail). What must
-agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
+A check is ok, a warning (training works, but the cause should be reviewed) or failed (training would fail).
+Which properties must agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,7 +24,7 @@ INSTALL = "install it there (docs/how-to/add-a-node.md), or fix `python:` in the
 
 
 class Status(StrEnum):
-    """The status of a check, as in JSON documents."""
+    """The status of a check; values as in JSON documents."""
 
     OK = "ok"
     WARN = "warn"
@@ -110,7 +110,7 @@ def judge_hostnames(conditions: Iterable[Condition]) -> list[Check]:
             name,
             "hostname",
             Status.WARN,
-            f"{hostname}, same as {', '.join(one for one in same if one != name)}",
+            f"{hostname}, same as {', '.join(other for other in same if other != name)}",
             "a unique name",
             remedy,
         )
@@ -142,17 +142,17 @@ def judge_error(name: str, check: str, error: CsdctlError) -> Check:
     return Check(name, check, Status.FAIL, error.message, remedy=error.remedy)
 
 
-def red_machines(checks: Iterable[Check]) -> list[str]:
-    """Return the machines with a failed check, each once."""
+def failed_machines(checks: Iterable[Check]) -> list[str]:
+    """Return the machines with a failed check, without duplicates."""
     return list(dict.fromkeys(check.machine for check in checks if check.status == Status.FAIL))
 
 
 def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     """Combine equal checks of several machines; yield each with the names of the machines."""
     machines: dict[Check, list[str]] = {}
-    for one in checks:
-        same = Check("", one.check, one.status, one.found, one.expected, one.remedy)
-        machines.setdefault(same, []).append(one.machine)
+    for check in checks:
+        shared = Check("", check.check, check.status, check.found, check.expected, check.remedy)
+        machines.setdefault(shared, []).append(check.machine)
     yield from machines.items()
 
 
@@ -163,7 +163,7 @@ def _judge_python(version: str) -> Judgement:
 
 
 def _judge_packages(facts: Facts, host: Facts) -> Judgement:
-    """The model is sent in Keras' format, so Keras must agree; other differences are warnings."""
+    """Check package versions. The model is sent in Keras format, so Keras must match; others warn."""
     pairs = {
         "tensorflow": (facts.tensorflow_version, host.tensorflow_version),
         "keras": (facts.keras_version, host.keras_version),
@@ -186,7 +186,7 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
 
 
 def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
-    """Open MPI is not compatible between releases: all machines need the same one."""
+    """Check MPI. Open MPI is not compatible between releases: all machines need the same release."""
     missing = [
         name
         for name, version in (("openmpi", facts.mpi_version), ("mpi4py", facts.mpi4py_version))
@@ -210,7 +210,7 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
 
 
 def _judge_processor(facts: Facts) -> Judgement:
-    """TensorFlow's x86_64 wheels crash with an illegal instruction on CPUs without AVX."""
+    """Check the CPU. TensorFlow's x86_64 wheels crash with an illegal instruction on CPUs without AVX."""
     found = facts.cpu_model or facts.architecture or "unknown"
     if facts.architecture == "x86_64" and facts.cpu_features and "avx" not in facts.cpu_features:
         return Status.FAIL, f"{found} without AVX", "AVX", "exclude it: TensorFlow's wheels need AVX"
@@ -258,7 +258,7 @@ def _judge_space(space: DirectorySpace | None, *, minimum: int, ample: int) -> J
 
 
 def _judge_clock(offset_s: float | None) -> Judgement:
-    """At most a warning: files are compared by content, and MPI uses no clock."""
+    """Check the clock; at most a warning: files are compared by content, and MPI uses no clock."""
     if offset_s is None:
         return Status.WARN, "unknown", "", "run `date` there"
     if abs(offset_s) > MAX_CLOCK_OFFSET_S:

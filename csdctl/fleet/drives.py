@@ -1,4 +1,4 @@
-"""Find the host's drive for each node by the serial number that both report; pure."""
+"""Match nodes to drives of the host by the serial number that both report; pure."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -10,8 +10,8 @@ from csdctl.fleet.model import HOST_NAME
 def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
     """Return the host's drive of each node that is a drive, by node.
 
-    A serial number that is empty, reported by two nodes, or shared by two drives of the host proves nothing.
-    Nor does a node that reports several of the host's drives: it sees the host's own devices.
+    A serial number that is empty, reported by two nodes, or shared by two drives of the host is ignored. So
+    is a node that reports several of the host's drives: it sees the host's own devices.
     """
     own = {(drive.serial, drive.model): drive for drive in reversed(facts[HOST_NAME].drives)}
     shown: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -29,11 +29,11 @@ def match_drives(facts: Mapping[str, Facts]) -> dict[str, Drive]:
 
 
 def _common(machine: Facts, own: Mapping[tuple[str, str], Drive]) -> set[tuple[str, str]]:
-    """Return serial number and model of the host's drives that `machine` reports too."""
+    """Return serial number and model of those drives of the host that `machine` also reports."""
     identities = {(drive.serial, drive.model) for drive in machine.drives}
     return {identity for identity in identities & own.keys() if _is_distinctive(identity[0])}
 
 
 def _is_distinctive(serial: str) -> bool:
-    """Return whether `serial` is usable: drives without one report blanks or one repeated character."""
+    """Return whether `serial` is usable; placeholders are blanks or one repeated character."""
     return len(set(serial.strip())) > 1

@@ -1,4 +1,4 @@
-"""Facts that `discover` collects about machines; saved beside fleet.yaml, never in it."""
+"""Facts that `discover` collects about machines; saved next to fleet.yaml, never in it."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ DISCOVER = "run `csdctl discover` again"
 
 @dataclass(frozen=True)
 class Drive:
-    """An NVMe drive as a machine shows it; `size_bytes` None: it has no namespace here."""
+    """An NVMe drive as a machine reports it; `size_bytes` None: no namespace is visible."""
 
     device: str
     serial: str
@@ -55,9 +55,9 @@ class Facts:
     round_trip_s: float | None = None
     drives: tuple[Drive, ...] = ()
     notes: tuple[str, ...] = ()
-    """What the user should check, and which facts are unknown and why."""
+    """Problems for the user to check, and facts that are unknown, with the reason."""
     problem: str | None = None
-    """The error with which the connection or the probes failed; then no facts are known."""
+    """The error of a failed connection or probe; no other facts are known then."""
 
     @property
     def num_threads(self) -> int:
@@ -78,9 +78,11 @@ def facts_path(fleet: Fleet) -> Path:
 
 
 def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
-    """Write `facts`, by machine name, beside the fleet file."""
+    """Write `facts`, by machine name, next to the fleet file."""
     path = facts_path(fleet)
-    save_json(path, {"schema": SCHEMA, "machines": {name: asdict(one) for name, one in facts.items()}})
+    save_json(
+        path, {"schema": SCHEMA, "machines": {name: asdict(machine) for name, machine in facts.items()}}
+    )
     return path
 
 
@@ -96,7 +98,7 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
         raise InputError(f"{path} was not written by `csdctl discover`", remedy=DISCOVER) from None
 
 
-def set_facts_aside(fleet: Fleet) -> Path:
+def back_up_facts(fleet: Fleet) -> Path:
     """Rename the unreadable facts file to *.bak, replacing an older backup."""
     path = facts_path(fleet)
     return path.replace(path.with_name(path.name + ".bak"))
@@ -104,4 +106,4 @@ def set_facts_aside(fleet: Fleet) -> Path:
 
 def _facts(values: dict[str, Any]) -> Facts:
     lists = {key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}
-    return Facts(**{**values, **lists, "drives": tuple(Drive(**one) for one in values.get("drives", ()))})
+    return Facts(**{**values, **lists, "drives": tuple(Drive(**drive) for drive in values.get("drives", ()))})

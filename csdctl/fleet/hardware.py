@@ -30,7 +30,7 @@ class EqualMachines:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Their names, in the order of the fleet."""
+        """The machines' names, in the order of the fleet."""
         return tuple(facts.name for facts in self.machines)
 
     @property
@@ -40,11 +40,15 @@ class EqualMachines:
 
     def least(self, key: str) -> float | None:
         """Return the smallest value of `key`, None if all are unknown."""
-        return min((value for one in self.machines if (value := getattr(one, key)) is not None), default=None)
+        return min(
+            (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
+        )
 
     def most(self, key: str) -> float | None:
         """Return the largest value of `key`, None if all are unknown."""
-        return max((value for one in self.machines if (value := getattr(one, key)) is not None), default=None)
+        return max(
+            (value for machine in self.machines if (value := getattr(machine, key)) is not None), default=None
+        )
 
 
 def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
@@ -58,12 +62,18 @@ def group_machines(machines: Iterable[Facts]) -> list[EqualMachines]:
         else:
             clusters.append([facts])
     order = {facts.name: number for number, facts in enumerate(reachable)}
-    found = [sorted(each, key=lambda facts: order[facts.name]) for many in groups.values() for each in many]
-    return [EqualMachines(tuple(each)) for each in sorted(found, key=lambda each: order[each[0].name])]
+    equal = [
+        sorted(cluster, key=lambda facts: order[facts.name])
+        for clusters in groups.values()
+        for cluster in clusters
+    ]
+    return [
+        EqualMachines(tuple(cluster)) for cluster in sorted(equal, key=lambda cluster: order[cluster[0].name])
+    ]
 
 
 def find_differences(groups: Sequence[EqualMachines]) -> list[tuple[EqualMachines, str]]:
-    """Describe how nodes differ from the majority: one text for each group except the largest.
+    """Describe how nodes differ from the majority: a text for each group except the largest.
 
     Return an empty list when no group has more than half of the nodes.
     """
@@ -82,7 +92,7 @@ def _compare(odd: Facts, usual: Facts) -> str:
     ]
     low, high = sorted((_memory_bytes(odd), _memory_bytes(usual)))
     if high > low * (1 + MEMORY_TOLERANCE):
-        sizes = [f"{_memory_bytes(one) / 2**30:.1f} GiB" for one in (odd, usual)]
+        sizes = [f"{_memory_bytes(facts) / 2**30:.1f} GiB" for facts in (odd, usual)]
         different.append(f"memory {sizes[0]} instead of {sizes[1]}")
     return ", ".join(different) or "memory slightly different"
 

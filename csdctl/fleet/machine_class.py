@@ -1,8 +1,8 @@
 """Machine classes: machines with equal hardware, limits and software, which share measurements; pure.
 
-A measurement of one machine is valid for its whole class, and later too. A class therefore excludes what
-changes over time (available memory, free disk, clock) and what differs between equal machines (names, a few
-megabytes reserved by firmware).
+A measurement of one machine is valid for its whole class, and stays valid. A class therefore excludes
+properties that change over time (available memory, free disk, clock) and those that differ between equal
+machines (names, a few megabytes reserved by firmware).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _UNKNOWN = "?"
 
 @dataclass(frozen=True)
 class MachineClass:
-    """Machines with equal step times. None, '' or 0: unknown."""
+    """Machines with equal step times. None, '' and 0 mean unknown."""
 
     architecture: str
     cpu_model: str
@@ -43,14 +43,14 @@ class MachineClass:
 
     @property
     def key(self) -> str:
-        """Equal for machines of one class, on any host and in any version of csdctl with these fields."""
+        """A key that is equal for machines of one class, on any host and in any version with these fields."""
         return _short_hash(
             {name: value for name, value in asdict(self).items() if name != "is_host" or value}
         )
 
     @property
     def name(self) -> str:
-        """For display: "aarch64 Cortex-A53, 4 cores, 6 GiB"; two classes may have the same name."""
+        """A name for display: "aarch64 Cortex-A53, 4 cores, 6 GiB"; not unique."""
         cores = f"{self.num_cores or _UNKNOWN} core" + ("" if self.num_cores == 1 else "s")
         parts = [f"{self.architecture or _UNKNOWN} {_shorten(self.cpu_model)}".rstrip(), cores]
         if self.cpu_limit is not None:
@@ -63,7 +63,7 @@ class MachineClass:
 
     @property
     def software(self) -> str:
-        """For display: "Python 3.11, TensorFlow 2.21.0, …"."""
+        """The versions for display: "Python 3.11, TensorFlow 2.21.0, …"."""
         versions = {
             "Python": self.python,
             "TensorFlow": self.tensorflow,
@@ -90,7 +90,7 @@ class FleetClass:
 
     @property
     def key(self) -> str:
-        """Equal for fleets of one class, whatever their number of nodes."""
+        """A key that is equal for fleets of one class, regardless of their number of nodes."""
         return _short_hash([self.host.key, [node.key for node in self.nodes], self.network])
 
     @property

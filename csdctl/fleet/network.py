@@ -1,4 +1,4 @@
-"""IPv4 addresses of a machine, and those in a network; pure."""
+"""The IPv4 addresses of a machine, and which of them are in a network; pure."""
 
 import ipaddress
 import re

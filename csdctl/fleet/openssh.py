@@ -92,7 +92,7 @@ def read_arguments(words: Sequence[str]) -> Arguments:
 
 
 def _is_read(option: str) -> bool:
-    """Return whether `option` of -o is used here; `Match exec`, which runs a program, is never passed on."""
+    """Return whether the -o option `option` is used here; `Match exec`, which runs a program, never is."""
     keyword = re.split(r"[\s=]", option.strip(), maxsplit=1)[0].lower()
     return keyword in _SUPPORTED or keyword in _UNSUPPORTED
 

@@ -13,7 +13,7 @@ INSTALL = (
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
     """Raise one error that lists all machines without Python, TensorFlow or MPI, and what is missing."""
-    missing = {one.name: what for one in facts if (what := _find_missing(fleet, one))}
+    missing = {machine.name: what for machine in facts if (what := _find_missing(fleet, machine))}
     if len(missing) == 1:
         [(name, what)] = missing.items()
         raise NodeError(what, node=name, remedy=INSTALL)

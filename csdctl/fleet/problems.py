@@ -13,7 +13,7 @@ _ADDRESS = "\0"
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem that occurred on all of `names`."""
+    """A problem that occurred on all machines in `names`."""
 
     names: tuple[str, ...]
     message: str

@@ -39,10 +39,10 @@ _NO_NUMBER = -2
 
 
 def fold_names(names: Iterable[str]) -> list[str]:
-    """Fold `names` to few ranges, in the order of their first names: csd0, csd1, csd2, jetson → csd[0-2],
-    jetson.
+    """Fold `names` to ranges: csd0, csd1, csd2, jetson become csd[0-2], jetson.
 
-    `expand_range` of the result gives the same names without duplicates.
+    Ranges are in the order of their first names. `expand_range` of the result gives the same names without
+    duplicates.
     """
     numbers: dict[tuple[str, str, int], list[int]] = defaultdict(list)
     unique = dict.fromkeys(names)
@@ -68,8 +68,8 @@ def show_names(names: Iterable[str], *, at_most: int = 8) -> str:
 def fold_ordered(columns: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
     """Yield runs of rows that fold to one row of ranges, as (start, end, folded row).
 
-    All columns of a run must count up together: (csd0, 10.1.1.2) and
-    (csd1, 10.1.1.3) become (csd[0-1], 10.1.1.[2-3]).
+    All columns of a run must count up together: (csd0, 10.1.1.2) and (csd1, 10.1.1.3) become
+    (csd[0-1], 10.1.1.[2-3]).
     """
     start = 0
     while start < len(columns):
@@ -82,7 +82,9 @@ def fold_ordered(columns: Sequence[tuple[str, ...]]) -> Iterator[tuple[int, int,
 
 def _folds(first: tuple[str, ...], other: tuple[str, ...], distance: int) -> bool:
     """Return whether every column of `other` is `first` plus `distance`."""
-    return all(_add_to_number(one, distance) == two for one, two in zip(first, other, strict=True))
+    return all(
+        _add_to_number(value, distance) == expected for value, expected in zip(first, other, strict=True)
+    )
 
 
 def _add_to_number(name: str, distance: int) -> str | None:

@@ -23,8 +23,8 @@ from csdctl.fleet.ranges import expand_range
 
 def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> AfterValidator:
     def check(value: str) -> str:
-        for one in _expand(value) if ranges else [value]:
-            if not pattern.fullmatch(one):
+        for item in _expand(value) if ranges else [value]:
+            if not pattern.fullmatch(item):
                 raise ValueError(f"not a valid {what}")
         return value
 
@@ -80,7 +80,7 @@ class NodeDefaults(Document):
 
 
 class NodeEntry(Document):
-    """One node in fleet.yaml, or many: `csd[0-35]` with the same number of addresses."""
+    """An entry of `nodes` in fleet.yaml; `csd[0-35]` with as many addresses is a range of nodes."""
 
     name: Names
     address: Addresses
@@ -114,13 +114,13 @@ class JumpHostEntry(Document):
 
 
 class HostEntry(Document):
-    """The host's part of fleet.yaml."""
+    """The `host` section of fleet.yaml."""
 
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
 
 
 class FleetFile(Document):
-    """fleet.yaml."""
+    """The content of fleet.yaml."""
 
     host: HostEntry = HostEntry()
     network: Network = ""
@@ -194,8 +194,7 @@ class _Jumps:
     """Resolves the chains of jump hosts of nodes.
 
     `machines` are the possible jump hosts by name, each with the value of its own `jump`; `user` and `key`
-    are
-    for jump hosts given as an address.
+    are for jump hosts given as an address.
     """
 
     machines: Mapping[str, tuple[Node, str]]

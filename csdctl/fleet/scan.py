@@ -1,4 +1,4 @@
-"""Addresses of a range, and nodes at them; pure. workflows/discovery/scan.py connects to them."""
+"""The addresses of a range, and names for nodes at them; pure. workflows/discovery/scan.py connects."""
 
 import ipaddress
 from collections.abc import Sequence

@@ -20,7 +20,7 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     Raises InputError for a fleet without nodes.
     """
     if not fleet.nodes:
-        raise InputError("a fleet needs a node")
+        raise InputError("a fleet needs at least one node")
     jumps = _JumpNames(fleet.nodes)
     machines = [*fleet.nodes, *jumps.hosts]
     defaults = _defaults(fleet.nodes, machines, jumps)

@@ -28,9 +28,9 @@ def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str,
 
 
 def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:
-    """Raise InputError when noise on gradients would not cover everything that training reveals of private
-    samples.
+    """Raise InputError when noise on gradients cannot protect all private samples.
 
+    Statistics of layers would reveal samples without noise, and a large delta permits publishing a sample.
     `private` maps each node's name to its private data.
     """
     if model.stateful_layers:
@@ -56,18 +56,18 @@ def _list_names(names: tuple[str, ...], at_most: int = 4) -> str:
 
 
 def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """Require one type for all: uint8 pixels are scaled and floats are not, so they cannot be mixed."""
+    """Require the same type for all data sets: uint8 pixels are scaled and floats are not."""
     types = {name: data.dtype for name, data in datasets.items() if data}
     if len(set(types.values())) > 1:
         listed = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
         raise InputError(
             f"the data sets have samples of different types: {listed}",
-            remedy="store all of them with one type",
+            remedy="store all of them with the same type",
         )
 
 
 def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
-    """Check a known last activation against `from_logits`."""
+    """Check the last activation, if it is known, against `from_logits`."""
     wrong = "softmax" if recipe.from_logits else "linear"
     if model.output_activation == wrong:
         current, other = str(recipe.from_logits).lower(), str(not recipe.from_logits).lower()
@@ -89,27 +89,27 @@ def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
         )
 
 
-def _matches_shape(wanted: tuple[int, ...], found: tuple[int, ...]) -> bool:
-    """Return whether an input of shape `wanted` takes samples of shape `found`; 0 is any size."""
-    return len(wanted) == len(found) and all(a in (0, b) for a, b in zip(wanted, found, strict=True))
+def _matches_shape(expected: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Return whether an input of shape `expected` takes samples of shape `shape`; 0 is any size."""
+    return len(expected) == len(shape) and all(a in (0, b) for a, b in zip(expected, shape, strict=True))
 
 
 def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    """Check several inputs: the data must have an array for each, by name."""
+    """Check that the data has an array for each of several inputs, by name."""
     fields = json.loads(data.dtype) if data.dtype.startswith("[") else []
-    found = {name: tuple(shape) for name, _, shape in fields}
-    wanted = {name: tuple(shape) for name, shape in model.inputs.items()}
-    if not wanted or found.keys() != wanted.keys():
+    actual = {name: tuple(shape) for name, _, shape in fields}
+    expected = {name: tuple(shape) for name, shape in model.inputs.items()}
+    if not expected or actual.keys() != expected.keys():
         raise InputError(
-            f"model {model.name} takes {', '.join(sorted(wanted)) or 'one input'}, "
-            f"the {which} has {', '.join(sorted(found)) or 'one array'}",
+            f"model {model.name} takes {', '.join(sorted(expected)) or 'one input'}, "
+            f"the {which} has {', '.join(sorted(actual)) or 'one array'}",
             remedy="give the arrays of the .npz file the names of the model's inputs",
         )
-    for name, shape in wanted.items():
-        if not _matches_shape(shape, found[name]):
+    for name, shape in expected.items():
+        if not _matches_shape(shape, actual[name]):
             raise InputError(
                 f"input {name} of model {model.name} takes samples of shape {_shape(shape)}, "
-                f"the {which} has {_shape(found[name])}",
+                f"the {which} has {_shape(actual[name])}",
                 remedy="change the model's input or the data",
             )
 

@@ -16,7 +16,7 @@ from csdctl.job.reading import (
     Name,
     Reading,
     RecordEntry,
-    build_picture_rule,
+    build_image_rule,
     build_schema,
     check_private_path,
     files_of,
@@ -39,13 +39,13 @@ class Job:
     recipe: Recipe
     reading: Reading = field(default_factory=Reading)
     is_everywhere: bool = False
-    """Every node can read the public data at the same path, on a shared file system."""
+    """Whether every node can read the public data at the same path, on a shared file system."""
     is_repeating: bool = False
-    """Nodes with few private samples repeat them, instead of reading more public samples."""
+    """Whether nodes with few private samples repeat them instead of reading more public samples."""
     is_weighted_by_data_set: bool = False
-    """A rank is weighted by its number of distinct samples, however often it reads them."""
+    """Whether a rank is weighted by its number of distinct samples, however often it reads them."""
     noise: Noise | None = None
-    """Differential privacy of private samples."""
+    """Differential privacy of private samples; None: disabled."""
 
     @property
     def name(self) -> str:
@@ -180,8 +180,8 @@ class RecipeEntry(Document):
     @field_validator("optimizer_args")
     @classmethod
     def _finite_arguments(cls, value: dict[str, float | bool]) -> dict[str, float | bool]:
-        for name, one in value.items():
-            if not math.isfinite(one):
+        for name, argument in value.items():
+            if not math.isfinite(argument):
                 raise ValueError(f"{name} must be a finite number")
         return value
 
@@ -194,7 +194,7 @@ class RecipeEntry(Document):
 
 
 class JobFile(Document):
-    """job.yaml."""
+    """The content of job.yaml."""
 
     model: Annotated[str, Field(min_length=1)]
     model_args: dict[str, Any] = {}
@@ -247,7 +247,7 @@ def load_job(path: Path) -> Job:
             seed=recipe.seed,
             max_learning_rate=recipe.max_learning_rate,
             decay=recipe.decay,
-            metrics=tuple(_metric_reference(one, directory, path) for one in recipe.metrics),
+            metrics=tuple(_metric_reference(metric, directory, path) for metric in recipe.metrics),
             early_stopping=_values(EarlyStopping, recipe.early_stopping),
             reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),
         ),
@@ -262,7 +262,7 @@ def _reading(data: DataEntry, directory: Path, job_path: Path) -> Reading:
         return _function(entry.function, directory, job_path) if entry and entry.function else ""
 
     return Reading(
-        picture=build_picture_rule(data.image),
+        picture=build_image_rule(data.image),
         classes=tuple(data.classes) if data.classes else None,
         records=build_schema(data.tfrecord),
         public_function=function(data.public),
@@ -308,7 +308,7 @@ def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
 
 
 def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
-    """Return Keras' name of a metric, or the user's `FILE.py:NAME` with an absolute path."""
+    """Return the Keras name of a metric, or the user's `FILE.py:NAME` with an absolute path."""
     is_own = bool(files_of([written]))
     return _function(written, directory, job_path) if is_own else written
 

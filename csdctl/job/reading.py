@@ -36,7 +36,7 @@ class RecordEntry(Document):
     dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "float16", "float32"] = "uint8"
 
     @model_validator(mode="after")
-    def _raw_has_a_shape(self) -> Self:
+    def _check_raw_shape(self) -> Self:
         if self.shape is None and self.dtype != "uint8":
             raise ValueError("dtype applies to raw numbers, which need a shape")
         return self
@@ -65,7 +65,7 @@ def files_of(references: Iterable[str]) -> tuple[Path, ...]:
     return tuple(dict.fromkeys(Path(file) for file in files if file.endswith(".py")))
 
 
-def build_picture_rule(entry: ImageEntry) -> ImageRule:
+def build_image_rule(entry: ImageEntry) -> ImageRule:
     """Return the rule of the job's `data.image`."""
     return ImageRule(entry.shape, entry.fit, entry.max_pixels)
 
@@ -91,15 +91,15 @@ def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_p
     own = {os.path.normpath(private), os.path.normpath(os.path.expanduser(private))}
     for name, paths in public.items():
         others = {os.path.normpath(path) for path in paths}
-        if any(_overlap(one, other) for one in own for other in others):
+        if any(_overlap(path, other_path) for path in own for other_path in others):
             raise InputError(
                 f"{job_path}: data.private.path {private} and data.{name}.path {paths[0]} overlap",
                 remedy="private data must not be readable as other data: use separate directories",
             )
 
 
-def _overlap(one: str, other: str) -> bool:
+def _overlap(first: str, second: str) -> bool:
     """Return whether two paths are equal or nested; a relative and an absolute path never overlap."""
-    if os.path.isabs(one) != os.path.isabs(other):
+    if os.path.isabs(first) != os.path.isabs(second):
         return False
-    return os.path.commonpath([one, other]) in (one, other)
+    return os.path.commonpath([first, second]) in (first, second)

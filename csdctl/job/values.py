@@ -42,8 +42,8 @@ def hash_own_files(job: Job) -> dict[str, str]:
 
 def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
-        for key, one in value.items():
-            yield from _flatten(f"{name}.{key}" if name else str(key), one)
+        for key, item in value.items():
+            yield from _flatten(f"{name}.{key}" if name else str(key), item)
     elif isinstance(value, list | tuple):
         if value:
             yield name, list(value)

@@ -2,7 +2,7 @@
 
     seconds = fixed + per_rank · (ranks - 1) + (per_byte + per_rank_byte · (ranks - 1)) · bytes
 
-A star carries every rank's vector to the host and back: its time grows with ranks × bytes. The time of a
+A star sends every rank's vector to the host and back: its time grows with ranks × bytes. The time of a
 collective whose ranks send simultaneously grows with the bytes alone. All four coefficients are at least 0.
 """
 

@@ -32,7 +32,7 @@ class Power:
 def fit_power(
     num_nodes: Sequence[int], joules_per_sample: Sequence[float], samples_per_s: Sequence[float]
 ) -> Power:
-    """Fit the pair of powers by least squares of relative errors in energy per sample.
+    """Fit host and node power by least squares of relative errors in energy per sample.
 
     The three sequences have one element per measured energy. A node power below 0 becomes 0, and the host's
     is fitted again. Raises ValueError with fewer than two different numbers of nodes.

@@ -2,8 +2,8 @@
 
     T = max_k (α_k + β_k b_k) · overhead_factor + T_collective         samples/s = Σ b_k / T
 
-The overhead factor is the cost of being in step, without the sum itself: the slowest of many noisy steps is
-slower than their mean. It is measured (a trial's steps against this model), not assumed.
+The overhead factor is the cost of synchronous steps, without the sum itself: the slowest of many noisy steps
+is slower than their mean. It is measured (a trial's steps against this model), not assumed.
 """
 
 from collections.abc import Sequence

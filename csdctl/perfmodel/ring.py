@@ -1,8 +1,8 @@
 """The time of a ring that sums over the ranks; pure.
 
 Horovod's allreduce (STANNIS paper, section II.B): each rank sends 2 (p − 1) / p of the vector to its
-neighbour, all at the same time. The more ranks, the less one more costs: the paper saw no further slow-down
-beyond 5 to 6 devices.
+neighbour, all at the same time. The cost of one more rank decreases with their number: the paper saw no
+further slow-down beyond 5 to 6 devices.
 """
 
 from dataclasses import dataclass

@@ -41,13 +41,13 @@ class CurvePoint:
     """The part of the step that the sum over the ranks takes."""
     samples_per_s: float
     speedup: float
-    """Over the host alone."""
+    """Rate relative to the host alone."""
     efficiency: float
-    """The share of the sum of what all machines reach alone."""
+    """Rate relative to the sum of the rates of all machines alone."""
     power_w: float | None
     joules_per_image: float | None
     num_left_out: int = 0
-    """Nodes that would cost more time than they bring, and stay idle."""
+    """Nodes that would cost more time than they save, and stay idle."""
     is_host_training: bool = True
     """False: it only sums, and serves data to the nodes."""
 
@@ -94,13 +94,13 @@ def predict_curve(
 
 @dataclass(frozen=True)
 class Rates:
-    """Samples per second of a fleet, and what they are compared with."""
+    """Samples per second of a fleet, and the rates it is compared with."""
 
     samples_per_s: float
     alone: float
-    """Of the host alone."""
+    """The rate of the host alone."""
     ceiling: float
-    """The sum of what all machines that train reach alone."""
+    """The sum of the rates, alone, of all machines that train."""
 
 
 def build_point(

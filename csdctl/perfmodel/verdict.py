@@ -1,4 +1,4 @@
-"""Whether nodes are worth having, from the curve over their number; pure."""
+"""Whether nodes pay off, from the curve over their number; pure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from itertools import pairwise
 from csdctl.perfmodel.scaling import CurvePoint, PlannedRank
 
 MIN_GAIN = 0.05
-"""Over the host alone. Two runs of the same job may differ by less than this."""
+"""Minimum gain over the host alone; two runs of the same job may differ by less than this."""
 MIN_SHARE_OF_NODE = 0.1
-"""What one more node has to add, as a share of what it reaches alone."""
+"""Minimum rate that one more node must add, as a share of its rate alone."""
 
 
 class Reason(StrEnum):
-    """Why nodes are not worth it."""
+    """A reason why nodes do not pay off."""
 
     SLOWER = "slower"
     """No faster than the host alone."""
@@ -31,7 +31,7 @@ class Verdict:
     num_nodes: int
     reasons: tuple[Reason, ...]
     worth_from: int | None
-    """The smallest number, up to `num_nodes`, that is worth it; None: none is."""
+    """The smallest number, up to `num_nodes`, that pays off; None: no number does."""
     useful_nodes: int
     """Beyond this number, every further node adds less than MIN_SHARE_OF_NODE of its own speed."""
     least_energy_nodes: int | None
@@ -39,14 +39,14 @@ class Verdict:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether no reason speaks against `num_nodes` nodes."""
+        """Whether `num_nodes` nodes pay off: there is no reason against them."""
         return not self.reasons
 
 
 def judge(curve: Sequence[CurvePoint], nodes: Sequence[PlannedRank]) -> Verdict:
     """Judge the last point of `curve`, whose nodes repeat `nodes`; raises ValueError for a host alone.
 
-    The first point is the host alone. Numbers of nodes may be missing in between.
+    The first point is the host alone. Numbers of nodes in between may be missing.
     """
     if len(curve) < 2:
         raise ValueError("a host without nodes has no verdict")

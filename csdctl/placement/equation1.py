@@ -2,12 +2,12 @@
 
     steps per epoch = dataset_k / batchsize_k, the same for every rank k
 
-Private samples stay on their node and count first; public samples fill up the shard. A rank with private
-samples for more steps makes the epoch longer; the last steps of the others are then empty, which the exact
-weighted step allows.
+Private samples stay on their node and are counted first; public samples fill the rest of the shard. A rank
+whose private samples need more steps makes the epoch longer; the last steps of the other ranks are then
+empty, which the exact weighted step supports.
 
-Nodes with few private samples get more public ones (top-up), or repeat their own until they have as many per
-batch size as the node with most (repeat). The paper, section IV, leaves both open.
+Nodes with few private samples get more public samples (top-up), or repeat their own until their ratio of
+samples to batch size equals the largest of all nodes (repeat). The paper, section IV, leaves both open.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from csdctl.worker.protocol.equation1 import public_shares
 
 
 class PlacementError(ValueError):
-    """The samples cannot be placed as asked."""
+    """The samples cannot be placed as requested."""
 
 
 @dataclass(frozen=True)
 class RankLoad:
-    """One rank, as placement needs it."""
+    """The batch size and private samples of one rank."""
 
     name: str
     batch_size: int
-    """0: the rank sits out."""
+    """0: the rank does not train."""
     num_private: int = 0
     """Distinct private samples."""
 
@@ -44,7 +44,7 @@ class Placed:
     public_start: int
     public_stop: int
     num_repeated: int = 0
-    """Of `num_private`, samples that are read again."""
+    """Repeated reads among `num_private`."""
 
     @property
     def private_epochs(self) -> float:
@@ -69,19 +69,19 @@ class Placed:
 
     @property
     def num_steps(self) -> int:
-        """Steps this rank needs for its shard."""
+        """Number of steps to read the shard."""
         return ceil(self.num_samples / self.batch_size) if self.batch_size else 0
 
 
 def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bool = False) -> list[Placed]:
-    """Place every public sample on exactly one rank, and every private one on its own; in order of `ranks`.
+    """Assign every public sample to exactly one rank, and private samples to their own; in order of `ranks`.
 
-    `is_repeating`: ranks with few private samples repeat them instead of getting more public ones.
-    Raises PlacementError for a batch size below 0, a rank that sits out and has private samples, when no rank
-    trains, or when there is no sample at all.
+    `is_repeating`: ranks with few private samples repeat them instead of getting more public samples. Raises
+    PlacementError for a negative batch size, for batch size 0 with private samples, when no rank trains, or
+    when there are no samples.
     """
     if not any(rank.batch_size for rank in ranks):
-        raise PlacementError("there is no rank to place samples on")
+        raise PlacementError("no rank trains: all batch sizes are 0")
     for rank in ranks:
         if rank.batch_size < (1 if rank.num_private else 0):
             least = "at least 1, for its private samples" if rank.num_private else "0 or more"
@@ -89,14 +89,14 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bo
         if rank.num_private < 0 or num_public < 0:
             raise PlacementError(f"{rank.name}: a number of samples cannot be negative")
     if num_public + sum(rank.num_private for rank in ranks) == 0:
-        raise PlacementError("there is no sample to train on")
+        raise PlacementError("there are no samples to train on")
     private = [rank.num_private for rank in ranks]
     if is_repeating:
         most = max(Fraction(rank.num_private, rank.batch_size) for rank in ranks if rank.batch_size)
         private = [int(most * rank.batch_size) if rank.num_private else 0 for rank in ranks]
-    wanted = public_shares([rank.batch_size for rank in ranks], private, num_public)
+    shares = public_shares([rank.batch_size for rank in ranks], private, num_public)
     placed, start = [], 0
-    for rank, share, num_private in zip(ranks, wanted, private, strict=True):
+    for rank, share, num_private in zip(ranks, shares, private, strict=True):
         num_repeated = num_private - rank.num_private
         placed.append(Placed(rank.name, rank.batch_size, num_private, start, start + share, num_repeated))
         start += share
@@ -104,5 +104,5 @@ def place_shards(ranks: Sequence[RankLoad], num_public: int, *, is_repeating: bo
 
 
 def steps_per_epoch(placed: Sequence[Placed]) -> int:
-    """Return the steps of the epoch: those of the rank that needs most."""
+    """Return the number of steps of the epoch: the maximum over the ranks."""
     return max(shard.num_steps for shard in placed)

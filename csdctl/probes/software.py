@@ -1,4 +1,4 @@
-"""Python, the packages for training, glibc, and the home directory; imports none of the packages."""
+"""Python, the packages for training, glibc, and the home directory; does not import the packages."""
 
 import json
 import re

@@ -1,1 +1,1 @@
-"""Packs the worker and the job, hashes, uploads, verifies."""
+"""Pack the worker and the job, hash, upload and verify them."""

@@ -77,13 +77,16 @@ class Parcel:
 
 def pack_parcel(objects: Sequence[StoreObject] = (), trees: Sequence[FileTree] = ()) -> Parcel:
     """Pack `objects` and `trees`; raises InputError for trees with overlapping destinations."""
-    _check_apart([tree.destination for tree in trees])
+    _check_disjoint([tree.destination for tree in trees])
     distinct = {stored.name: stored for stored in objects}
     for tree in trees:
         distinct |= {stored.name: stored for _, stored in tree.files if stored.name not in distinct}
     numbers = {name: number for number, name in enumerate(distinct)}
     manifest = {
-        "objects": [[it.name, it.source.sha256, it.source.size, it.mode] for it in distinct.values()],
+        "objects": [
+            [stored.name, stored.source.sha256, stored.source.size, stored.mode]
+            for stored in distinct.values()
+        ],
         "trees": [_describe(tree, numbers) for tree in trees],
         "keep": sorted({numbers[stored.name] for stored in objects}),
     }
@@ -103,7 +106,7 @@ def _describe(tree: FileTree, numbers: dict[str, int]) -> dict[str, Any]:
     return {"id": identity, "destination": tree.destination, **content}
 
 
-def _check_apart(destinations: Sequence[str]) -> None:
+def _check_disjoint(destinations: Sequence[str]) -> None:
     ordered = sorted(destination.rstrip("/") + "/" for destination in destinations)
     for first, second in pairwise(ordered):
         if second.startswith(first):

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.documents import save_bytes, write_aside
+from csdctl.documents import save_bytes, write_atomically
 from csdctl.shipping.chunks import CHUNK_BYTES, SourceFile, unreadable
 from csdctl.shipping.parcel import PLAIN_MODE, StoreObject
 from csdctl.transport.meter import TrafficClass
@@ -25,20 +25,20 @@ class StoredFile:
     suffix: str
     source: Path
     traffic_class: TrafficClass = TrafficClass.CONTROL
-    """Its class in the ledger."""
+    """The traffic class in the ledger."""
 
     @property
     def path(self) -> str:
-        """Its path on every machine, relative to the session's home."""
+        """The path on every machine, relative to the session's home."""
         return f"{OBJECTS}/{self.sha256}{self.suffix}"
 
     def as_object(self) -> StoreObject:
         """Return its object for a parcel; raises InputError when the file is gone."""
         try:
-            found = self.source.stat()
+            status = self.source.stat()
         except OSError as error:
             raise unreadable(str(self.source), error) from error
-        source = SourceFile(str(self.source), found.st_size, found.st_mtime_ns, PLAIN_MODE, self.sha256)
+        source = SourceFile(str(self.source), status.st_size, status.st_mtime_ns, PLAIN_MODE, self.sha256)
         return StoreObject(f"{self.sha256}{self.suffix}", source, traffic_class=self.traffic_class)
 
 
@@ -53,7 +53,7 @@ def store_file(path: Path, project: Path, traffic_class: TrafficClass = TrafficC
     digest = hash_file(path)
     target = project / OBJECTS / f"{digest}{path.suffix}"
     if not (target.exists() and hash_file(target) == digest):
-        with write_aside(target) as file, path.open("rb") as source:
+        with write_atomically(target) as file, path.open("rb") as source:
             shutil.copyfileobj(source, file, CHUNK_BYTES)
     return StoredFile(digest, path.suffix, target, traffic_class)
 

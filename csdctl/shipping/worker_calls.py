@@ -25,7 +25,7 @@ END_DEADLINE_S = 30.0
 """Time between a worker's response and its end."""
 
 _NOISE = re.compile(rb"[IW]\d{4} |WARNING: All log messages before absl")
-"""What TensorFlow always prints; never the cause of an error."""
+"""Lines that TensorFlow always prints; never the cause of an error."""
 
 
 def build_worker_command(python: str, worker_path: str, arguments: Sequence[str]) -> list[str]:
@@ -47,8 +47,10 @@ def run_worker(
     done = session.run(build_worker_command(python, worker_path, arguments), deadline_s=deadline_s)
     if done.exit_code != 0:
         raise worker_error(done, session.name, doing)
-    answers = [line for line in done.output.splitlines() if line.startswith(ANSWER_PREFIX)]
-    return _parse(response, answers[-1].removeprefix(ANSWER_PREFIX) if answers else "", session.name, doing)
+    responses = [line for line in done.output.splitlines() if line.startswith(ANSWER_PREFIX)]
+    return _parse(
+        response, responses[-1].removeprefix(ANSWER_PREFIX) if responses else "", session.name, doing
+    )
 
 
 def watch_worker(

@@ -25,10 +25,10 @@ def pack_worker() -> bytes:
 
 
 def _python_files(directory: Traversable, prefix: str) -> list[tuple[str, Traversable]]:
-    found = []
+    files = []
     for entry in directory.iterdir():
         if entry.is_dir() and entry.name != "__pycache__":
-            found += _python_files(entry, f"{prefix}/{entry.name}")
+            files += _python_files(entry, f"{prefix}/{entry.name}")
         elif entry.name.endswith(".py"):
-            found.append((f"{prefix}/{entry.name}", entry))
-    return found
+            files.append((f"{prefix}/{entry.name}", entry))
+    return files

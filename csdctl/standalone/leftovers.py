@@ -3,8 +3,8 @@
 Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
 object (run_id, node, is_ending, is_removing, is_removing_all, is_forced), writes one:
 
-- `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is touched unless
-forced
+- `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
+  unless forced
 - `processes`: running processes, each with its run's id
 - `paths` and `num_bytes`: files and directories that are no longer needed
 """
@@ -129,8 +129,8 @@ def find_children() -> "dict[int, list[int]]":
 def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
     """Return `pid` and all its descendants."""
     found = [pid]
-    for one in found:
-        found += children.get(one, [])
+    for parent in found:  # grows during the iteration
+        found += children.get(parent, [])
     return found
 
 

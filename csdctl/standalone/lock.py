@@ -1,8 +1,8 @@
 """Lock a machine for one csdctl at a time.
 
-Sent as source, so it uses the standard library only. The first line of input describes the csdctl that
-wants the lock. The response is `mine`, and the lock is kept until the input ends, however that csdctl ends;
-or `held`, with a description of the current holder.
+Sent as source, so it uses the standard library only. The first line of input describes the csdctl that wants
+the lock. The response is `mine`, and the lock is kept until the input ends, in whatever way that csdctl
+exits; or `held`, with a description of the current holder.
 """
 
 import fcntl

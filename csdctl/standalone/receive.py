@@ -89,7 +89,7 @@ def respond(**response: Any) -> None:
 
 
 class Heartbeat:
-    """Regular messages to the host while work continues, so that it needs no guess about its duration."""
+    """Regular messages to the host during work, so that the host need not guess its duration."""
 
     def __init__(self) -> None:
         self._last_s = time.monotonic()
@@ -302,7 +302,7 @@ def store_manifest(request: dict[str, Any]) -> None:
 
 
 class Receiver:
-    """One deploy: the content of the manifest, and what of it is missing."""
+    """One deploy: the content of the manifest, and its missing objects."""
 
     def __init__(self, manifest: dict[str, Any]) -> None:
         self.objects = [ManifestObject(*fields) for fields in manifest["objects"]]

@@ -1,4 +1,4 @@
-"""A session with scripted responses, to try workflows without any machine.
+"""A session with scripted responses, to run workflows without any machine.
 
     fake = FakeSession("csd0").on("uname", stdout="aarch64\\n").on("rm", exit_code=1, stderr="no such file")
     fake.on("python3", replies=lambda line: [line.upper()])      # for `converse`
@@ -66,7 +66,7 @@ class FakeSession:
         return Completed(tuple(command), response.exit_code, stdout, stderr, 0.0)
 
     def converse(self, command: Sequence[str]) -> "FakeConversation":
-        """Start a conversation: `stdout` is its first lines, then come the scripted replies."""
+        """Start a conversation: the lines of `stdout` come first, then the scripted replies."""
         response = self._response(command)
         if response.error:
             raise response.error

@@ -1,4 +1,4 @@
-"""Connections through jump hosts: one to each, shared by all nodes behind it within a command.
+"""Connections through jump hosts: one per jump host, shared by all nodes behind it within a command.
 
 A jump host's key is checked as strictly as a node's. When a jump host is down, every node behind it gets the
 same error message.
@@ -20,7 +20,7 @@ from csdctl.transport.orderly import OrderlyTransport
 from csdctl.transport.process import Deadline
 
 MAX_CONNECTING = 32
-"""Nodes that may connect through one jump host at a time: its CPU does the work for all of them."""
+"""Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
 
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
@@ -103,7 +103,7 @@ class JumpHosts:
 
 @dataclass(frozen=True)
 class Keepalive:
-    """How often a connection requests a reply of its peer, and when it is closed without one, in seconds."""
+    """Interval of keepalive requests, and time without a reply until the connection is closed, in seconds."""
 
     interval_s: float
     dead_after_s: float

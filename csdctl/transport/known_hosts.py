@@ -1,7 +1,7 @@
 """Known host keys: a fast parser of OpenSSH's known_hosts files.
 
-Plain names are looked up in a dictionary; only hashed names and patterns are matched one by one. Certificate
-authorities (`@cert-authority`) are not supported and are ignored.
+Plain names are looked up in a dictionary; only hashed names and patterns are matched individually.
+Certificate authorities (`@cert-authority`) are not supported and are ignored.
 """
 
 import base64
@@ -119,12 +119,12 @@ def fingerprint(blob: bytes) -> str:
 
 def _matches(patterns: Sequence[str], name: str) -> bool:
     """Return whether a pattern of `patterns` matches `name` and no negated pattern does."""
-    wanted = False
+    is_match = False
     for pattern in patterns:
         if pattern.startswith("!") and _pattern_matches(pattern[1:], name):
             return False
-        wanted = wanted or _pattern_matches(pattern, name)
-    return wanted
+        is_match = is_match or _pattern_matches(pattern, name)
+    return is_match
 
 
 def _pattern_matches(pattern: str, name: str) -> bool:

@@ -49,7 +49,7 @@ class Outcome(Generic[ResultT]):
     error: CsdctlError | None = None
 
     def get(self) -> ResultT:
-        """Return the value; raise the error if there is one."""
+        """Return the value, or raise the error."""
         if self.error is not None:
             raise self.error
         return self.value  # type: ignore[return-value]
@@ -57,7 +57,7 @@ class Outcome(Generic[ResultT]):
 
 @dataclass
 class Sessions:
-    """The open sessions of a fleet by name (`host` is the host itself), and the errors of the others."""
+    """The open sessions of a fleet by name (`host` is the host), and the errors of unreachable nodes."""
 
     reachable: dict[str, Session] = field(default_factory=dict)
     failed: dict[str, CsdctlError] = field(default_factory=dict)
@@ -193,7 +193,7 @@ def open_sessions(
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
     jumps = make_jump_hosts(known)
 
-    def open_one(node: Node) -> Session:
+    def open_node(node: Node) -> Session:
         return connect(node, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
 
     nodes = {node.name: node for node in fleet.nodes}
@@ -206,7 +206,7 @@ def open_sessions(
         on_done(outcome)
 
     try:
-        for name, outcome in run_on_all(nodes, open_one, max_workers=max_workers, on_done=remember).items():
+        for name, outcome in run_on_all(nodes, open_node, max_workers=max_workers, on_done=remember).items():
             if outcome.error:
                 sessions.failed[name] = outcome.error
             else:
@@ -247,9 +247,9 @@ def fleet_known_hosts_paths(fleet: Fleet, directory: Path) -> tuple[Path, ...]:
 
     The fleet file of an emulated fleet is inside a .csdctl directory, whose known_hosts is then used too.
     """
-    place = fleet.path.absolute().parent
-    around = [parent.parent for parent in (place, *place.parents) if parent.name == ".csdctl"]
-    return known_hosts_paths(directory, place, *around)
+    own = fleet.path.absolute().parent
+    enclosing = [parent.parent for parent in (own, *own.parents) if parent.name == ".csdctl"]
+    return known_hosts_paths(directory, own, *enclosing)
 
 
 def _load_ssh() -> tuple[Callable[..., Session], Callable[[KnownHosts], Any]]:

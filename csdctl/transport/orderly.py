@@ -67,7 +67,7 @@ class OrderlyTransport(paramiko.Transport):
 
     def open_channel(
         self,
-        kind: str,
+        channel_type: str,
         dest_addr: tuple[str, int] | None = None,
         src_addr: tuple[str, int] | None = None,
         window_size: int | None = None,
@@ -80,7 +80,7 @@ class OrderlyTransport(paramiko.Transport):
         channel, replied = self._register_channel()
         request = paramiko.Message()
         request.add_byte(bytes([_OPEN]))
-        request.add_string(kind)
+        request.add_string(channel_type)
         for number in (channel.chanid, channel.in_window_size, channel.in_max_packet_size):
             request.add_int(number)
         for address in (dest_addr, src_addr):
@@ -119,9 +119,9 @@ class OrderlyTransport(paramiko.Transport):
                 self.sock.shutdown(socket.SHUT_RDWR)
         super().stop_thread()
 
-    def _filter_algorithm(self, kind: str) -> tuple[str, ...]:
+    def _filter_algorithm(self, algorithm_type: str) -> tuple[str, ...]:
         """Return the algorithms of a kind to offer; none is disabled."""
-        return tuple(getattr(self, f"_preferred_{kind}"))
+        return tuple(getattr(self, f"_preferred_{algorithm_type}"))
 
     def _parse_debug(self, message: paramiko.Message) -> None:
         """Ignore debug messages: OpenSSH sends some at login, and parsing takes a tenth of the login."""

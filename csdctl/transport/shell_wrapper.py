@@ -95,8 +95,8 @@ def build_kill_command_line(group: int) -> str:
 class MarkedOutput:
     """The bounded output of a command on one stream, from the wrapper's token on.
 
-    Keeps the beginning, or with `keep_end` the end. `group` is the process group
-    printed after the token, or 0.
+    Keeps the beginning, or with `keep_end` the end. `group` is the process group printed after the token, or
+    0.
     """
 
     MAX_PREAMBLE_BYTES = 1 << 16

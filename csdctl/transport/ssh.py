@@ -1,6 +1,6 @@
 """A node as a session: commands and files over one SSH connection.
 
-Commands run under `shell_wrapper`; `process` has what is common to all transports. Files go through the
+Commands run under `shell_wrapper`; `process` has the code that all transports share. Files go through the
 standard input of a command instead of SFTP (`shipping.deliver`), so servers without SFTP (dropbear) work.
 """
 
@@ -45,8 +45,7 @@ def connect(
     """Open a session to `node`; `known_hosts` are the files or their parsed content.
 
     `jumps` are the connections to jump hosts, shared with other nodes; `keepalive` is that of
-    `open_transport`. Raises UnreachableError, HostKeyError
-    or AuthenticationError within the deadline.
+    `open_transport`. Raises UnreachableError, HostKeyError or AuthenticationError within the deadline.
     """
     known = known_hosts if isinstance(known_hosts, KnownHosts) else KnownHosts.load(known_hosts)
     jumps = jumps or make_jump_hosts(known)

@@ -185,8 +185,8 @@ def _resolve(node: Node, deadline: Deadline) -> list[tuple[int, tuple[Any, ...]]
 
 
 def _look_up(node: Node, flags: int = 0) -> list[tuple[int, tuple[Any, ...]]]:
-    found = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM, flags=flags)
-    return [(family, address) for family, _, _, _, address in found]
+    results = socket.getaddrinfo(node.address, node.port, type=socket.SOCK_STREAM, flags=flags)
+    return [(family, address) for family, _, _, _, address in results]
 
 
 def load_keys(node: Node) -> list[paramiko.PKey]:

@@ -1,1 +1,1 @@
-"""Pure: batch sizes from measurements. Measuring is left to the caller."""
+"""Pure: batch sizes from measurements. The caller measures."""

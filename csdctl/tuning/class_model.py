@@ -1,6 +1,6 @@
-"""What is known about the machines of one class: an immutable value; pure.
+"""The model of one machine class: an immutable value; pure.
 
-Machines of one class share what is measured on any of them. The host is a class of its own.
+Machines of one class share all measurements. The host is a separate class.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,39 +13,39 @@ from csdctl.tuning.observations import ProbeOutcome
 from csdctl.tuning.step_time_fit import Point, fit_step_time
 
 MAX_PROBES = 8
-"""Of one class, in one tuning."""
+"""Maximum number of probes per class in one tuning."""
 OOM_RETRY_SHARE = 0.6
-"""The share of its samples that a rank computes at once after it ran out of memory in a trial."""
+"""After a rank ran out of memory in a trial, it computes this share of the samples at once."""
 
 
 @dataclass(frozen=True)
 class ClassModel:
-    """The machines of one class with one set of runtime settings."""
+    """What is known about the machines of one class, with one set of runtime settings."""
 
     machines: tuple[str, ...]
     settings: RuntimeSettings = field(default_factory=lambda: RuntimeSettings(1))
     points: tuple[Point, ...] = ()
     """Probes with these settings, including those of earlier tunings."""
     in_step_factor: float = 1.0
-    """A step in a trial, in step with the other ranks, over the same step in a probe."""
+    """Compute time of a step in a trial, together with other ranks, relative to a probe of the same size."""
     trial_sizes: tuple[int, ...] = ()
-    """The batch size of every trial that `in_step_factor` comes from."""
+    """The batch sizes of the trials from which `in_step_factor` was computed."""
     num_new_probes: int = 0
     max_new_probes: int = MAX_PROBES
     max_size: int | None = None
-    """No plan gives a machine a larger batch."""
+    """The largest batch size that a plan may give a machine."""
     has_earlier_trial: bool = False
-    """An earlier tuning reached its trial, and so explored other settings already."""
+    """Whether an earlier tuning reached its trial, and thus already explored other settings."""
     guess: StepTime | None = None
-    """The step time that similar models suggest; used until the first probe."""
+    """The step time estimated from similar models; used until the first probe."""
     guessed_from: tuple[str, ...] = ()
-    """The models that `guess` comes from, nearest first."""
+    """The models that `guess` was estimated from, nearest first."""
     too_large: int | None = None
     """The smallest batch size that did not fit in memory."""
     peaks: Mapping[int, int] = field(default_factory=dict)
     """Peak memory of a process in bytes, by the batch size that it computed at once."""
     memory_bytes: int | None = None
-    """What a rank may fill; None: not known."""
+    """Memory that a rank may use; None: unknown."""
 
     @property
     def sizes(self) -> set[int]:
@@ -54,7 +54,7 @@ class ClassModel:
 
     @property
     def max_at_once(self) -> int | None:
-        """The largest batch that fits in memory at once; None: no bound is known."""
+        """The largest batch that fits in memory at once; None: unknown."""
         bounds = []
         if self.memory_bytes and (within := largest_within_memory(self.peaks, self.memory_bytes)):
             bounds.append(max(within, *self.peaks))
@@ -63,7 +63,7 @@ class ClassModel:
         return min(bounds, default=None)
 
     def cap(self, size: int) -> int:
-        """Return `size`, or the largest that a plan can give."""
+        """Return `size`, limited to the largest that a plan may give."""
         return size if self.max_size is None else min(size, self.max_size)
 
     def limit_at_once(self, size: int) -> int:
@@ -75,13 +75,13 @@ class ClassModel:
         return fit_step_time(self.points).scaled(self.in_step_factor) if self.points else self.guess
 
     def step_time(self) -> StepTime:
-        """Return the step time in training; batches beyond the memory are computed in micro-batches.
+        """Return the step time in training; batches that exceed the memory are computed in micro-batches.
 
-        Raises ValueError when there is neither a probe nor a guess.
+        Raises ValueError without a probe or a guess.
         """
         fitted = self.step_time_at_once()
         if fitted is None:
-            raise ValueError(f"nothing is known about the step time of {', '.join(self.machines)}")
+            raise ValueError(f"the step time of {', '.join(self.machines)} is unknown")
         at_once = self.max_at_once
         if at_once is None:
             return fitted
@@ -92,11 +92,11 @@ class ClassModel:
         return StepTime(fitted.fixed_s, fitted.per_sample_s, at_once, micro_batched_s)
 
     def predict_peak_bytes(self, batch_size: int) -> int | None:
-        """Return the peak memory of a rank with `batch_size`; None: too little was measured."""
+        """Return the peak memory of a rank with `batch_size`; None: too few measurements."""
         return predict_peak_bytes(self.peaks, self.limit_at_once(batch_size))
 
     def with_probes(self, outcomes: Sequence[ProbeOutcome]) -> "ClassModel":
-        """Return the model with the outcomes of probes with its settings."""
+        """Return the model updated with the outcomes of probes with its settings."""
         points, peaks, too_large = list(self.points), self.peaks, self.too_large
         for outcome in outcomes:
             peaks = merge_peaks(peaks, outcome.peaks)
@@ -105,7 +105,7 @@ class ClassModel:
             else:
                 points.append(Point(outcome.batch_size, outcome.step_time_s))
         if too_large and max((point.batch_size for point in points), default=0) >= too_large:
-            too_large = None  # the process was killed for another reason
+            too_large = None  # a larger batch fitted: the process was killed for another reason
         return replace(
             self,
             points=tuple(points),
@@ -115,12 +115,12 @@ class ClassModel:
         )
 
     def with_settings(self, settings: RuntimeSettings, time_ratio: float) -> "ClassModel":
-        """Return the model with other settings, whose steps take `time_ratio` of the time."""
-        points = tuple(Point(one.batch_size, one.step_time_s * time_ratio) for one in self.points)
+        """Return the model with other settings; step times are multiplied by `time_ratio`."""
+        points = tuple(Point(point.batch_size, point.step_time_s * time_ratio) for point in self.points)
         return replace(self, settings=settings, points=points)
 
     def with_trial(self, size: int, ratio: float) -> "ClassModel":
-        """Return the model with one more trial: steps of `size` took `ratio` times as long as modelled.
+        """Return the model updated with a trial: steps of `size` took `ratio` times as long as modelled.
 
         All trials have the same weight.
         """

@@ -10,13 +10,13 @@ from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.step_time_fit import non_negative
 
 NUM_NEWEST = 5
-"""The newest times per collective that count: a fleet changes, and a single sum may be lucky."""
+"""Number of newest times used per collective: a fleet changes, and a single time may be an outlier."""
 
 
 def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
-    """Fit the cost of a sum to `measured`, by relative errors; without measurements it is 0.
+    """Fit the cost of a sum to `measured`, minimizing relative errors; 0 without measurements.
 
-    Of several collectives the fastest counts: a training uses that one.
+    With several collectives, only the fastest is used, as in training.
     """
     fastest = _fastest(measured)
     if not fastest:
@@ -27,19 +27,19 @@ def fit_collective(measured: Sequence[CollectiveMeasurement]) -> CollectiveCost:
     # Bytes are millions and seconds thousandths: scale each column for numerical stability.
     sizes = np.abs(columns).max(axis=0)
     sizes[sizes == 0] = 1.0
-    found = np.array(non_negative(columns / sizes, np.ones_like(times))) / sizes
-    return CollectiveCost(*(float(one) for one in found))
+    coefficients = np.array(non_negative(columns / sizes, np.ones_like(times))) / sizes
+    return CollectiveCost(*map(float, coefficients))
 
 
 def _fastest(measured: Sequence[CollectiveMeasurement]) -> dict[tuple[int, int], float]:
     """Return the seconds of the fastest collective, the median of its newest sums, by ranks and bytes."""
     repeated: dict[tuple[str, int, int], list[float]] = {}
-    for one in sorted(measured, key=lambda one: one.measured_at):
-        if one.num_ranks > 1 and one.seconds > 0:  # one rank has nothing to sum
-            repeated.setdefault((one.name, one.num_ranks, one.num_bytes), []).append(one.seconds)
+    for sample in sorted(measured, key=lambda sample: sample.measured_at):
+        if sample.num_ranks > 1 and sample.seconds > 0:  # a single rank has nothing to sum
+            repeated.setdefault((sample.name, sample.num_ranks, sample.num_bytes), []).append(sample.seconds)
     fastest: dict[tuple[int, int], float] = {}
     for (_, num_ranks, num_bytes), seconds in repeated.items():
-        usual_s = median(seconds[-NUM_NEWEST:])
-        place = (num_ranks, num_bytes)
-        fastest[place] = min(usual_s, fastest.get(place, usual_s))
+        median_s = median(seconds[-NUM_NEWEST:])
+        key = (num_ranks, num_bytes)
+        fastest[key] = min(median_s, fastest.get(key, median_s))
     return fastest

@@ -1,4 +1,4 @@
-"""What is known about the fleet: an immutable value that tuning's rounds are functions over; pure."""
+"""The model of the fleet: an immutable value that each round of tuning replaces by a new one; pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,21 +11,21 @@ from csdctl.tuning.class_model import ClassModel
 
 @dataclass(frozen=True)
 class FleetModel:
-    """How long the fleet's machines take for a step, alone and together."""
+    """Step times of the fleet's machines, alone and together."""
 
     machines: tuple[str, ...]
-    """The machines that train, in the order of the fleet; the host first unless it sits out."""
+    """The machines that train, in the order of the fleet; the host first unless it does not train."""
     classes: Mapping[str, ClassModel]
-    """By name: 'host', and the machine class's key for nodes."""
+    """By name: 'host', or the key of the machine class for nodes."""
     vector_bytes: int = 0
-    """What each rank gives to a sum."""
+    """Bytes that each rank contributes to a sum."""
     required: frozenset[str] = frozenset()
-    """Machines that no plan leaves out: the host, and nodes with private data."""
+    """Machines that every plan must include: the host, and nodes with private data."""
     collective_cost: CollectiveCost = field(default_factory=CollectiveCost)
     overhead_factor: float = 1.0
-    """A step's time without the sum, over the compute time of its slowest rank."""
+    """Time of a step without the sum, relative to the compute time of its slowest rank."""
     outlier_factors: Mapping[str, float] = field(default_factory=dict)
-    """Machines that differ from their class: their step time over that of the class."""
+    """Step time relative to the machine class, of machines that differ from it."""
 
     @property
     def is_host_training(self) -> bool:
@@ -34,7 +34,7 @@ class FleetModel:
 
     def class_name(self, machine: str) -> str:
         """Return the name of the class that `machine` belongs to."""
-        return next(name for name, one in self.classes.items() if machine in one.machines)
+        return next(name for name, known in self.classes.items() if machine in known.machines)
 
     def class_of(self, machine: str) -> ClassModel:
         """Return the class that `machine` belongs to."""
@@ -45,14 +45,14 @@ class FleetModel:
         return replace(self, classes={**self.classes, name: changed})
 
     def step_times(self) -> dict[str, StepTime]:
-        """Return the step time of each class; raises ValueError when nothing is known about one."""
-        return {name: one.step_time() for name, one in self.classes.items()}
+        """Return the step time of each class; raises ValueError when one is unknown."""
+        return {name: known.step_time() for name, known in self.classes.items()}
 
     def machine_step_times(self, step_times: Mapping[str, StepTime] | None = None) -> dict[str, StepTime]:
         """Return the step time of each machine from those of the classes, in the order of the fleet."""
         by_class = self.step_times() if step_times is None else step_times
         by_machine = {
-            machine: by_class[name] for name, one in self.classes.items() for machine in one.machines
+            machine: by_class[name] for name, known in self.classes.items() for machine in known.machines
         }
         return {machine: self._scaled(machine, by_machine[machine]) for machine in self.machines}
 
@@ -61,7 +61,7 @@ class FleetModel:
         return self.collective_cost.at(self.vector_bytes, num_ranks)
 
     def sum_s_of_training(self, num_training: int) -> float:
-        """Return the seconds of a sum when `num_training` machines train; a host that sits out takes part."""
+        """Return the seconds of a sum when `num_training` machines train; the host always takes part."""
         return self.sum_s(num_training + (not self.is_host_training))
 
     def _scaled(self, machine: str, step_time: StepTime) -> StepTime:

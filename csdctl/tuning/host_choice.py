@@ -1,4 +1,4 @@
-"""The best plan when the host may sit out; it sums and serves data to the nodes in any case; pure."""
+"""The best plan, with or without training on the host, which sums and serves data in any case; pure."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -7,7 +7,7 @@ from csdctl.tuning.search import BestPlan, Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 
 MIN_GAIN_WITHOUT_HOST = 0.05
-"""The host sits out when the fleet is faster by this share without it."""
+"""The host does not train when the fleet is faster by at least this share without it."""
 
 
 def find_best_ranks(
@@ -17,10 +17,10 @@ def find_best_ranks(
     sum_s: Callable[[int], float],
     overhead_factor: float = 1.0,
 ) -> BestPlan:
-    """Return the fastest plan of the host and `nodes`; a host that sits out has no batch size in it.
+    """Return the fastest plan of the host and `nodes`; it has no batch size for a host that does not train.
 
-    `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan keeps to
-    the limits.
+    `sum_s(n)` is the time of a sum over n ranks, including the host. Raises TuningError when no plan
+    satisfies the limits.
     """
     if not nodes:
         return find_best([host], limits, sum_s, overhead_factor)

@@ -1,4 +1,4 @@
-"""What an observation changes in the model of the fleet: functions from model to model; pure."""
+"""Updates of the fleet model after an observation: functions from model to model; pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from csdctl.tuning.observations import ProbeOutcome, TriedPlan
 from csdctl.tuning.scaling_curve import calibrate_overhead
 
 OUTLIER_TOLERANCE = 0.1
-"""A machine that differs from its class by more than this share in a trial gets a step time of its own."""
+"""A machine that differs from its class by more than this share in a trial gets a separate step time."""
 
 
 def learn_collectives(model: FleetModel, measured: Sequence[CollectiveMeasurement]) -> FleetModel:
@@ -21,10 +21,10 @@ def learn_collectives(model: FleetModel, measured: Sequence[CollectiveMeasuremen
 
 
 def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> FleetModel:
-    """Return the model with one round of probes, by machine, with the settings of each machine's class."""
+    """Return the model updated with one round of probes, by machine, with the settings of its class."""
     classes = {
-        name: one.with_probes([outcomes[machine] for machine in one.machines if machine in outcomes])
-        for name, one in model.classes.items()
+        name: known.with_probes([outcomes[machine] for machine in known.machines if machine in outcomes])
+        for name, known in model.classes.items()
     }
     return replace(model, classes=classes)
 
@@ -32,7 +32,7 @@ def learn_probes(model: FleetModel, outcomes: Mapping[str, ProbeOutcome]) -> Fle
 def learn_overhead(
     model: FleetModel, trial: tuple[Sequence[tuple[StepTime, int]], float] | None
 ) -> FleetModel:
-    """Return the model with the overhead that an earlier trial shows; None: no overhead.
+    """Return the model with the overhead measured in an earlier trial; None: no overhead.
 
     `trial`: step time and batch size of each rank, the host first, and the seconds of a step.
     """
@@ -43,17 +43,17 @@ def learn_overhead(
 
 
 def learn_trial(model: FleetModel, tried: TriedPlan) -> FleetModel:
-    """Return the model with a trial: factors of classes in step, outliers, and the overhead of a step."""
+    """Return the model updated with a trial: in-step factors of classes, outliers, and step overhead."""
     compute_s, sizes = tried.compute_s, tried.best.batch_sizes
     classes, outliers = dict(model.classes), dict(model.outlier_factors)
-    for name, one in model.classes.items():
-        step_time = one.step_time()
-        training = [machine for machine in one.machines if machine in sizes]
+    for name, known in model.classes.items():
+        step_time = known.step_time()
+        training = [machine for machine in known.machines if machine in sizes]
         if not training:
             continue
         ratios = {machine: compute_s[machine] / step_time.at(sizes[machine]) for machine in training}
         usual = median(ratios.values())
-        classes[name] = one.with_trial(max(sizes[machine] for machine in training), usual)
+        classes[name] = known.with_trial(max(sizes[machine] for machine in training), usual)
         outliers |= {machine: _outlier_factor(ratio / usual) for machine, ratio in ratios.items()}
     learned = replace(model, classes=classes, outlier_factors=outliers)
     step_times = learned.machine_step_times()

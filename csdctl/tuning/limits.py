@@ -1,4 +1,4 @@
-"""The limits of a plan: by default a global batch that still learns; read back from a plan; pure."""
+"""The limits of a plan: the default limit of the global batch, and limits read from a plan; pure."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,14 +13,14 @@ scaled, and leaves at least STEPS_PER_EPOCH steps in an epoch."""
 
 
 def default_limits(given: Limits, reference_batch: int, num_samples: int | None, num_required: int) -> Limits:
-    """Return `given` with a default largest global batch, and none larger than an epoch.
+    """Return `given` with a default limit of the global batch, and limits of at most an epoch.
 
-    `num_samples` of an epoch, None: not known; `num_required` ranks are never left out and take at least one
-    sample. Raises TuningError when the exact global batch is larger than an epoch.
+    `num_samples` is that of an epoch, None if unknown; `num_required` ranks must train, on at least one
+    sample each. Raises TuningError when the exact global batch is larger than an epoch.
     """
     if given.global_batch and num_samples is not None and given.global_batch > num_samples:
         raise TuningError(
-            f"a global batch of {given.global_batch:,} samples is more than the {num_samples:,} of an epoch",
+            f"a global batch of {given.global_batch:,} samples exceeds an epoch of {num_samples:,} samples",
             remedy="give a smaller --global-batch",
         )
     if given.max_global_batch and num_samples is not None:
@@ -34,7 +34,7 @@ def default_limits(given: Limits, reference_batch: int, num_samples: int | None,
 
 
 def read_limits(written: Mapping[str, float | list[int]]) -> Limits:
-    """Read the limits in a plan's `method_arguments`, as from `Limits.given`; Algorithm 1 has none."""
+    """Parse the limits in a plan's `method_arguments`, written from `Limits.given`; Algorithm 1 has none."""
 
     def number(name: str) -> float | None:
         value = written.get(name)

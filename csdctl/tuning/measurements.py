@@ -1,6 +1,6 @@
-"""Measurements as values: what is stored, and what tuning starts from; pure.
+"""Measurements as values, as stored and as used by tuning; pure.
 
-The caller gives the time of a measurement.
+The caller passes the time of a measurement.
 """
 
 import math
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from csdctl.worker.protocol.model_info import ModelInfo
 
 NUMBER_BYTES = 4
-"""Gradients travel as float32."""
+"""Gradients are sent as float32."""
 
 
 @dataclass(frozen=True)
 class ModelFeatures:
-    """A model, and what the time of its step depends on. 0: not known."""
+    """A model, and the features that determine its step time. 0: unknown."""
 
     hash: str
-    """Of its architecture; weights do not change the time of a step."""
+    """Hash of the architecture; weights do not affect the step time."""
     name: str
     num_parameters: int = 0
     num_trainable: int = 0
@@ -28,7 +28,7 @@ class ModelFeatures:
 
     @property
     def vector_bytes(self) -> int:
-        """Bytes that each rank gives to a sum, without the few numbers sent with the gradient."""
+        """Bytes that each rank contributes to a sum, without the few numbers sent with the gradient."""
         return NUMBER_BYTES * self.num_trainable
 
     @property
@@ -39,7 +39,7 @@ class ModelFeatures:
 
 @dataclass(frozen=True, order=True)
 class RuntimeSettings:
-    """How TensorFlow ran during a measurement."""
+    """TensorFlow's settings during a measurement."""
 
     threads: int
     """Intra-op."""
@@ -50,7 +50,7 @@ class RuntimeSettings:
 
     @property
     def name(self) -> str:
-        """For people: "2 threads, no oneDNN"."""
+        """For display: "2 threads, no oneDNN"."""
         parts = [f"{self.threads} thread" + ("" if self.threads == 1 else "s")]
         if self.inter_op_threads != 1:
             parts.append(f"{self.inter_op_threads} inter-op")
@@ -73,7 +73,7 @@ class ProbeMeasurement:
     """Mean of forward, backward and apply; None: the batch did not fit in memory."""
     num_steps: int = 0
     peak_memory_bytes: int | None = None
-    """The peak of the process by then; 0: a larger size had raised it before; None: not known."""
+    """Peak of the process so far; 0: an earlier, larger size had set it; None: unknown."""
 
     @property
     def has_fitted(self) -> bool:
@@ -82,7 +82,7 @@ class ProbeMeasurement:
 
     @property
     def is_from_trial(self) -> bool:
-        """Whether it is a rank's step in a trial, which has no peak of its own."""
+        """Whether it is a rank's step in a trial, for which no peak is measured."""
         return self.has_fitted and self.batch_size > 0 and self.peak_memory_bytes is None
 
     @property
@@ -99,7 +99,7 @@ class CollectiveMeasurement:
     """Of the collective, as in `protocol.orders.COLLECTIVE_NAMES`."""
     num_ranks: int
     num_bytes: int
-    """Of one rank's vector."""
+    """Size of one rank's vector."""
     seconds: float
     measured_at: float
     """Unix time."""
@@ -110,14 +110,14 @@ class TrialRank:
     """One rank of a trial."""
 
     machine_class: str
-    """Its key."""
+    """The key of its machine class."""
     batch_size: int
     settings: RuntimeSettings
 
 
 @dataclass(frozen=True)
 class TrialMeasurement:
-    """A plan that the whole fleet tried for a few steps."""
+    """A plan that the whole fleet ran for a few steps."""
 
     ranks: tuple[TrialRank, ...]
     """The host first."""

@@ -1,15 +1,15 @@
-"""How much memory a batch size takes, from the peaks of smaller ones; pure."""
+"""Memory needed by a batch size, extrapolated from the peaks of smaller batch sizes; pure."""
 
 from collections.abc import Mapping
 
 RANK_SHARE = 0.9
 """The share of a machine's usable memory that a rank's predicted peak may take."""
 SPREAD = 2.0
-"""Two sizes closer together than this factor show noise rather than the cost of a sample; a last resort."""
+"""Two sizes that differ by less than this factor show noise rather than the cost of a sample."""
 
 
 def rank_memory_bytes(usable_bytes: int | None) -> int | None:
-    """Return what a rank may fill of a machine's usable memory; None: not known."""
+    """Return the part of a machine's usable memory that a rank may use; None: unknown."""
     return int(usable_bytes * RANK_SHARE) if usable_bytes else None
 
 
@@ -19,10 +19,10 @@ def merge_peaks(peaks: Mapping[int, int], more: Mapping[int, int]) -> dict[int, 
 
 
 def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
-    """Extrapolate the peak at `batch_size` from the largest size and the largest at most half of it.
+    """Extrapolate the peak at `batch_size` from the largest size and the largest size up to half of it.
 
-    `peaks` maps batch size to peak memory in bytes. None with fewer than two sizes. A smaller size has at
-    most the largest one's peak: a process's peak memory never falls.
+    `peaks` maps batch size to peak memory in bytes. Return None with fewer than two sizes. A smaller size
+    gets the peak of the largest: the peak memory of a process never falls.
     """
     if batch_size in peaks:
         return peaks[batch_size]
@@ -35,7 +35,7 @@ def predict_peak_bytes(peaks: Mapping[int, int], batch_size: int) -> int | None:
 def largest_within_memory(peaks: Mapping[int, int], memory_bytes: int) -> int | None:
     """Return the largest batch size whose predicted peak is at most `memory_bytes`; None without peaks.
 
-    A peak grows at most in proportion to the batch size; that is assumed where no line can be drawn.
+    A peak grows at most in proportion to the batch size; without two sizes, that is assumed.
     """
     if not peaks:
         return None
@@ -46,7 +46,7 @@ def largest_within_memory(peaks: Mapping[int, int], memory_bytes: int) -> int | 
 
 
 def _line(peaks: Mapping[int, int]) -> tuple[int, float]:
-    """Return the largest batch size, and the bytes per sample between a smaller one and it."""
+    """Return the largest batch size, and the bytes per sample between it and a smaller size."""
     largest = max(peaks)
     small = max((size for size in peaks if size * SPREAD <= largest), default=min(peaks))
     return largest, (peaks[largest] - peaks[small]) / (largest - small)

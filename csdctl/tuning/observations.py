@@ -1,4 +1,4 @@
-"""What the machines report during one tuning: the outcome of a probe, and of a trial; pure values."""
+"""The results of one tuning's measurements: outcomes of probes and trials; pure values."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,11 +18,11 @@ class ProbeOutcome:
     peaks: Mapping[int, int] = field(default_factory=dict)
     """Peak memory in bytes by batch size, for every size that raised the peak of this probe process."""
     is_oom_kill: bool = False
-    """The process was killed at this size; False with no step time: it was predicted not to fit."""
+    """Whether the process was killed at this size; False without a step time: it was predicted not to fit."""
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The peak at this batch size; 0: a larger size had raised it before."""
+        """The peak at this batch size; 0: an earlier, larger size had set it."""
         return self.peaks.get(self.batch_size, 0)
 
 
@@ -32,15 +32,15 @@ class TrialResult:
 
     num_steps: int
     step_s: float
-    """Of the whole fleet, from one step to the next."""
+    """Seconds from one step of the fleet to the next."""
     samples_per_s: float
     compute_s: tuple[float, ...]
-    """Of each rank in a step."""
+    """Compute seconds of each rank in a step."""
     wall_s: float
-    """Of all steps, including the ones that are not counted."""
+    """Seconds of all steps, including those that are not counted."""
     collective: str
     sum_s: float
-    """One sum of the model's vector over these ranks, as timed when the group formed."""
+    """Seconds of one sum of the model's vector over these ranks, measured when the group formed."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class TriedPlan:
 
     best: BestPlan
     ranks: tuple[RankPlan, ...]
-    """The host first, with batch size 0 when it sits out."""
+    """The host first, with batch size 0 when it does not train."""
     result: TrialResult
 
     @property

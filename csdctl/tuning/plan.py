@@ -19,14 +19,14 @@ HEADER = """\
 
 
 class RankPlan(Document):
-    """One rank: its settings, and what was measured with them."""
+    """One rank: its settings, and the measurements with them."""
 
     node: str
     batch_size: Annotated[int, Field(ge=0)]
-    """0: the rank sits out; it only sums, and serves data to the nodes. Allowed for the host alone."""
+    """0: the rank does not train; it only sums and serves data to the nodes. Allowed only for the host."""
     threads: Annotated[int, Field(ge=1, le=1024)]
     inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Inter-op; `threads` are intra-op."""
+    """Inter-op threads; `threads` are intra-op."""
     onednn: bool = True
     micro_batch_size: Annotated[int, Field(ge=1)] | None = None
     """A larger batch is computed in micro-batches of this size."""
@@ -38,7 +38,7 @@ class RankPlan(Document):
 
     @property
     def runtime(self) -> Runtime:
-        """How TensorFlow runs."""
+        """TensorFlow's runtime settings."""
         return Runtime(self.threads, self.inter_threads, self.onednn)
 
 
@@ -55,11 +55,11 @@ def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
 
 
 class Predicted(Document):
-    """What tuning predicts for its batch sizes. Shares are of the ranks' time, and add up to 1."""
+    """The prediction for the plan's batch sizes. Shares are of the ranks' time, and add up to 1."""
 
     global_batch: int
     batch_sizes: list[int] | None = None
-    """Of the ranks, in the plan's order; None: an older plan, which only has `global_batch`."""
+    """Batch sizes in the order of the ranks; None: an older plan, which only has `global_batch`."""
     step_s: Annotated[float, Field(gt=0)]
     samples_per_s: Annotated[float, Field(gt=0)]
     compute_share: float
@@ -68,7 +68,7 @@ class Predicted(Document):
     gain: float | None = None
     """The gain in samples/s over the best equal batch size, predicted from the same measurements."""
     is_confirmed: bool = False
-    """The figures are those of a trial of all ranks."""
+    """Whether the figures are from a trial of all ranks."""
 
 
 class Plan(Document):
@@ -84,14 +84,14 @@ class Plan(Document):
     measuring_s: float = 0.0
     predicted: Predicted | None = None
     left_out: list[str] = []
-    """Nodes that would cost more time than they bring."""
+    """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
-    """None: a plan written manually, or an older one, which only has `job_fingerprint` to compare."""
+    """None: a plan written manually, or an older plan, which only has `job_fingerprint` to compare."""
     ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
 
     @property
     def batch_sizes(self) -> list[int]:
-        """Of the ranks, in order."""
+        """The batch sizes in rank order."""
         return [rank.batch_size for rank in self.ranks]
 
     @property
@@ -101,16 +101,17 @@ class Plan(Document):
 
     @property
     def prediction(self) -> Predicted | None:
-        """What tuning predicted; None when batch sizes were edited since."""
+        """The prediction of tuning; None when batch sizes were edited since."""
         if self.predicted is None:
             return None
-        made_for = self.predicted.batch_sizes
-        holds = self.predicted.global_batch == self.global_batch and made_for in (None, self.batch_sizes)
-        return self.predicted if holds else None
+        predicted_sizes = self.predicted.batch_sizes
+        has_same_global_batch = self.predicted.global_batch == self.global_batch
+        is_valid = has_same_global_batch and predicted_sizes in (None, self.batch_sizes)
+        return self.predicted if is_valid else None
 
     @property
     def predicted_samples_per_s(self) -> float | None:
-        """Samples per second as tuning predicts them for these batch sizes.
+        """Predicted samples per second for these batch sizes.
 
         Without a prediction, an upper bound: steps as long as the slowest rank's, without communication.
         """

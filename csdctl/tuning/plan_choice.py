@@ -1,4 +1,4 @@
-"""The best plan for a fleet as it is modelled, and the plan file's ranks; pure."""
+"""The best plan for a modelled fleet, and the ranks of the plan file; pure."""
 
 from collections.abc import Mapping
 
@@ -15,9 +15,9 @@ from csdctl.tuning.search import BestPlan, Limits, RankCandidate, best_equal, fi
 def choose_plan(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime] | None = None
 ) -> BestPlan:
-    """Return the plan with most samples/s; `step_times` by class, None: those of `model`.
+    """Return the plan with the most samples/s; `step_times` by class, None: those of `model`.
 
-    Raises TuningError when no plan keeps to the limits.
+    Raises TuningError when no plan satisfies the limits.
     """
     candidates = list_candidates(model, step_times)
     if not model.is_host_training:
@@ -30,12 +30,12 @@ def choose_plan(
 def choose_class_sizes(
     model: FleetModel, limits: Limits, step_times: Mapping[str, StepTime]
 ) -> dict[str, int]:
-    """Return the largest batch size each class has in the best plan; a class that is left out has none."""
+    """Return the largest batch size of each class in the best plan, without classes that are left out."""
     chosen = choose_plan(model, limits, step_times).batch_sizes
     return {
         name: max(chosen[machine] for machine in training)
-        for name, one in model.classes.items()
-        if (training := [machine for machine in one.machines if machine in chosen])
+        for name, known in model.classes.items()
+        if (training := [machine for machine in known.machines if machine in chosen])
     }
 
 
@@ -51,20 +51,20 @@ def list_candidates(
 
 def predict_samples_per_s(model: FleetModel, batch_sizes: Mapping[str, int]) -> float:
     """Predict the samples/s of a plan with these batch sizes, by machine in the order of the fleet."""
-    members = [one for one in list_candidates(model) if one.node in batch_sizes]
-    ranks = [RankModel(one.node, one.step_time) for one in members]
+    members = [member for member in list_candidates(model) if member.node in batch_sizes]
+    ranks = [RankModel(member.node, member.step_time) for member in members]
     sum_s = model.sum_s(len(members) + (HOST_NAME not in batch_sizes))
     return predict(ranks, [*batch_sizes.values()], sum_s, model.overhead_factor).samples_per_s
 
 
 def predict_gain(model: FleetModel, limits: Limits, batch_sizes: Mapping[str, int]) -> float | None:
-    """Predict the gain of these batch sizes over the best equal one; None: the limits allow no equal one."""
+    """Predict the gain over the best equal batch size; None: the limits allow no equal batch size."""
     equal = best_equal(list_candidates(model), limits, model.sum_s_of_training, model.overhead_factor)
     return predict_samples_per_s(model, batch_sizes) / equal - 1 if equal else None
 
 
 def plan_ranks(model: FleetModel, best: BestPlan) -> tuple[RankPlan, ...]:
-    """Return the ranks of the plan file, the host first: with batch size 0 when it sits out."""
+    """Return the ranks of the plan file, the host first, with batch size 0 when it does not train."""
     step_times = model.machine_step_times()
     ranks = tuple(_plan_rank(model, name, size, step_times[name]) for name, size in best.batch_sizes.items())
     if HOST_NAME in best.batch_sizes:
@@ -82,7 +82,7 @@ def _plan_rank(model: FleetModel, machine: str, batch_size: int, step_time: Step
         threads=known.settings.threads,
         inter_threads=known.settings.inter_op_threads,
         onednn=known.settings.is_onednn,
-        # Also when this batch fits: it may grow during a run.
+        # Set even when this batch fits, because it may grow during a run.
         micro_batch_size=at_once if at_once is not None and at_once < 2 * batch_size else None,
         step_time_s=round(step_time_s, 6),
         samples_per_s=round(batch_size / step_time_s, 2),
@@ -107,14 +107,14 @@ def measured_ranks(tried: TriedPlan) -> list[RankPlan]:
 
 
 def confirmed_prediction(tried: TriedPlan, gain: float | None) -> Predicted:
-    """Return what a trial predicts for a training with its plan; `gain` over the best equal batch size."""
+    """Return the prediction from a plan's trial; `gain` is relative to the best equal batch size."""
     result, compute_s = tried.result, tried.compute_s
     training = [rank for rank in tried.ranks if rank.batch_size]
     models = [
         RankModel(rank.node, StepTime(0.0, compute_s[rank.node] / rank.batch_size)) for rank in training
     ]
     sizes = [rank.batch_size for rank in training]
-    # The trial's time beyond the slowest rank's compute time is communication, whatever the sum alone took.
+    # The trial's time beyond the slowest rank's compute time is communication, even beyond the sum itself.
     communication_s = max(0.0, result.step_s - max(result.compute_s))
     shares = predict(models, sizes, communication_s)
     return Predicted(

@@ -1,4 +1,4 @@
-"""What a plan was made for, as kept in it, and a description of what has changed since; pure."""
+"""The job and machines that a plan was tuned for, stored in the plan, and changes since then; pure."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ class PlanFingerprint(Document):
 
 
 def list_changes(then: PlanFingerprint, now: PlanFingerprint) -> list[str]:
-    """List the differences, a line each; a machine that only one of them has is no change."""
+    """List the differences, one line each; a machine that only one of them has is not a change."""
     return [
         *_changed_values(then.job, now.job),
         *_changed_files(then.files, now.files),

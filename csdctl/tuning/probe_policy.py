@@ -1,8 +1,8 @@
-"""Which batch sizes to probe next: few for each machine class, where they inform the plan most; pure.
+"""Which batch sizes to probe next: few for each machine class, where they are most informative; pure.
 
-Machines of one class may take different batch sizes in a round. The first round spreads over small sizes,
-which are quick. Then the fits show which batch sizes the best plan would have, and the next rounds probe half
-of that and less, until every class was measured there: large steps take long, and a trial measures those.
+Machines of one class may probe different batch sizes in a round. The first round uses small sizes, which are
+quick. Then the fits give the batch sizes of the best plan, and the next rounds probe at most half of those,
+until every class was measured there: large steps take long, and the trial measures them.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,66 +17,68 @@ from csdctl.tuning.search import Limits
 from csdctl.tuning.stannis import TuningError
 
 FIRST_SIZES = {1: (32,), 2: (8, 32), 3: (4, 12, 32)}
-"""By the number of machines that measure in the first round."""
+"""Batch sizes of the first round, by number of machines that measure."""
 MAX_GROWTH = 4
-"""A probe's batch is at most this many times the largest that fitted: memory may end in between."""
+"""Limit of a probe's batch, relative to the largest that fitted: memory may be exhausted in between."""
 NEAR = 2.5
 """A probe is informative for sizes within this factor: a trial measures the planned size itself. Half of the
 planned size is probed, and the plan moves a little with the result."""
 MEMORY_NEAR = 1.25
-"""At the end of memory, a larger size is not probed when it is within this factor of what was measured."""
+"""Near the memory limit, a larger size within this factor of a measured size is not probed."""
 MIN_SIZES = 2
-"""Different sizes of a class, including earlier ones. More probes make the line surer and the plan hardly
-better, because the trial that follows shows how high it lies (tests/bench/test_planning.py, with noise)."""
+"""Minimum number of different sizes of a class, including earlier probes. More hardly improve the plan,
+because the trial that follows corrects the level of the line (tests/bench/test_planning.py, with noise)."""
 GUESSED_SHARES = (0.25, 0.5, 0.12)
-"""Shares of a planned size that is only guessed, by machine: too large a probe costs time or memory."""
+"""Shares of a guessed planned size to probe, by machine: a probe that is too large costs time or memory."""
 PLANNED_SHARES = (0.5, 0.3)
 """Shares of the planned size that the machines of a class probe."""
 
 ChooseSizes = Callable[[Mapping[str, StepTime]], Mapping[str, int]]
-"""The batch size each class has in the best plan, by the step times of all; none for a class left out."""
+"""Returns each class's batch size in the best plan, given all step times; no entry for a class left out."""
 
 
 def limit_probes(model: FleetModel, limits: Limits, num_reserved: int = 0) -> FleetModel:
-    """Return the model with the largest batch a plan can give, and `num_reserved` probes less per class."""
+    """Return the model with the largest batch of any plan, and `num_reserved` fewer probes per class."""
     largest = limits.largest_global_batch
     max_size = max(1, largest - len(model.machines) + 1) if largest else None
     classes = {
-        name: replace(one, max_size=max_size, max_new_probes=one.max_new_probes - num_reserved)
-        for name, one in model.classes.items()
+        name: replace(known, max_size=max_size, max_new_probes=known.max_new_probes - num_reserved)
+        for name, known in model.classes.items()
     }
     return replace(model, classes=classes)
 
 
 def next_probes(model: FleetModel, limits: Limits) -> dict[str, int]:
-    """Return the batch sizes to probe next, by machine; none when every class is known well enough.
+    """Return the batch sizes to probe next, by machine; empty when enough is known about every class.
 
-    Raises TuningError when a class fits in memory at no size, or no plan keeps to the limits.
+    Raises TuningError when no size of a class fits in memory, or no plan satisfies the limits.
     """
     return next_sizes(model.classes, lambda step_times: choose_class_sizes(model, limits, step_times))
 
 
 def next_sizes(classes: Mapping[str, ClassModel], choose: ChooseSizes) -> dict[str, int]:
     """Return what `next_probes` does, with the planned size of each class from `choose`."""
-    for one in classes.values():
-        _check_memory(one)
-    known = {name: step_time for name, one in classes.items() if (step_time := one.step_time_at_once())}
-    planned = choose(known) if len(known) == len(classes) else {}
+    for known in classes.values():
+        _check_memory(known)
+    step_times = {
+        name: step_time for name, known in classes.items() if (step_time := known.step_time_at_once())
+    }
+    planned = choose(step_times) if len(step_times) == len(classes) else {}
     return {
         machine: size
-        for name, one in classes.items()
-        for machine, size in zip(one.machines, _next_class_sizes(one, planned.get(name)), strict=False)
+        for name, known in classes.items()
+        for machine, size in zip(known.machines, _next_class_sizes(known, planned.get(name)), strict=False)
     }
 
 
 def is_settled(known: ClassModel, size: int) -> bool:
-    """Return whether the step at `size` is known: measured about there, and at another size too."""
-    is_near = any(size / NEAR <= one <= size * NEAR for one in (*known.sizes, *known.trial_sizes))
+    """Return whether the step at `size` is known: measured near that size, and at another size."""
+    is_near = any(size / NEAR <= measured <= size * NEAR for measured in (*known.sizes, *known.trial_sizes))
     return is_near and len(known.sizes) >= MIN_SIZES
 
 
 def _check_memory(known: ClassModel) -> None:
-    """Raise TuningError when the probes of this tuning show that a class can train no batch at all."""
+    """Raise TuningError when the probes of this tuning show that a class cannot train any batch."""
     if known.points or not known.num_new_probes:
         return
     if known.too_large == 1 or known.num_new_probes >= known.max_new_probes:
@@ -88,7 +90,7 @@ def _check_memory(known: ClassModel) -> None:
 
 
 def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
-    """Return the sizes to probe next, at most one for each machine; none when the class is known."""
+    """Return the sizes to probe next, at most one for each machine; empty when the class is known."""
     count = min(known.max_new_probes - known.num_new_probes, len(known.machines))
     if count < 1:
         return []
@@ -101,10 +103,10 @@ def _next_class_sizes(known: ClassModel, planned: int | None) -> list[int]:
         min(MAX_GROWTH * largest, known.too_large - 1 if known.too_large else MAX_GROWTH * largest)
     )
     if planned > limit * NEAR:
-        # Not there yet: as far as memory allows; at the end of memory, what is known has to do.
+        # Approach the planned size as far as memory allows; at the limit, use what is known.
         return [limit] if limit > largest * MEMORY_NEAR else []
     around = dict.fromkeys(min(limit, ceil(planned * share)) for share in PLANNED_SHARES)
-    if len(known.sizes) < 2:  # a line needs two
+    if len(known.sizes) < 2:  # a line needs two sizes
         around = dict.fromkeys(size for size in around if size not in known.sizes) or around
     return list(around)[:count]
 

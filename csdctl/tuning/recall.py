@@ -19,17 +19,17 @@ RecalledTrial = tuple[Sequence[tuple[StepTime, int]], float]
 def recall_class(blank: ClassModel, known: Sequence[ProbeMeasurement], threads: int = 0) -> ClassModel:
     """Return `blank` with the `known` probes of this model, recipe and machine class, oldest first.
 
-    Settings are those of the newest trial; with `threads` set by the user (0: not set), of the newest one
-    with that many.
+    Settings are those of the newest trial, or of the newest trial with `threads` if the user set that (0: not
+    set).
     """
-    tried = [one for one in known if one.is_from_trial and threads in (0, one.settings.threads)]
+    tried = [probe for probe in known if probe.is_from_trial and threads in (0, probe.settings.threads)]
     settings = tried[-1].settings if tried else blank.settings
-    too_large, peaks = _recall_memory([one for one in known if one.settings == settings])
+    too_large, peaks = _recall_memory([probe for probe in known if probe.settings == settings])
     points = recall_points(known, settings)
     recalled = replace(blank, settings=settings, too_large=too_large, peaks=peaks, points=tuple(points))
     if not points:
         return recalled
-    # A tuning that was interrupted has probes and no trial.
+    # An interrupted tuning has probes but no trial.
     recalled = replace(recalled, has_earlier_trial=bool(tried))
     shown = recall_in_step(known, settings, fit_step_time(points))
     return recalled.with_trial(*shown) if shown else recalled
@@ -58,7 +58,7 @@ def recall_trial(
 ) -> RecalledTrial | None:
     """Return the newest of `trials`, oldest first, of several ranks; `step_times` by class name.
 
-    None when there was none, or one with a class that `step_times` lacks.
+    None without such a trial, or when it has a class that is not in `step_times`.
     """
     of_several = [trial for trial in trials if len(trial.ranks) > 1]
     if not of_several:
@@ -67,7 +67,7 @@ def recall_trial(
     ranks = [(HOST_NAME, host.batch_size), *((rank.machine_class, rank.batch_size) for rank in nodes)]
     if any(size and name not in step_times for name, size in ranks):
         return None
-    # An idle rank computes nothing, whatever its step time, and takes part in the sum.
+    # An idle rank computes nothing, but takes part in the sum; its step time does not matter.
     any_step_time = next(iter(step_times.values()))
     return [(step_times.get(name, any_step_time), size) for name, size in ranks], of_several[-1].step_s
 
@@ -75,16 +75,16 @@ def recall_trial(
 def points_with(probes: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
     """Return the probes with `settings` that fitted in memory, without steps from trials."""
     return [
-        Point(one.batch_size, one.step_time_s)
-        for one in probes
-        if one.step_time_s is not None and one.settings == settings and not one.is_from_trial
+        Point(probe.batch_size, probe.step_time_s)
+        for probe in probes
+        if probe.step_time_s is not None and probe.settings == settings and not probe.is_from_trial
     ]
 
 
 def recall_points(known: Sequence[ProbeMeasurement], settings: RuntimeSettings) -> list[Point]:
-    """Return the probes with `settings`; where they are few, those with other settings too, scaled to them.
+    """Return the probes with `settings`; if there are few, also scaled probes with other settings.
 
-    Settings that were taken after the batch sizes had been probed have few probes of their own.
+    Settings that were chosen after the batch sizes had been probed have few probes.
     """
     own = points_with(known, settings)
     others = [points_with(known, other) for other in {probe.settings for probe in known} - {settings}]
@@ -93,29 +93,29 @@ def recall_points(known: Sequence[ProbeMeasurement], settings: RuntimeSettings) 
         return own
     fitted = fit_step_time(most)
     ratio = median(point.step_time_s / fitted.at(point.batch_size) for point in own)
-    return [*(Point(one.batch_size, one.step_time_s * ratio) for one in most), *own]
+    return [*(Point(probe.batch_size, probe.step_time_s * ratio) for probe in most), *own]
 
 
 def recall_in_step(
     known: Sequence[ProbeMeasurement], settings: RuntimeSettings, step_time: StepTime
 ) -> tuple[int, float] | None:
-    """Return a batch size of the newest trial with `settings`, and its step's time over `step_time`.
+    """Return a batch size of the newest trial with `settings`, and its step time relative to `step_time`.
 
-    None when there was no trial with them.
+    None without a trial with these settings.
     """
-    tried = [one for one in known if one.is_from_trial and one.settings == settings]
+    tried = [probe for probe in known if probe.is_from_trial and probe.settings == settings]
     if not tried:
         return None
-    newest = max(one.measured_at for one in tried)
-    shown = [one for one in tried if one.measured_at == newest]
+    newest = max(probe.measured_at for probe in tried)
+    shown = [probe for probe in tried if probe.measured_at == newest]
     ratio = median(
-        one.step_time_s / step_time.at(one.batch_size) for one in shown if one.step_time_s is not None
+        probe.step_time_s / step_time.at(probe.batch_size) for probe in shown if probe.step_time_s is not None
     )
-    return max(one.batch_size for one in shown), ratio
+    return max(probe.batch_size for probe in shown), ratio
 
 
 def _recall_memory(known: Sequence[ProbeMeasurement]) -> tuple[int | None, dict[int, int]]:
-    """Return the smallest size that did not fit in memory, and the peaks of those that did."""
+    """Return the smallest size that did not fit in memory, and the peaks of the sizes that did."""
     too_large: int | None = None
     peaks: dict[int, int] = {}
     for probe in known:
@@ -124,7 +124,7 @@ def _recall_memory(known: Sequence[ProbeMeasurement]) -> tuple[int | None, dict[
         elif probe.peak_memory_bytes:
             peaks = merge_peaks(peaks, {probe.batch_size: probe.peak_memory_bytes})
             if too_large and probe.batch_size >= too_large:
-                too_large = None  # another process had filled the memory that day
+                too_large = None  # another process had used the memory at that time
     return too_large, peaks
 
 

@@ -1,7 +1,7 @@
 """The curve over the number of nodes with the best batch sizes for each; pure.
 
-`perfmodel.scaling` keeps the batch sizes of a plan for other numbers of nodes. Tuning again with other nodes
-gives other batch sizes: here they are chosen as `tune` would choose them.
+`perfmodel.scaling` keeps the batch sizes of a plan for other numbers of nodes. Here, they are chosen as
+`tune` would choose them for that number of nodes.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ MIN_OVERHEAD_FACTOR = 0.5
 
 @dataclass(frozen=True)
 class Costs:
-    """What training together costs besides the ranks' own steps."""
+    """The costs of training together, besides the ranks' own steps."""
 
     sum_cost: SumCost
     vector_bytes: int
@@ -37,11 +37,11 @@ class Choice:
     """How batch sizes are chosen, by number of nodes."""
 
     limits: Callable[[int], Limits]
-    """Of a fleet with this number of nodes."""
+    """The limits for a fleet with this number of nodes."""
     is_required: bool = False
-    """No node is left out: each has private data."""
+    """Whether every node must be in the plan, because each has private data."""
     is_planned: bool = False
-    """For the fleet as it is, the ranks keep their batch sizes."""
+    """Whether the ranks keep their batch sizes for the current number of nodes."""
     idle: frozenset[str] = frozenset()
     """Ranks that do not train in that plan: nodes that it leaves out, or the host."""
 
@@ -49,7 +49,8 @@ class Choice:
 def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum_s: float) -> float:
     """Return the overhead factor with which ranks of these step times and batch sizes take `step_s` together.
 
-    Below 1 when they were faster than alone; at least MIN_OVERHEAD_FACTOR, below which `sum_s` must be wrong.
+    Below 1 when they were faster than alone; limited to MIN_OVERHEAD_FACTOR, as `sum_s` must be wrong below
+    it.
     """
     slowest_s = max(step_time.at(size) for step_time, size in ranks)
     return max(MIN_OVERHEAD_FACTOR, (step_s - sum_s) / slowest_s)
@@ -58,7 +59,7 @@ def calibrate_overhead(ranks: Sequence[tuple[StepTime, int]], step_s: float, sum
 def choose_best(
     host: RankModel, nodes: Sequence[RankModel], num_nodes: int, choice: Choice, costs: Costs
 ) -> BestPlan:
-    """Return the best batch sizes for the host and `num_nodes`, which repeat `nodes`.
+    """Return the best batch sizes for the host and `num_nodes` nodes, which repeat `nodes`.
 
     Repeated names get a number. Raises TuningError when the limits allow no plan.
     """
@@ -77,11 +78,11 @@ def choose_best(
 
 
 def size_ranks(ranks: Sequence[RankModel], batch_sizes: Mapping[str, int]) -> list[PlannedRank]:
-    """Return the ranks with these batch sizes; a rank without one gets as much as the others' time allows."""
-    slowest_s = max(one.step_time.at(batch_sizes.get(one.node, 0)) for one in ranks)
+    """Return the ranks with these batch sizes; a rank without a size gets what fits in the others' time."""
+    slowest_s = max(rank.step_time.at(batch_sizes.get(rank.node, 0)) for rank in ranks)
     return [
-        PlannedRank(one, batch_sizes.get(one.node) or max(1, one.step_time.largest_within(slowest_s)))
-        for one in ranks
+        PlannedRank(rank, batch_sizes.get(rank.node) or max(1, rank.step_time.largest_within(slowest_s)))
+        for rank in ranks
     ]
 
 
@@ -95,7 +96,7 @@ def predict_best_curve(
 ) -> list[CurvePoint]:
     """Predict a point for each of `counts`, the numbers of nodes.
 
-    Raises TuningError when the limits allow no plan for one of them.
+    Raises TuningError when the limits allow no plan for one of these numbers.
     """
 
     def best_of(num_nodes: int) -> BestPlan:

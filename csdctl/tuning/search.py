@@ -1,8 +1,8 @@
 """The batch sizes with the most samples/s within limits; pure.
 
-For a compute time T of a step, every rank takes the most samples it can compute in T, so that no rank waits
-for another. The longer T, the smaller the share of fixed costs and of the sum over the ranks, and the larger
-the global batch. So the search is over T alone, once for every set of ranks worth trying.
+For a compute time T of a step, every rank takes as many samples as it can compute in T, so that no rank waits
+for another. With a longer T, the share of fixed costs and of the sum over the ranks is smaller, and the
+global batch is larger. So the search is over T alone, once for every set of ranks worth trying.
 """
 
 from collections import Counter
@@ -18,21 +18,21 @@ from csdctl.tuning.stannis import TuningError
 NUM_TIMES = 96
 """Step times to try, evenly on a logarithmic scale."""
 NUM_TIMES_COARSE = 8
-"""Step times to try when sets of ranks are only compared with each other."""
+"""Step times to try when sets of ranks are only compared."""
 TIME_TOLERANCE = 1e-5
 NUM_CUTS = 12
 """Sets of ranks to try, each without some of the slowest nodes."""
 SLACK = 0.005
-"""Of plans within this share of the best, the one with the smallest global batch wins: it learns more."""
+"""Of plans within this share of the best, the smallest global batch wins: it takes more optimizer steps."""
 MIN_GAIN_WITHOUT_NODES = 0.02
-"""Nodes are left out when the fleet is faster by this share without them."""
+"""Nodes are left out when the fleet is faster by at least this share without them."""
 
 OPTIONS = {
     "max_global_batch": "--max-global-batch",
     "global_batch": "--global-batch",
     "max_step_s": "--max-step-seconds",
 }
-"""Options of `csdctl tune`, by the limit they set."""
+"""Options of `csdctl tune`, by the limit that they set."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RankCandidate:
     node: str
     step_time: StepTime
     is_required: bool = False
-    """It is never left out: the host, or a node with private data."""
+    """Whether it must be in the plan: the host, or a node with private data."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Limits:
             if not (isfinite(value) and value > 0):
                 raise TuningError(
                     f"{name.replace('_', ' ')} must be a number above 0, received {value}",
-                    remedy=f"give another {OPTIONS[name]}, or none",
+                    remedy=f"change or omit {OPTIONS[name]}",
                 )
 
     @property
@@ -69,7 +69,7 @@ class Limits:
 
     @property
     def largest_global_batch(self) -> int | None:
-        """The largest global batch within the limits; None: no bound."""
+        """The largest global batch within the limits; None: no limit."""
         return self.global_batch or self.max_global_batch
 
 
@@ -89,10 +89,10 @@ def find_best(
     overhead_factor: float = 1.0,
     lone_overhead_factor: float | None = None,
 ) -> BestPlan:
-    """Return the fastest plan; `collective_s(n)` is the time of a sum over n ranks, the host is first.
+    """Return the fastest plan; `collective_s(n)` is the time of a sum over n ranks. The host comes first.
 
     `overhead_factor` as in `predict`; `lone_overhead_factor` is that of a plan with one rank, None: the same.
-    Raises TuningError when no plan keeps to the limits.
+    Raises TuningError when no plan satisfies the limits.
     """
     if not candidates:
         raise TuningError("no machine to tune")
@@ -107,14 +107,14 @@ def find_best(
         size: found for size, members in fleets.items() if (found := best_of(members, NUM_TIMES_COARSE))
     }
     if not compared:
-        raise TuningError(_why_none(candidates, limits), remedy=_how_to_have_one(limits))
+        raise TuningError(_describe_failure(candidates, limits), remedy=_suggest_limits(limits))
     fastest = max(compared, key=lambda size: compared[size].prediction.samples_per_s)
     best = best_of(fleets[fastest], NUM_TIMES) or compared[fastest]
     if fastest < len(candidates) and len(candidates) in compared:
         whole = best_of(candidates, NUM_TIMES) or compared[len(candidates)]
         if best.prediction.samples_per_s < whole.prediction.samples_per_s * (1 + MIN_GAIN_WITHOUT_NODES):
             return whole
-    left_out = tuple(one.node for one in candidates if one.node not in best.batch_sizes)
+    left_out = tuple(candidate.node for candidate in candidates if candidate.node not in best.batch_sizes)
     return BestPlan(best.batch_sizes, best.prediction, left_out)
 
 
@@ -128,32 +128,34 @@ def best_equal(
     sum_s = collective_s(len(candidates))
     most_s = inf if limits.max_step_s is None else limits.max_step_s
     if limits.largest_global_batch is None:
-        largest = min(one.step_time.largest_within((most_s - sum_s) / overhead_factor) for one in candidates)
+        largest = min(
+            candidate.step_time.largest_within((most_s - sum_s) / overhead_factor) for candidate in candidates
+        )
     else:
         largest = limits.largest_global_batch // len(candidates)
     speeds = []
     for size in sorted({max(1, round(largest * share / NUM_TIMES)) for share in range(1, NUM_TIMES + 1)}):
-        step_s = max(one.step_time.at(size) for one in candidates) * overhead_factor + sum_s
+        step_s = max(candidate.step_time.at(size) for candidate in candidates) * overhead_factor + sum_s
         if size <= largest and step_s <= most_s:
             speeds.append(size * len(candidates) / step_s)
     return max(speeds, default=None)
 
 
 def _fleets(candidates: Sequence[RankCandidate]) -> Iterable[Sequence[RankCandidate]]:
-    """Yield the whole fleet, then fleets without more and more of the slowest nodes that may be left out."""
+    """Yield the whole fleet, then fleets without an increasing number of the slowest optional nodes."""
     yield candidates
     optional = sorted(
-        (one for one in candidates if not one.is_required),
-        key=lambda one: _slowness(one.step_time),
+        (candidate for candidate in candidates if not candidate.is_required),
+        key=lambda candidate: _slowness(candidate.step_time),
         reverse=True,
     )
     cuts = {ceil(len(optional) * cut / NUM_CUTS) for cut in range(1, NUM_CUTS + 1)}
-    # A few of many nodes may be best, when a sum over more ranks costs more than they bring.
+    # A few of many nodes may be best, when a sum over more ranks costs more time than they save.
     cuts |= {len(optional) - (1 << power) for power in range(len(optional).bit_length())}
     for cut in sorted(cuts - {0}):
-        without = {one.node for one in optional[:cut]}
+        without = {candidate.node for candidate in optional[:cut]}
         if len(without) < len(candidates):
-            yield [one for one in candidates if one.node not in without]
+            yield [candidate for candidate in candidates if candidate.node not in without]
 
 
 def _slowness(step_time: StepTime) -> float:
@@ -174,43 +176,43 @@ def _best_of(
     counts = _count_step_times(members)
 
     def total(time_s: float) -> int:
-        return sum(one.largest_within(time_s) * count for one, count in counts.items())
+        return sum(step_time.largest_within(time_s) * count for step_time, count in counts.items())
 
-    least_s = max(one.at(1) for one in counts)
+    least_s = max(step_time.at(1) for step_time in counts)
     most_s = _longest_time(limits, collective_s, overhead_factor, least_s, total)
     if most_s < least_s:
         return None
-    # A rate only needs each distinct step time; the sizes of all members are listed for the best alone.
-    found: list[tuple[float, float]] = []
+    # A rate only needs the distinct step times; the sizes of all members are computed for the best plan only.
+    rates: list[tuple[float, float]] = []
     for time_s in _times(least_s, most_s, 1 if limits.global_batch else num_times):
-        within = {one: one.largest_within(time_s) for one in counts}
+        within = {step_time: step_time.largest_within(time_s) for step_time in counts}
         num_samples = total(time_s)
         if most is not None and num_samples > most:
             sizes = _sizes_at(time_s, members, most)
             num_samples = sum(sizes)
-            slowest_s = max(one.step_time.at(size) for one, size in zip(members, sizes, strict=True))
+            slowest_s = max(member.step_time.at(size) for member, size in zip(members, sizes, strict=True))
         else:
-            slowest_s = max(one.at(size) for one, size in within.items())
+            slowest_s = max(step_time.at(size) for step_time, size in within.items())
         if min(within.values()) < 1 or num_samples != (limits.global_batch or num_samples):
             continue
-        found.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
-    if not found:
+        rates.append((num_samples / (slowest_s * overhead_factor + collective_s), time_s))
+    if not rates:
         return None
-    fastest = max(rate for rate, _ in found)
-    # In order of T, and so of the global batch: the first that is about as fast as the fastest.
-    time_s = next(time_s for rate, time_s in found if rate >= fastest * (1 - SLACK))
+    fastest = max(rate for rate, _ in rates)
+    # In order of T, and thus of the global batch: the first that is almost as fast as the fastest.
+    time_s = next(time_s for rate, time_s in rates if rate >= fastest * (1 - SLACK))
     sizes = _sizes_at(time_s, members, most)
     prediction = predict(
-        [RankModel(one.node, one.step_time) for one in members], sizes, collective_s, overhead_factor
+        [RankModel(member.node, member.step_time) for member in members], sizes, collective_s, overhead_factor
     )
-    return BestPlan({one.node: size for one, size in zip(members, sizes, strict=True)}, prediction)
+    return BestPlan({member.node: size for member, size in zip(members, sizes, strict=True)}, prediction)
 
 
 def _count_step_times(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
-    """Count the members by step time; most share the same object, which is faster to count."""
+    """Count the members by step time; first by object identity, which is faster as most share an object."""
     counts: dict[StepTime, int] = {}
-    objects = {id(one.step_time): one.step_time for one in members}
-    for key, count in Counter(id(one.step_time) for one in members).items():
+    objects = {id(member.step_time): member.step_time for member in members}
+    for key, count in Counter(id(member.step_time) for member in members).items():
         counts[objects[key]] = counts.get(objects[key], 0) + count
     return counts
 
@@ -218,10 +220,10 @@ def _count_step_times(members: Sequence[RankCandidate]) -> dict[StepTime, int]:
 def _sizes_at(time_s: float, members: Sequence[RankCandidate], most: int | None) -> list[int]:
     """Return the largest batch of each member within `time_s`, and at most `most` together."""
     within: dict[int, int] = {}
-    for one in members:
-        if id(one.step_time) not in within:
-            within[id(one.step_time)] = one.step_time.largest_within(time_s)
-    sizes = [within[id(one.step_time)] for one in members]
+    for member in members:
+        if id(member.step_time) not in within:
+            within[id(member.step_time)] = member.step_time.largest_within(time_s)
+    sizes = [within[id(member.step_time)] for member in members]
     return _cut_to(sizes, members, most) if most is not None and sum(sizes) > most else sizes
 
 
@@ -264,7 +266,7 @@ def _times(least_s: float, most_s: float, count: int) -> list[float]:
 
 
 def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int) -> list[int]:
-    """Cut sizes in proportion to `wanted` in total, and the remainder from the slowest members."""
+    """Reduce sizes in proportion to a total of `wanted`, taking the remainder from the slowest members."""
     total = sum(sizes)
     # Rounded up: the excess is at most one sample for each rank.
     cut = [max(1, ceil(size * wanted / total)) for size in sizes]
@@ -281,15 +283,15 @@ def _cut_to(sizes: Sequence[int], members: Sequence[RankCandidate], wanted: int)
     return cut
 
 
-def _why_none(candidates: Sequence[RankCandidate], limits: Limits) -> str:
+def _describe_failure(candidates: Sequence[RankCandidate], limits: Limits) -> str:
     given = [f"{name.replace('_', ' ')} {value:g}" for name, value in limits.given.items()]
-    slowest = max(candidates, key=lambda one: one.step_time.at(1))
+    slowest = max(candidates, key=lambda candidate: candidate.step_time.at(1))
     return (
-        f"no plan for {len(candidates)} ranks keeps to {', '.join(given)}; "
+        f"no plan for {len(candidates)} ranks satisfies {', '.join(given)}; "
         f"one sample takes {slowest.node} {slowest.step_time.at(1):.3g} s"
     )
 
 
-def _how_to_have_one(limits: Limits) -> str:
+def _suggest_limits(limits: Limits) -> str:
     other = " or ".join(f"another {OPTIONS[name]}" for name in limits.given)
-    return f"tune with {other}, or ask for fewer nodes"
+    return f"tune with {other}, or with fewer nodes"

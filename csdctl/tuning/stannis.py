@@ -12,12 +12,12 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 
 Measure = Callable[[Mapping[str, int]], Mapping[str, float | None]]
-"""Step time in seconds of each engine at its batch size, all at the same time; None: out of memory."""
+"""Returns the step time in seconds of each engine, measured at the same time; None: out of memory."""
 
 DEFAULT_BATCH_SIZES = (4, 8, 16, 32, 64)
 DEFAULT_STEP_DIVISOR = 2.0
 DEFAULT_MARGIN_SCALE = 20.0
-"""The paper takes 5 for its own slow-down; csdctl's sum over the ranks takes about 5% of a step."""
+"""The paper uses 5 for its slow-down; csdctl's sum over the ranks takes about 5% of a step."""
 MAX_ROUNDS = 100
 
 
@@ -48,18 +48,18 @@ def tune_stannis(
 ) -> dict[str, TunedBatch]:
     """Return batch sizes by Algorithm 1.
 
-    `batch_sizes` is the paper's list BS, `step_divisor` its C (no unit; larger takes smaller steps) and
-    `margin_scale` its E (the paper's 5 allows 20% over the slowest engine's time). An engine that runs out of
-    memory at a size is not tried at larger ones. Raises TuningError when an engine fits at no size.
+    `batch_sizes` is the paper's list BS, `step_divisor` its C (dimensionless; larger values take smaller
+    steps) and `margin_scale` its E (the paper's 5 allows 20% over the slowest engine's time). An engine that
+    runs out of memory at a size is not tried at larger ones. Raises TuningError when no size fits an engine.
     """
     check_arguments(batch_sizes, step_divisor, margin_scale)
     if not engines:
         raise TuningError("no engine to tune")
     lists, too_large = _measure_list(engines, measure, sorted(set(batch_sizes)))
-    best = {engine: max(done, key=lambda one: one.samples_per_s) for engine, done in lists.items()}
+    best = {engine: max(done, key=lambda batch: batch.samples_per_s) for engine, done in lists.items()}
     slowest = min(engines, key=lambda engine: best[engine].samples_per_s)
     anchor = best[slowest]
-    tuned = {engine: one for engine in engines if (one := _similar(lists[engine], anchor, margin_scale))}
+    tuned = {engine: batch for engine in engines if (batch := _similar(lists[engine], anchor, margin_scale))}
     tuned[slowest] = anchor
     growing = {
         engine: _Growth(
@@ -76,7 +76,7 @@ def tune_stannis(
         waiting = {engine: growth for engine, growth in growing.items() if growth.next_size is not None}
         if not waiting:
             break
-        sizes = {engine: one.batch_size for engine, one in tuned.items()}
+        sizes = {engine: batch.batch_size for engine, batch in tuned.items()}
         sizes |= {engine: growth.next_size or growth.done.batch_size for engine, growth in growing.items()}
         times = measure(sizes)
         for engine, growth in waiting.items():
@@ -94,8 +94,8 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
     """Raise TuningError for arguments that Algorithm 1 cannot work with."""
     if not batch_sizes or min(batch_sizes) < 1:
         raise TuningError(
-            f"the list of batch sizes must hold sizes of at least 1, received {list(batch_sizes)}",
-            remedy="give --batch-sizes such as 4,8,16,32",
+            f"expected one or more batch sizes of at least 1, received {list(batch_sizes)}",
+            remedy="set --batch-sizes, for example to 4,8,16,32",
         )
     for name, option, value in (
         ("C", "--step-divisor", step_divisor),
@@ -103,7 +103,7 @@ def check_arguments(batch_sizes: Sequence[int], step_divisor: float, margin_scal
     ):
         if not (math.isfinite(value) and value > 0):
             raise TuningError(
-                f"{name} must be a positive number, received {value}", remedy=f"give another {option}"
+                f"{name} must be a positive number, received {value}", remedy=f"change {option}"
             )
 
 
@@ -127,7 +127,7 @@ class _Growth:
         self.next_size = self._larger()
 
     def learn(self, time_s: float | None) -> None:
-        """Take the step time at `next_size` (None: out of memory), and choose the next size; None ends."""
+        """Record the step time at `next_size` (None: out of memory) and choose the next size (None: done)."""
         assert self.next_size is not None
         if time_s is None:
             self._too_large = self.next_size
@@ -138,7 +138,7 @@ class _Growth:
     def _larger(self) -> int | None:
         """BS += BS × (final time − time) / C, times in units of the slowest engine's time.
 
-        The difference counts as at least the margin: otherwise it would vanish before the loop ends.
+        The difference is at least the margin; otherwise it would vanish before the loop ends.
         """
         if self.done.step_time_s >= self._final_time_s:
             return None
@@ -152,7 +152,7 @@ class _Growth:
 def _measure_list(
     engines: Sequence[str], measure: Measure, batch_sizes: Sequence[int]
 ) -> tuple[dict[str, list[TunedBatch]], dict[str, int]]:
-    """Benchmark every engine over the list; return also the size at which an engine ran out of memory."""
+    """Benchmark every engine over the list; also return the sizes at which engines ran out of memory."""
     done: dict[str, list[TunedBatch]] = {engine: [] for engine in engines}
     too_large: dict[str, int] = {}
     for batch_size in batch_sizes:
@@ -175,16 +175,15 @@ def _measure_list(
 
 
 def _similar(done: Sequence[TunedBatch], anchor: TunedBatch, margin_scale: float) -> TunedBatch | None:
-    """Return the engine's measurement at the anchor's batch size if its time is similar already."""
-    for one in done:
-        if one.batch_size == anchor.batch_size and one.step_time_s >= anchor.step_time_s * (
-            1 - 1 / margin_scale
-        ):
-            return one
+    """Return the engine's measurement at the anchor's batch size if its time is already similar."""
+    shortest_s = anchor.step_time_s * (1 - 1 / margin_scale)
+    for batch in done:
+        if batch.batch_size == anchor.batch_size and batch.step_time_s >= shortest_s:
+            return batch
     return None
 
 
 def _start(done: Sequence[TunedBatch], anchor: TunedBatch) -> TunedBatch:
     """Return the largest size that takes no longer than the anchor; the smallest when all take longer."""
-    within = [one for one in done if one.step_time_s <= anchor.step_time_s]
+    within = [batch for batch in done if batch.step_time_s <= anchor.step_time_s]
     return within[-1] if within else done[0]

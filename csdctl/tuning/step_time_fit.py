@@ -1,7 +1,7 @@
 """Fit the time of a step to probes: a robust fit of α + β·b, with a knee where the probes show one; pure.
 
-A probe's error is a share of its time, so residuals are relative. One disturbed probe must not bend the line,
-so large residuals weigh less (Huber's weights, reweighted until they converge).
+A probe's error is proportional to its time, so residuals are relative. A single disturbed probe must not
+change the fit, so large residuals weigh less (Huber's weights, reweighted until they converge).
 """
 
 from collections.abc import Sequence
@@ -18,13 +18,13 @@ Array = npt.NDArray[np.float64]
 HUBER_K = 1.345
 """Residuals beyond this many standard deviations weigh less; 95% efficient where none is an outlier."""
 MIN_SCALE = 0.01
-"""The smallest noise that residuals are compared with."""
+"""Minimum noise for the weights of residuals."""
 MAD_TO_SIGMA = 1.4826
 NUM_REWEIGHTS = 20
 KNEE_MIN_SIZES = 5
-"""Different batch sizes before a knee is looked for: two lines fit four points always."""
+"""Minimum number of different batch sizes to search for a knee: two lines always fit four points."""
 KNEE_MIN_F = 50.0
-"""The F statistic above which a knee is accepted; high, because the best of several places is taken."""
+"""The F statistic above which a knee is accepted; high, because the best of several positions is chosen."""
 KNEE_MIN_CHANGE = 0.1
 """A second slope within this share of the first is not a knee."""
 
@@ -42,7 +42,7 @@ class FitError(ValueError):
 
 
 def fit_step_time(probes: Sequence[Point]) -> StepTime:
-    """Fit the step time to `probes` of one machine class; raises FitError without any.
+    """Fit the step time to `probes` of one machine class; raises FitError without probes.
 
     A single batch size gives a line through the origin.
     """
@@ -87,17 +87,17 @@ def _fit(columns: Array, times: Array) -> tuple[list[float], float]:
         weights = np.minimum(1.0, HUBER_K * scale / np.maximum(np.abs(residuals), 1e-12))
         if np.allclose(before, fitted, rtol=1e-4):
             break
-    # Exact probes leave no error; the constant keeps a knee from improving on that.
+    # Exact probes leave no error; the constant prevents a knee from improving on zero.
     return coefficients, float(np.average(residuals**2, weights=weights)) + (MIN_SCALE / 10) ** 2
 
 
 def non_negative(columns: Array, wanted: Array) -> list[float]:
-    """Solve least squares with coefficients ≥ 0: drop the first negative one until none is left."""
+    """Solve least squares with coefficients ≥ 0: drop the first negative coefficient until none is left."""
     kept = list(range(columns.shape[1]))
     while True:
         solved = np.linalg.lstsq(columns[:, kept], wanted, rcond=None)[0]
-        negative = [place for place, value in zip(kept, solved, strict=True) if value < 0]
+        negative = [column for column, value in zip(kept, solved, strict=True) if value < 0]
         if not negative:
-            found = dict(zip(kept, solved, strict=True))
-            return [float(found.get(place, 0.0)) for place in range(columns.shape[1])]
+            coefficients = dict(zip(kept, solved, strict=True))
+            return [float(coefficients.get(column, 0.0)) for column in range(columns.shape[1])]
         kept.remove(negative[0])

@@ -7,7 +7,7 @@ fixed here.
 
     distance² = Σ_f weight_f · ln(a_f / b_f)²
 
-Twice the operations are as far as half of them, and units do not matter.
+A model with twice the operations is as far away as one with half of them, and units do not matter.
 """
 
 import math
@@ -17,26 +17,26 @@ from csdctl.perfmodel.step_time import StepTime
 from csdctl.tuning.measurements import ModelFeatures
 
 WEIGHTS = {"num_operations": 1.0, "num_parameters": 0.5, "num_trainable": 0.5, "input_elements": 0.25}
-"""Operations take most of a step; parameters stand for the optimizer, the input for what is moved."""
+"""Operations dominate a step; parameters represent the optimizer, the input represents memory traffic."""
 
 UNKNOWN_RATIO = 4.0
 """The assumed ratio of a feature that is known for one model only."""
 
 MAX_DISTANCE = math.log(16)
-"""For example 16 times the operations, all else equal: a neighbour beyond it is not used."""
+"""Equivalent to 16 times the operations, all else equal; neighbours beyond it are not used."""
 
 _SOFTENING = 0.01
 """Added to squared distances: the nearest neighbour dominates, but not alone."""
 
 
-def feature_distance(one: ModelFeatures, other: ModelFeatures) -> float:
+def feature_distance(first: ModelFeatures, second: ModelFeatures) -> float:
     """Return the distance of two models: at least 0, symmetric, 0 for equal features.
 
-    A feature that is known for neither (0) is left out.
+    A feature that is unknown (0) for both is ignored.
     """
     return math.sqrt(
         sum(
-            weight * _log_ratio(getattr(one, name), getattr(other, name)) ** 2
+            weight * _log_ratio(getattr(first, name), getattr(second, name)) ** 2
             for name, weight in WEIGHTS.items()
         )
     )
@@ -45,7 +45,7 @@ def feature_distance(one: ModelFeatures, other: ModelFeatures) -> float:
 def transfer_step_time(
     target: ModelFeatures, known: Sequence[tuple[ModelFeatures, StepTime]]
 ) -> StepTime | None:
-    """Guess the step time of `target` from other models on the same machine; None when none is near.
+    """Guess the step time of `target` from other models on the same machine; None when none is similar.
 
     The time per sample scales with the operations, the fixed time with the parameters, which the optimizer
     visits once per step. Several neighbours are averaged with weights 1 / (distance² + 0.01). A knee is not
@@ -76,12 +76,12 @@ def transfer_step_time(
     )
 
 
-def _ratio(one: int, other: int) -> float:
-    """Return one / other; 1 when either is not known."""
-    return one / other if one and other else 1.0
+def _ratio(first: int, second: int) -> float:
+    """Return first / second; 1 when either is unknown."""
+    return first / second if first and second else 1.0
 
 
-def _log_ratio(one: int, other: int) -> float:
-    if one and other:
-        return math.log(one / other)
-    return math.log(UNKNOWN_RATIO) if one or other else 0.0
+def _log_ratio(first: int, second: int) -> float:
+    if first and second:
+        return math.log(first / second)
+    return math.log(UNKNOWN_RATIO) if first or second else 0.0

@@ -49,7 +49,7 @@ def nodes(lab: Lab) -> Iterator[list[LabNode]]:
 def project(lab: Lab, nodes: list[LabNode], tmp_path_factory: pytest.TempPathFactory) -> Project:
     """A project with data; `start` adds a plan."""
     project = Project(lab, tmp_path_factory.mktemp("engine"))
-    project.know(*nodes)
+    project.trust(*nodes)
     write_fleet(project, nodes)
     write_job(project, "job", MOBILENET, NUM_IMAGES)
     return project

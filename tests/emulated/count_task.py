@@ -1,4 +1,4 @@
-"""A task as somebody would add it: it sums the ranks' sample counts step by step, and needs no model."""
+"""An example of a new task: sums the ranks' sample counts step by step, without a model."""
 
 import time
 
@@ -21,7 +21,7 @@ class Count:
         self._me, self._progress, self._reporter = context.me, context.progress, context.reporter
 
     def load(self) -> None:
-        """Nothing to load."""
+        """Do nothing: there is nothing to load."""
 
     def run(self, group: Group) -> TaskOutcome:
         """Count until the epoch ends."""

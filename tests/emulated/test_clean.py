@@ -57,8 +57,8 @@ def num_running(project: Path) -> int:
 @pytest.mark.fault(24)
 def test_process_of_an_earlier_run_is_ended_and_its_run_named(project: Path) -> None:
     on_csd0(project, LEAVE_A_RANK)
-    seen = csdctl(project, "clean", "--dry-run")
-    assert f"csd0: 1 processes of run {RUN} are still running" in seen.stdout
+    listed = csdctl(project, "clean", "--dry-run")
+    assert f"csd0: 1 processes of run {RUN} are still running" in listed.stdout
     assert num_running(project) == 1
     done = csdctl(project, "clean")
     assert done.returncode == 0, done.stderr
@@ -97,7 +97,7 @@ def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
 def test_everything_is_removed_with_the_trees(project: Path) -> None:
     assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
     assert csdctl(project, "clean", "--everything", "--yes").returncode == 0
-    assert on_csd0(project, "ls -d tree .csdctl 2>/dev/null; true") == "", "no link leads nowhere"
+    assert on_csd0(project, "ls -d tree .csdctl 2>/dev/null; true") == "", "no dangling link remains"
 
 
 def test_everything_is_removed_only_when_confirmed(project: Path) -> None:

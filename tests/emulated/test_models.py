@@ -75,7 +75,7 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     found = ends[-1]["validation_metrics"]
     assert set(found) == {"mean_absolute_error", "far_off"}
     assert 0 <= found["far_off"] <= 1
-    # The saved model says the same of the same data, in a process of its own.
+    # The saved model gives the same values in a separate process.
     program = (
         "import sys, keras, numpy as np\n"
         "model = keras.models.load_model(sys.argv[1], compile=False)\n"
@@ -83,14 +83,14 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
         "found = model.predict([data['picture'] / np.float32(255), data['weather']], verbose=0)\n"
         "print(float(np.abs(found - data['y']).mean()), float((np.abs(found - data['y']) > 0.25).mean()))\n"
     )
-    told = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-c", program, f"{lines[-1]['path']}/model.keras"],
         cwd=project,
         capture_output=True,
         text=True,
         check=True,
     )
-    mean_error, far_off = map(float, told.stdout.split()[-2:])
+    mean_error, far_off = map(float, output.stdout.split()[-2:])
     assert mean_error == pytest.approx(found["mean_absolute_error"], rel=1e-4)
     assert far_off == pytest.approx(found["far_off"])
 
@@ -118,7 +118,7 @@ def test_data_without_an_input_of_the_model_is_refused(project: Path) -> None:
 
 
 def test_missing_metric_is_refused(project: Path) -> None:
-    (project / "metric.yaml").write_text(JOB.replace("far_off", "nobody"))
+    (project / "metric.yaml").write_text(JOB.replace("far_off", "missing"))
     done = csdctl(project, "prepare", "metric.yaml")
     assert done.returncode == 2, done.stderr
-    assert "has no function 'nobody'" in done.stderr
+    assert "has no function 'missing'" in done.stderr

@@ -123,16 +123,15 @@ def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Pat
 
 
 @pytest.mark.fault(58)
-@pytest.mark.parametrize("is_there", [True, False])
-def test_node_without_data_is_refused(project: Path, is_there: bool) -> None:
+@pytest.mark.parametrize("exists", [True, False])
+def test_node_without_data_is_refused(project: Path, exists: bool) -> None:
     shutil.rmtree(private(project, "csd1"))
-    if is_there:
+    if exists:
         private(project, "csd1").mkdir()
     done = csdctl(project, "prepare")
     assert done.returncode == 2
     assert (
-        f"csd1: {'data at ~/private is empty' if is_there else 'there is no data at ~/private'}"
-        in done.stderr
+        f"csd1: {'data at ~/private is empty' if exists else 'there is no data at ~/private'}" in done.stderr
     )
 
 
@@ -161,6 +160,6 @@ def test_shared_public_data_is_not_sent(project: Path) -> None:
     of_run = [entry for entry in entries if entry["run"] == report["run_id"]]
     assert {entry["kind"] for entry in of_run} >= {"gradient", "control"}
     assert "public samples" not in {entry["kind"] for entry in of_run}
-    told = csdctl(project, "report", "--privacy")
-    assert "No private sample" in told.stdout
-    assert holds_no_canary(project, told.stdout)
+    shown = csdctl(project, "report", "--privacy")
+    assert "No private sample" in shown.stdout
+    assert holds_no_canary(project, shown.stdout)

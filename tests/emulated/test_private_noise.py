@@ -70,9 +70,9 @@ def test_run_with_noise_reports_its_guarantee(project: Path) -> None:
     assert all(np.isfinite(line["loss"]) for line in of_host)
     assert "after 2 epochs, if nothing is lost, private samples of csd0: ε = " in done.stderr
     assert "released: private samples of csd1: ε = " in done.stderr
-    told = csdctl(project, "report", "--privacy", "--json")
-    assert told.returncode == 0, told.stderr
-    privacy = json.loads(told.stdout)["privacy"]
+    shown_report = csdctl(project, "report", "--privacy", "--json")
+    assert shown_report.returncode == 0, shown_report.stderr
+    privacy = json.loads(shown_report.stdout)["privacy"]
     assert privacy == report["privacy"]
     noise = Noise(1.0, 12.0, 1e-5)
     assert privacy["nodes"] == [

@@ -57,7 +57,7 @@ def test_hanging_commands_end_on_all_nodes_at_their_deadline(project: Path, flee
         session.run(["sh", "-c", "echo $$ >hanging; sleep 1000 & wait"], deadline_s=1)
 
     def is_gone(session: Session) -> bool:
-        # A killed process can be signalled until its parent has taken note of its end.
+        # A killed process can be signalled until its parent has reaped it.
         script = "for try in $(seq 100); do kill -0 $(cat hanging) || exit 0; sleep 0.1; done; exit 1"
         return session.run(["sh", "-c", script]).exit_code == 0
 

@@ -39,9 +39,9 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
     refused = csdctl(project, "discover")
     assert refused.returncode == 4
     assert "csdctl trust --limit csd0" in refused.stdout
-    asked = csdctl(project, "trust")
-    assert asked.returncode == 2
-    assert "--yes" in asked.stderr
+    unconfirmed = csdctl(project, "trust")
+    assert unconfirmed.returncode == 2
+    assert "--yes" in unconfirmed.stderr
     assert known(project) == []
     accepted = csdctl(project, "trust", "--yes")
     assert accepted.returncode == 0, accepted.stderr

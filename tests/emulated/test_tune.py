@@ -61,20 +61,20 @@ def first(project: Path) -> tuple[dict[str, Any], str]:
 
 
 def test_plan_respects_its_limit_and_reports_its_prediction(first: tuple[dict[str, Any], str]) -> None:
-    plan, said = first
+    plan, stderr = first
     assert 3 <= plan["global_batch"] <= LIMIT
     predicted = plan["predicted"]
     assert predicted["is_confirmed"]
     assert plan["predicted_samples_per_s"] == predicted["samples_per_s"] > 0
     shares = [predicted[f"{what}_share"] for what in ("compute", "imbalance", "communication")]
     assert sum(shares) == pytest.approx(1, abs=0.01)
-    assert "a sum of the model's" in said
-    assert "trying the plan" in said
+    assert "a sum of the model's" in stderr
+    assert "trying the plan" in stderr
 
 
 def test_trial_reuses_the_measuring_processes(first: tuple[dict[str, Any], str]) -> None:
-    _, said = first
-    assert said.count("starting TensorFlow on 3 machines") == 1  # and once more for other settings
+    _, stderr = first
+    assert stderr.count("starting TensorFlow on 3 machines") == 1  # and once more for other settings
 
 
 def test_no_class_of_machines_is_probed_more_than_eight_times(
@@ -96,18 +96,18 @@ def test_nodes_of_one_class_measure_different_sizes_and_get_one(first: tuple[dic
 def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    plan, said = tune(project, f"--max-global-batch={LIMIT}")
-    assert plan["num_probes"] == 0, said
-    assert said.count("trying the plan") == 1
-    assert "timing sums" not in said
+    plan, stderr = tune(project, f"--max-global-batch={LIMIT}")
+    assert plan["num_probes"] == 0, stderr
+    assert stderr.count("trying the plan") == 1
+    assert "timing sums" not in stderr
 
 
 def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    plan, said = tune(project, "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.2")
+    plan, stderr = tune(project, "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.2")
     assert plan["num_probes"] > 0
-    assert "timing sums" in said
+    assert "timing sums" in stderr
     assert plan["global_batch"] == 100
     done = csdctl(project, "train", "--max-steps", "5", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
@@ -119,11 +119,11 @@ def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
 def test_similar_model_is_probed_near_its_neighbours_sizes(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    plan, said = tune(project, "similar.yaml", f"--max-global-batch={LIMIT}", "--no-explore")
+    plan, stderr = tune(project, "similar.yaml", f"--max-global-batch={LIMIT}", "--no-explore")
     assert plan["num_probes"] > 0
-    probed = next(line for line in said.splitlines() if line.startswith("  host "))
+    probed = next(line for line in stderr.splitlines() if line.startswith("  host "))
     first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
-    # A stranger's first round is 16 on the host, 8 and 32 on two nodes.
+    # The first round of an unknown model is 16 on the host, 8 and 32 on two nodes.
     assert first_round != {16, 8, 32}
 
 
@@ -143,15 +143,15 @@ def test_impossible_limit_is_refused_before_training(
 ) -> None:
     done = csdctl(project, "tune", "--max-step-seconds", "0.0001")
     assert done.returncode == 2
-    assert "no plan for 3 ranks keeps to" in done.stderr
+    assert "no plan for 3 ranks satisfies" in done.stderr
     assert "trying the plan" not in done.stderr
 
 
 def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
-    plan, said = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
+    plan, stderr = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
     assert plan["method"] == "stannis"
     assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
-    assert "confirming the chosen batch sizes" in said
+    assert "confirming the chosen batch sizes" in stderr
 
 
 def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:

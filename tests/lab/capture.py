@@ -88,4 +88,4 @@ def captured(lab: Lab, *nodes: LabNode, directory: Path) -> Iterator[dict[str, C
         for process in processes:
             process.send_signal(signal.SIGINT)
         messages = [process.communicate(timeout=10)[1] for process in processes]
-    assert all("0 packets dropped by kernel" in one for one in messages), messages
+    assert all("0 packets dropped by kernel" in message for message in messages), messages

@@ -264,9 +264,11 @@ class LabNode:
         run_ip(self.namespace, f"link set {INTERFACE} {state}")
         # A link loses its IPv6 addresses when it goes down.
         if state == "up":
-            lost = [one for one in (self.spec.address, *self.spec.other_addresses) if ":" in one]
+            lost = [address for address in (self.spec.address, *self.spec.other_addresses) if ":" in address]
             present = run_command("ip", "-n", self.namespace, "addr", "show", "dev", INTERFACE)
-            network.give_addresses(self.namespace, INTERFACE, [one for one in lost if one not in present])
+            network.give_addresses(
+                self.namespace, INTERFACE, [address for address in lost if address not in present]
+            )
 
     def _nft(self, *lines: str) -> None:
         nft = ("nsenter", f"--net={network.NAMESPACES / self.namespace}", "nft", "-f", "-")

@@ -25,11 +25,11 @@ class Project:
 
     def write_fleet(self, *nodes: LabNode | Node, name: str = "fleet.yaml", **top: Any) -> Path:
         """Write a fleet file for `nodes`; `top` are more top-level keys."""
-        entries = [_entry(one.node if isinstance(one, LabNode) else one) for one in nodes]
+        entries = [_entry(node.node if isinstance(node, LabNode) else node) for node in nodes]
         (self.path / name).write_text(yaml.safe_dump({**top, "nodes": entries}))
         return self.path / name
 
-    def know(self, *nodes: LabNode) -> None:
+    def trust(self, *nodes: LabNode) -> None:
         """Make the current keys of `nodes` the only known host keys."""
         (self.path / ".csdctl").mkdir(exist_ok=True)
         lines = [node.known_hosts_line for node in nodes]
@@ -38,7 +38,7 @@ class Project:
     def use(self, *nodes: LabNode, **top: Any) -> None:
         """Write a fleet of `nodes` with known keys."""
         self.write_fleet(*nodes, **top)
-        self.know(*nodes)
+        self.trust(*nodes)
 
     def csdctl(self, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
         """Run csdctl as a user would; it must never print a traceback."""

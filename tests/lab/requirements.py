@@ -1,4 +1,4 @@
-"""What the lab needs of this machine, and whether it is here."""
+"""What the lab requires of this machine, and whether it is available."""
 
 import os
 import shutil
@@ -32,7 +32,7 @@ def find_missing_packages() -> list[str]:
     return sorted(missing)
 
 
-def why_not_here() -> str:
+def why_unavailable() -> str:
     """Return why the lab cannot run on this machine, whatever is installed; '' if it can."""
     if os.geteuid() != 0:
         return "needs root, for network namespaces"
@@ -47,7 +47,7 @@ def why_not_here() -> str:
 
 def require_lab() -> None:
     """Skip the test if the lab cannot run here, or fail for missing programs; extend PATH."""
-    if reason := why_not_here():
+    if reason := why_unavailable():
         pytest.skip(f"{LAB_DID_NOT_RUN}: {reason}")
     if packages := find_missing_packages():
         pytest.fail(f"the lab needs more programs: apt-get install {' '.join(packages)}", pytrace=False)

@@ -35,8 +35,8 @@ outcomes = run_on_nodes(
     directory=Path.cwd(), known_hosts=[Path(known)], connect_deadline_s=60,
 )
 assert resource.getrlimit(resource.RLIMIT_NOFILE)[1] == 256
-errors = [str(one.error) for one in outcomes.values() if one.error]
-print(len(outcomes), {one.value for one in outcomes.values()}, *errors[:3])
+errors = [str(outcome.error) for outcome in outcomes.values() if outcome.error]
+print(len(outcomes), {outcome.value for outcome in outcomes.values()}, *errors[:3])
 """
 
 
@@ -55,7 +55,7 @@ def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int,
         stranger = stack.enter_context(lab.node("stranger", 41))
         changed = stack.enter_context(lab.node("changed", 42))
         off = stack.enter_context(lab.node("off", 43))
-        project.know(well, other, stopped, deaf, changed, off)
+        project.trust(well, other, stopped, deaf, changed, off)
         stack.enter_context(changed.another_host_key())
         stack.enter_context(deaf.packets_swallowed())
         stack.enter_context(stopped.server_stopped())
@@ -66,7 +66,7 @@ def discovered(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[int,
             replace(other.node, name="wrong-key", key=make_key(project.path / "wrong")),
             replace(other.node, name="locked-key", key=make_key(project.path / "locked", "secret")),
             replace(stopped.node, name="stopped"),
-            *(one.node for one in (deaf, stranger, changed, off)),
+            *(node.node for node in (deaf, stranger, changed, off)),
         ]
         project.write_fleet(*nodes)
         return project.discover()
@@ -151,7 +151,7 @@ def test_changed_key_is_not_accepted_by_trust_either(project: Project) -> None:
 def test_right_key_is_found_behind_twenty_in_the_agent(project: Project) -> None:
     lab = project.lab
     node = lab.near[0]
-    project.know(node)
+    project.trust(node)
     (project.path / "fleet.yaml").write_text(
         f"nodes: [{{name: csd0, address: {node.node.address}, python: {sys.executable}}}]\n"
     )
@@ -231,8 +231,8 @@ def test_server_without_sftp_takes_commands_and_files(project: Project, server: 
     content = bytes(range(256)) * 4096
     (project.path / "tree").mkdir()
     (project.path / "tree" / "it is").write_bytes(content)
-    kind = "dropbear" if server == "dropbear" else "openssh"
-    with project.lab.node("plain", 44, server=kind, has_sftp=False) as node:
+    server_program = "dropbear" if server == "dropbear" else "openssh"
+    with project.lab.node("plain", 44, server=server_program, has_sftp=False) as node:
         project.use(node)
         done = project.csdctl("deploy", "--tree", "tree:there")
         assert done.returncode == 0, done.stdout + done.stderr

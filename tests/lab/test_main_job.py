@@ -55,7 +55,7 @@ def start_training(project: Project, job: Path, *options: str) -> subprocess.Pop
     return process
 
 
-def said_in(events: Path) -> list[dict[str, Any]]:
+def load_events(events: Path) -> list[dict[str, Any]]:
     """Return all events so far; the last line may be incomplete."""
     found = []
     for line in events.read_text().splitlines():
@@ -64,10 +64,10 @@ def said_in(events: Path) -> list[dict[str, Any]]:
     return found
 
 
-def members_at_the_end(events: Path) -> set[int]:
+def latest_members(events: Path) -> set[int]:
     """Return the ranks of the latest group, once rank 0 has done steps in it; none before."""
     found: set[int] = set()
-    for event in said_in(events):
+    for event in load_events(events):
         if event["rank"] == 0 and event["event"] == "Joined":
             joined = {int(rank) for rank in event["batch_sizes"]}
             found = set()
@@ -78,7 +78,7 @@ def members_at_the_end(events: Path) -> set[int]:
 
 def last_steps(events: Path) -> int:
     """Return the steps of the whole run from its completion records."""
-    return int([event for event in said_in(events) if event["event"] == "Finished"][-1]["steps"])
+    return int([event for event in load_events(events) if event["event"] == "Finished"][-1]["steps"])
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +112,7 @@ def test_job_or_fleet_changed_after_tuning_is_detected(tuned: tuple[Project, Pat
     project, private = tuned
     third = project.lab.near[2]
     project.write_fleet(*project.lab.near, name="larger.yaml")
-    project.know(*project.lab.near[:2], third)
+    project.trust(*project.lab.near[:2], third)
     done = project.csdctl("train", str(private), "--fleet", "larger.yaml")
     assert done.returncode == 2, done.stderr
     assert "the plan does not include csd2" in done.stderr
@@ -129,7 +129,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
     lab = project.lab
     far = lab.far[0]
     _write_jumping_fleet(project, lab.gate.node, far.node)
-    project.know(lab.gate, far)
+    project.trust(lab.gate, far)
     with lab.routed_except_ssh():
         done = project.csdctl("train", str(job), "--batch-size", "8", "--json", "--skip-doctor")
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
 def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Project) -> None:
     lab = project.lab
     _write_jumping_fleet(project, lab.gate.node, *(far.node for far in lab.far))
-    project.know(lab.gate, *lab.far)
+    project.trust(lab.gate, *lab.far)
     code, machines, errors = project.discover()
     assert (code, machines["far1"]["problem"]) == (0, None), errors
     with lab.gate.switched_off():
@@ -204,7 +204,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
     def wait_until_trained_by(*ranks: int) -> None:
         """Wait until a group of these ranks has done steps."""
         deadline = time.monotonic() + 2 * END_DEADLINE_S
-        while members_at_the_end(events) != set(ranks):
+        while latest_members(events) != set(ranks):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline, events.read_text()[-3000:]
             time.sleep(0.1)
@@ -238,7 +238,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
 def _write_jumping_fleet(project: Project, gate: Node, *far: Node) -> None:
     project.write_fleet(*far, network=NETWORK)
     text = (project.path / "fleet.yaml").read_text()
-    ways = (
+    jumps = (
         f"jump_hosts: [{{name: gate, address: {gate.address}, key: {gate.key}}}]\ndefaults: {{jump: gate}}\n"
     )
-    (project.path / "fleet.yaml").write_text(ways + text)
+    (project.path / "fleet.yaml").write_text(jumps + text)

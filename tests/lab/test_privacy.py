@@ -67,7 +67,7 @@ def ledger_bytes(project: Project) -> Counter[tuple[str, str]]:
 
 
 def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
-    noted = ledger_bytes(project)
+    recorded = ledger_bytes(project)
     host = project.lab.front.ipv4(1)
     for name, capture in captures.items():
         seen = capture.payload()
@@ -75,8 +75,8 @@ def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
             ((host, capture.address), ("host", name)),
             ((capture.address, host), (name, "host")),
         ):
-            print(f"{link}: {seen[ends]:,} bytes on the cable, {noted[link]:,} in the ledger")
-            assert noted[link] == pytest.approx(seen[ends], rel=TOLERANCE), link
+            print(f"{link}: {seen[ends]:,} bytes on the cable, {recorded[link]:,} in the ledger")
+            assert recorded[link] == pytest.approx(seen[ends], rel=TOLERANCE), link
 
 
 @pytest.mark.parametrize("with_pictures", [False, True], ids=["arrays", "pictures"])
@@ -91,7 +91,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
     private.write_text(text.replace("epochs: 2", "epochs: 40"))
     for node in nodes:
         put_canaries(node, with_pictures=with_pictures)
-    said = b""
+    output = b""
     with captured(project.lab, *nodes, directory=project.path.parent) as captures:
         for command in (
             ["discover"],
@@ -104,11 +104,11 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
         ):
             done = project.csdctl(*command)
             assert done.returncode == 0, done.stderr
-            said += (done.stdout + done.stderr).encode()
-    assert (b"1 undecodable" in said) == with_pictures
+            output += (done.stdout + done.stderr).encode()
+    assert (b"1 undecodable" in output) == with_pictures
     for capture in captures.values():
         assert not find_canaries(capture.path.read_bytes()), capture.node
-    assert not find_canaries(said)
+    assert not find_canaries(output)
     assert search_host(project.path) == []
     assert search_host(job.parent) == []
     check_ledger(project, captures)

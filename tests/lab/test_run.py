@@ -101,13 +101,17 @@ class TestLostInTheMiddle:
 
         pulled, rebooted, server_killed = lab.near
         with (
-            session_to(lab, pulled) as one,
-            session_to(lab, rebooted) as two,
-            session_to(lab, server_killed) as three,
+            session_to(lab, pulled) as pulled_session,
+            session_to(lab, rebooted) as rebooted_session,
+            session_to(lab, server_killed) as server_killed_session,
         ):
             threads = [
                 threading.Thread(target=wait_for, args=pair)
-                for pair in ((pulled, one), (rebooted, two), (server_killed, three))
+                for pair in (
+                    (pulled, pulled_session),
+                    (rebooted, rebooted_session),
+                    (server_killed, server_killed_session),
+                )
             ]
             for thread in threads:
                 thread.start()
@@ -158,7 +162,7 @@ def test_missing_or_wrong_python_is_named_before_anything_starts(project: Projec
         right.node,
     ]
     project.write_fleet(*nodes)
-    project.know(without, wrong, right)
+    project.trust(without, wrong, right)
     done = project.csdctl("train", str(job), "--batch-size", "8")
     assert done.returncode == 1
     assert "csd0: '/opt/none/bin/python3' is not a working Python" in done.stderr

@@ -1,1 +1,1 @@
-"""Read an Ansible inventory as Ansible does, without Ansible."""
+"""Read an Ansible inventory with the same results as Ansible, without Ansible."""

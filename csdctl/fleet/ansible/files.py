@@ -61,7 +61,7 @@ def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventor
     variables: Variables = {}
     base = inventory_path.resolve().parent / directory
     candidates = [base / f"{name}{ending}" for ending in ("", ".yml", ".yaml", ".json")]
-    found = next((one for one in candidates if one.exists()), None) if base.is_dir() else None
+    found = next((path for path in candidates if path.exists()), None) if base.is_dir() else None
     files = [found] if found else []
     if found and found.is_dir():
         files = sorted(file for file in found.rglob("*") if _is_variable_file(file, found))

@@ -83,7 +83,7 @@ def _count_einsum(equation: str, shapes: list[Any]) -> int:
 def _loop_length(operation: Any, tf: Any) -> int:
     """Return the iterations of a loop over a sequence, which runs while its counter is below a constant."""
     condition = _function(operation, "cond").get_operations()
-    limits = [tf.get_static_value(one.inputs[1]) for one in condition if one.type == "Less"]
+    limits = [tf.get_static_value(operation.inputs[1]) for operation in condition if operation.type == "Less"]
     return min(int(limit) for limit in limits if limit is not None)
 
 

@@ -1,10 +1,10 @@
 """Differential privacy of a rank's private samples, by DP-SGD (Abadi et al., 2016), on the rank itself.
 
 The gradient of each private sample is clipped to an L2 norm over all trainable variables together. The
-clipped gradients are summed, and Gaussian noise is added to the sum once per step, before anything else can
-read it. Only the node needs to be trusted: neither the host nor the other ranks.
+clipped gradients are summed, and Gaussian noise is added to the sum once per step, before any other
+code can read it. Only the node must be trusted, not the host or the other ranks.
 
-The noise comes from the kernel's random bytes. The recipe's seed would not do: the host knows it, and could
+The noise comes from the kernel's random bytes. The recipe's seed is not suitable: the host knows it and could
 subtract the noise. The known weakness of Gaussian samples in floating point remains (Mironov, 2012).
 """
 
@@ -64,10 +64,10 @@ class NoisySums:
         count = tf.shape(limits)[0]
 
         def add_one(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
-            one = slice(number, number + 1)
+            sample = slice(number, number + 1)
             with tf.GradientTape() as tape:
                 objective = self._objective(
-                    tf.nest.map_structure(lambda every: every[one], images), labels[one]
+                    tf.nest.map_structure(lambda array: array[sample], images), labels[sample]
                 )
             gradients = self._gradients(tape, objective)
             norm = tf.linalg.global_norm(gradients)
@@ -85,8 +85,8 @@ class NoisySums:
         if penalty is not None:
             scale = tf.cast(count, tf.float32)
             of_penalty = self._gradients(tape, penalty)
-            total = [one + scale * other for one, other in zip(total, of_penalty, strict=True)]
-        return tf.concat([tf.reshape(one, [-1]) for one in total], axis=0)
+            total = [gradient + scale * other for gradient, other in zip(total, of_penalty, strict=True)]
+        return tf.concat([tf.reshape(gradient, [-1]) for gradient in total], axis=0)
 
     def _gradients(self, tape: Any, objective: Any) -> list[Any]:
         tf = self._tf
@@ -98,7 +98,7 @@ class NoisySums:
 
 
 def secret_normal(count: int) -> Array:
-    """Return standard normal numbers, shape (count,), float64, that nobody can reproduce (Box, Muller 1958).
+    """Return standard normal numbers, shape (count,), float64, that cannot be reproduced (Box, Muller 1958).
 
     From `os.urandom`, the kernel's cryptographic generator: the state of numpy's and TensorFlow's generators
     could be recovered from their output.

@@ -148,7 +148,9 @@ def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Se
         Share(rank, size, 0, own[rank].num_private, 0, own[rank].num_public)
         for rank, size in sorted(batch_sizes.items())
     ]
-    absent = [Span(rank, 0, one.num_public) for rank, one in enumerate(own) if rank not in batch_sizes]
+    absent = [
+        Span(rank, 0, samples.num_public) for rank, samples in enumerate(own) if rank not in batch_sizes
+    ]
     return Segment(0, _divide(shares, absent))
 
 
@@ -187,7 +189,7 @@ def _divide(shares: Sequence[Share], absent: Sequence[Span]) -> tuple[Share, ...
     )
     kept, free = [], list(absent)
     for share, target in zip(shares, targets, strict=True):
-        # Own samples are on the rank's own disk: it gives up reassigned samples first.
+        # Own samples are on the rank's own disk: it returns reassigned samples first.
         num_own = min(share.num_public, target)
         num_reassigned = min(share.num_reassigned, target - num_own)
         free += slice_spans(share.reassigned, num_reassigned, share.num_reassigned)

@@ -14,7 +14,7 @@ class Allreduce:
         self._total = total
         self.is_sending = False
         self.missing: list[int] = []
-        """Always empty: MPI does not say for which rank an allreduce waits."""
+        """Always empty: MPI does not report which rank an allreduce waits for."""
 
     def post_receives(self) -> None:
         """Do nothing: MPI posts its own."""

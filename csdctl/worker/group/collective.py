@@ -31,10 +31,10 @@ class Collective(Protocol):
         """The ranks whose vectors have not arrived yet, where that is known."""
 
     def post_receives(self) -> None:
-        """Be ready for the vectors of the next sum."""
+        """Post receives for the vectors of the next sum."""
 
     def progress(self) -> None:
-        """Take in what has arrived, without waiting."""
+        """Process what has arrived, without waiting."""
 
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""

@@ -1,4 +1,4 @@
-"""What a rank needs of the other ranks of its group, and a rank that has none."""
+"""The interface to the other ranks of a group, and its implementation for a single rank."""
 
 from typing import Any, Protocol
 
@@ -25,8 +25,8 @@ class Communicator(Protocol):
     def allgather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (JSON), in order of rank, on all ranks."""
 
-    def send(self, rank: int, content: Any, kind: str) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `kind`."""
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
 
     def receive(self, rank: int) -> bytes | bytearray:
         """Return the bytes that `rank` sends."""
@@ -61,7 +61,7 @@ class SoloCommunicator:
         """Return `value` alone."""
         return [value]
 
-    def send(self, rank: int, content: Any, kind: str) -> None:
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 

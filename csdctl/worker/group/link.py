@@ -46,7 +46,7 @@ _SIZE_TAG, _CONTENT_TAG = 3, 4
 def serve_link(run_id: str, node_rank: int, generation: int) -> int:
     """Connect to the rank of this machine, enter MPI, and serve requests until the rank closes the link.
 
-    Exits at once when the rank is gone: mpirun then ends all links, and every rank learns of it.
+    Exits at once when the rank is gone: mpirun then ends all links, and every rank notices.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     connection.connect(socket_name(run_id, node_rank))
@@ -68,7 +68,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
 
 
 class _Link:
-    """Does what the rank asks for."""
+    """Serves the requests of the rank."""
 
     def __init__(self, world: Any, channel: Channel, local: Any, total: Any) -> None:
         self._world = world
@@ -98,7 +98,7 @@ class _Link:
             self._channel.send(DONE, self._requests[letter](content))
 
     def _progress(self) -> None:
-        """Until the rank sends a request, take in the other ranks' vectors."""
+        """Process the other ranks' vectors until the rank sends a request."""
         collective = self._collective
         if collective is None:
             return

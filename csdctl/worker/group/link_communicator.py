@@ -65,10 +65,10 @@ class LinkCommunicator:
         """Return every rank's `value` (JSON), in order of rank, on all ranks."""
         return list(json.loads(self._request(ALLGATHER, json.dumps(value).encode())))
 
-    def send(self, rank: int, content: Any, kind: str) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `kind`."""
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
         packed = memoryview(content).cast("B").tobytes()
-        self._sent[kind, rank] += len(packed)
+        self._sent[traffic_class, rank] += len(packed)
         self._request(SEND, struct.pack("<q", rank) + packed)
 
     def receive(self, rank: int) -> bytearray:
@@ -77,7 +77,7 @@ class LinkCommunicator:
 
     def traffic(self) -> list[SentBytes]:
         """Return what the ranks have sent to each other since they joined; call on all ranks."""
-        own = [[kind, rank, count] for (kind, rank), count in self._sent.items()]
+        own = [[traffic_class, rank, count] for (traffic_class, rank), count in self._sent.items()]
         return [SentBytes(*row) for row in json.loads(self._request(TRAFFIC, json.dumps(own).encode()))]
 
     def close(self) -> None:
@@ -97,8 +97,8 @@ class LinkCommunicator:
     def _request(self, letter: bytes, content: bytes = b"") -> bytearray:
         self._channel.send(letter, content)
         while True:
-            kind, answer = self._channel.receive()
-            if kind == DONE:
+            letter, answer = self._channel.receive()
+            if letter == DONE:
                 return answer
-            if kind == WAITING:
+            if letter == WAITING:
                 self._on_waiting(json.loads(answer))

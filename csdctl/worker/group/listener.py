@@ -14,7 +14,7 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class LinkGreeting:
-    """What a link says of itself when it connects: its group, and its place in MPI's world."""
+    """The first message of a link: its group, and its rank and size in MPI's world."""
 
     generation: int
     rank: int
@@ -38,7 +38,7 @@ class Listener:
     ) -> tuple[Channel, LinkGreeting] | None:
         """Return the link of group `generation`; None as soon as `is_over`.
 
-        Processes of other users, and links of an earlier group, are turned away.
+        Processes of other users, and links of an earlier group, are refused.
         """
         while not is_over():
             if not select.select([self._socket], [], [], POLL_S)[0]:

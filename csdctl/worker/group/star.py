@@ -1,7 +1,7 @@
 """The star: rank 0 gathers, adds in order of rank, and sends the sum back (docs/decisions/0006).
 
-It suits a host with its devices: all traffic passes the host anyway. Vectors travel in pieces, so that one
-piece travels while the next is added. Rank 0 takes in what arrives before its own vector is ready, and
+It suits a host with its devices: all traffic passes the host anyway. Vectors are sent in chunks, so that a
+chunk is sent while the next is added. Rank 0 adds vectors that arrive before its own vector is ready, and
 continues as soon as it has the sum: it does not wait until the other ranks have received it.
 """
 
@@ -9,8 +9,8 @@ from typing import Any
 
 from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
 
-PIECE_SIZE = 1 << 18
-"""Elements of a vector that travel as one message: 1 MiB of float32, below mpirun's eager limit."""
+CHUNK_SIZE = 1 << 18
+"""Elements of a vector that are sent as one message: 1 MiB of float32, below mpirun's eager limit."""
 
 _UP, _DOWN = 1, 2
 
@@ -23,12 +23,12 @@ class Star:
         self._world = world
         self._local = local
         self._total = total
-        self._pieces = [slice(start, start + PIECE_SIZE) for start in range(0, len(local), PIECE_SIZE)]
+        self._chunks = [slice(start, start + CHUNK_SIZE) for start in range(0, len(local), CHUNK_SIZE)]
         self._has_posted = False
         self._sending: list[Any] = []
         """Rank 0: requests by which the latest sum leaves `total`."""
         self._arriving: list[tuple[slice, int, Any]] = []
-        """Rank 0: posted receives, in the order in which they are added: piece, rank, request."""
+        """Rank 0: posted receives, in the order in which they are added: chunk, rank, request."""
         if world.rank == 0:
             import numpy
 
@@ -44,7 +44,7 @@ class Star:
 
     @property
     def missing(self) -> list[int]:
-        """Rank 0: the ranks of which something has not arrived yet."""
+        """Rank 0: the ranks whose vectors have not arrived completely."""
         return sorted({rank for _, rank, request in self._arriving if not request.Test()})
 
     def post_receives(self) -> None:
@@ -53,8 +53,8 @@ class Star:
             return
         self._has_posted = True
         self._arriving = [
-            (piece, rank, self._world.Irecv(buffer[piece], rank, _UP))
-            for piece in self._pieces
+            (chunk, rank, self._world.Irecv(buffer[chunk], rank, _UP))
+            for chunk in self._chunks
             for rank, buffer in enumerate(self._received, start=1)
         ]
 
@@ -75,31 +75,31 @@ class Star:
         if self._world.rank == 0:
             self._add_and_send(on_wait)
             return
-        requests = [self._world.Irecv(self._total[piece], 0, _DOWN) for piece in self._pieces]
-        sending = [self._world.Isend(self._local[piece], 0, _UP) for piece in self._pieces]
+        requests = [self._world.Irecv(self._total[chunk], 0, _DOWN) for chunk in self._chunks]
+        sending = [self._world.Isend(self._local[chunk], 0, _UP) for chunk in self._chunks]
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
 
     def _add_next(self) -> None:
-        piece, rank, _ = self._arriving.pop(0)
-        arrived = self._received[rank - 1][piece]
+        chunk, rank, _ = self._arriving.pop(0)
+        arrived = self._received[rank - 1][chunk]
         if rank == 1:
-            self._partial[piece] = arrived
+            self._partial[chunk] = arrived
         else:
-            self._add(self._partial[piece], arrived, out=self._partial[piece])
+            self._add(self._partial[chunk], arrived, out=self._partial[chunk])
 
     def _add_and_send(self, on_wait: OnWait) -> None:
         self.post_receives()
         self.flush(on_wait)
-        for piece in self._pieces:
-            while self._arriving and self._arriving[0][0] == piece:
+        for chunk in self._chunks:
+            while self._arriving and self._arriving[0][0] == chunk:
                 wait_sleeping(self._arriving[0][2], on_wait)
                 self._add_next()
             if self._world.size == 1:
-                self._total[piece] = self._local[piece]
+                self._total[chunk] = self._local[chunk]
             else:
-                self._add(self._partial[piece], self._local[piece], out=self._total[piece])
+                self._add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
             self._sending += [
-                self._world.Isend(self._total[piece], rank, _DOWN) for rank in range(1, self._world.size)
+                self._world.Isend(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
             ]
         self._has_posted = False

@@ -26,7 +26,7 @@ def gather_traffic(
         for _, peer, num_bytes in connections:
             if (receiver := owners.get(peer, sender)) != sender:
                 added[SUMS, sender, receiver] += num_bytes
-        for kind, receiver, num_bytes in sent:
-            added[kind, sender, receiver] += num_bytes
+        for traffic_class, receiver, num_bytes in sent:
+            added[traffic_class, sender, receiver] += num_bytes
             added[SUMS, sender, receiver] -= num_bytes
     return [SentBytes(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]

@@ -24,7 +24,7 @@ from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_aside, sync_directory, sync_file
+from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 _RECORD = "record.json"
@@ -94,7 +94,7 @@ class PartialDataset:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:
             sync_file(file)
-        save_aside(self._directory / _RECORD, to_json(self.record))
+        save_atomically(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
     def finish(self, target: Path, description: str) -> None:
@@ -104,7 +104,7 @@ class PartialDataset:
                 file.seek(0)
                 _write_header(file, shape, dtype)
                 sync_file(file)
-            save_aside(self._directory / "dataset.json", description)
+            save_atomically(self._directory / "dataset.json", description)
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)

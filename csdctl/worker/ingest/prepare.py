@@ -24,7 +24,7 @@ from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_setti
 from csdctl.worker.ingest.sources.source import SampleSource, num_threads
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_aside
+from csdctl.worker.process.files import save_atomically
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
@@ -93,7 +93,7 @@ def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, 
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        save_aside(aside / "dataset.json", to_json(info))
+        save_atomically(aside / "dataset.json", to_json(info))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
     return info

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import IO
 
 
-def save_aside(path: Path, text: str) -> None:
+def save_atomically(path: Path, text: str) -> None:
     """Write `text` to a temporary file beside `path`, sync it, and rename it to `path`."""
     aside = path.with_name(f".{path.name}.new")
     with aside.open("wb") as file:

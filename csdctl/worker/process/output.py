@@ -43,7 +43,7 @@ class GuardedOutput:
     def heartbeat(self, line: Callable[[], str]) -> Iterator[None]:
         """Write `line()` every second inside the context, to show the reader that this process is alive.
 
-        Exit the process if the reader is gone: nobody needs the result any more.
+        Exit the process if the reader is gone: the result is no longer needed.
         """
         is_done = threading.Event()
 

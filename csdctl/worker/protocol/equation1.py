@@ -11,8 +11,8 @@ from collections.abc import Sequence
 def public_shares(batch_sizes: Sequence[int], num_private: Sequence[int], num_public: int) -> list[int]:
     """Return the public samples of each rank, such that its samples in total are ∝ its batch size.
 
-    A rank gets no public samples if its private ones alone exceed its part, or if it sits out with batch
-    size 0. At least one batch size must be above 0. The returned numbers add up to `num_public`.
+    A rank gets no public samples if its private samples alone exceed its share, or if its batch size is 0. At
+    least one batch size must be above 0. The returned numbers add up to `num_public`.
     """
     open_ranks = [rank for rank, size in enumerate(batch_sizes) if size]
     while True:

@@ -11,11 +11,11 @@ EVENT_PREFIX = "@csdctl "
 
 
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
-"""Why a run ends before its last epoch (`Finished.reason`)."""
+"""Reasons to end a run before its last epoch (`Finished.reason`)."""
 
 
 SUMS, SAMPLES, STATE = "sums", "samples", "state"
-"""What ranks send each other: vectors to be summed, reassigned public samples, the state of a run."""
+"""Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Pong(Event):
 
 @dataclass(frozen=True)
 class WaitingFor(Event):
-    """The rank has been waiting for these nodes for seconds; empty when it cannot tell for which."""
+    """The rank has been waiting for these nodes for seconds; empty when it does not know which."""
 
     nodes: tuple[str, ...]
 
@@ -239,7 +239,7 @@ class Failed(Event):
 
 @dataclass(frozen=True)
 class NodeLost(Event):
-    """From csdctl: this rank no longer takes part; the others continue."""
+    """From csdctl: this rank no longer takes part; the other ranks continue."""
 
     message: str
 
@@ -257,8 +257,8 @@ class Exited(Event):
 
 
 EVENTS: dict[str, type[Event]] = {
-    kind.__name__: kind
-    for kind in (
+    event_type.__name__: event_type
+    for event_type in (
         Started,
         MpiChecked,
         CollectiveTimed,
@@ -296,8 +296,8 @@ def event_from_line(line: str) -> Event | None:
         return None
     try:
         content = json.loads(line[len(EVENT_PREFIX) :])
-        kind = EVENTS[content.pop("event")]
+        event_type = EVENTS[content.pop("event")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"not an event: {line[:120]!r} ({error})") from None
-    event: Event = from_dict(kind, content)
+    event: Event = from_dict(event_type, content)
     return event

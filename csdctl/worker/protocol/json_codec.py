@@ -37,30 +37,34 @@ def to_json(value: Any) -> str:
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
 
 
-def from_json(kind: type[MessageT], text: str) -> MessageT:
-    """Return the `kind` that `to_json` wrote; raises ProtocolError when `text` is not one."""
+def from_json(message_type: type[MessageT], text: str) -> MessageT:
+    """Parse the `message_type` that `to_json` wrote; raises ProtocolError for other text."""
     try:
         content = json.loads(text)
     except ValueError as error:
-        raise ProtocolError(f"expected a {kind.__name__} as JSON, received {text[:80]!r}: {error}") from None
+        raise ProtocolError(
+            f"expected a {message_type.__name__} as JSON, received {text[:80]!r}: {error}"
+        ) from None
     if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
-        raise ProtocolError(f"{kind.__name__}: received schema {content['schema']}, expected {SCHEMA}")
-    result: MessageT = from_dict(kind, content)
+        raise ProtocolError(
+            f"{message_type.__name__}: received schema {content['schema']}, expected {SCHEMA}"
+        )
+    result: MessageT = from_dict(message_type, content)
     return result
 
 
-def from_dict(kind: Any, content: Any) -> Any:
-    """Return the dataclass `kind` from parsed JSON, following its annotations; raises ProtocolError."""
+def from_dict(message_type: Any, content: Any) -> Any:
+    """Return the dataclass `message_type` from parsed JSON, by its annotations; raises ProtocolError."""
     if not isinstance(content, dict):
-        raise ProtocolError(f"expected a {kind.__name__}, received {content!r}")
-    hints = typing.get_type_hints(kind)
+        raise ProtocolError(f"expected a {message_type.__name__}, received {content!r}")
+    hints = typing.get_type_hints(message_type)
     unknown = set(content) - set(hints)
     if unknown:
-        raise ProtocolError(f"{kind.__name__}: unknown {', '.join(sorted(unknown))}")
+        raise ProtocolError(f"{message_type.__name__}: unknown {', '.join(sorted(unknown))}")
     try:
-        return kind(**{name: _value(hints[name], value) for name, value in content.items()})
+        return message_type(**{name: _value(hints[name], value) for name, value in content.items()})
     except TypeError as error:
-        raise ProtocolError(f"{kind.__name__}: {error}") from None
+        raise ProtocolError(f"{message_type.__name__}: {error}") from None
 
 
 def _value(hint: Any, value: Any) -> Any:
@@ -74,5 +78,5 @@ def _value(hint: Any, value: Any) -> Any:
         inner = [argument for argument in arguments if argument is not type(None)]
         return _value(inner[0], value) if len(inner) == 1 else value
     if origin is tuple:
-        return tuple(_value(arguments[0], one) for one in value)
+        return tuple(_value(arguments[0], item) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""Orders: what csdctl tells a running rank, one line of JSON each on its standard input."""
+"""Orders that csdctl sends to a running rank, one line of JSON each on its standard input."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
 
 STAR, ALLREDUCE = "star", "allreduce"
 COLLECTIVE_NAMES = (STAR, ALLREDUCE)
-"""The collectives that a group can be told to use; group/collective.py implements them."""
+"""The collectives that a group can use; group/collective.py implements them."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Stop(Order):
 
 @dataclass(frozen=True)
 class Release(Order):
-    """The run is over for this rank: later lines on its standard input are not orders."""
+    """The run has ended for this rank: later lines on its standard input are not orders."""
 
 
 @dataclass(frozen=True)
 class Ping(Order):
-    """Answer with `Pong`."""
+    """Reply with `Pong`."""
 
     number: int
 
 
 ORDERS: dict[str, type[Order]] = {
-    kind.__name__: kind for kind in (FormGroup, PauseAtEpochEnd, Stop, Release, Ping)
+    order_type.__name__: order_type for order_type in (FormGroup, PauseAtEpochEnd, Stop, Release, Ping)
 }
 
 
@@ -63,8 +63,8 @@ def order_from_line(line: str) -> Order:
     """Return the order in `line`; raises ProtocolError."""
     try:
         content = json.loads(line)
-        kind = ORDERS[content.pop("order")]
+        order_type = ORDERS[content.pop("order")]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ProtocolError(f"not an order: {line[:120]!r} ({error})") from None
-    order: Order = from_dict(kind, content)
+    order: Order = from_dict(order_type, content)
     return order

@@ -65,7 +65,7 @@ class ProbeResult:
 
 
 READY = "ready"
-"""The line with which a probe session says that it waits for requests."""
+"""The line that a probe session prints when it waits for requests."""
 
 
 def request_from_json(text: str) -> ProbeRequest | AttachRequest:

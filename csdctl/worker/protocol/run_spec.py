@@ -1,4 +1,4 @@
-"""What the ranks of one run are told."""
+"""The specification of a run, the same for all its ranks."""
 
 from dataclasses import dataclass, field
 
@@ -79,7 +79,7 @@ class RunSpec:
     step_file: str = ""
     """Where rank 0 writes the state after every step; '' for nowhere."""
     is_balanced: bool = True
-    """Whether batch sizes move when a rank is slower or faster than planned."""
+    """Whether batch sizes change when a rank is slower or faster than planned."""
     checkpoint_interval_s: float = 600.0
     """The longest time between checkpoints; there is also one after every epoch."""
     num_checkpoints: int = 3

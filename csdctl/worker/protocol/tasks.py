@@ -1,4 +1,4 @@
-"""Tasks: what the ranks of a run are asked to do, as one tagged value."""
+"""The task of a run's ranks, as one tagged value."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,1 +1,1 @@
-"""What a rank can be asked to do, a file for each task."""
+"""The tasks of a rank, one file for each."""

@@ -1,7 +1,7 @@
-"""Batch sizes that follow the ranks' speeds during a run; pure.
+"""Batch sizes that adapt to the ranks' speeds during a run; pure.
 
-Every rank sees the same times (they travel with the gradient), so every rank decides the same. The global
-batch size stays constant.
+Every rank sees the same times (they are sent with the gradient), so every rank makes the same decision. The
+global batch size stays constant.
 """
 
 from collections.abc import Mapping
@@ -55,13 +55,13 @@ class Balancer:
             steps.append(dict(times_s))
 
     def propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
-        """Return better batch sizes with the same sum; None when these are balanced, or not known yet.
+        """Return better batch sizes with the same sum; None when balanced, or too early to decide.
 
-        A rank that sits out (batch size 0) continues to.
+        A rank with batch size 0 keeps it.
         """
         training = {rank: size for rank, size in batch_sizes.items() if size}
-        found = self._propose(training)
-        return None if found is None else {**dict.fromkeys(batch_sizes, 0), **found}
+        proposed = self._propose(training)
+        return None if proposed is None else {**dict.fromkeys(batch_sizes, 0), **proposed}
 
     def _propose(self, batch_sizes: Mapping[int, int]) -> dict[int, int] | None:
         for window, steps in self._times.items():

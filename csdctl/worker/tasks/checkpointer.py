@@ -72,7 +72,7 @@ class Checkpointer:
         return str(path)
 
     def save_last_good(self) -> None:
-        """Save the model of the newest checkpoint, if there is one: what came after it is spoilt."""
+        """Save the model of the newest checkpoint, if it exists: later weights are not finite."""
         newest = self._checkpoints.newest()
         if newest is not None:
             unpack(newest, self._step.state)

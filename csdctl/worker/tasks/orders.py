@@ -1,6 +1,6 @@
 """The orders that a running rank receives: lines on its standard input, read by a thread.
 
-When the input ends, csdctl is gone or wants the rank gone: the process exits at once.
+When the input ends, csdctl has exited or ends the rank: the process exits immediately.
 """
 
 import os
@@ -29,7 +29,7 @@ class Orders:
         self.is_stopping = False
         self.is_pausing = False
         self.on_group: Callable[[], None] = lambda: None
-        """Called by the thread when a group is ordered: waiting in an earlier group is in vain."""
+        """Called by the thread when a group is ordered: waiting in an earlier group is then pointless."""
         self._groups: queue.Queue[FormGroup] = queue.Queue()
         self._on_ping = on_ping
         self._stream = stream or sys.stdin

@@ -47,7 +47,7 @@ class CallbackState:
 
 @dataclass(frozen=True)
 class Position:
-    """How far a run has come, and how the ranks share the rest of the epoch."""
+    """The progress of a run, and the division of the rest of the epoch among the ranks."""
 
     epoch: int
     """The epoch being trained, from 1."""

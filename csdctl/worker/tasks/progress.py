@@ -1,4 +1,4 @@
-"""How far a run has come, and who computes the rest of the epoch; the same on every rank."""
+"""The progress of a run, and which rank computes what of the rest; the same on every rank."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ class RunProgress:
 
     @property
     def segment(self) -> Segment:
-        """The current segment of the epoch; there is one while a group exists."""
+        """The current segment of the epoch; exists while a group exists."""
         segment = self.position.segment
         assert segment is not None
         return segment
@@ -52,7 +52,7 @@ class RunProgress:
         return sum(own.num_private for rank, own in enumerate(self._own) if rank not in ranks)
 
     def regroup(self, ranks: Sequence[int]) -> None:
-        """Let the group `ranks` share what is left of the epoch."""
+        """Divide the rest of the epoch among the ranks of the group."""
         position = self.position
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
         segment = position.segment

@@ -1,4 +1,4 @@
-"""The tasks that a rank can be asked to do, by the name in `RunSpec.task`."""
+"""The tasks of a rank, by the name in `RunSpec.task`."""
 
 from importlib import import_module
 
@@ -11,17 +11,17 @@ TASKS = {
     TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",
 }
-"""Name → module:class. A task's module is imported only when the task is asked for."""
+"""Name → module:class. A task's module is imported only when the task is requested."""
 
 
 def make_task(context: TaskContext) -> Task:
-    """Return the task of the context's run; raises WorkerError when there is none of that name."""
+    """Return the task of the context's run; raises WorkerError when its name is unknown."""
     name = context.spec.task.name
     if name not in TASKS:
         raise WorkerError(
             f"received the task {name!r}, expected one of {', '.join(TASKS)}",
             remedy="run `csdctl deploy` so that both sides have one version",
         )
-    module, _, kind = TASKS[name].partition(":")
-    task: Task = getattr(import_module(module), kind)(context)
+    module, _, class_name = TASKS[name].partition(":")
+    task: Task = getattr(import_module(module), class_name)(context)
     return task

@@ -1,8 +1,8 @@
 """A rank's part in a run: it joins one group after another, and survives the loss of each.
 
-Owns the way to the other ranks (listener, shared memory, communicator), and the agreement on where the run
-is: when a group forms, every rank takes over the state of the rank that is farthest. What the ranks then do
-is up to the task.
+Owns the connection to the other ranks (listener, shared memory, communicator) and synchronizes the position
+of the run: when a group forms, every rank takes over the state of the most advanced rank. The task defines
+what the ranks then do.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class RankSession:
             self._task.finish(outcome.reason)
 
     def await_release(self) -> None:
-        """Wait until no more orders come for this rank, so that the process can do other work."""
+        """Wait until this rank receives no more orders, so that the process can do other work."""
         self._orders.await_release()
         self._orders.on_group = lambda: None  # frees the communicator, and through it the shared memory
         self._vectors.close()
@@ -70,7 +70,9 @@ class RankSession:
         try:
             return self._orders.next_group(ORPHAN_S)
         except queue.Empty:
-            raise WorkerError(f"received no order for {ORPHAN_S:g} s: csdctl is gone") from None
+            raise WorkerError(
+                f"received no order for {ORPHAN_S:g} s: csdctl has exited or is disconnected"
+            ) from None
 
     def _run_in_group(self, order: FormGroup, listener: Listener) -> TaskOutcome | None:
         """Join the group and run the task in it; None when the group is lost or another one was ordered."""
@@ -117,7 +119,7 @@ class RankSession:
         return communicator
 
     def _synchronize(self, group: Group) -> None:
-        """Take over the state of the rank that is farthest, and share the rest of the epoch."""
+        """Take over the state of the most advanced rank, and divide the rest of the epoch."""
         communicator, progress = group.communicator, self._progress
         keys = communicator.allgather([progress.position.total_steps, progress.position.epoch])
         farthest = max(keys)

@@ -1,4 +1,4 @@
-"""What a task is to the session that runs it.
+"""The interface between a task and the session that runs it.
 
 A new task is a class that implements `Task`, in a file of its own, and a line in registry.py.
 """
@@ -62,7 +62,7 @@ class Task(Protocol):
     def __init__(self, context: TaskContext) -> None: ...
 
     is_resumable: bool
-    """Whether a new group takes over the state of its farthest rank, and continues from there."""
+    """Whether a new group takes over the state of its most advanced rank and continues from there."""
 
     @property
     def num_elements(self) -> int:
@@ -70,7 +70,7 @@ class Task(Protocol):
 
     @property
     def variables(self) -> Sequence[Any]:
-        """The variables that a rank takes over, beside the progress, when it is behind."""
+        """The variables that a rank takes over, in addition to the progress, when it is behind."""
 
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""

@@ -1,7 +1,7 @@
 """The training loop of one rank: step, balance, evaluate, checkpoint, report.
 
-Time in compute is taken before the sum, and time in the sum is waiting, so that the slow rank can be named
-and relieved.
+Compute time is measured before the sum, and time in the sum counts as waiting, so that the slow rank can be
+identified and gets smaller batches.
 """
 
 import dataclasses
@@ -96,7 +96,7 @@ class Train(ModelTask):
             different = [node for node, found in zip(nodes, hashes, strict=True) if found != hashes[0]]
             raise WorkerError(
                 f"after epoch {epoch} the weights of {', '.join(different)} differ from rank 0's",
-                remedy="look for failing memory or differing TensorFlow versions: `csdctl discover`",
+                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
             )
         return weights_hash
 
@@ -178,7 +178,7 @@ class Train(ModelTask):
             self._checkpointer.after_step(self.progress.position, has_others=has_others)
 
     def _balance(self, times_s: Array) -> None:
-        """Move batch sizes when a rank has become slower or faster; every rank decides the same."""
+        """Change batch sizes when a rank has become slower or faster; every rank makes the same decision."""
         progress = self.progress
         if not self.spec.is_balanced or progress.position.step >= progress.segment.stop_step - 1:
             return
@@ -193,7 +193,7 @@ class Train(ModelTask):
         progress.change_batch_sizes(proposal)
 
     def _check_finite(self, sums: Sums, total: float) -> None:
-        """Raise WorkerError before what is not finite is applied; all ranks see the same sum."""
+        """Raise WorkerError before a non-finite gradient is applied; all ranks see the same sum."""
         if math.isfinite(sums.loss) and math.isfinite(total):
             return
         position = self.progress.position

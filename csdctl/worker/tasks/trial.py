@@ -1,4 +1,4 @@
-"""A trial: the steps of a training with random samples, for measuring; no model comes of it."""
+"""A trial: the steps of a training with random samples, for measuring; it produces no model."""
 
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
@@ -17,7 +17,7 @@ class Trial(Train):
         return SyntheticReader(element_spec, self.me.rank)
 
     def compare_weights(self, communicator: Communicator) -> str:
-        """Compare nothing: ranks that are probe sessions have moving statistics of their own."""
+        """Compare nothing: ranks that are probe sessions have different moving statistics."""
         return ""
 
     def save_model(self) -> None:

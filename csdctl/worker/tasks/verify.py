@@ -1,7 +1,7 @@
 """Verification: one step of all ranks against one process, on the user's own model and fleet.
 
-Samples are random, drawn from (seed, rank) wherever they are needed: no private sample travels, and rank 0
-can compute for all ranks what they computed.
+Samples are random, drawn from (seed, rank) wherever they are needed: no private sample is sent, and rank 0
+can repeat the computation of all ranks.
 """
 
 from typing import Any
@@ -42,7 +42,7 @@ class Verify(ModelTask):
         if len(set(communicator.allgather(self._weights_hash))) > 1:
             raise WorkerError(
                 "the ranks hold different weights after one step",
-                remedy="look for failing memory or differing TensorFlow versions: `csdctl discover`",
+                remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
             )
         if self.is_root:
             emit(

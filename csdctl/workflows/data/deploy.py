@@ -7,7 +7,7 @@ host reads its own shard in place.
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from csdctl.documents import write_aside
+from csdctl.documents import write_atomically
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
@@ -121,7 +121,7 @@ def _cut(
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
         for source, target in zip(_arrays(public), targets, strict=True):
             array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
-            with write_aside(target) as file:
+            with write_atomically(target) as file:
                 np.save(file, array[rows])
     images, labels = (
         StoredFile(hash_file(target), ".npy", target, TrafficClass.PUBLIC) for target in targets

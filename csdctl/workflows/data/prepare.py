@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_aside, save_json
+from csdctl.documents import build_atomically, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise
@@ -144,7 +144,7 @@ def serialize_model(
     record = directory / "info.json"
     if not record.exists():
         on_build()
-        with build_aside(directory) as aside:
+        with build_atomically(directory) as aside:
             arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
             arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
             info = run_worker(

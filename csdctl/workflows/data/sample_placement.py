@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from csdctl.documents import save_json, write_aside
+from csdctl.documents import save_json, write_atomically
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
@@ -84,7 +84,7 @@ def _save(directory: Path, samples: SampleArrays, record: dict[str, object]) -> 
 
 
 def _save_array(path: Path, array: NDArray[np.generic]) -> None:
-    with write_aside(path) as file:
+    with write_atomically(path) as file:
         np.save(file, array)
 
 

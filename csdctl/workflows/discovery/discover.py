@@ -9,7 +9,7 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.drives import match_drives
-from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts, set_facts_aside
+from csdctl.fleet.facts import Drive, Facts, back_up_facts, facts_path, load_facts, save_facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.problems import Problem, fold_problems
 from csdctl.fleet.ranges import show_names
@@ -141,5 +141,5 @@ def _earlier_facts(fleet: Fleet) -> tuple[dict[str, Facts], tuple[str, ...]]:
     try:
         return load_facts(fleet), ()
     except InputError as error:
-        aside = set_facts_aside(fleet)
+        aside = back_up_facts(fleet)
         return {}, (f"{error.message}: it is kept as {aside}, and all facts are collected again",)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, NoNodeReachableError, PartialError
-from csdctl.fleet.checks import FLEET_NAME, Check, Status, red_machines
+from csdctl.fleet.checks import FLEET_NAME, Check, Status, failed_machines
 from csdctl.fleet.model import HOST_NAME, Fleet
 
 REPAIR = "fix what is red above"
@@ -30,7 +30,7 @@ class Examination:
     @property
     def red(self) -> list[str]:
         """The machines with a red check; including `fleet` when a check of the whole fleet is red."""
-        return red_machines(self.checks)
+        return failed_machines(self.checks)
 
     def check(self) -> None:
         """Raise the error that determines the exit code; do nothing when no check is red."""

@@ -35,7 +35,7 @@ def refused(*arguments: str) -> InputError:
 def test_invalid_step_time_is_bad_input(job: Path, seconds: str) -> None:
     error = refused(str(job), "--max-step-seconds", seconds)
     assert "must be a number above 0" in error.message
-    assert error.remedy == "give another --max-step-seconds, or none"
+    assert error.remedy == "change or omit --max-step-seconds"
 
 
 def test_algorithm_1_takes_no_limits(job: Path) -> None:
@@ -51,4 +51,4 @@ def test_invalid_list_of_batch_sizes_is_bad_input(job: Path, sizes: str) -> None
 def test_invalid_arguments_of_algorithm_1_name_the_option() -> None:
     with pytest.raises(TuningError, match="C must be a positive number") as raised:
         TuneOptions(STANNIS, step_divisor=0.0)
-    assert raised.value.remedy == "give another --step-divisor"
+    assert raised.value.remedy == "change --step-divisor"

@@ -8,6 +8,7 @@ from csdctl.errors import UnreachableError
 from csdctl.fleet.checks import (
     Check,
     Status,
+    failed_machines,
     fold,
     judge_error,
     judge_hostnames,
@@ -15,7 +16,6 @@ from csdctl.fleet.checks import (
     judge_network,
     judge_open_files,
     judge_prefixes,
-    red_machines,
 )
 from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
@@ -191,7 +191,7 @@ def test_machines_with_the_same_hostname_are_a_warning() -> None:
 
 def test_node_with_another_prefix_than_the_first_fails() -> None:
     checks = judge_prefixes([NODE, replace(NODE, name="csd2", prefix="/usr/local")])
-    assert red_machines(checks) == ["csd2"]
+    assert failed_machines(checks) == ["csd2"]
     assert "/opt/csdctl, as on csd1" in checks[0].expected
 
 

@@ -88,9 +88,9 @@ def test_fleet_file_is_never_overwritten_without_force(tmp_path: Path) -> None:
 def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(tmp_path: Path) -> None:
     fleet = Fleet((Node("csd0", "127.0.0.1", port=1),), path=tmp_path / "fleet.yaml")
     save_facts(fleet, {"csd7": Facts("csd7", num_cores=4), "csd0": Facts("csd0", num_cores=4)})
-    told: list[str] = []
+    done: list[str] = []
     result = discover(
-        fleet, directory=tmp_path, known_hosts=[], on_done=lambda facts: told.append(facts.name)
+        fleet, directory=tmp_path, known_hosts=[], on_done=lambda facts: done.append(facts.name)
     )
     saved = load_facts(fleet)
     assert list(result.facts) == ["host", "csd0"]
@@ -99,7 +99,7 @@ def test_unreachable_nodes_are_kept_with_their_problem_and_others_remain_known(t
     assert saved["csd0"].num_cores is None
     assert saved["host"].num_cores
     assert saved["csd7"].num_cores == 4
-    assert sorted(told) == ["csd0", "host"]
+    assert sorted(done) == ["csd0", "host"]
 
 
 def test_machine_that_cannot_be_probed_has_a_problem_and_does_not_stop_others() -> None:

@@ -38,17 +38,17 @@ class TestRanges:
         assert [node.address for node in nodes] == ["dpu08.lan", "dpu09.lan", "dpu10.lan"]
 
     def test_unequal_lengths_are_refused_with_both_counts(self, tmp_path: Path) -> None:
-        said = refused(
+        message = refused(
             tmp_path, "nodes:\n- {name: a, address: a}\n- {name: 'c[0-3]', address: '10.0.0.[1-3]'}"
         )
-        assert "fleet.yaml:3: " in said
-        assert "'c[0-3]' expands to 4 nodes" in said
-        assert "to 3; expected equal numbers" in said
+        assert "fleet.yaml:3: " in message
+        assert "'c[0-3]' expands to 4 nodes" in message
+        assert "to 3; expected equal numbers" in message
 
     def test_range_too_large_is_refused_with_its_line(self, tmp_path: Path) -> None:
-        said = refused(tmp_path, "nodes:\n- name: c[0-999999999]\n  address: a[0-999999999]")
-        assert "fleet.yaml:2: " in said
-        assert "more than 100,000 names" in said
+        message = refused(tmp_path, "nodes:\n- name: c[0-999999999]\n  address: a[0-999999999]")
+        assert "fleet.yaml:2: " in message
+        assert "more than 100,000 names" in message
 
     def test_duplicate_name_is_refused(self, tmp_path: Path) -> None:
         text = "nodes: [{name: 'c[0-3]', address: 'a[0-3]'}, {name: c2, address: b}]"
@@ -71,8 +71,8 @@ class TestGroups:
 
     @pytest.mark.parametrize("group", ["a b", "a,b", "-x", "[x]"])
     def test_group_that_limit_cannot_express_is_refused(self, tmp_path: Path, group: str) -> None:
-        said = refused(tmp_path, f"nodes: [{{name: a, address: a, group: ['{group}']}}]")
-        assert "not a valid group" in said
+        message = refused(tmp_path, f"nodes: [{{name: a, address: a, group: ['{group}']}}]")
+        assert "not a valid group" in message
 
 
 class TestJumps:
@@ -130,8 +130,8 @@ class TestJumps:
         ["-oProxyCommand=x", "$(x)@gw", "a b", "gw:0", "gw:99999", "@gw", "gw:", ",", "-x@gw", "fd00::1"],
     )
     def test_ambiguous_jump_is_refused(self, tmp_path: Path, jump: str) -> None:
-        said = refused(tmp_path, f"nodes:\n- {{name: a, address: b, jump: '{jump}'}}")
-        assert "fleet.yaml:2: `nodes.0.jump`" in said
+        message = refused(tmp_path, f"nodes:\n- {{name: a, address: b, jump: '{jump}'}}")
+        assert "fleet.yaml:2: `nodes.0.jump`" in message
 
 
 @pytest.mark.fault(40)
@@ -154,16 +154,16 @@ def test_values_like_options_or_shell_text_are_refused(
 ) -> None:
     entry = {"name": "a", "address": "b", key: value}
     content = {"jump_hosts": [], "nodes": [{"name": "x", "address": "x"}], place: [entry]}
-    said = refused(tmp_path, yaml.safe_dump(content))
-    assert f"`{place}.0.{key}`" in said
-    assert "not a valid" in said
+    message = refused(tmp_path, yaml.safe_dump(content))
+    assert f"`{place}.0.{key}`" in message
+    assert "not a valid" in message
 
 
 @pytest.mark.fault(38)
 def test_unknown_key_is_reported_with_its_line_and_the_nearest_key(tmp_path: Path) -> None:
-    said = refused(tmp_path, "nodes:\n- name: a\n  address: b\n  prot: 22\njumphosts: []")
-    assert "fleet.yaml:4: unknown key `nodes.0.prot`, did you mean `port`?" in said
-    assert "fleet.yaml:5: unknown key `jumphosts`, did you mean `jump_hosts`?" in said
+    message = refused(tmp_path, "nodes:\n- name: a\n  address: b\n  prot: 22\njumphosts: []")
+    assert "fleet.yaml:4: unknown key `nodes.0.prot`, did you mean `port`?" in message
+    assert "fleet.yaml:5: unknown key `jumphosts`, did you mean `jump_hosts`?" in message
 
 
 @pytest.mark.fault(39)

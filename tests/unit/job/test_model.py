@@ -220,7 +220,7 @@ def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("l2_norm_clip: 1.0", "l2_norm_clip: 0", "l2_norm_clip"),
         ("l2_norm_clip: 1.0", "l2_norm_clip: .inf", "l2_norm_clip"),
@@ -231,6 +231,6 @@ def test_noise_on_private_samples_changes_the_fingerprint_and_is_off_by_default(
         ("noise_multiplier", "multiplier", "noise_multiplier"),
     ],
 )
-def test_impossible_noise_is_refused_with_its_key(write: Write, old: str, new: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_impossible_noise_is_refused_with_its_key(write: Write, old: str, new: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         with_noise(write, NOISE.replace(old, new))

@@ -40,15 +40,15 @@ class TestReading:
         assert (reading.classes, reading.records, reading.function_files) == (None, None, ())
 
     def test_images_classes_and_features_are_read(self, job: Write) -> None:
-        said = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
-        said += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
-        reading = job(said).reading
+        data = "image: {shape: [64, 48, 3], fit: pad, max_pixels: 1000}\n  classes: [cat, dog]"
+        data += "\n  tfrecord: {image: img, label: cls, shape: [4, 4], dtype: float32}"
+        reading = job(data).reading
         assert reading.picture == ImageRule((64, 48, 3), "pad", 1000)
         assert reading.classes == ("cat", "dog")
         assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
 
     @pytest.mark.parametrize(
-        ("said", "key"),
+        ("data", "key"),
         [
             ("image: {shape: [64, 64]}", "image.shape"),
             ("image: {shape: [64, 64, 4]}", "image.shape"),
@@ -64,9 +64,9 @@ class TestReading:
             ("tfrecord: {image: x, label: y, shape: []}", "tfrecord.shape"),
         ],
     )
-    def test_impossible_value_is_refused_with_its_line(self, job: Write, said: str, key: str) -> None:
+    def test_impossible_value_is_refused_with_its_line(self, job: Write, data: str, key: str) -> None:
         with pytest.raises(InputError, match=rf"job\.yaml:6: .*`data\.{key}"):
-            job(said)
+            job(data)
 
     def test_function_is_made_absolute_and_its_content_counts(self, job: Write, tmp_path: Path) -> None:
         file = tmp_path / "my_data.py"

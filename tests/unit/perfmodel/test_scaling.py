@@ -49,16 +49,16 @@ def test_every_point_agrees_with_predict(
         num_nodes
     ]
     ranks = [host, *(nodes[number % len(nodes)] for number in range(num_nodes))]
-    said = predict(
+    predicted = predict(
         [rank.model for rank in ranks],
         [rank.batch_size for rank in ranks],
         cost.at(1000, len(ranks)),
         overhead_factor,
     )
-    assert point.step_s == pytest.approx(said.step_s)
-    assert point.samples_per_s == pytest.approx(said.samples_per_s)
-    assert point.speedup == pytest.approx(said.samples_per_s / host.samples_per_s)
-    assert point.efficiency == pytest.approx(said.samples_per_s / said.ceiling_samples_per_s)
+    assert point.step_s == pytest.approx(predicted.step_s)
+    assert point.samples_per_s == pytest.approx(predicted.samples_per_s)
+    assert point.speedup == pytest.approx(predicted.samples_per_s / host.samples_per_s)
+    assert point.efficiency == pytest.approx(predicted.samples_per_s / predicted.ceiling_samples_per_s)
     assert point.global_batch == sum(rank.batch_size for rank in ranks)
 
 
@@ -99,12 +99,12 @@ def test_time_and_energy_of_a_job_follow_from_rate_and_power() -> None:
 def test_thousand_nodes_are_visited_once_each() -> None:
     class Counting(CollectiveCost):
         def at(self, num_bytes: int, num_ranks: int) -> float:
-            asked.append(num_ranks)
+            visited.append(num_ranks)
             return 0.0
 
-    asked: list[int] = []
+    visited: list[int] = []
     curve(1000, Counting())
-    assert asked == list(range(1, 1002))
+    assert visited == list(range(1, 1002))
 
 
 def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks() -> None:
@@ -115,53 +115,53 @@ def test_ring_sends_at_most_two_vectors_for_any_number_of_ranks() -> None:
 
 
 def test_nodes_are_worth_it_from_the_first_that_adds_enough() -> None:
-    said = verdict(10)
-    assert said.is_worth_it
-    assert (said.num_nodes, said.worth_from, said.useful_nodes) == (10, 1, 10)
-    assert said.least_energy_nodes is None
+    judged = verdict(10)
+    assert judged.is_worth_it
+    assert (judged.num_nodes, judged.worth_from, judged.useful_nodes) == (10, 1, 10)
+    assert judged.least_energy_nodes is None
 
 
 def test_sum_that_costs_more_than_the_nodes_add_is_not_worth_it() -> None:
-    said = verdict(3, CollectiveCost(fixed_s=0.5))
-    assert said.reasons == (Reason.SLOWER,)
-    assert said.worth_from is None
+    judged = verdict(3, CollectiveCost(fixed_s=0.5))
+    assert judged.reasons == (Reason.SLOWER,)
+    assert judged.worth_from is None
 
 
 def test_few_percent_are_not_worth_it() -> None:
-    said = verdict(1, CollectiveCost(fixed_s=0.06))
-    assert said.reasons == (Reason.LITTLE_GAIN,)
+    judged = verdict(1, CollectiveCost(fixed_s=0.06))
+    assert judged.reasons == (Reason.LITTLE_GAIN,)
 
 
 def test_first_node_may_cost_more_than_it_adds_and_later_ones_pay() -> None:
-    said = verdict(20, CollectiveCost(fixed_s=0.5))
-    assert said.is_worth_it
-    assert said.worth_from == 6  # 160 samples in 1.5 s
-    assert said.useful_nodes == 20
+    judged = verdict(20, CollectiveCost(fixed_s=0.5))
+    assert judged.is_worth_it
+    assert judged.worth_from == 6  # 160 samples in 1.5 s
+    assert judged.useful_nodes == 20
 
 
 def test_verdict_names_the_number_beyond_which_the_sum_outweighs_a_node() -> None:
     # Rates go towards 10 / 0.05 = 200 samples/s: each node adds less than the one before.
-    said = verdict(200, CollectiveCost(per_rank_s=0.05))
+    judged = verdict(200, CollectiveCost(per_rank_s=0.05))
     points = curve(200, CollectiveCost(per_rank_s=0.05))
     added = [after.samples_per_s - before.samples_per_s for before, after in itertools.pairwise(points)]
-    assert 0 < said.useful_nodes < 200
-    assert added[said.useful_nodes - 1] >= 1 > added[said.useful_nodes]
+    assert 0 < judged.useful_nodes < 200
+    assert added[judged.useful_nodes - 1] >= 1 > added[judged.useful_nodes]
 
 
 def test_nodes_that_draw_more_than_they_save_are_not_worth_it() -> None:
-    said = verdict(10, power=Power(100, 20))
-    assert said.reasons == (Reason.NO_ENERGY_SAVED,)
-    assert said.least_energy_nodes == 0
+    judged = verdict(10, power=Power(100, 20))
+    assert judged.reasons == (Reason.NO_ENERGY_SAVED,)
+    assert judged.least_energy_nodes == 0
     assert verdict(10, power=Power(100, 5)).is_worth_it
 
 
 def test_verdict_names_the_number_with_the_least_energy() -> None:
-    said = verdict(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
+    judged = verdict(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
     energies = [
         point.joules_per_image for point in curve(200, CollectiveCost(per_rank_s=0.02), Power(300, 5))
     ]
-    assert said.least_energy_nodes == energies.index(min(filter(None, energies)))
-    assert 0 < said.least_energy_nodes < 200
+    assert judged.least_energy_nodes == energies.index(min(filter(None, energies)))
+    assert 0 < judged.least_energy_nodes < 200
 
 
 def test_host_alone_has_no_verdict_on_a_curve() -> None:

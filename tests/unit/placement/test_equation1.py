@@ -52,9 +52,9 @@ def test_ranks_with_public_samples_finish_within_a_step_and_could_not_sooner(
     filled = [shard for shard in placed if shard.num_public]
     per_batch = [shard.num_samples / shard.batch_size for shard in filled]
     for shard, ratio in zip(filled, per_batch, strict=True):
-        # nobody who was filled up is ahead of another by more than the rounding of one sample each
+        # ranks with public samples differ by at most the rounding of one sample each
         assert ratio - 1 / shard.batch_size <= min(
-            one + 1 / other.batch_size for one, other in zip(per_batch, filled, strict=True)
+            other_ratio + 1 / other.batch_size for other_ratio, other in zip(per_batch, filled, strict=True)
         )
     if filled:
         assert max(shard.num_steps for shard in filled) - min(shard.num_steps for shard in filled) <= 1
@@ -116,7 +116,7 @@ def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "num_public", "said"),
+    ("ranks", "num_public", "message"),
     [
         (
             [RankLoad("host", 4), RankLoad("csd0", 0, 7)],
@@ -127,12 +127,12 @@ def test_host_that_sits_out_reads_nothing_and_the_others_everything() -> None:
         ([RankLoad("host", 1), RankLoad("csd1", -4)], 10, "csd1: batch size .* received -4"),
         ([RankLoad("csd0", 4, num_private=-1)], 10, "csd0: .* negative"),
         ([RankLoad("csd0", 4)], -1, "negative"),
-        ([RankLoad("csd0", 4), RankLoad("csd1", 4)], 0, "no sample to train on"),
+        ([RankLoad("csd0", 4), RankLoad("csd1", 4)], 0, "no samples to train on"),
         ([], 10, "no rank"),
     ],
 )
-def test_impossible_placement_is_refused(ranks: list[RankLoad], num_public: int, said: str) -> None:
-    with pytest.raises(PlacementError, match=said):
+def test_impossible_placement_is_refused(ranks: list[RankLoad], num_public: int, message: str) -> None:
+    with pytest.raises(PlacementError, match=message):
         place_shards(ranks, num_public)
 
 

@@ -38,7 +38,7 @@ def failure(**answer: Any) -> CsdctlError:
     return raised.value
 
 
-def said(exit_code: int, message: str = "there is no data", remedy: str = "mend the path") -> str:
+def error_line(exit_code: int, message: str = "there is no data", remedy: str = "fix the path") -> str:
     content = {"message": message, "remedy": remedy, "exit_code": exit_code}
     return f"{WORKER_ERROR_PREFIX}{json.dumps(content)}\n"
 
@@ -56,23 +56,23 @@ def test_response_is_found_in_any_output_of_a_users_model() -> None:
 
 
 def test_bad_input_reported_by_the_worker_is_an_input_error() -> None:
-    error = failure(exit_code=2, stderr=f"warning\n{said(2)}")
+    error = failure(exit_code=2, stderr=f"warning\n{error_line(2)}")
     assert isinstance(error, InputError)
-    assert (error.message, error.remedy) == ("there is no data", "mend the path")
+    assert (error.message, error.remedy) == ("there is no data", "fix the path")
 
 
 def test_other_failure_of_the_worker_is_an_error_of_the_node() -> None:
-    error = failure(exit_code=1, stderr=f"{said(1)}a last word of Python\n")
+    error = failure(exit_code=1, stderr=f"{error_line(1)}a last line of Python\n")
     assert isinstance(error, RemoteCommandError)
-    assert (error.message, error.remedy) == ("there is no data", "mend the path")
+    assert (error.message, error.remedy) == ("there is no data", "fix the path")
 
 
 def test_last_error_line_of_the_worker_wins() -> None:
-    assert failure(exit_code=1, stderr=said(2, "first") + said(1, "last")).message == "last"
+    assert failure(exit_code=1, stderr=error_line(2, "first") + error_line(1, "last")).message == "last"
 
 
 @pytest.mark.parametrize(
-    "stderr", [said(2)[:30], f'{WORKER_ERROR_PREFIX}{{"message": "m"}}', "@csdctl-error 5"]
+    "stderr", [error_line(2)[:30], f'{WORKER_ERROR_PREFIX}{{"message": "m"}}', "@csdctl-error 5"]
 )
 def test_truncated_error_line_is_an_error_of_the_node(stderr: str) -> None:
     error = failure(exit_code=2, stderr=stderr)
@@ -121,13 +121,13 @@ class TestWatching:
     def test_worker_gets_its_request_on_stdin_and_reports_progress(self, tmp_path: Path) -> None:
         working = [PrepareProgress(number, 7, 1) for number in (0, 7)]
         lines = ["noise", *(PROGRESS_PREFIX + to_json(one) for one in working), ANSWER_PREFIX + to_json(INFO)]
-        program = "import sys\nassert sys.argv[1:] == ['prepare']\nopen('told', 'w').write(input())\n"
+        program = "import sys\nassert sys.argv[1:] == ['prepare']\nopen('received', 'w').write(input())\n"
         info, news = self.watch(tmp_path, program + "".join(f"print({line!r})\n" for line in lines))
         assert (info, news) == (INFO, working)
-        assert from_json(PrepareSpec, (tmp_path / "told").read_text()) == PrepareSpec("/data", "store")
+        assert from_json(PrepareSpec, (tmp_path / "received").read_text()) == PrepareSpec("/data", "store")
 
     def test_error_reported_by_the_worker_is_raised(self, tmp_path: Path) -> None:
-        program = f"import sys\nsys.stderr.write({said(2)!r})\nsys.exit(2)\n"
+        program = f"import sys\nsys.stderr.write({error_line(2)!r})\nsys.exit(2)\n"
         with pytest.raises(InputError, match="csd2: there is no data"):
             self.watch(tmp_path, program)
 

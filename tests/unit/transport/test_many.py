@@ -43,14 +43,14 @@ def test_one_failure_does_not_stop_the_others() -> None:
 
 
 def test_each_outcome_is_reported_in_the_calling_thread() -> None:
-    told: list[tuple[str, int]] = []
+    reported: list[tuple[str, int]] = []
 
     def tell(outcome: Outcome[int]) -> None:
-        told.append((outcome.name, threading.get_ident()))
+        reported.append((outcome.name, threading.get_ident()))
 
     run_on_all({str(number): number for number in range(20)}, lambda number: number, on_done=tell)
-    assert sorted(name for name, _ in told) == sorted(map(str, range(20)))
-    assert {thread for _, thread in told} == {threading.get_ident()}
+    assert sorted(name for name, _ in reported) == sorted(map(str, range(20)))
+    assert {thread for _, thread in reported} == {threading.get_ident()}
 
 
 def test_no_more_workers_than_allowed() -> None:
@@ -84,12 +84,12 @@ def test_interruption_in_a_callback_is_raised() -> None:
 def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) -> None:
     unknown = Node("csd2", "localhost", server.port, "tester", server.key)
     fleet = Fleet((server.node(), server.node(name="csd1", port=1), unknown), path=tmp_path / "fleet.yaml")
-    told: list[str] = []
+    reported: list[str] = []
     with open_sessions(
         fleet,
         directory=tmp_path,
         known_hosts=[server.known_hosts],
-        on_done=lambda outcome: told.append(outcome.name),
+        on_done=lambda outcome: reported.append(outcome.name),
     ) as sessions:
         assert list(sessions.reachable) == ["host", "csd0"]
         assert list(sessions.nodes) == ["csd0"]
@@ -97,7 +97,7 @@ def test_sessions_open_for_all_that_can_be_reached(server: Any, tmp_path: Path) 
         assert isinstance(sessions.failed["csd2"], HostKeyError)
         assert sessions.reachable["host"].run(["pwd"]).output == f"{tmp_path}\n"
         assert sessions.reachable["csd0"].run(["pwd"]).output == f"{server.home}\n"
-    assert sorted(told) == ["csd0", "csd1", "csd2"]
+    assert sorted(reported) == ["csd0", "csd1", "csd2"]
     with pytest.raises(CsdctlError):
         sessions.reachable["csd0"].run(["true"])
 

@@ -10,11 +10,11 @@ FAR = Node("far", "10.2.0.9", jump=INNER)
 
 
 def meter(sent: int, received: int, **noted: int) -> Meter:
-    made = Meter()
-    made.num_sent, made.num_received = sent, received
+    meter = Meter()
+    meter.num_sent, meter.num_received = sent, received
     for kind, count in noted.items():
-        made.record(TrafficClass(kind), sent=count)
-    return made
+        meter.record(TrafficClass(kind), sent=count)
+    return meter
 
 
 def test_unrecorded_bytes_are_control() -> None:

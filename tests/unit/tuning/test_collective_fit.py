@@ -47,7 +47,7 @@ def test_single_lucky_sum_does_not_set_the_cost() -> None:
 def test_newest_sums_show_a_slower_network() -> None:
     cost = CollectiveCost(0.001, 0.0, 1e-9, 1e-9)
     before = timed(cost, factor=0.2) * 20
-    now = [replace(one, measured_at=1.0) for one in timed(cost)] * 5
+    now = [replace(measurement, measured_at=1.0) for measurement in timed(cost)] * 5
     found = fit_collective([*now, *before])
     assert found.at(1 << 20, 5) == pytest.approx(cost.at(1 << 20, 5), rel=0.01)
 

@@ -27,5 +27,5 @@ def test_given_limits_stay_and_a_step_time_gets_a_default_global_batch() -> None
 def test_no_global_batch_is_larger_than_an_epoch() -> None:
     assert default_limits(Limits(max_global_batch=5_000), 256, 1_000, 1).max_global_batch == 1_000
     assert default_limits(Limits(global_batch=5_000), 256, None, 1) == Limits(global_batch=5_000)
-    with pytest.raises(TuningError, match="5,000 samples is more than the 1,000 of an epoch"):
+    with pytest.raises(TuningError, match="5,000 samples exceeds an epoch of 1,000 samples"):
         default_limits(Limits(global_batch=5_000), 256, 1_000, 1)

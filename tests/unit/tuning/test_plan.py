@@ -47,7 +47,7 @@ def test_edited_batch_size_is_read(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "edited", "said"),
+    ("written", "edited", "message"),
     [
         (
             "batch_size: 25",
@@ -63,10 +63,10 @@ def test_edited_batch_size_is_read(path: Path) -> None:
         ("schema_version: 1", "schema_version: 2", "`schema_version`"),
     ],
 )
-def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, said: str) -> None:
+def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, message: str) -> None:
     line = line_of(path, written)
     path.write_text(path.read_text().replace(written, edited))
-    with pytest.raises(InputError, match=f":{line}: {said}"):
+    with pytest.raises(InputError, match=f":{line}: {message}"):
         load_plan(path)
 
 

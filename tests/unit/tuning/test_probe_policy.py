@@ -37,13 +37,13 @@ class Machines:
         self.class_of = {f"{key}{n}": key for key, (_, count) in classes.items() for n in range(count)}
         self._noise = noise
         self._memory = memory or {}
-        self.asked: list[tuple[str, int]] = []
+        self.probed: list[tuple[str, int]] = []
 
     def time(self, machine: str, size: int) -> float:
         return self.classes[self.class_of[machine]][0].at(size) * self._noise()
 
     def measure(self, sizes: Mapping[str, int]) -> dict[str, float | None]:
-        self.asked += sizes.items()
+        self.probed += sizes.items()
         return {
             machine: None
             if size > self._memory.get(self.class_of[machine], size)
@@ -80,7 +80,7 @@ class Machines:
         return 1 - reached.samples_per_s / self.best(true).prediction.samples_per_s
 
     def num_probes(self, key: str) -> int:
-        return sum(self.class_of[machine] == key for machine, _ in self.asked)
+        return sum(self.class_of[machine] == key for machine, _ in self.probed)
 
 
 def probed(model: FleetModel, measure: Measure, choose: ChooseSizes) -> FleetModel:
@@ -135,14 +135,14 @@ def test_twenty_percent_of_noise_costs_at_most_three_percent(
 ) -> None:
     """In the mean of 60 tunings."""
     tuned = [tuned_with_noise(classes, seed) for seed in range(60)]
-    assert all(most <= MAX_PROBES for one in tuned for most in one.num_probes.values())
-    assert fmean(one.loss for one in tuned) <= 0.03
+    assert all(most <= MAX_PROBES for result in tuned for most in result.num_probes.values())
+    assert fmean(result.loss for result in tuned) <= 0.03
 
 
 def test_machines_of_a_class_measure_different_sizes_in_one_round() -> None:
     machines = Machines({"host": (StepTime(0.01, 0.003), 1), "a": (StepTime(0.03, 0.02), 3)})
     probed(machines.model(), machines.measure, machines.choose)
-    first = dict(machines.asked[:4])
+    first = dict(machines.probed[:4])
     assert len({first[name] for name in ("a0", "a1", "a2")}) == 3
 
 
@@ -158,7 +158,7 @@ def test_kill_below_a_size_that_fitted_does_not_bound_the_batch() -> None:
     machines = Machines(EQUAL_NODES)
 
     def kill_once(sizes: Mapping[str, int]) -> dict[str, float | None]:
-        is_first = not machines.asked
+        is_first = not machines.probed
         times = machines.measure(sizes)
         return {**times, min(sizes, key=lambda name: (name[0], sizes[name])): None} if is_first else times
 
@@ -175,28 +175,28 @@ def test_class_that_fits_at_no_size_is_an_error() -> None:
 def test_classes_with_earlier_probes_are_not_measured_again() -> None:
     machines = Machines(FOUR_CLASSES)
     first = probed(machines.model(), machines.measure, machines.choose)
-    machines.asked.clear()
+    machines.probed.clear()
     recalled = replace(
         machines.model(),
         classes={
-            key: replace(one, points=first.classes[key].points)
-            for key, one in machines.model().classes.items()
+            key: replace(known, points=first.classes[key].points)
+            for key, known in machines.model().classes.items()
         },
     )
     again = probed(recalled, machines.measure, machines.choose)
     assert again.step_times() == first.step_times()
-    assert machines.asked == []
+    assert machines.probed == []
 
 
 def test_probing_starts_at_the_guess_from_a_similar_model() -> None:
     machines = Machines(EQUAL_NODES)
     classes = {
-        key: replace(one, guess=EQUAL_NODES[key][0].scaled(1.3))
-        for key, one in machines.model().classes.items()
+        key: replace(known, guess=EQUAL_NODES[key][0].scaled(1.3))
+        for key, known in machines.model().classes.items()
     }
     probed(replace(machines.model(), classes=classes), machines.measure, machines.choose)
-    planned = machines.choose({key: one for key, (one, _) in EQUAL_NODES.items()})
-    first = dict(machines.asked[:4])
+    planned = machines.choose({key: known for key, (known, _) in EQUAL_NODES.items()})
+    first = dict(machines.probed[:4])
     assert 0.25 * planned["a"] < max(first[name] for name in ("a0", "a1", "a2")) < 2 * planned["a"]
     assert machines.num_probes("host") <= 4
 

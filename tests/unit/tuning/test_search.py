@@ -21,17 +21,20 @@ def fleets(draw: st.DrawFn) -> list[RankCandidate]:
         StepTime(draw(st.floats(0, 0.2)), draw(st.floats(0.001, 0.1))) for _ in range(draw(st.integers(1, 4)))
     ]
     nodes = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=8))
-    return [RankCandidate(f"n{number}", one, is_required=number == 0) for number, one in enumerate(nodes)]
+    return [
+        RankCandidate(f"n{number}", step_time, is_required=number == 0)
+        for number, step_time in enumerate(nodes)
+    ]
 
 
 def exhaustive(fleet: list[RankCandidate], most: int, sum_s: float) -> float:
     """The best of all plans in which every rank takes the largest batch within some time."""
-    times = {one.step_time.at(size) for one in fleet for size in range(1, most + 1)}
+    times = {candidate.step_time.at(size) for candidate in fleet for size in range(1, most + 1)}
     best = 0.0
     for time_s in times:
-        sizes = [one.step_time.largest_within(time_s) for one in fleet]
+        sizes = [candidate.step_time.largest_within(time_s) for candidate in fleet]
         if min(sizes) >= 1 and sum(sizes) <= most:
-            slowest = max(one.step_time.at(size) for one, size in zip(fleet, sizes, strict=True))
+            slowest = max(candidate.step_time.at(size) for candidate, size in zip(fleet, sizes, strict=True))
             best = max(best, sum(sizes) / (slowest + sum_s))
     return best
 
@@ -56,7 +59,7 @@ def test_exact_global_batch_is_respected(fleet: list[RankCandidate], exactly: in
 
 def test_ranks_finish_at_about_the_same_time() -> None:
     found = find_best(FLEET, Limits(max_global_batch=1024), lambda _: 0.02)
-    times = [one.step_time.at(found.batch_sizes[one.node]) for one in FLEET]
+    times = [candidate.step_time.at(found.batch_sizes[candidate.node]) for candidate in FLEET]
     assert min(times) > 0.95 * max(times)
     assert found.left_out == ()
 
@@ -98,7 +101,7 @@ def test_impossible_limits_are_an_error_that_names_them() -> None:
             Limits(max_step_s=0.001),
             free,
         )
-    assert raised.value.remedy == "tune with another --max-step-seconds, or ask for fewer nodes"
+    assert raised.value.remedy == "tune with another --max-step-seconds, or with fewer nodes"
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_list_may_be_unsorted_with_duplicates() -> None:
 
 @pytest.mark.parametrize("batch_sizes", [(), (0,), (4, -1)])
 def test_bad_list_is_refused(batch_sizes: tuple[int, ...]) -> None:
-    with pytest.raises(TuningError, match="list of batch sizes"):
+    with pytest.raises(TuningError, match="batch sizes of at least 1"):
         Engines({"host": linear(50)}).tune(batch_sizes=batch_sizes)
 
 
@@ -223,9 +223,9 @@ def test_any_fleet_is_tuned_within_the_bound(
     assert list(tuned) in ([], names)
     assert len(engines.rounds) <= len(set(batch_sizes)) + MAX_ROUNDS
     assert all(size >= 1 for sizes in engines.rounds for size in sizes.values())
-    for name, one in tuned.items():
-        assert 1 <= one.batch_size <= allowed.get(name, one.batch_size)
-        assert one.batch_size in engines.sizes_of(name)
+    for name, batch in tuned.items():
+        assert 1 <= batch.batch_size <= allowed.get(name, batch.batch_size)
+        assert batch.batch_size in engines.sizes_of(name)
 
 
 @given(st.randoms(use_true_random=False), st.lists(st.floats(0.5, 200), min_size=2, max_size=4))
@@ -234,4 +234,4 @@ def test_loop_ends_with_twenty_percent_of_noise(random: object, speeds: list[flo
     engines = Engines(times, noise=lambda: random.uniform(0.8, 1.2))  # type: ignore[attr-defined]
     tuned = engines.tune(margin_scale=5)
     assert len(engines.rounds) < len(LIST) + MAX_ROUNDS
-    assert all(one.batch_size >= 1 for one in tuned.values())
+    assert all(batch.batch_size >= 1 for batch in tuned.values())

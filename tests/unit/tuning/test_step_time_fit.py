@@ -36,7 +36,8 @@ def test_noise_is_not_a_knee() -> None:
     bent = 0
     for _ in range(50):
         noisy = [
-            Point(one.batch_size, one.step_time_s * generator.uniform(0.9, 1.1)) for one in measured(line)
+            Point(point.batch_size, point.step_time_s * generator.uniform(0.9, 1.1))
+            for point in measured(line)
         ]
         bent += fit_step_time(noisy).knee is not None
     assert bent <= 5

@@ -10,7 +10,7 @@ class Refuse:
     def find_spec(self, name, path=None, target=None):
         top = name.partition(".")[0]
         if top in {refused} or (top == "csdctl" and name.count(".") and not name.startswith("csdctl.worker")):
-            raise ModuleNotFoundError(f"the worker asked for {{name}}", name=name)
+            raise ModuleNotFoundError(f"the worker imports {{name}}", name=name)
 
 sys.meta_path.insert(0, Refuse())
 import csdctl.worker

@@ -30,8 +30,12 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """
     function = UserFunction(spec)
     returned = function.guard(lambda: function.load()(str(tree.root)))
-    if isinstance(returned, tuple) and len(returned) == 2 and all(hasattr(one, "shape") for one in returned):
-        samples, labels = (np.asarray(one) for one in returned)
+    if (
+        isinstance(returned, tuple)
+        and len(returned) == 2
+        and all(hasattr(array, "shape") for array in returned)
+    ):
+        samples, labels = (np.asarray(array) for array in returned)
         return ArraySource(InMemoryRows(samples), InMemoryRows(labels), spec)
     try:
         iterator = iter(returned)

@@ -91,10 +91,10 @@ class TestSameBytes:
     def test_fingerprint_depends_on_image_rule_and_classes(self, spec: PrepareSpec) -> None:
         rules = [ImageRule((5, 5, 3)), ImageRule((5, 5, 1)), ImageRule((5, 5, 3), "pad")]
         rules.append(ImageRule((5, 5, 3), max_pixels=80))
-        made = [prepare(replace(spec, picture=rule)) for rule in rules]
-        made.append(prepare(replace(spec, classes=("dog", "cat"))))
-        assert len({info.fingerprint for info in made}) == 5
-        assert prepare(spec) == made[0]
+        prepared = [prepare(replace(spec, picture=rule)) for rule in rules]
+        prepared.append(prepare(replace(spec, classes=("dog", "cat"))))
+        assert len({info.fingerprint for info in prepared}) == 5
+        assert prepare(spec) == prepared[0]
 
 
 class TestResume:

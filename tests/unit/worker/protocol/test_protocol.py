@@ -88,7 +88,7 @@ VALUES = [
     ProbeResult(32, 0.25, 4, 1 << 30),
 ]
 PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
-SAID = [
+EVENT_EXAMPLES = [
     Started(1, "csd0", "node-7"),
     MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
     CollectiveTimed(0, "host", 5, 1 << 20, "star", 0.0035),
@@ -137,7 +137,7 @@ def test_line_without_an_order_is_refused(line: str) -> None:
         order_from_line(line)
 
 
-@pytest.mark.parametrize("event", SAID, ids=lambda event: type(event).__name__)
+@pytest.mark.parametrize("event", EVENT_EXAMPLES, ids=lambda event: type(event).__name__)
 def test_event_is_one_line_and_is_read_back_unchanged(event: Event) -> None:
     line = event_to_line(event)
     assert "\n" not in line
@@ -145,7 +145,7 @@ def test_event_is_one_line_and_is_read_back_unchanged(event: Event) -> None:
 
 
 def test_every_event_is_covered_here() -> None:
-    assert {type(event).__name__ for event in SAID} == set(EVENTS)
+    assert {type(event).__name__ for event in EVENT_EXAMPLES} == set(EVENTS)
 
 
 @given(st.text(max_size=200), st.text(max_size=50))

@@ -43,16 +43,16 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     )
     os.close(orders)
     os.close(held_open)
-    said = done.stdout + done.stderr
-    assert done.returncode == 1, said
+    output = done.stdout + done.stderr
+    assert done.returncode == 1, output
     events = [event for line in done.stdout.splitlines() if (event := event_from_line(line))]
     failed = next(event for event in events if isinstance(event, Failed))
     log = tmp_path / ".csdctl/logs/a-run-rank-0.log"
     if not is_private:
-        assert str(CANARY) in said  # otherwise this test would show nothing
+        assert str(CANARY) in output  # otherwise this test would show nothing
         assert not log.exists()
         return
-    assert str(CANARY) not in said
+    assert str(CANARY) not in output
     assert failed.message.startswith("InvalidArgumentError; its message")
     assert failed.remedy == "see .csdctl/logs/a-run-rank-0.log on that node"
     assert str(CANARY) in log.read_text()

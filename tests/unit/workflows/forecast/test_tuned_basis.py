@@ -279,7 +279,7 @@ class TestFromSimilarModels:
         step_time = basis.nodes[0].model.step_time
         assert (step_time.fixed_s, step_time.per_sample_s) == pytest.approx((0.1, 0.01), rel=0.02)
 
-    def test_measured_machines_count_beside_guessed_ones(self, at: MeasuredProject) -> None:
+    def test_measufailed_machines_count_beside_guessed_ones(self, at: MeasuredProject) -> None:
         remember_probes(at, machines=[HOST_NAME])
         remember_probes(at, machines=["csd0"], features=replace(at.features, hash="b" * 64, name="other"))
         basis = basis_of(at)

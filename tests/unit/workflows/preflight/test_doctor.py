@@ -46,7 +46,7 @@ def test_amber_is_not_a_failure() -> None:
         ([("csd0", "reach"), ("csd1", "reach")], ExitCode.UNREACHABLE),
     ],
 )
-def test_exit_code_depends_on_the_red_machines(red: list[tuple[str, str]], code: ExitCode) -> None:
+def test_exit_code_depends_on_the_failed_machines(red: list[tuple[str, str]], code: ExitCode) -> None:
     assert exit_code(*red) == code
 
 
