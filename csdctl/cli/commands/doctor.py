@@ -15,11 +15,11 @@ ConnectDeadlineOption = Annotated[
         "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
     ),
 ]
-HelloDeadlineOption = Annotated[
+MpiDeadlineOption = Annotated[
     float,
     typer.Option(
-        "--hello-deadline",
-        envvar="CSDCTL_HELLO_DEADLINE",
+        "--mpi-deadline",
+        envvar="CSDCTL_MPI_DEADLINE",
         help="Seconds for all machines to start MPI together, and again for their allreduce.",
     ),
 ]
@@ -30,7 +30,7 @@ def doctor(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     deadline: DeadlineOption = 180.0,
     connect_deadline: ConnectDeadlineOption = 10.0,
-    hello_deadline: HelloDeadlineOption = 60.0,
+    mpi_deadline: MpiDeadlineOption = 60.0,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
@@ -42,7 +42,7 @@ def doctor(
     from csdctl.cli.settings import list_settings
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
-    deadlines = DoctorOptions(deadline, connect_deadline, hello_deadline)
+    deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
     call = Invocation.start("doctor", fleet, limit, exclude, failed_from, json=json)
     streams = call.streams
     settings = list_settings(context, call.fleet)

@@ -24,7 +24,7 @@ COLUMNS = {
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports"),
-    "mpi": ("mpi",),
+    "allreduce": ("allreduce",),
 }
 """The columns of the table, and the checks that each one covers."""
 
@@ -58,7 +58,7 @@ class ExaminationView(View):
         self._show_settings()
         self._console.print(self._table())
         shown = [check for check in self._checks if self._is_verbose or check.status != Status.OK]
-        shown += [check for check in self._checks if check.check == "mpi" and check not in shown]
+        shown += [check for check in self._checks if check.check == "allreduce" and check not in shown]
         for check, machines in fold(sorted(shown, key=lambda check: _SEVERITY.index(check.status))):
             style = {Status.FAIL: "bold red", Status.WARN: "yellow"}.get(check.status)
             self._console.print(f"{_color_of(check.status)}:", style=style, end=" ")

@@ -50,7 +50,7 @@ class TrainingScreen(PreparationScreen):
         if examination.red or examination.overdue:
             return
         for check in examination.checks:
-            if check.check == "mpi":
+            if check.check == "allreduce":
                 self.say(f"preflight: {check.found}")
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:

@@ -52,7 +52,7 @@ class DoctorOptions:
         for name, value in (
             ("deadline", self.deadline_s),
             ("connect-deadline", self.connect_deadline_s),
-            ("hello-deadline", self.mpi_deadline_s),
+            ("mpi-deadline", self.mpi_deadline_s),
         ):
             if not value >= 1:
                 raise InputError(f"--{name} must be at least 1 second, received {value:g}")
@@ -128,7 +128,7 @@ def _examine_machines(
     fit = _fit(examination, conditions)
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")
-        examination.add(Check(FLEET_NAME, "mpi", Status.WARN, why, remedy=REPAIR))
+        examination.add(Check(FLEET_NAME, "allreduce", Status.WARN, why, remedy=REPAIR))
         return
     _check_clock(clock, "starting the MPI check")
     check_mpi(

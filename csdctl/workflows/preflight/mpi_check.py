@@ -165,7 +165,7 @@ def _check_machines(runner: _MpiRunner, machines: Sequence[str], deadline_s: flo
     try:
         result = runner.run(machines, deadline_s)
     except CsdctlError as error:
-        return judge_error(FLEET_NAME, "mpi", error), True
+        return judge_error(FLEET_NAME, "allreduce", error), True
     return result.judge(), bool(result.events)
 
 

@@ -21,7 +21,7 @@ def judge_mpi_check(
     expected = f"a response over MPI from {len(machines)} machines within {deadline_s:g} s"
     found, remedy = _find_failure(machines, events, outcome, deadline_s)
     remedy = f"{remedy}; logs: {logs}"
-    return Check(FLEET_NAME, "mpi", Status.FAIL, found, expected, remedy)
+    return Check(FLEET_NAME, "allreduce", Status.FAIL, found, expected, remedy)
 
 
 def _judge_results(results: Sequence[MpiChecked]) -> Check:
@@ -29,11 +29,11 @@ def _judge_results(results: Sequence[MpiChecked]) -> Check:
     if len(libraries) > 1:
         found = "; ".join(f"{event.node} uses {event.mpi_library}" for event in results)
         remedy = "install one version of openmpi everywhere"
-        return Check(FLEET_NAME, "mpi", Status.FAIL, found, "one MPI on all machines", remedy)
+        return Check(FLEET_NAME, "allreduce", Status.FAIL, found, "one MPI on all machines", remedy)
     slowest_s = max(event.sum_s for event in results)
     size = results[0].vector_bytes >> 20
     found = f"{len(results)} ranks, {libraries.pop()}, a sum of {size} MiB in {slowest_s * 1000:.1f} ms"
-    return Check(FLEET_NAME, "mpi", Status.OK, found)
+    return Check(FLEET_NAME, "allreduce", Status.OK, found)
 
 
 def _find_failure(

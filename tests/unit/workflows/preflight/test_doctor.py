@@ -41,8 +41,8 @@ def test_amber_is_not_a_failure() -> None:
         ([("csd1", "reach")], ExitCode.PARTIAL),
         ([("csd0", "MPI"), ("csd1", "disk")], ExitCode.FAILED),
         ([("host", "mpirun")], ExitCode.FAILED),
-        ([(FLEET_NAME, "mpi")], ExitCode.FAILED),
-        ([(FLEET_NAME, "mpi"), ("csd1", "mpi")], ExitCode.FAILED),
+        ([(FLEET_NAME, "allreduce")], ExitCode.FAILED),
+        ([(FLEET_NAME, "allreduce"), ("csd1", "allreduce")], ExitCode.FAILED),
         ([("csd0", "reach"), ("csd1", "reach")], ExitCode.UNREACHABLE),
     ],
 )
@@ -56,7 +56,7 @@ def test_passed_deadline_has_its_own_exit_code() -> None:
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan")])
 def test_deadline_must_be_at_least_one_second(seconds: float) -> None:
-    with pytest.raises(InputError, match="--hello-deadline"):
+    with pytest.raises(InputError, match="--mpi-deadline"):
         DoctorOptions(mpi_deadline_s=seconds)
 
 
