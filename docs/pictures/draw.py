@@ -150,7 +150,7 @@ All of it is below csdctl/worker/.
 
 def render_step() -> str:
     """Return the picture of a step as SVG."""
-    width, wide = 660.0, 330.0
+    width, wide = 690.0, 330.0
     boxes = [Box(GAP, GAP + row * 56, place, wide, bool(call)) for row, (place, call, _) in enumerate(STEP)]
     arrows = [(upper.bottom, lower.top) for upper, lower in pairwise(boxes)]
     notes = [

@@ -24,6 +24,9 @@ class ModelTask:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
         self._step_of_probes = context.step
+        # Importing TensorFlow is not part of the set-up time that the rank reports.
+        backend: tuple[Any, Any] = (None, None) if context.step else load_backend(context.me.runtime)
+        self._tf, self._keras = backend
 
     @property
     def num_elements(self) -> int:
@@ -42,7 +45,11 @@ class ModelTask:
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = replace(self.step.layout, num_ranks=len(self.spec.ranks))
         self.reporter.metric_names = self.step.metric_names
+        self.restore()
         self._warm_up()
+
+    def restore(self) -> None:
+        """Load the state of an earlier process of this run; tasks without a state have none."""
 
     def open_reader(self) -> EpochReader | SyntheticReader:
         """Return what the samples are read with."""
@@ -54,13 +61,12 @@ class ModelTask:
 
     def _load_step(self) -> Step:
         spec, me = self.spec, self.me
-        tf, keras = load_backend(me.runtime)
         return Step(
-            load(Path(spec.architecture), Path(spec.weights), keras),
+            load(Path(spec.architecture), Path(spec.weights), self._keras),
             spec.recipe,
             self.reader.empty_batch(),
-            tf,
-            keras,
+            self._tf,
+            self._keras,
             rank=me.rank,
             weight=me.weight,
             own_metrics=self.load_own_metrics(),

@@ -47,14 +47,17 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
-        self._checkpointer = Checkpointer(self.spec, self.me, self.step) if self.is_root else None
-        if self._checkpointer and self._checkpointer.position:
-            self.progress.position = self._checkpointer.position
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
         self._balancer = Balancer(limits)
         self._weights_hash = ""
+
+    def restore(self) -> None:
+        """Load the state that rank 0 saved, if any."""
+        self._checkpointer = Checkpointer(self.spec, self.me, self.step) if self.is_root else None
+        if self._checkpointer and self._checkpointer.position:
+            self.progress.position = self._checkpointer.position
 
     def load_own_metrics(self) -> dict[str, Any] | None:
         """Return the user's metric functions on the rank that evaluates."""
