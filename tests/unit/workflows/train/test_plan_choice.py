@@ -7,7 +7,7 @@ import pytest
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
-from csdctl.job.model import Job, load_job
+from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import Ledger
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
@@ -16,16 +16,6 @@ from csdctl.workflows.workspace.workspace import Workspace
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 FACTS = {name: Facts(name, num_cores=4) for name in (HOST_NAME, "csd0", "csd1")}
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "model: keras.applications:MobileNetV2\ndata: {public: {path: data}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1}\n"
-    )
-    return load_job(path)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.job.model import Job, load_job
+from csdctl.job.model import Job
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
 from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete
@@ -15,16 +15,6 @@ from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
 FINISHED = Finished(0, "host", 3, 30, "hash", 1)
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Job:
-    path = tmp_path / "job.yaml"
-    path.write_text(
-        "model: keras.applications:MobileNetV2\ndata: {public: {path: data}}\n"
-        "recipe: {epochs: 3, learning_rate: 0.1}\n"
-    )
-    return load_job(path)
 
 
 @pytest.fixture
