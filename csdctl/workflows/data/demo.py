@@ -19,6 +19,7 @@ recipe:
   learning_rate: 0.015
   reference_batch: 128
   warmup_epochs: 1
+  decay: cosine
   loss: sparse_categorical_crossentropy
   seed: 7
 """
