@@ -11,7 +11,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_command import RankCommand, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
-from csdctl.launch.mpirun import prepare_mpirun
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
@@ -27,6 +26,7 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, Traffic
 from csdctl.workflows.preflight.examination import OnCheck
 from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
+from csdctl.workflows.preflight.mpirun import prepare_mpirun
 
 SINGLE_DEADLINE_S = 15.0
 MAX_SINGLE_CHECKS = 8
@@ -130,9 +130,9 @@ class _MpiRunner:
     def run(self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()) -> _MpiResult:
         """Run the check to its end, and leave no process running on any machine; raises CsdctlError."""
         scratch = self.project.new_scratch()
-        mpirun = prepare_mpirun(self.fleet, self.facts, self.project, scratch, scratch.path / "ssh_config")
-        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
         sessions = {name: self.sessions[name] for name in machines}
+        mpirun = prepare_mpirun(self.fleet, self.facts, self.project, scratch, sessions, self.worker.path)
+        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
         events: list[Event] = []
         try:
             outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
@@ -149,7 +149,9 @@ class _MpiRunner:
             command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
             command += [*arguments, "--marker", rank_marker(run_id, name)]
             python = self.fleet.python_of(name)
-            commands.append(RankCommand(name, tuple(build_worker_command(python, self.worker.path, command))))
+            commands.append(
+                RankCommand(rank, name, tuple(build_worker_command(python, self.worker.path, command)))
+            )
         return commands
 
     def _save_traffic(self, machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome) -> None:
