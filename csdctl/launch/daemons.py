@@ -1,4 +1,4 @@
-"""Start MPI's daemons on nodes for an mpirun that runs in a sandbox, without keys (worker/sandbox/agent.py)."""
+"""Start MPI's daemons on nodes for an mpirun that runs in a sandbox without keys (standalone/agent.py)."""
 
 import contextlib
 import os
@@ -9,11 +9,9 @@ from collections.abc import Callable
 
 from csdctl.errors import CsdctlError, DeadlineError
 from csdctl.transport.session import Conversation
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
-from csdctl.worker.protocol.sandbox import DaemonOutput, DaemonRequest
 
-StartDaemon = Callable[[DaemonRequest], Conversation]
-"""Start a daemon in a sandbox on its node; raises CsdctlError."""
+StartDaemon = Callable[[str, str], Conversation]
+"""Start a daemon in a sandbox, from mpirun's name of the machine and a command; raises CsdctlError."""
 
 MAX_REQUEST_BYTES = 1 << 16
 MAX_LINES = 1000
@@ -32,7 +30,7 @@ class DaemonStarter:
         self._start = start
         self._lock = threading.Lock()
         self._running: dict[str, Conversation] = {}
-        """By node."""
+        """By mpirun's name of the machine."""
         self._is_closed = False
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind("\0" + address)
@@ -72,17 +70,17 @@ class DaemonStarter:
             if _PEER.unpack(peer)[1] != os.getuid():
                 return
             try:
-                self._relay(connection, self._start_once(_read_request(connection)))
-            except (CsdctlError, ProtocolError) as error:
-                _send(connection, DaemonOutput(str(error)))
-                _send(connection, DaemonOutput(exit_code=1))
+                self._relay(connection, self._start_once(*_read_request(connection)))
+            except CsdctlError as error:
+                _send(connection, "O", str(error))
+                _send(connection, "X", "1")
 
-    def _start_once(self, request: DaemonRequest) -> Conversation:
-        """Start the node's only daemon; raises CsdctlError."""
+    def _start_once(self, host: str, command: str) -> Conversation:
+        """Start the machine's only daemon; raises CsdctlError."""
         with self._lock:
-            if self._is_closed or request.node in self._running:
-                raise CsdctlError("its daemon has been started already", node=request.node)
-            conversation = self._running[request.node] = self._start(request)
+            if self._is_closed or host in self._running:
+                raise CsdctlError(f"the daemon of {host} has been started already")
+            conversation = self._running[host] = self._start(host, command)
         return conversation
 
     def _relay(self, connection: socket.socket, conversation: Conversation) -> None:
@@ -96,26 +94,27 @@ class DaemonStarter:
                 break
             num_lines += 1
             if num_lines <= MAX_LINES:
-                _send(connection, DaemonOutput(line))
+                _send(connection, "O", line)
         done = conversation.wait(deadline_s=END_DEADLINE_S)
         for error_line in done.stderr.decode(errors="replace").splitlines()[-MAX_LINES:]:
-            _send(connection, DaemonOutput(error_line))
-        _send(connection, DaemonOutput(exit_code=done.exit_code))
+            _send(connection, "O", error_line)
+        _send(connection, "X", str(done.exit_code))
 
 
-def _read_request(connection: socket.socket) -> DaemonRequest:
+def _read_request(connection: socket.socket) -> tuple[str, str]:
+    """Return machine and command; raises CsdctlError."""
     connection.settimeout(REQUEST_DEADLINE_S)
     received = b""
-    while not received.endswith(b"\n"):
-        more = connection.recv(MAX_REQUEST_BYTES)
+    while more := connection.recv(MAX_REQUEST_BYTES):
         received += more
-        if not more or len(received) > MAX_REQUEST_BYTES:
-            raise ProtocolError("a request for a daemon is incomplete")
-    return from_json(DaemonRequest, received.decode(errors="replace"))
+        if len(received) > MAX_REQUEST_BYTES:
+            raise CsdctlError(f"mpirun's request for a daemon is longer than {MAX_REQUEST_BYTES} bytes")
+    host, _, command = received.decode(errors="replace").partition("\0")
+    return host, command
 
 
-def _send(connection: socket.socket, output: DaemonOutput) -> None:
-    connection.sendall(to_json(output).encode() + b"\n")
+def _send(connection: socket.socket, kind: str, text: str) -> None:
+    connection.sendall(f"{kind} {text.replace(chr(10), ' ')}\n".encode(errors="replace"))
 
 
 def _end(conversation: Conversation) -> None:

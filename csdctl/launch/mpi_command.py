@@ -51,6 +51,11 @@ class RankCommand:
         """Whether the rank runs on the host."""
         return self.node == HOST_NAME
 
+    @property
+    def host(self) -> str:
+        """What mpirun calls the machine: never the name of a node alone, which may be the host's name too."""
+        return "localhost" if self.is_local else f"rank{self.number}-{self.node}"
+
 
 def build_mpirun_command(
     mpirun: Path,
@@ -64,8 +69,8 @@ def build_mpirun_command(
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
     `agent` is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
-    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network` the
-    CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
+    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
     `daemon_marker` in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
@@ -83,7 +88,7 @@ def build_mpirun_command(
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
-        contexts += ["--host", f"{'localhost' if rank.is_local else rank.node}:1", "-np", "1"]
+        contexts += ["--host", f"{rank.host}:1", "-np", "1"]
         contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
     return [str(mpirun), *options, *contexts]
 

@@ -58,7 +58,8 @@ class EndTimeouts:
 class Closable(Protocol):
     """What ends with mpirun."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End it."""
 
 
 @dataclass

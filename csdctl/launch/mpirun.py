@@ -18,8 +18,9 @@ from csdctl.launch.mpi_job import MpiJob
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import RunDirectory
 from csdctl.transport.session import Conversation, Session
+from csdctl.transport.standalone import read_program
 from csdctl.worker.protocol.json_codec import to_json
-from csdctl.worker.protocol.sandbox import DaemonRequest, SandboxPolicy, link_address
+from csdctl.worker.protocol.sandbox import SandboxPolicy, link_address
 
 AGENT = "agent"
 ANY_NETWORK, LOOPBACK = ("0.0.0.0/0", "::/0"), ("127.0.0.0/8", "::1/128")
@@ -63,21 +64,23 @@ class Mpirun:
         """Return the job over `ranks`, not yet started; raises what `build_command` raises."""
         command = self.build_command(ranks)
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
-        numbers = {rank.node: rank.number for rank in ranks}
+        remote = {rank.host: rank for rank in ranks if not rank.is_local}
         address = f"csdctl/{self.run.run_id}/daemons-{secrets.token_hex(4)}"
 
-        def start_daemon(request: DaemonRequest) -> Conversation:
-            if request.node not in numbers or request.node == HOST_NAME:
-                raise CsdctlError(f"mpirun asked for a daemon on {request.node!r}, which has no rank")
-            shell = ("/bin/sh", "-c", request.command)
-            policy = self._build_policy(request.node, shell, key, (self._socket_of(numbers[request.node]),))
-            conversation = self.sessions[request.node].converse(self._sandbox_command(request.node))
+        def start_daemon(host: str, shell_command: str) -> Conversation:
+            if host not in remote:
+                raise CsdctlError(f"mpirun asked for a daemon on {host[:80]!r}, which has no rank")
+            rank = remote[host]
+            shell = ("/bin/sh", "-c", shell_command)
+            policy = self._build_policy(rank.node, shell, key, (self._socket_of(rank.number),))
+            conversation = self.sessions[rank.node].converse(self._sandbox_command(rank.node))
             conversation.send_line(to_json(policy))
             return conversation
 
-        agent = shlex.join(self.build_worker_command(HOST_NAME, ["agent", "--socket", address]))
+        agent = shlex.join([self.fleet.python_of(HOST_NAME), "-I", "-S", f"{AGENT}.py", address])
+        scripts = {AGENT: f'exec {agent} "$@"\n', f"{AGENT}.py": read_program(AGENT)}
         sockets = (address, *(self._socket_of(rank.number) for rank in ranks if rank.is_local))
-        policy = self._build_policy(HOST_NAME, command, key, sockets, {AGENT: f'exec {agent} "$@"\n'})
+        policy = self._build_policy(HOST_NAME, command, key, sockets, scripts)
         return MpiJob(
             self._sandbox_command(HOST_NAME),
             len(ranks),

@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox, agent.
+"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -60,10 +60,6 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("sandbox-check")
     sandbox = commands.add_parser("sandbox")
     sandbox.add_argument("--marker", default="")
-    agent = commands.add_parser("agent")
-    agent.add_argument("--socket", required=True)
-    agent.add_argument("node")
-    agent.add_argument("command_line", nargs=argparse.REMAINDER)
     options = parser.parse_args(arguments)
     chosen = {
         "build": _build,
@@ -75,7 +71,6 @@ def main(arguments: list[str]) -> int:
         "mpi-check": _check_mpi,
         "sandbox-check": _check_sandbox,
         "sandbox": _run_sandbox,
-        "agent": _request_daemon,
     }
     return chosen[options.command](options)
 
@@ -202,12 +197,6 @@ def _run_sandbox(_: argparse.Namespace) -> int:
     from csdctl.worker.sandbox.program import run_sandbox
 
     return run_sandbox()
-
-
-def _request_daemon(options: argparse.Namespace) -> int:
-    from csdctl.worker.sandbox.agent import request_daemon
-
-    return request_daemon(options.socket, options.node, options.command_line)
 
 
 def _error_line(error: WorkerError) -> str:

@@ -1,4 +1,4 @@
-"""The sandbox of what speaks MPI on one machine: its policy, and the requests of mpirun in it."""
+"""The sandbox of what speaks MPI on one machine: its policy, and what is known of it on both sides."""
 
 from dataclasses import dataclass, field
 
@@ -33,22 +33,6 @@ class SandboxCheck:
     """Whether a machine can run a sandbox: '', or what prevents it."""
 
     obstacle: str
-
-
-@dataclass(frozen=True)
-class DaemonRequest:
-    """mpirun asks csdctl to start a daemon: the command is the one that it would give to ssh."""
-
-    node: str
-    command: str
-
-
-@dataclass(frozen=True)
-class DaemonOutput:
-    """A line that the daemon has printed, or with `exit_code` its end."""
-
-    line: str = ""
-    exit_code: int | None = None
 
 
 def link_address(run_id: str, rank: int) -> str:

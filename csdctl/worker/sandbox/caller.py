@@ -31,7 +31,7 @@ class Question:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the caller still waits: it may have been killed, and its number given to another process."""
+        """Whether the caller still waits: killed, its number may be given to another process."""
         try:
             fcntl.ioctl(self.listener, _IS_VALID, struct.pack("=Q", self.id))
         except OSError:

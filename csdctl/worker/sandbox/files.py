@@ -12,7 +12,26 @@ from csdctl.worker.sandbox.system_calls import LIBC, PR_SET_KEEPCAPS, system_cal
 
 USER_ID = 1_907_000_000
 """Whom root becomes: outside of all ranges that systems give to accounts, services and containers."""
-SYSTEM_PATHS = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/proc", "/sys", "/dev/urandom", "/dev/random", "/dev/zero", "/etc/hosts", "/etc/ld.so.cache", "/etc/ld.so.preload", "/etc/localtime", "/etc/nsswitch.conf", "/etc/host.conf", "/etc/resolv.conf"]
+SYSTEM_PATHS = [
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib32",
+    "/lib64",
+    "/proc",
+    "/sys",
+    "/dev/urandom",
+    "/dev/random",
+    "/dev/zero",
+    "/etc/hosts",
+    "/etc/ld.so.cache",
+    "/etc/ld.so.preload",
+    "/etc/localtime",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/resolv.conf",
+]
 """Read by every program. In /proc, Landlock hides the memory, files and environment of other processes."""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
