@@ -1,5 +1,6 @@
 """Addresses as the kernel writes them, and the filter that closes a port to all other networks."""
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -57,11 +58,45 @@ def pack_address(family: int, address: tuple[Any, ...]) -> bytes:
     return head + struct.pack("=I", address[3])
 
 
+def list_own_addresses() -> list[IpAddress]:
+    """Return the addresses of this machine's interfaces."""
+    found: list[IpAddress] = []
+    address = ""
+    with contextlib.suppress(OSError), open("/proc/net/fib_trie") as tree:
+        for line in tree:
+            if line.lstrip().startswith("|--"):
+                address = line.split()[1]
+            elif "/32 host LOCAL" in line:
+                found.append(ipaddress.IPv4Address(address))
+    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as table:
+        found += [ipaddress.IPv6Address(bytes.fromhex(line.split()[0])) for line in table]
+    return list(dict.fromkeys(found))
+
+
+def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
+    """Return the address to listen at instead of all addresses: this machine's only one in `networks`.
+
+    An IPv6 socket listens at the loopback when all networks are of IPv4. Several addresses: `host` itself.
+    """
+    address = ipaddress.ip_address(host.partition("%")[0])
+    if not address.is_unspecified or not all(network.prefixlen for network in networks):
+        return host
+    same = [network for network in networks if network.version == address.version]
+    own = [one for one in list_own_addresses() if any(one in network for network in same)]
+    if address.version == 6 and not same:
+        return "::1"
+    return str(own[0]) if len(own) == 1 else host
+
+
 def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
-    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist."""
+    """Let the kernel drop packets from outside of `networks`: for others, the port does not exist.
+
+    Kernels may refuse that to users without privileges; then the token alone keeps others out.
+    """
     program = Program(build_source_filter(networks))
-    bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
-    bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+    with contextlib.suppress(PermissionError):
+        bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
+        bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
 
 
 def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:

@@ -16,7 +16,14 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 
-from csdctl.worker.sandbox.addresses import Refused, close_to_others, pack_address, to_ip, unpack_address
+from csdctl.worker.sandbox.addresses import (
+    Refused,
+    close_to_others,
+    narrow,
+    pack_address,
+    to_ip,
+    unpack_address,
+)
 from csdctl.worker.sandbox.caller import Caller, Question, process_of_thread, receive_question
 from csdctl.worker.sandbox.processes import list_descendants, list_group
 from csdctl.worker.sandbox.system_calls import ASKED, number_of
@@ -98,11 +105,12 @@ class Door:
         question.answer()
 
     def _bind_port(self, bound: socket.socket, content: bytes) -> None:
-        address = unpack_address(content)
+        host, *rest = unpack_address(content)
+        host = narrow(host, self._peers)
         if self._key:  # the kernel then reports a connection when its token has arrived
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(TOKEN_S))
-        bound.bind(address)
-        if not to_ip(address[0]).is_loopback and all(peer.prefixlen for peer in self._peers):
+        bound.bind((host, *rest))
+        if not to_ip(host).is_loopback and all(peer.prefixlen for peer in self._peers):
             close_to_others(bound, self._peers)
         self._ports.add(bound.getsockname()[1])
 

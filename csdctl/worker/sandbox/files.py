@@ -66,7 +66,7 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> None:
     ruleset = system_call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0))
     for paths, rights in ((readable, READ), (writable, CHANGE)):
         for path in paths:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 _admit(ruleset, path, rights & handled)
     system_call(_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0))
     os.close(ruleset)
