@@ -1,6 +1,5 @@
 """`csdctl inventory`."""
 
-import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -8,7 +7,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams
+from csdctl.cli.streams import Streams, format_json
 
 
 class Format(StrEnum):
@@ -46,11 +45,11 @@ def inventory(
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)
     if form is Format.JSON:
-        text = json.dumps(fleet_document(chosen), indent=2) + "\n"
+        text = format_json(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:
         save_text(output, text)
         streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")
     else:
-        streams.stdout.write(text)
+        streams.write(text)
