@@ -1,9 +1,9 @@
-"""Text for the user: the callback that lower layers report with, and how text of others is made visible.
+"""Text for the user: the callback that lower layers report with, and how text of others is made printable.
 
-What a node, a file or a server says may hold control characters that a terminal obeys: they move the cursor,
-write to the clipboard, reverse the direction of text. `make_printable` replaces them with escapes. The command
-line does so for everything that it writes (csdctl/cli/streams.py, csdctl/cli/console.py), so no caller needs
-to; a caller that writes a log for people does it itself.
+What a node, a file or a server says may hold characters that a terminal obeys: they move the cursor, write to
+the clipboard, reverse the direction of text. `make_printable` replaces them with escapes. The command line
+does so with everything that it writes (csdctl/cli/streams.py, csdctl/cli/console.py); what writes a log does
+it itself.
 """
 
 import re
@@ -23,15 +23,15 @@ _INVISIBLE = re.compile(
 _ORDINARY = re.compile(
     "[\n\x20-\x7e\xa1-\xac\xae-\u02ff\u2010-\u2027\u2030-\u205e\u2190-\u22ff\u2500-\u257f]*"
 )
-"""Text that needs no further look: letters of Western languages, punctuation, arrows, the frames of tables."""
+"""Text that needs no further look: Latin letters, punctuation, arrows, mathematics, the frames of tables."""
 
 
 def make_printable(text: str) -> str:
     """Return `text` with an escape such as \\x1b or \\u202e in place of each character that shows no shape.
 
-    These are the characters that `repr` escapes (control characters, C1 included; directions and zero widths;
-    separators except the space; surrogates; unassigned ones), fillers, and more than MAX_MARKS combining marks
-    in a row. Newlines and tabs stay. Text that was made printable stays as it is.
+    These are the characters that `repr` escapes (C0 and C1 controls, directions, zero widths, all separators
+    but the space, surrogates, unassigned ones), fillers, and combining marks after MAX_MARKS in a row.
+    Newlines and tabs stay. Text that was made printable stays as it is.
     """
     if _ORDINARY.fullmatch(text):
         return text

@@ -13,7 +13,6 @@ from csdctl import __version__
 from csdctl.cli.lazy import CommandTable, lazy_group
 from csdctl.cli.streams import VERBOSE, Streams, protect_standard_streams
 from csdctl.errors import CsdctlError, ExitCode
-from csdctl.notify import make_printable
 
 COMMANDS: CommandTable = {
     "The fleet": {
@@ -145,4 +144,4 @@ def _show_traceback(streams: Streams, error: Exception) -> None:
     if streams.is_debugging:
         import traceback
 
-        streams.stderr.write(make_printable("".join(traceback.format_exception(error))))
+        streams.errors.print("".join(traceback.format_exception(error)).rstrip())

@@ -103,19 +103,14 @@ class Streams:
     def result(self, document: object) -> None:
         """Write one JSON document to standard output; nothing without --json."""
         if self.is_json:
-            self.stdout.write(format_json(document, indent=2) + "\n")
+            self.stdout.write(json.dumps(document, indent=2) + "\n")
             self.stdout.flush()
 
     def result_line(self, document: object) -> None:
         """Write one JSON line to standard output; nothing without --json."""
         if self.is_json:
-            self.stdout.write(format_json(document) + "\n")
+            self.stdout.write(json.dumps(document) + "\n")
             self.stdout.flush()
-
-
-def format_json(document: object, *, indent: int | None = None) -> str:
-    """Return `document` as JSON in printable ASCII; json.dumps escapes all other characters but DEL."""
-    return json.dumps(document, indent=indent).replace("\x7f", "\\u007f")
 
 
 def _terminal_of(stream: TextIO) -> TextIO:

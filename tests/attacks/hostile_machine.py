@@ -4,27 +4,30 @@ import asyncio
 import contextlib
 import os
 import socket
-import subprocess
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import asyncssh
 import yaml
 
+from csdctl.emulation.commands import Commands
+
 # The probes run as `sh -c SCRIPT csdctl-probes PYTHON`; everything else reaches the real shell.
 SHELL = """\
 #!/bin/sh
-if [ "$3" = csdctl-probes ]; then exec cat "{facts}"; fi
+if [ "$3" = csdctl-probes ]; then exec cat "{home}/facts"; fi
 exec /bin/sh "$@"
 """
-# csdctl's programs and the worker: an answer, a complaint, and a failure.
+# Programs whose arguments hold the word in `lies`: an answer, a complaint, and a failure. Others really run.
 PYTHON = """\
 #!/bin/sh
-printf '%s\\n' "$(cat "{answer}")"
-cat "{complaint}" >&2
-exit 1
+case "$*" in
+  *"$(cat "{home}/lies")"*) cat "{home}/output"; cat "{home}/complaint" >&2; exit 1 ;;
+esac
+exec {python} "$@"
 """
 
 
@@ -36,83 +39,84 @@ class HostileMachine:
     port: int
     host_key: str
 
-    def answer(self, *, facts: str = "", output: str = "", complaint: str = "") -> None:
-        """Set what probes, what the machine's Python prints, and what it complains about."""
-        for name, text in (("facts", facts), ("output", output), ("complaint", complaint)):
-            (self.home / name).write_bytes(text.encode(errors="surrogatepass"))
+    def answer(self, *, facts: str = "", output: str = "", complaint: str = "", lies: str = "") -> None:
+        """Set what its probes print, and what Python prints when its arguments hold `lies`."""
+        answers = {"facts": facts, "output": output, "complaint": complaint, "lies": lies}
+        for name, text in answers.items():
+            (self.home / name).write_bytes(text.encode(errors="surrogateescape"))
+
+
+class _Server(asyncssh.SSHServer):
+    def __init__(self, banner: str) -> None:
+        self._banner = banner
+
+    def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
+        self._connection = connection
+
+    def begin_auth(self, username: str) -> bool:
+        if self._banner:
+            self._connection.send_auth_banner(self._banner)
+        return True
+
+    def public_key_auth_supported(self) -> bool:
+        return True
+
+    def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
+        return True
+
+
+class _NoLimit:
+    def build_command(self, command: list[str]) -> list[str]:
+        return command
 
 
 @contextlib.contextmanager
 def hostile_machine(directory: Path, banner: str = "") -> Iterator[HostileMachine]:
     """Serve one machine that accepts every login; `banner` is sent before it."""
     home, programs = directory / "home", directory / "programs"
-    home.mkdir(parents=True)
-    programs.mkdir()
-    for name, text in (
-        ("sh", SHELL.format(facts=home / "facts")),
-        ("liar", PYTHON.format(answer=home / "output", complaint=home / "complaint")),
-    ):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
+    for path, text in ((programs / "sh", SHELL), (programs / "liar", PYTHON)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.format(home=home, python=sys.executable))
+        path.chmod(0o755)
+    home.mkdir()
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "HOME": str(home)}
 
-    class Server(asyncssh.SSHServer):
-        def connection_made(self, connection: asyncssh.SSHServerConnection) -> None:
-            self._connection = connection
-
-        def begin_auth(self, username: str) -> bool:
-            if banner:
-                self._connection.send_auth_banner(banner)
-            return True
-
-        def public_key_auth_supported(self) -> bool:
-            return True
-
-        def validate_public_key(self, username: str, key: asyncssh.SSHKey) -> bool:
-            return True
-
-    async def run(process: "asyncssh.SSHServerProcess[bytes]") -> None:
-        child = subprocess.Popen(
-            ["/bin/sh", "-c", process.command or ""],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            cwd=home,
-            env=environment,
-            start_new_session=True,
-        )
-        await process.redirect(child.stdin, child.stdout, child.stderr)
-        process.exit(await asyncio.to_thread(child.wait))
-
     key = asyncssh.generate_private_key("ssh-ed25519")
+    started = threading.Event()
+    ports: list[int] = []
+    ends: list[Callable[[], object]] = []
 
-    async def listen() -> asyncssh.SSHAcceptor:
-        return await asyncssh.listen(
+    async def serve() -> None:
+        end = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        ends.append(lambda: loop.call_soon_threadsafe(end.set))
+        async with asyncssh.listen(
             "127.0.0.1",
             0,
-            server_factory=Server,
+            server_factory=lambda: _Server(banner),
             server_host_keys=[key],
-            process_factory=run,
+            process_factory=Commands(_NoLimit(), environment, home).run,
             encoding=None,
-        )
+        ) as acceptor:
+            ports.append(acceptor.get_port())
+            started.set()
+            await end.wait()
 
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
-    acceptor = asyncio.run_coroutine_threadsafe(listen(), loop).result(30)
+    assert started.wait(30)
     try:
-        machine = HostileMachine(home, acceptor.get_port(), key.export_public_key().decode().strip())
+        machine = HostileMachine(home, ports[0], key.export_public_key().decode().strip())
         machine.answer()
         yield machine
     finally:
-        loop.call_soon_threadsafe(acceptor.close)
-        loop.call_soon_threadsafe(loop.stop)
+        ends[0]()
         thread.join(30)
 
 
 @contextlib.contextmanager
 def greeting(sent: bytes) -> Iterator[int]:
-    """Serve connections with `sent` instead of SSH's greeting, and close them; yield the port."""
+    """Answer every connection with `sent` in place of SSH's greeting; yield the port."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def serve() -> None:
@@ -132,17 +136,17 @@ def greeting(sent: bytes) -> Iterator[int]:
         thread.join(30)
 
 
-def write_fleet(directory: Path, nodes: dict[str, int], trusted: dict[str, HostileMachine]) -> None:
-    """Write fleet.yaml, a key, and the host keys of the machines in `trusted`."""
-    key = asyncssh.generate_private_key("ssh-ed25519")
-    key.write_private_key(str(directory / "key"))
+def write_project(directory: Path, nodes: Mapping[str, HostileMachine | int]) -> Path:
+    """Write fleet.yaml for `nodes` (a machine, or the port of a greeting), a key, and the host keys."""
+    directory.mkdir()
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(directory / "key"))
     os.chmod(directory / "key", 0o600)
-    entries = [{"name": name, "address": "127.0.0.1", "port": port} for name, port in nodes.items()]
-    fleet = {"defaults": {"user": "me", "key": str(directory / "key"), "python": "liar"}, "nodes": entries}
-    (directory / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+    ports = {name: node if isinstance(node, int) else node.port for name, node in nodes.items()}
+    entries = [{"name": name, "address": "127.0.0.1", "port": port} for name, port in ports.items()]
+    defaults = {"user": "me", "key": str(directory / "key"), "python": "liar"}
+    (directory / "fleet.yaml").write_text(yaml.safe_dump({"defaults": defaults, "nodes": entries}))
     (directory / ".csdctl").mkdir()
-    lines = [f"[127.0.0.1]:{machine.port} {machine.host_key}\n" for machine in trusted.values()]
+    trusted = [node for node in nodes.values() if isinstance(node, HostileMachine)]
+    lines = [f"[127.0.0.1]:{machine.port} {machine.host_key}\n" for machine in trusted]
     (directory / ".csdctl" / "known_hosts").write_text("".join(lines))
-
-
-Serve = Callable[..., contextlib.AbstractContextManager[HostileMachine]]
+    return directory

@@ -1,5 +1,6 @@
 """`csdctl inventory`."""
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +8,7 @@ from typing import Annotated
 import typer
 
 from csdctl.cli import options
-from csdctl.cli.streams import Streams, format_json
+from csdctl.cli.streams import Streams
 
 
 class Format(StrEnum):
@@ -45,7 +46,7 @@ def inventory(
     streams = Streams()
     chosen = choose_fleet(fleet, limit, exclude)
     if form is Format.JSON:
-        text = format_json(fleet_document(chosen), indent=2) + "\n"
+        text = json.dumps(fleet_document(chosen), indent=2) + "\n"
     else:
         text = TEXT_FORMATS[form](chosen, streams.directory)
     if output:

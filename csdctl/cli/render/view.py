@@ -1,7 +1,6 @@
 """The base of all live views: drawn while an operation runs, and removed afterwards.
 
-Rich would redirect the standard streams meanwhile, and keep colours and links of whatever is written there: it
-must not.
+Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
 """
 
 from collections.abc import Callable
