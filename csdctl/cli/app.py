@@ -11,7 +11,7 @@ import typer
 
 from csdctl import __version__
 from csdctl.cli.lazy import CommandTable, lazy_group
-from csdctl.cli.streams import VERBOSE, Streams
+from csdctl.cli.streams import VERBOSE, Streams, protect_standard_streams
 from csdctl.errors import CsdctlError, ExitCode
 
 COMMANDS: CommandTable = {
@@ -74,6 +74,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPER
 def main() -> None:
     """Run csdctl with the arguments of this process, and exit with its exit code."""
     signal.signal(signal.SIGTERM, _interrupt)
+    protect_standard_streams()
     sys.exit(run_command(sys.argv[1:], Streams()))
 
 
@@ -127,14 +128,14 @@ def _wrap_os_error(error: OSError) -> CsdctlError:
 def _show_error(streams: Streams, error: CsdctlError) -> None:
     where = f"{error.node}: " if error.node else ""
     streams.errors.print("error:", style="bold red", end=" ")
-    streams.errors.print(f"{where}{error.message}", markup=False)
+    streams.errors.print(f"{where}{error.message}")
     if error.remedy:
-        streams.errors.print(f"  → {error.remedy}", markup=False)
+        streams.errors.print(f"  → {error.remedy}")
     _show_traceback(streams, error)
 
 
 def _show_bug(streams: Streams, error: Exception) -> None:
-    streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red", markup=False)
+    streams.errors.print(f"csdctl failed: {type(error).__name__}: {error}", style="bold red")
     streams.errors.print("  → this is a bug in csdctl; run it again with -vv and report the output")
     _show_traceback(streams, error)
 
@@ -143,4 +144,4 @@ def _show_traceback(streams: Streams, error: Exception) -> None:
     if streams.is_debugging:
         import traceback
 
-        traceback.print_exception(error, file=streams.stderr)
+        streams.errors.print("".join(traceback.format_exception(error)).rstrip())

@@ -1,16 +1,55 @@
-"""Where output goes: results to stdout; with --json, human-readable output to stderr."""
+"""Where output goes: results to stdout; with --json, human-readable output to stderr.
 
+Everything passes through here or through the console of `csdctl.cli.console`, and is made printable there.
+"""
+
+import io
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from csdctl.errors import InputError
+from csdctl.notify import make_printable
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from csdctl.cli.console import PrintableConsole
+
+
+class PrintableStream:
+    """A standard stream on which whatever is written is made printable, also what Python itself writes."""
+
+    def __init__(self, terminal: TextIO) -> None:
+        self.terminal = terminal
+        """The stream itself, for the console and its control codes."""
+
+    def write(self, text: str) -> int:
+        """Write `text`, made printable."""
+        self.terminal.write(make_printable(text))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write all `lines`, made printable."""
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.terminal, name)
+
+
+def protect_standard_streams() -> None:
+    """Make everything printable that this process writes to standard output and standard error.
+
+    A character that the terminal's encoding lacks becomes an escape, not an error.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, PrintableStream(stream))
 
 
 VERBOSE = ("-v", "-vv")
@@ -30,22 +69,26 @@ class Streams:
     """Whether errors are printed with their traceback."""
 
     @cached_property
-    def errors(self) -> "Console":
+    def errors(self) -> "PrintableConsole":
         """Standard error."""
-        from rich.console import Console  # importing it takes a sixth of the time of --help
+        from csdctl.cli.console import PrintableConsole  # with Rich, a sixth of the time of --help
 
-        return Console(file=self.stderr, stderr=True, highlight=False, soft_wrap=True)
+        return PrintableConsole(file=_terminal_of(self.stderr), stderr=True, soft_wrap=True)
 
     @cached_property
-    def console(self) -> "Console":
+    def console(self) -> "PrintableConsole":
         """Where tables and messages go: standard output, or standard error with --json."""
-        from rich.console import Console
+        from csdctl.cli.console import PrintableConsole
 
-        return self.errors if self.is_json else Console(file=self.stdout, highlight=False)
+        return self.errors if self.is_json else PrintableConsole(file=_terminal_of(self.stdout))
 
     def say(self, line: str) -> None:
         """Print one human-readable line."""
-        self.console.print(line, markup=False, soft_wrap=True)
+        self.console.print(line, soft_wrap=True)
+
+    def write(self, text: str) -> None:
+        """Write text of several lines to standard output as it is, apart from what is not printable."""
+        self.stdout.write(make_printable(text))
 
     def confirm(self, question: str, *, yes: bool) -> None:
         """Ask at the terminal unless `yes`; raises InputError for a no, or without a terminal."""
@@ -53,15 +96,14 @@ class Streams:
             return
         if not (sys.stdin.isatty() and self.stderr.isatty()):
             raise InputError(f"{question} No terminal is available to answer", remedy="confirm with --yes")
-        self.errors.print(f"{question} \\[y/N]", end=" ")
+        self.errors.print(f"{question} [y/N]", end=" ")
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("not confirmed: nothing was done")
 
     def result(self, document: object) -> None:
         """Write one JSON document to standard output; nothing without --json."""
         if self.is_json:
-            json.dump(document, self.stdout, indent=2)
-            self.stdout.write("\n")
+            self.stdout.write(json.dumps(document, indent=2) + "\n")
             self.stdout.flush()
 
     def result_line(self, document: object) -> None:
@@ -69,3 +111,7 @@ class Streams:
         if self.is_json:
             self.stdout.write(json.dumps(document) + "\n")
             self.stdout.flush()
+
+
+def _terminal_of(stream: TextIO) -> TextIO:
+    return stream.terminal if isinstance(stream, PrintableStream) else stream

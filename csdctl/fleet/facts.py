@@ -1,28 +1,52 @@
-"""Facts that `discover` collects about machines; saved next to fleet.yaml, never in it."""
+"""Facts that `discover` collects about machines; saved next to fleet.yaml, never in it.
 
-from dataclasses import asdict, dataclass
+A machine may answer anything. What its facts can be is said here, by their types, whether they come from the
+machine or from the file.
+"""
+
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import ConfigDict, Field, ValidationError
+from pydantic.dataclasses import dataclass
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
+from csdctl.notify import shorten
 
 SCHEMA = 1
 DISCOVER = "run `csdctl discover` again"
+
+MAX_SHOWN = 80
+"""Characters of an answer that a message shows."""
+
+FINITE = ConfigDict(allow_inf_nan=False)
+
+NumBytes = Annotated[int, Field(strict=True, ge=0, le=1 << 64)]
+_Memory = Annotated[int, Field(strict=True, ge=1, le=1 << 60)]
+_MAX_CORES = 1 << 16
+_Seconds = Annotated[float, Field(strict=True, ge=-1e11, le=1e11)]
+_Word = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
+_Version = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!_-]{0,63}$")]
+_Label = Annotated[str, Field(max_length=128)]
+"""A name that a manufacturer chose."""
+PathText = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f-\x9f]{0,4095}$")]
+"""An absolute path that fits in one line."""
 
 
 @dataclass(frozen=True)
 class Drive:
     """An NVMe drive as a machine reports it; `size_bytes` None: no namespace is visible."""
 
-    device: str
-    serial: str
-    model: str = ""
-    size_bytes: int | None = None
+    device: PathText
+    serial: _Label
+    model: _Label = ""
+    size_bytes: NumBytes | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=FINITE)
 class Facts:
     """Facts about one machine; None means unknown.
 
@@ -31,29 +55,29 @@ class Facts:
     """
 
     name: str
-    architecture: str | None = None
-    cpu_model: str | None = None
-    cpu_features: tuple[str, ...] = ()
-    num_cores: int | None = None
-    cpu_limit: float | None = None
-    memory_bytes: int | None = None
-    memory_limit_bytes: int | None = None
-    memory_available_bytes: int | None = None
-    disk_free_bytes: int | None = None
-    python_version: str | None = None
-    tensorflow_version: str | None = None
-    keras_version: str | None = None
-    numpy_version: str | None = None
-    mpi_version: str | None = None
-    mpi4py_version: str | None = None
-    glibc_version: str | None = None
-    prefix: str | None = None
+    architecture: _Word | None = None
+    cpu_model: _Label | None = None
+    cpu_features: Annotated[tuple[_Word, ...], Field(max_length=1000)] = ()
+    num_cores: Annotated[int, Field(strict=True, ge=1, le=_MAX_CORES)] | None = None
+    cpu_limit: Annotated[float, Field(strict=True, gt=0, le=_MAX_CORES)] | None = None
+    memory_bytes: _Memory | None = None
+    memory_limit_bytes: _Memory | None = None
+    memory_available_bytes: NumBytes | None = None
+    disk_free_bytes: NumBytes | None = None
+    python_version: _Version | None = None
+    tensorflow_version: _Version | None = None
+    keras_version: _Version | None = None
+    numpy_version: _Version | None = None
+    mpi_version: _Version | None = None
+    mpi4py_version: _Version | None = None
+    glibc_version: _Version | None = None
+    prefix: PathText | None = None
     """sys.prefix of the node's Python, which contains `bin/prted`."""
-    has_prted: bool | None = None
-    home: str | None = None
-    clock_offset_s: float | None = None
-    round_trip_s: float | None = None
-    drives: tuple[Drive, ...] = ()
+    has_prted: Annotated[bool, Field(strict=True)] | None = None
+    home: PathText | None = None
+    clock_offset_s: _Seconds | None = None
+    round_trip_s: _Seconds | None = None
+    drives: Annotated[tuple[Drive, ...], Field(max_length=1000)] = ()
     notes: tuple[str, ...] = ()
     """Problems for the user to check, and facts that are unknown, with the reason."""
     problem: str | None = None
@@ -93,17 +117,27 @@ def load_facts(fleet: Fleet) -> dict[str, Facts]:
     try:
         if content["schema"] != SCHEMA:
             raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)
-        return {name: _facts(values) for name, values in content["machines"].items()}
+        return {name: Facts(**values) for name, values in content["machines"].items()}
+    except ValidationError as error:
+        raise InputError(f"{path}: {next(iter(list_invalid(error).values()))}", remedy=DISCOVER) from None
     except (KeyError, TypeError, AttributeError):
         raise InputError(f"{path} was not written by `csdctl discover`", remedy=DISCOVER) from None
+
+
+def list_invalid(error: ValidationError) -> dict[str, str]:
+    """Return for each invalid field what was received, and what is expected."""
+    described: dict[str, str] = {}
+    for problem in error.errors(include_url=False):
+        field = str(problem["loc"][0])
+        try:
+            received = shorten(repr(problem["input"]), MAX_SHOWN)
+        except ValueError:  # Python writes no integer of more than 4300 digits
+            received = "a huge number"
+        described.setdefault(field, f"{field.replace('_', ' ')} is {received}: {problem['msg']}")
+    return described
 
 
 def back_up_facts(fleet: Fleet) -> Path:
     """Rename the unreadable facts file to *.bak, replacing an older backup."""
     path = facts_path(fleet)
     return path.replace(path.with_name(path.name + ".bak"))
-
-
-def _facts(values: dict[str, Any]) -> Facts:
-    lists = {key: tuple(values.get(key, ())) for key in ("cpu_features", "notes")}
-    return Facts(**{**values, **lists, "drives": tuple(Drive(**drive) for drive in values.get("drives", ()))})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from csdctl.launch.diagnosis import is_noise
+from csdctl.notify import make_printable
 from csdctl.worker.protocol.events import Event, event_from_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 
@@ -71,7 +72,7 @@ class MpiOutput:
                 self._log(rank, text)
 
     def _log(self, rank: int | None, text: bytes) -> None:
-        text = text.replace(b"\0", b"")
+        text = make_printable(text.replace(b"\0", b"").decode(errors="backslashreplace")).encode()
         with self._lock:
             if self._is_closed:
                 return

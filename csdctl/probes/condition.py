@@ -5,8 +5,9 @@ import re
 from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import parse_local_addresses
+from csdctl.notify import shorten
 from csdctl.probes.machine import NUM_CLOCK_TRIPS, PROBES, measure_clock_trip, parse_facts
-from csdctl.probes.probe import FactProbe, FactValues, build_command, parse_outputs
+from csdctl.probes.probe import MAX_NOTE, FactProbe, FactValues, build_command, build_known, parse_outputs
 from csdctl.transport.session import Session
 
 # Free space alone does not reveal quotas, read-only file systems and missing permissions.
@@ -37,7 +38,8 @@ def collect_condition(session: Session, python: str, *, deadline_s: float) -> tu
 def parse_condition(name: str, output: str) -> Condition:
     """Parse the condition of machine `name` from the output of its probes; pure."""
     values, _ = parse_outputs(CONDITION_PROBES, output, name)
-    return Condition(name=name, **values)  # type: ignore[arg-type]
+    condition, _ = build_known(Condition, name, values)
+    return condition
 
 
 def parse_hostname(output: str) -> FactValues:
@@ -75,7 +77,7 @@ def _parse_space(text: str) -> DirectorySpace:
         free_bytes=int(space[2]) * 1024 if space else None,
         # A file system with dynamic inodes reports none.
         free_inodes=int(inodes[2]) if inodes and int(inodes[1]) else None,
-        refusal=values.get("refused", "").rpartition(": ")[2].strip(),
+        refusal=shorten(values.get("refused", "").rpartition(": ")[2].strip(), MAX_NOTE),
     )
 
 

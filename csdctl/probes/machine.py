@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csdctl.errors import RemoteCommandError
-from csdctl.fleet.facts import Facts
+from csdctl.fleet.facts import MAX_SHOWN, Facts
 from csdctl.probes import cpu, nvme, resources, software
-from csdctl.probes.probe import build_command, parse_outputs
+from csdctl.probes.probe import build_command, build_known, parse_outputs
 from csdctl.transport.session import Session
 
 PROBES = (
@@ -24,6 +24,7 @@ PROBES = (
 
 PROBE_DEADLINE_S = 60.0
 NUM_CLOCK_TRIPS = 3
+MAX_CLOCK_OUTPUT = 40
 MAX_CLOCK_OFFSET_S = 60.0
 """A larger offset gets a note: logs cannot be correlated, certificates may be rejected."""
 
@@ -65,7 +66,8 @@ def parse_facts(name: str, output: str, trips: Sequence[ClockTrip]) -> Facts:
             notes.append(f"its clock differs from the host by {offset_s:+.0f} s: set it")
     except ValueError as error:
         notes.append(f"clock unknown: {error}")
-    return Facts(name=name, notes=tuple(notes), **values)  # type: ignore[arg-type]
+    facts, ignored = build_known(Facts, name, values)
+    return replace(facts, notes=(*notes, *ignored))
 
 
 def parse_clock_offset(trip: ClockTrip) -> float:
@@ -74,8 +76,8 @@ def parse_clock_offset(trip: ClockTrip) -> float:
     Exact to half a round trip, or to half a second if `date` has no nanoseconds (BusyBox).
     """
     seconds, _, fraction = trip.output.strip().partition(".")
-    if not seconds.isdigit():
-        raise ValueError(f"`date +%s.%N` printed {trip.output.strip()!r}")
+    if not seconds.isdigit() or len(trip.output) > MAX_CLOCK_OUTPUT:
+        raise ValueError(f"`date +%s.%N` printed {trip.output.strip()[:MAX_SHOWN]!r}")
     remote_s = int(seconds) + (float(f"0.{fraction}") if fraction.isdigit() else 0.5)
     return remote_s - (trip.sent_s + trip.round_trip_s / 2)
 

@@ -36,7 +36,10 @@ def parse_nvme(output: str) -> FactValues:
         if named.get("serial"):
             drives.append(
                 Drive(
-                    f"/dev/{device}", named["serial"], named.get("model", ""), sum(sizes) if sizes else None
+                    device=f"/dev/{device}",
+                    serial=named["serial"],
+                    model=named.get("model", ""),
+                    size_bytes=sum(sizes) if sizes else None,
                 )
             )
     return {"drives": tuple(sorted(drives, key=lambda drive: (len(drive.device), drive.device)))}

@@ -7,13 +7,23 @@ marker line precedes the output of each.
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
 
 from csdctl.errors import RemoteCommandError
+from csdctl.fleet.facts import list_invalid
+from csdctl.notify import shorten
 
 _MARKER = "csdctl-probe:"
 
+MAX_NOTE = 300
+"""Characters of a note; a machine may print a megabyte in place of a number."""
+
 FactValues = Mapping[str, object]
 """Values for fields of `Facts`, by name."""
+
+ModelT = TypeVar("ModelT")
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,21 @@ def parse_outputs(
     for probe in probes:
         try:
             values.update(probe.parse(texts.get(probe.name, "")))
-        except ValueError as error:
-            notes.append(f"{probe.name} unknown: {error}")
+        except ValidationError as error:
+            reasons = "; ".join(list_invalid(error).values())
+            notes.append(shorten(f"{probe.name} unknown: {reasons}", MAX_NOTE))
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            notes.append(shorten(f"{probe.name} unknown: {error}", MAX_NOTE))
     return values, notes
+
+
+def build_known(
+    model: Callable[..., ModelT], name: str, values: Mapping[str, object]
+) -> tuple[ModelT, list[str]]:
+    """Return a `model` of machine `name` without the values that it does not allow, and a note for each."""
+    try:
+        return model(name=name, **values), []
+    except ValidationError as error:
+        invalid = list_invalid(error)
+        known = {key: value for key, value in values.items() if key not in invalid}
+        return model(name=name, **known), [f"ignored: {reason}" for reason in invalid.values()]

@@ -3,6 +3,7 @@
 import math
 import re
 
+from csdctl.fleet.facts import MAX_SHOWN
 from csdctl.probes.probe import FactProbe, FactValues
 
 _UNLIMITED_BYTES = 1 << 60
@@ -51,7 +52,7 @@ def parse_disk_free(output: str) -> FactValues:
     """Parse `df -Pk` of one directory."""
     found = re.search(r"\s\d+\s+\d+\s+(\d+)\s+(?:\d+%|-)\s", output)
     if not found:
-        raise ValueError(f"`df -Pk` printed {output.strip()[-80:]!r}")
+        raise ValueError(f"`df -Pk` printed {output.strip()[-MAX_SHOWN:]!r}")
     return {"disk_free_bytes": int(found[1]) * 1024}
 
 
@@ -72,11 +73,11 @@ def parse_limits(output: str) -> FactValues:
             case "cpus_allowed", [ranges]:
                 cpus.append(_num_in_ranges(ranges))
             case "cpu.max", [quota, period] if quota != "max":
-                cpus.append(int(quota) / int(period))
+                cpus.append(_share(quota, period))
             case "cpu.cfs_quota_us", [quota]:
                 quota_us = int(quota)
             case "cpu.cfs_period_us", [period] if quota_us > 0:
-                cpus.append(quota_us / int(period))
+                cpus.append(_share(quota_us, period))
             case "memory.max" | "memory.limit_in_bytes", [limit] if limit != "max":
                 sizes.append(int(limit))
     memory_bytes = min((size for size in sizes if size < _UNLIMITED_BYTES), default=None)
@@ -92,8 +93,14 @@ def _positive(text: str, name: str) -> float:
     except ValueError:
         value = math.nan
     if not (0 < value < math.inf):
-        raise ValueError(f"{name} is {text!r} there, expected a positive number")
+        raise ValueError(f"{name} is {text[:MAX_SHOWN]!r} there, expected a positive number")
     return value
+
+
+def _share(quota: str | int, period: str) -> float:
+    if int(period) < 1:
+        raise ValueError(f"the period of its CPU quota is {period[:MAX_SHOWN]}, expected a positive number")
+    return int(quota) / int(period)
 
 
 def _num_in_ranges(ranges: str) -> int:

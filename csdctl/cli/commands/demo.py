@@ -40,12 +40,14 @@ def demo(
     )
     try:
         for command, run in _list_steps(nodes, cpu).items():
-            streams.console.print(f"\n[bold]$ csdctl {command}[/bold]", soft_wrap=True)
+            streams.say("")
+            streams.console.print(f"$ csdctl {command}", style="bold", soft_wrap=True)
             run()
     finally:
         if not keep:
             take_fleet_down(Path.cwd())
-    streams.say(f"\nThe demo took {format_seconds(time.monotonic() - start)}.")
+    streams.say("")
+    streams.say(f"The demo took {format_seconds(time.monotonic() - start)}.")
     if keep:
         streams.say(f"The fleet is still running: `cd {directory}`; to stop it: `csdctl emulate down`.")
 

@@ -53,4 +53,4 @@ def inventory(
         save_text(output, text)
         streams.say(f"{format_count(chosen.nodes, 'node')}: {output} written")
     else:
-        streams.stdout.write(text)
+        streams.write(text)

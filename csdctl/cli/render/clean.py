@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.launch.leftovers import Leftovers
 from csdctl.reporting.numbers import format_bytes
 from csdctl.transport.many import Outcome, errors_of
@@ -13,7 +12,7 @@ from csdctl.workflows.workspace.partial_failure import failed_document
 SCHEMA = "csdctl.clean/1"
 
 
-def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:
+def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is_dry: bool) -> None:
     """Print one line for a machine, unless it failed."""
     if outcome.error:
         return
@@ -28,7 +27,7 @@ def render_cleaned(console: Console, outcome: Outcome[Leftovers], *, is_dry: boo
     if found.num_unused:
         parts.append(f"{found.num_unused} unused files removed")
     line = "; ".join(parts) or "nothing left"
-    console.print(f"{outcome.name}: {line}", markup=False, soft_wrap=True)
+    console.print(f"{outcome.name}: {line}", soft_wrap=True)
 
 
 def clean_document(outcomes: Mapping[str, Outcome[Leftovers]], *, is_dry: bool) -> dict[str, object]:

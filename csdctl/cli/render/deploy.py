@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, DownloadColumn, TaskID, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
-from csdctl.cli.render.view import View, new_progress
+from csdctl.cli.console import PrintableConsole
+from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.reporting.numbers import format_bytes
 from csdctl.shipping.chunks import printable
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
@@ -25,14 +26,15 @@ MAX_BARS = 10
 class DeployView(View):
     """A bar for the fleet and one for each active node on a terminal, a line for each node elsewhere."""
 
-    def __init__(self, console: Console, *, num_nodes: int, dry_run: bool = False) -> None:
+    def __init__(self, console: PrintableConsole, *, num_nodes: int, dry_run: bool = False) -> None:
         self._console = console
         self._num_nodes = num_nodes
         self._num_done = 0
         self._dry_run = dry_run
         self._bars: dict[str, TaskID] = {}
         self._bytes: dict[str, DeliveryProgress] = {}
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(True), TransferSpeedColumn())
+        title = text_column("{task.description}")
+        columns = (title, BarColumn(), DownloadColumn(True), TransferSpeedColumn())
         self._progress = new_progress(console, *columns)
         super().__init__(self._progress)
         self._fleet = self._progress.add_task(self._title(), total=None)
@@ -79,7 +81,7 @@ class DeployView(View):
         return f"{self._num_done} of {self._num_nodes} nodes"
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
     def _describe(self, outcome: Outcome[Delivery]) -> str:
         if outcome.value is None:
@@ -91,7 +93,9 @@ class DeployView(View):
         )
 
 
-def render_deliveries(console: Console, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool) -> None:
+def render_deliveries(
+    console: PrintableConsole, outcomes: Mapping[str, Outcome[Delivery]], *, dry_run: bool
+) -> None:
     """Print a row for each node: what was sent to it, or would be."""
     table = Table(box=box.SIMPLE)
     table.add_column("node", no_wrap=True)
@@ -99,7 +103,7 @@ def render_deliveries(console: Console, outcomes: Mapping[str, Outcome[Delivery]
         table.add_column(column, justify="right", no_wrap=True)
     for name, outcome in outcomes.items():
         if outcome.value is None:
-            table.add_row(name, "[red]failed[/red]", "", "")
+            table.add_row(name, Text("failed", "red"), "", "")
             continue
         table.add_row(
             name,

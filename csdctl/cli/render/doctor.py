@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.view import View, live_on
 from csdctl.cli.settings import Setting
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, fold
@@ -28,7 +29,7 @@ COLUMNS = {
 }
 """The columns of the table, and the checks that each one covers."""
 
-_CELLS = {Status.OK: "ok", Status.WARN: "[yellow]amber[/yellow]", Status.FAIL: "[bold red]red[/bold red]"}
+_CELLS = {Status.OK: Text("ok"), Status.WARN: Text("amber", "yellow"), Status.FAIL: Text("red", "bold red")}
 _SEVERITY = list(Status)
 
 
@@ -36,7 +37,12 @@ class ExaminationView(View):
     """Shows each check when it is done; use it as a context manager around the examination."""
 
     def __init__(
-        self, console: Console, fleet: Fleet, settings: Sequence[Setting], *, is_verbose: bool = False
+        self,
+        console: PrintableConsole,
+        fleet: Fleet,
+        settings: Sequence[Setting],
+        *,
+        is_verbose: bool = False,
     ) -> None:
         self._console = console
         self._is_verbose = is_verbose
@@ -99,7 +105,7 @@ class ExaminationView(View):
         return table
 
     def _print(self, line: str) -> None:
-        self._console.print(line, markup=False, soft_wrap=True)
+        self._console.print(line, soft_wrap=True)
 
 
 def doctor_document(examination: Examination, settings: Sequence[Setting]) -> dict[str, object]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.streams import Streams
 from csdctl.emulation.fleet import NodeStatus, StoppedFleet
 from csdctl.reporting.numbers import format_bytes
@@ -43,7 +43,7 @@ def show_stopped(streams: Streams, stopped: StoppedFleet) -> None:
         streams.say(f"{kept} was edited since and is kept")
 
 
-def render_nodes(console: Console, nodes: Iterable[NodeStatus]) -> None:
+def render_nodes(console: PrintableConsole, nodes: Iterable[NodeStatus]) -> None:
     """Print a table with one row for each node."""
     table = Table("node", "port", "state", "processes", "CPU limit", "memory", title="emulated")
     for node in nodes:

@@ -4,10 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.problems import bounded, render_problems
 from csdctl.cli.streams import Streams
 from csdctl.fleet.facts import Facts
@@ -27,12 +26,12 @@ MAX_NAME_WIDTH = 20
 """The width at which the column of machines is folded, so that the table fits 80 columns."""
 
 
-def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = False) -> None:
+def render_fleet(console: PrintableConsole, result: DiscoverResult, *, verbose: bool = False) -> None:
     """Print a row for each group of equal machines (`verbose`: for each machine), then problems and notes."""
     title = f"fleet {result.fleet.path}" + (" (emulated fleet)" if result.fleet.emulated else "")
     groups = group_machines(result.facts.values())
     rows = [EqualMachines((facts,)) for group in groups for facts in group.machines] if verbose else groups
-    console.print(_build_table(escape(title), rows))
+    console.print(_build_table(title, rows))
     if verbose:
         console.print(_build_details(result.facts))
     render_problems(console, result.problems)
@@ -44,8 +43,8 @@ def render_fleet(console: Console, result: DiscoverResult, *, verbose: bool = Fa
     lines += [f"note: {show_names(names)}: {note}" for note, names in _fold_notes(result.facts).items()]
     lines += [f"warning: {warning}" for warning in result.warnings]
     for line in bounded(console, lines, "notes"):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"facts: {result.path}", markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+    console.print(f"facts: {result.path}", soft_wrap=True)
 
 
 def discover_document(result: DiscoverResult) -> dict[str, object]:
@@ -74,14 +73,14 @@ def discover_document(result: DiscoverResult) -> dict[str, object]:
 def show_imported(streams: Streams, found: FoundFleet, source: str, *, is_dry_run: bool) -> None:
     """Report the fleet file that was written from `source`; in a dry run print what it would hold."""
     for warning in found.warnings:
-        streams.errors.print(f"warning: {warning}", markup=False)
+        streams.errors.print(f"warning: {warning}")
     if not is_dry_run:
         fleet = found.fleet
         streams.say(f"{format_count(fleet.nodes, 'machine')} found in {source}: {fleet.path} written")
     elif streams.is_json:
         streams.result(fleet_document(found.fleet))
     else:
-        streams.stdout.write(found.text)
+        streams.write(found.text)
 
 
 def fleet_document(fleet: Fleet) -> dict[str, object]:
@@ -115,8 +114,8 @@ def _build_table(title: str, groups: Sequence[EqualMachines]) -> Table:
     for group, name in zip(groups, names, strict=True):
         facts = group.first
         table.add_row(
-            escape(name),
-            escape(facts.cpu_model or facts.architecture or _UNKNOWN),
+            name,
+            facts.cpu_model or facts.architecture or _UNKNOWN,
             _format_cores(facts),
             _format_size(group.least("memory_limit_bytes") or group.least("memory_bytes")),
             _format_size(group.least("disk_free_bytes")),
@@ -162,8 +161,8 @@ def _build_details(machines: Mapping[str, Facts]) -> Table:
                 facts.mpi4py_version or _MISSING,
                 format_seconds(facts.round_trip_s),
                 _UNKNOWN if facts.clock_offset_s is None else f"{facts.clock_offset_s:+.3f} s",
-                escape(facts.prefix or _UNKNOWN),
-                escape(facts.home or _UNKNOWN),
+                facts.prefix or _UNKNOWN,
+                facts.home or _UNKNOWN,
             )
     return table
 

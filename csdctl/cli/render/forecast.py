@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.perfmodel.scaling import CurvePoint
 from csdctl.perfmodel.verdict import MIN_GAIN, MIN_SHARE_OF_NODE, Reason, Verdict
 from csdctl.reporting.numbers import format_joules, format_rate, format_seconds, format_share
@@ -14,7 +14,7 @@ from csdctl.workflows.forecast.forecast import Forecast, pick_evenly
 MAX_ROWS = 40
 
 
-def render_forecast(console: Console, forecast: Forecast) -> None:
+def render_forecast(console: PrintableConsole, forecast: Forecast) -> None:
     """Print the curve, the verdict on the largest number of nodes, and where the figures come from."""
     basis = forecast.basis
     table = Table(title=f"{basis.title} ({basis.source} figures)", title_justify="left", title_style="bold")
@@ -33,14 +33,14 @@ def render_forecast(console: Console, forecast: Forecast) -> None:
     if forecast.num_samples is None:
         console.print("time and energy of the job are unknown: give the samples per epoch with --samples")
     else:
-        console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}", markup=False)
+        console.print(f"job: {forecast.num_samples:,} samples, epochs: {basis.epochs}")
     if forecast.verdict:
         style = "bold green" if forecast.verdict.is_worth_it else "bold red"
-        console.print(_headline(forecast.verdict), style=style, markup=False, soft_wrap=True)
+        console.print(_headline(forecast.verdict), style=style, soft_wrap=True)
         for sentence in [*_reasons(forecast).values(), *_idle(forecast), *_advice(forecast.verdict)]:
-            console.print(f"  {sentence}", markup=False, soft_wrap=True)
+            console.print(f"  {sentence}", soft_wrap=True)
     for name, origin in basis.origins.items():
-        console.print(f"{name.replace('_', ' ')}: {origin}", style="dim", markup=False, soft_wrap=True)
+        console.print(f"{name.replace('_', ' ')}: {origin}", style="dim", soft_wrap=True)
 
 
 def forecast_document(forecast: Forecast) -> dict[str, Any]:

@@ -3,11 +3,12 @@
 import time
 from dataclasses import dataclass
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.view import View, live_on
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.worker.protocol.events import (
@@ -42,7 +43,9 @@ class _RankRow:
 class TrainingView(View):
     """Shows the events of a run; use it as a context manager around the run."""
 
-    def __init__(self, console: Console, spec: RunSpec, steps_per_epoch: int, *, emulated: bool) -> None:
+    def __init__(
+        self, console: PrintableConsole, spec: RunSpec, steps_per_epoch: int, *, emulated: bool
+    ) -> None:
         self._console = console
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
@@ -134,7 +137,7 @@ class TrainingView(View):
 
     def _print(self, line: str) -> None:
         target = self._live.console if self._live else self._console
-        target.print(line, markup=False, soft_wrap=True)
+        target.print(line, soft_wrap=True)
 
     def _done_steps(self) -> int:
         return self._count_steps(self._last.epoch, self._last.step) if self._last else 0

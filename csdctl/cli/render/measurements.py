@@ -6,10 +6,9 @@ from itertools import groupby
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.reporting.numbers import format_bytes, format_date, format_rate, format_seconds, format_share
 from csdctl.runs.measurements import Forgotten
@@ -23,10 +22,10 @@ SHOWN_LENGTH = 6
 """Characters of a hash; enough to distinguish a project's machines and recipes."""
 
 
-def render_measurements(console: Console, overview: Overview, path: str) -> None:
+def render_measurements(console: PrintableConsole, overview: Overview, path: str) -> None:
     """Print probes, collectives and trials, and the machines they were measured on."""
     if overview == Overview():
-        console.print("no measurements yet: `csdctl tune` stores what it measures", markup=False)
+        console.print("no measurements yet: `csdctl tune` stores what it measures")
         return
     if overview.probed:
         console.print(_build_probed(overview.probed))
@@ -35,19 +34,18 @@ def render_measurements(console: Console, overview: Overview, path: str) -> None
     if overview.tried:
         console.print(_build_tried(overview.tried[-NUM_TRIALS:]))
         if (num_older := len(overview.tried) - NUM_TRIALS) > 0:
-            console.print(f"{num_older} older trials are not shown", markup=False)
+            console.print(f"{num_older} older trials are not shown")
     for machine in _list_machines(overview):
         line = f"machine {machine.key[:SHOWN_LENGTH]}: {machine.name} ({machine.software})"
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"measurements: {path}", markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+    console.print(f"measurements: {path}", soft_wrap=True)
 
 
-def render_forgotten(console: Console, forgotten: Forgotten) -> None:
+def render_forgotten(console: PrintableConsole, forgotten: Forgotten) -> None:
     """Print how many measurements were deleted."""
     console.print(
         f"deleted: {forgotten.num_probes} probes, {forgotten.num_trials} trials, "
         f"{forgotten.num_collectives} collectives",
-        markup=False,
     )
 
 
@@ -98,8 +96,8 @@ def _build_probed(probed: Sequence[ProbeSummary]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for summary in probed:
         table.add_row(
-            escape(summary.model.short_name),
-            escape(summary.recipe[:SHOWN_LENGTH]),
+            summary.model.short_name,
+            summary.recipe[:SHOWN_LENGTH],
             summary.machine_class.key[:SHOWN_LENGTH],
             summary.settings.name,
             str(summary.num_probes),
@@ -118,7 +116,7 @@ def _build_summed(summed: Sequence[CollectiveSummary]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for summary in summed:
         table.add_row(
-            escape(summary.name),
+            summary.name,
             _show_fleet(summary.fleet_class),
             str(summary.num_ranks),
             format_bytes(summary.num_bytes),
@@ -138,7 +136,7 @@ def _build_tried(tried: Sequence[TrialSummary]) -> Table:
         table.add_column(column, justify="right", no_wrap=True)
     for summary in tried:
         table.add_row(
-            escape(summary.model.short_name),
+            summary.model.short_name,
             _show_fleet(summary.fleet_class),
             _show_batch_sizes(summary.trial),
             format_rate(summary.trial.predicted_samples_per_s),

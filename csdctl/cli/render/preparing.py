@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
 
-from csdctl.cli.render.view import View, new_progress
+from csdctl.cli.console import PrintableConsole
+from csdctl.cli.render.view import View, new_progress, text_column
 from csdctl.cli.streams import Streams
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
@@ -22,13 +22,13 @@ _SHOWN_CLASSES = 5
 class PreparingView(View):
     """A bar for each data set on a terminal, a line every few seconds elsewhere; a context manager."""
 
-    def __init__(self, console: Console, *, line_interval_s: float = LINE_INTERVAL_S) -> None:
+    def __init__(self, console: PrintableConsole, *, line_interval_s: float = LINE_INTERVAL_S) -> None:
         self._console = console
         self._line_interval_s = line_interval_s
         self._bars: dict[str, TaskID] = {}
         self._printed_at: dict[str, float] = {}
-        problems = TextColumn("{task.fields[skipped]}", style="yellow")
-        bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        problems = text_column("{task.fields[skipped]}", style="yellow")
+        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self._progress = new_progress(console, *bar, problems)
         super().__init__(self._progress)
 
@@ -47,7 +47,7 @@ class PreparingView(View):
         elif progress.num_done and self._is_due(data):
             total = f" of {progress.num_total:,}" if progress.num_total else ""
             line = ", ".join(filter(None, [f"{data}: {progress.num_done:,}{total} samples", skipped]))
-            self._console.print(line, markup=False, soft_wrap=True)
+            self._console.print(line, soft_wrap=True)
 
     def _is_due(self, data: str) -> bool:
         now = time.monotonic()
@@ -78,18 +78,17 @@ def _show_progress(streams: Streams) -> Iterator[OnPrepareProgress]:
         yield view.show
 
 
-def render_prepared(console: Console, prepared: Prepared) -> None:
+def render_prepared(console: PrintableConsole, prepared: Prepared) -> None:
     """Print what was left out of each data set, which classes are empty, and the totals."""
     named = {"public": prepared.public, "validation": prepared.validation, **prepared.private}
     for name, info in named.items():
         for line in _remarks(info) if info else ():
-            console.print(f"{name}: {line}", markup=False, soft_wrap=True)
+            console.print(f"{name}: {line}", soft_wrap=True)
     private = sum(info.num_samples for info in prepared.private.values())
     console.print(
         f"ready: {prepared.public.num_samples:,} public samples on the host, "
         f"{private:,} private samples on {len(prepared.private)} nodes, "
         f"model with {prepared.model.info.num_parameters:,} parameters",
-        markup=False,
         soft_wrap=True,
     )
 

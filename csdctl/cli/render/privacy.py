@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.streams import Streams
 from csdctl.reporting.differential_privacy import INSTALL, NodePrivacy, Privacy
 from csdctl.reporting.numbers import format_bytes
@@ -31,7 +31,7 @@ def show_privacy(streams: Streams, found: PrivacyReport) -> None:
         render_privacy(streams.console, found)
 
 
-def render_privacy(console: Console, found: PrivacyReport) -> None:
+def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     """Print what left each machine, in one run and in all commands, and what it may reveal."""
     table = Table(
         title=f"sent: run {found.run_id}, and all commands so far", title_justify="left", title_style="bold"
@@ -45,17 +45,17 @@ def render_privacy(console: Console, found: PrivacyReport) -> None:
         key = (flow.sender, flow.receiver, flow.kind)
         table.add_row(*key, format_bytes(in_run.get(key, 0)), format_bytes(flow.num_bytes))
     console.print(table)
-    console.print(PROMISE, markup=False)
-    console.print("What the sent data may still reveal:", markup=False)
+    console.print(PROMISE)
+    console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)
     for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
-        console.print(f"- {traffic_class}: {remarks[traffic_class]}", markup=False)
+        console.print(f"- {traffic_class}: {remarks[traffic_class]}")
     if found.privacy is None:
-        console.print(BATCH_NORM, markup=False)
+        console.print(BATCH_NORM)
         return
     for line in format_epsilon(found.privacy):
-        console.print(line, markup=False)
-    console.print(MEANING, markup=False)
+        console.print(line)
+    console.print(MEANING)
 
 
 def format_epsilon(privacy: Privacy) -> list[str]:

@@ -3,8 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.problems import Problem, fold_problems
@@ -16,21 +15,21 @@ MAX_LINES = 20
 ItemT = TypeVar("ItemT")
 
 
-def render_failed(console: Console, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
+def render_failed(console: PrintableConsole, failed: Mapping[str, CsdctlError], fleet: Fleet) -> None:
     """Print why machines failed, and the remedies."""
     render_problems(console, fold_problems(failed, fleet))
 
 
-def render_problems(console: Console, problems: Sequence[Problem]) -> None:
+def render_problems(console: PrintableConsole, problems: Sequence[Problem]) -> None:
     """Print each problem, and its remedy on the next line."""
     for problem in bounded(console, problems, "problems"):
         console.print("problem:", style="bold red", end=" ")
-        console.print(f"{show_names(problem.names)}: {problem.message}", markup=False, soft_wrap=True)
+        console.print(f"{show_names(problem.names)}: {problem.message}", soft_wrap=True)
         if problem.remedy:
-            console.print(f"  → {problem.remedy}", markup=False, soft_wrap=True)
+            console.print(f"  → {problem.remedy}", soft_wrap=True)
 
 
-def bounded(console: Console, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
+def bounded(console: PrintableConsole, items: Sequence[ItemT], what: str) -> Iterator[ItemT]:
     """Yield the first of `items`, then print a line that counts the rest."""
     yield from items[:MAX_LINES]
     if len(items) > MAX_LINES:

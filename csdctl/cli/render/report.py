@@ -3,9 +3,9 @@
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.streams import Streams
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
@@ -24,7 +24,7 @@ def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> Non
     streams.say(f"run directory: {run.path}")
 
 
-def render_report(console: Console, summary: RunSummary) -> None:
+def render_report(console: PrintableConsole, summary: RunSummary) -> None:
     """Print a row for each rank, then the totals."""
     title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -49,7 +49,7 @@ def render_report(console: Console, summary: RunSummary) -> None:
         totals.add_row(name, value)
     console.print(totals)
     for failure in summary.failures:
-        console.print(f"failed: {failure}", style="red", markup=False)
+        console.print(f"failed: {failure}", style="red")
 
 
 def _totals(summary: RunSummary) -> list[tuple[str, str]]:

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
 from csdctl.tuning.plan import Plan, RankPlan
@@ -22,7 +22,7 @@ class TuningScreen(PreparationScreen):
         render_probes(self._streams.console, results)
 
 
-def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -> None:
+def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
     """Print one line for one round of probes on all machines."""
     shown = [
         f"{name} {result.batch_size}: {format_seconds(result.step_time_s)}, "
@@ -31,10 +31,10 @@ def render_probes(console: Console, results: Mapping[str, ProbeResult | None]) -
         else f"{name}: does not fit in memory"
         for name, result in results.items()
     ]
-    console.print("  " + "  |  ".join(shown), markup=False, soft_wrap=True)
+    console.print("  " + "  |  ".join(shown), soft_wrap=True)
 
 
-def render_plan(console: Console, plan: Plan, path: str) -> None:
+def render_plan(console: PrintableConsole, plan: Plan, path: str) -> None:
     """Print the plan, its predicted throughput and time breakdown, and the path of its file."""
     title = f"plan for {plan.job} by {plan.method}" + (" (emulated fleet)" if plan.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
@@ -56,8 +56,8 @@ def render_plan(console: Console, plan: Plan, path: str) -> None:
         )
     console.print(table)
     for line in _lines(plan):
-        console.print(line, markup=False, soft_wrap=True)
-    console.print(f"plan: {path}", markup=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
+    console.print(f"plan: {path}", soft_wrap=True)
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.errors import RunError
 from csdctl.worker.protocol.events import Verified
 
@@ -14,7 +14,9 @@ TOLERANCE = 1e-5
 """Float32 has seven digits; the order of summation over millions of terms loses one or two of them."""
 
 
-def render_verified(console: Console, verified: Verified, nodes: Sequence[str], *, emulated: bool) -> None:
+def render_verified(
+    console: PrintableConsole, verified: Verified, nodes: Sequence[str], *, emulated: bool
+) -> None:
     """Print how much the gradient and weights differ, and from which reference."""
     table = Table.grid(padding=(0, 2))
     sizes = ", ".join(f"{node} {size}" for node, size in zip(nodes, verified.batch_sizes, strict=True))

@@ -1,12 +1,17 @@
-"""The base of all live views: drawn while an operation runs, and removed afterwards."""
+"""The base of all live views: drawn while an operation runs, and removed afterwards.
+
+Rich must not redirect the standard streams meanwhile: it would keep colours and links of what others write.
+"""
 
 from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
-from rich.progress import Progress, ProgressColumn
+from rich.progress import Progress, ProgressColumn, TextColumn
+
+from csdctl.cli.console import PrintableConsole
 
 
 class View:
@@ -27,15 +32,33 @@ class View:
             self.__display.stop()
 
 
-def new_progress(console: Console, *columns: ProgressColumn) -> Progress:
+def new_progress(console: PrintableConsole, *columns: ProgressColumn) -> Progress:
     """Return a progress display with `columns`, drawn only on a terminal and removed when it stops."""
     return Progress(
-        *columns, console=console, transient=True, refresh_per_second=4, disable=not console.is_terminal
+        *columns,
+        console=console,
+        transient=True,
+        refresh_per_second=4,
+        disable=not console.is_terminal,
+        redirect_stdout=False,
+        redirect_stderr=False,
     )
 
 
-def live_on(console: Console, render: Callable[[], RenderableType]) -> Live | None:
+def text_column(text_format: str, *, style: str = "none") -> TextColumn:
+    """Return a column of a progress display whose text is not markup."""
+    return TextColumn(text_format, style=style, markup=False)
+
+
+def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | None:
     """Draw what `render` returns several times a second on a terminal; return None elsewhere."""
     if not console.is_terminal:
         return None
-    return Live(get_renderable=render, console=console, refresh_per_second=4, transient=True)
+    return Live(
+        get_renderable=render,
+        console=console,
+        refresh_per_second=4,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    )

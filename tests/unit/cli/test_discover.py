@@ -8,8 +8,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.discovering import DiscoverView
 from csdctl.cli.render.fleet import discover_document, render_fleet
 from csdctl.cli.render.problems import MAX_LINES
@@ -40,7 +40,7 @@ def result_of(*machines: Facts, failed: dict[str, CsdctlError] | None = None) ->
 
 def shown(result: DiscoverResult, *, verbose: bool = False) -> str:
     file = StringIO()
-    render_fleet(Console(file=file, width=100, highlight=False), result, verbose=verbose)
+    render_fleet(PrintableConsole(file=file, width=100), result, verbose=verbose)
     return file.getvalue()
 
 
@@ -58,7 +58,7 @@ class TestTable:
         file = StringIO()
         sizes = {"memory_bytes": 128 << 30, "disk_free_bytes": 900 << 30}
         machines = csds(100, **sizes, tensorflow_version=None, mpi_version=None)
-        render_fleet(Console(file=file, width=80, highlight=False), result_of(*machines), verbose=False)
+        render_fleet(PrintableConsole(file=file, width=80), result_of(*machines), verbose=False)
         (row,) = (line for line in file.getvalue().splitlines() if "csd[0-99] (100)" in line)
         assert "128 GiB  900 GiB  3.11.9  missing  missing" in row
 
@@ -108,7 +108,7 @@ class TestDocument:
 class TestLive:
     def test_without_a_terminal_every_machine_is_a_line_when_it_answers(self) -> None:
         file = StringIO()
-        with DiscoverView(Console(file=file, width=100), 2) as view:
+        with DiscoverView(PrintableConsole(file=file, width=100), 2) as view:
             view.show(replace(CSD, name="csd0"))
             assert file.getvalue() == "csd0: aarch64, Cortex-A53, 4 cores\n"
             view.show(Facts("csd1", problem="port 22 is closed"))
@@ -116,7 +116,7 @@ class TestLive:
 
     def test_on_a_terminal_a_bar_counts_machines_and_failures(self) -> None:
         file = StringIO()
-        with DiscoverView(Console(file=file, width=100, force_terminal=True), 3) as view:
+        with DiscoverView(PrintableConsole(file=file, width=100, force_terminal=True), 3) as view:
             view.show(replace(CSD, name="csd0"))
             view.show(Facts("csd1", problem="closed"))
         assert "2/3" in file.getvalue()

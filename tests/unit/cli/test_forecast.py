@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from csdctl.cli.app import app
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.forecast import forecast_document, render_forecast
 from csdctl.errors import InputError
 from csdctl.job.model import load_job
@@ -27,7 +27,7 @@ HOW_TO = Path(__file__).parents[3] / "docs/how-to/ask-before-you-buy.md"
 
 def shown(network: Network, request: ForecastRequest) -> str:
     file = StringIO()
-    render_forecast(Console(file=file, width=80), forecast(published_basis(network), request))
+    render_forecast(PrintableConsole(file=file, width=80), forecast(published_basis(network), request))
     return file.getvalue()
 
 

@@ -6,8 +6,8 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.measurements import NUM_TRIALS, measurements_document, render_measurements
 from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
@@ -67,7 +67,7 @@ def project(tmp_path: Path) -> ProjectDirectory:
 
 def shown(project: ProjectDirectory, width: int = 100) -> str:
     file = StringIO()
-    console = Console(file=file, width=width, highlight=False)
+    console = PrintableConsole(file=file, width=width)
     render_measurements(console, load_measurements(project), ".csdctl/measurements.sqlite")
     return file.getvalue()
 

@@ -7,8 +7,8 @@ from io import StringIO
 from typing import Any
 
 import pytest
-from rich.console import Console
 
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.report import render_report, report_document
 from csdctl.cli.render.tuning import render_plan, render_probes
@@ -71,9 +71,9 @@ SUMMARY = RunSummary(
 )
 
 
-def console() -> tuple[Console, StringIO]:
+def console() -> tuple[PrintableConsole, StringIO]:
     file = StringIO()
-    return Console(file=file, width=100, highlight=False), file
+    return PrintableConsole(file=file, width=100), file
 
 
 def report(summary: RunSummary) -> str:
@@ -202,7 +202,7 @@ class TestViewWithoutATerminal:
 class TestViewOnATerminal:
     def shown(self, *events: Event) -> str:
         file = StringIO()
-        terminal = Console(file=file, width=100, height=30, force_terminal=True, highlight=False)
+        terminal = PrintableConsole(file=file, width=100, height=30, force_terminal=True)
         with TrainingView(terminal, SPEC, 10, emulated=True) as view:
             for event in events:
                 view.show(event)

@@ -2,8 +2,7 @@
 
 from io import StringIO
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.deploy import MAX_BARS, DeployView, deploy_document, render_deliveries
 from csdctl.errors import RemoteCommandError
 from csdctl.shipping.deliver import Delivery, DeliveryProgress
@@ -14,7 +13,7 @@ BAD: Outcome[Delivery] = Outcome("csd1", error=RemoteCommandError("no room", nod
 
 
 def show(*, is_terminal: bool, dry_run: bool = False) -> str:
-    console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
+    console = PrintableConsole(file=StringIO(), force_terminal=is_terminal, width=100)
     with DeployView(console, num_nodes=2, dry_run=dry_run) as view:
         for sent in (0, 1 << 20, 3 << 20):
             view.advance(DeliveryProgress("csd0", sent, 3 << 20))
@@ -40,7 +39,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_line() -> None:
 
 
 def test_table_has_a_row_for_each_node_and_marks_failures() -> None:
-    console = Console(file=StringIO(), width=100)
+    console = PrintableConsole(file=StringIO(), width=100)
     render_deliveries(console, {"csd0": GOOD, "csd1": BAD}, dry_run=False)
     rows = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert any("csd0" in row and "1,234" in row and "3.0 MiB" in row for row in rows)

@@ -4,8 +4,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
 from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
@@ -29,7 +28,7 @@ PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 
 
 def show(*, is_terminal: bool, line_interval_s: float = 0) -> str:
-    console = Console(file=StringIO(), force_terminal=is_terminal, width=100)
+    console = PrintableConsole(file=StringIO(), force_terminal=is_terminal, width=100)
     with PreparingView(console, line_interval_s=line_interval_s) as view:
         for done in (0, 500, 1000):
             view.show("public", PrepareProgress(done, 1000, done // 500))
@@ -54,7 +53,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_data_set_and_no_line() -> None:
 
 
 def test_skipped_samples_and_empty_classes_are_printed() -> None:
-    console = Console(file=StringIO(), width=100)
+    console = PrintableConsole(file=StringIO(), width=100)
     render_prepared(console, PREPARED)
     assert console.file.getvalue().splitlines() == [  # type: ignore[attr-defined]
         "csd0: 1,202 left out (2 too large, 1,200 undecodable)",

@@ -141,12 +141,12 @@ class TestOutput:
     def test_last_line_without_a_newline_is_read(self, job: Job) -> None:
         assert job.print(event_lines(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
 
-    def test_invalid_utf8_is_logged_as_it_is(self, job: Job) -> None:
-        job.run(
-            f"sys.stdout.buffer.write(b'[1,0]<stdout>: \\xff\\xfe\\n' + {event_lines(*READY).encode()!r})"
-        )
+    def test_control_codes_and_invalid_utf8_are_logged_as_escapes(self, job: Job) -> None:
+        line = b"[1,0]<stdout>: \xff\x1b]52;c;QQ==\x07\x9b2J\n\x1b[2J of ssh\n"
+        job.run(f"sys.stdout.buffer.write({line!r} + {event_lines(*READY).encode()!r})")
         assert job.events == READY
-        assert job.log(0).read_bytes() == b"\xff\xfe\n"
+        assert job.log(0).read_text() == "\\xff\\x1b]52;c;QQ==\\x07\\x9b2J\n"
+        assert job.log(None).read_text() == "\\x1b[2J of ssh\n"
 
     def test_first_failure_of_a_rank_is_kept(self, job: Job) -> None:
         first, second = (Failed(1, "csd1", message, "", 2) for message in ("first", "second"))

