@@ -116,6 +116,7 @@ class Mpirun:
             key,
             _list_peers(self.fleet),
             sockets,
+            (self.fleet.python_of(machine),),
             (self.worker_path,),
             dict(scripts or {}),
         )

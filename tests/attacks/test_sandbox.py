@@ -162,8 +162,15 @@ def attempts(user: User, place: Path, *, is_confined: bool) -> dict[str, str]:
     }
 
 
-NEED_MORE = {"trace", "enter_user_namespace", "connect_while_the_socket_changes", "use_rings", "read_memory"}
-"""What a machine may refuse without a sandbox too."""
+NEED_MORE = {
+    "trace",
+    "connect_while_the_address_changes",
+    "enter_user_namespace",
+    "connect_while_the_socket_changes",
+    "use_rings",
+    "read_memory",
+}
+"""What a machine may refuse without a sandbox too, and races that may be lost."""
 
 
 @pytest.mark.attack(2)

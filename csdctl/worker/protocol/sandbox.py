@@ -21,6 +21,8 @@ class SandboxPolicy:
     """The networks, as CIDR, that it may connect to and that may connect to it."""
     sockets: tuple[str, ...] = ()
     """Names of abstract Unix sockets that it may connect to, without the leading NUL."""
+    programs: tuple[str, ...] = ()
+    """Programs that it may run, in addition to those of the system and of this Python."""
     files: tuple[str, ...] = ()
     """Files that are copied to the same relative paths in its scratch directory."""
     scripts: dict[str, str] = field(default_factory=dict)

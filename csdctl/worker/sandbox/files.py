@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import os
-import site
 import struct
 import sys
 from collections.abc import Iterable
@@ -115,13 +114,20 @@ def _is_open_to_all(path: str) -> bool:
 
 
 def python_paths() -> list[str]:
-    """Return the parts of this Python, of its environment, and packages of `pip install --user`.
+    """Return the parts of this Python, of environments whose packages it uses, and directories of modules.
 
-    Never a whole prefix: it may be somebody's home.
+    Never a whole prefix, nor a directory that contains a home: somebody's files may be there.
     """
     executables = {sys.executable, os.path.realpath(sys.executable)}
     prefixes = {os.path.dirname(os.path.dirname(path)) for path in executables}
     prefixes |= {sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix}
+    home = os.path.realpath(os.path.expanduser("~"))
+    modules = [path for path in map(os.path.realpath, filter(None, sys.path)) if not home.startswith(path)]
+    prefixes |= {os.path.dirname(path.rpartition("/python")[0]) for path in modules if _is_site(path)}
     parts = ("bin", "lib", "lib64", "etc", "share", "include", "pyvenv.cfg")
-    paths = [os.path.join(prefix, part) for prefix in sorted(prefixes) for part in parts]
-    return [*paths, site.getusersitepackages()]
+    return [*(os.path.join(prefix, part) for prefix in sorted(prefixes) for part in parts), *modules]
+
+
+def _is_site(path: str) -> bool:
+    """Return whether `path` is PREFIX/lib/pythonX.Y/site-packages."""
+    return os.path.basename(path) == "site-packages" and "/lib/python" in path

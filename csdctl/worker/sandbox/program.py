@@ -143,7 +143,7 @@ def _enter(policy: SandboxPolicy, scratch: str, report: socket.socket) -> None:
         os.dup2(nothing.fileno(), 0)
     os.chdir(scratch)
     if policy.is_confined:
-        readable = [*SYSTEM_PATHS, *python_paths()]
+        readable = [*SYSTEM_PATHS, *python_paths(), *policy.programs]
         if os.getuid() == 0:
             become_nobody(readable)
         LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
