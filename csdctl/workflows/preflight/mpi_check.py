@@ -26,7 +26,7 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, Traffic
 from csdctl.workflows.preflight.examination import OnCheck
 from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
-from csdctl.workflows.preflight.mpirun import prepare_mpirun
+from csdctl.workflows.preflight.mpirun import find_obstacles, judge_sandbox, prepare_mpirun
 
 SINGLE_DEADLINE_S = 15.0
 MAX_SINGLE_CHECKS = 8
@@ -53,7 +53,10 @@ def check_mpi(
         on_check(check)
     if failed:
         return
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, command="doctor")
+    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
+    for name in fleet.machines:
+        on_check(judge_sandbox(name, obstacles.get(name, "")))
+    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
     on_check(check)
     if not has_started and len(nodes) > 1:
@@ -74,7 +77,8 @@ def measure_sums(
     The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, command="tune")
+    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
+    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="tune")
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
     result = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
     check = result.judge()
@@ -124,6 +128,8 @@ class _MpiRunner:
     sessions: Mapping[str, Session]
     project: ProjectDirectory
     worker: StoredFile
+    obstacles: Mapping[str, str]
+    """Machines that run MPI without a sandbox, and why."""
     command: str
     """The csdctl command that this is part of, for the ledger."""
 
@@ -131,7 +137,9 @@ class _MpiRunner:
         """Run the check to its end, and leave no process running on any machine; raises CsdctlError."""
         scratch = self.project.new_scratch()
         sessions = {name: self.sessions[name] for name in machines}
-        mpirun = prepare_mpirun(self.fleet, self.facts, self.project, scratch, sessions, self.worker.path)
+        mpirun = prepare_mpirun(
+            self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
+        )
         job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
         events: list[Event] = []
         try:

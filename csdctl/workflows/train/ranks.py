@@ -22,7 +22,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.preflight.mpirun import prepare_mpirun
+from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
 from csdctl.workflows.train.placement import ShardFiles
 from csdctl.workflows.workspace.workspace import Workspace
@@ -60,7 +60,8 @@ def run_ranks(
     files = {name: [*common_files(prepared), *inputs.shards.get(name, ()), stored_spec] for name in nodes}
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
-    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, sessions, prepared.worker.path)
+    obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
+    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles)
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: list[Traffic] = []
 
