@@ -40,8 +40,9 @@ COMMON_OPTIONS = (
 
 @dataclass(frozen=True)
 class RankCommand:
-    """One rank: its machine, and the argument list that starts it there."""
+    """One rank: its number in the run, its machine, and the argument list that starts it there."""
 
+    number: int
     node: str
     command: tuple[str, ...]
 
@@ -50,11 +51,16 @@ class RankCommand:
         """Whether the rank runs on the host."""
         return self.node == HOST_NAME
 
+    @property
+    def host(self) -> str:
+        """What mpirun calls the machine: never the name of a node alone, which may be the host's name too."""
+        return "localhost" if self.is_local else f"rank{self.number}-{self.node}"
+
 
 def build_mpirun_command(
     mpirun: Path,
     prefix: str,
-    ssh_config: Path,
+    agent: str,
     network: str,
     ranks: Sequence[RankCommand],
     *,
@@ -62,14 +68,14 @@ def build_mpirun_command(
 ) -> list[str]:
     """Return mpirun's argument list, with one application context per rank, in order of rank.
 
-    `ssh_config` is relative to mpirun's working directory: PRRTE splits its agent at spaces and supports no
-    quotes. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network` the
-    CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, daemons and ssh have its
+    `agent` is a shell script in mpirun's working directory, which gets what ssh would get: a node, and a
+    command. `prefix` is the installation prefix of MPI on the nodes (their virtual environment), `network`
+    the CIDR of the interfaces that MPI may use ('' lets MPI choose). With `run_id`, the daemons have its
     `daemon_marker` in their command lines.
     """
     options = [word for option in COMMON_OPTIONS for word in option.split()]
     options += ["--prefix", prefix]
-    options += ["--prtemca", "plm_ssh_agent", f"ssh -F {ssh_config}"]
+    options += ["--prtemca", "plm_ssh_agent", f"sh {agent}"]
     if network:
         options += ["--mca", "btl_tcp_if_include", network]
         # An interface of an IPv4 network may have IPv6 addresses that are not routed.
@@ -82,7 +88,7 @@ def build_mpirun_command(
     contexts: list[str] = []
     for number, rank in enumerate(ranks):
         contexts += [":"] if number else []
-        contexts += ["--host", f"{'localhost' if rank.is_local else rank.node}:1", "-np", "1"]
+        contexts += ["--host", f"{rank.host}:1", "-np", "1"]
         contexts += ["/bin/sh", "-c", _rank_script(number, rank)]
     return [str(mpirun), *options, *contexts]
 

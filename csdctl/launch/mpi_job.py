@@ -6,35 +6,26 @@ is lost.
 
 import contextlib
 import queue
-import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from csdctl.errors import InputError
-from csdctl.launch.mpi_command import ALLOW_ROOT
 from csdctl.launch.mpi_output import LogPath, MpiOutput
 from csdctl.launch.process_session import kill_session, list_session_pids, read_program_name
 from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Ready
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 POLL_INTERVAL_S = 0.2
-DAEMONS = ("mpirun", "prterun", "ssh")
-"""The programs that start ranks on nodes. Ranks report their own traffic."""
+DAEMONS = ("mpirun", "prterun")
+"""The programs that connect to the daemons on nodes. Ranks report their own traffic."""
 MAX_SAMPLE_INTERVAL_S, SAMPLE_INTERVAL_SHARE = 2.0, 0.1
 """Connections are sampled each time another tenth of the elapsed time has passed, at least this often."""
-_EXEC_TIED_TO_PARENT = """\
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGTERM)
-os.execv(sys.argv[1], sys.argv[1:])
-"""
-"""The kernel sends mpirun SIGTERM when csdctl dies, whatever the cause; 1 is PR_SET_PDEATHSIG."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +46,20 @@ class EndTimeouts:
     """How long to wait while a job ends, in seconds."""
 
     grace_s: float = 5.0
-    """Between the interrupt and the kill, and after the last completion record."""
+    """Between the interrupt and the end of the sandbox, and after the last completion record."""
+    sandbox_s: float = 2.0
+    """For the sandbox to kill its processes and remove its files."""
     drain_s: float = 2.0
     """For output still in the pipes after all processes have ended; an orphan may keep a stream open."""
     orphan_grace_s: float = 1.0
     """After mpirun was killed, while a process that it started keeps its output open."""
+
+
+class Closable(Protocol):
+    """What ends with mpirun."""
+
+    def close(self) -> None:
+        """End it."""
 
 
 @dataclass
@@ -75,9 +75,9 @@ class JobOutcome:
     overdue: str = ""
     """The deadline that ended the job: '', 'start' or 'silence'."""
     connection_bytes: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    """Bytes sent and received on each TCP connection of mpirun and its ssh, by local and peer address."""
+    """Bytes sent and received on each TCP connection of mpirun, by local and peer address."""
     stderr_tail: list[str] = field(default_factory=list)
-    """The last lines that mpirun and its ssh clients printed, on either stream."""
+    """The last lines that mpirun and its daemons printed, on either stream."""
 
     def add(self, event: Event) -> None:
         """Record the state of the rank that sent `event`; the first failure and exit of a rank are kept."""
@@ -102,13 +102,22 @@ class MpiJob:
         directory: Path,
         environment: Mapping[str, str],
         timeouts: EndTimeouts = EndTimeouts(),
+        *,
+        first_line: str = "",
+        daemons: Callable[[], Closable] = contextlib.ExitStack,
     ) -> None:
-        """Prepare to run `command` in `directory`."""
+        """Prepare to run `command` in `directory`.
+
+        It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
+        csdctl. `daemons` starts what serves mpirun while it runs.
+        """
         self._command = list(command)
         self._num_ranks = num_ranks
         self._directory = directory
-        self._environment = {**environment, **ALLOW_ROOT}
+        self._environment = environment
         self._timeouts = timeouts
+        self._first_line = first_line
+        self._daemons = daemons
         self._output = MpiOutput(log_path)
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -116,6 +125,11 @@ class MpiJob:
     def run(self, on_event: Callable[[Event], None], deadlines: Deadlines) -> JobOutcome:
         """Start mpirun, pass on every event, and return when all its local processes have ended."""
         outcome = JobOutcome()
+        with contextlib.closing(self._daemons()):
+            self._run(outcome, on_event, deadlines)
+        return outcome
+
+    def _run(self, outcome: JobOutcome, on_event: Callable[[Event], None], deadlines: Deadlines) -> None:
         self._process = process = self._start()
         readers = [
             threading.Thread(target=self._output.read, args=(stream,), daemon=True)
@@ -134,18 +148,22 @@ class MpiJob:
             self._output.close()
         outcome.exit_code = process.returncode
         outcome.stderr_tail = self._output.tail
-        return outcome
 
     def _start(self) -> "subprocess.Popen[bytes]":
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", _EXEC_TIED_TO_PARENT, *self._command],
-            stdin=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._directory,
             env=self._environment,
             start_new_session=True,
         )
+        assert process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.write(self._first_line.encode() + b"\n")
+            process.stdin.flush()
+        return process
 
     def _watch(
         self,
@@ -192,7 +210,7 @@ class MpiJob:
         return "silence" if silent_s > deadlines.silence_s else ""
 
     def end(self) -> None:
-        """End mpirun and what it started: interrupt first, then kill.
+        """End mpirun and what it started: interrupt first, then end its sandbox, then kill.
 
         mpirun asks for confirmation after one interrupt, so it gets two.
         """
@@ -205,19 +223,22 @@ class MpiJob:
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=0.1)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=self._timeouts.grace_s)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-        # ssh clients and local ranks share mpirun's session, in process groups of their own.
+        assert process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        try:
+            process.wait(timeout=self._timeouts.sandbox_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        # Agents and local ranks share mpirun's session, in process groups of their own.
         kill_session(process.pid)
-        # mpirun leaves its temporary directory behind when it is killed.
-        shutil.rmtree(Path(tempfile.gettempdir()) / f"ompi.{process.pid}", ignore_errors=True)
 
 
 def _sample_connections(session_id: int, outcome: JobOutcome) -> None:
-    """Record the bytes on the connections of mpirun and its ssh; the kernel drops them when those end."""
+    """Record the bytes on the connections of mpirun; the kernel drops them when it ends."""
     for pid in list_session_pids(session_id):
         for tcp in list_connections(pid) if read_program_name(pid) in DAEMONS else ():
             outcome.connection_bytes[tcp.local, tcp.peer] = tcp.num_sent, tcp.num_received

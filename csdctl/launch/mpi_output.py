@@ -36,7 +36,7 @@ class MpiOutput:
 
     @property
     def tail(self) -> list[str]:
-        """The last lines that mpirun and its ssh clients printed."""
+        """The last lines that mpirun and its daemons printed."""
         return list(self._tail)
 
     def next_event(self, timeout_s: float) -> Event | None:

@@ -1,4 +1,4 @@
-"""Processes of one POSIX session, read from /proc: mpirun, the ssh clients and local ranks it started."""
+"""Processes of one POSIX session, read from /proc: mpirun, its agents and local ranks."""
 
 import contextlib
 import os

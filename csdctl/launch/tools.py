@@ -1,8 +1,5 @@
-"""The programs that start ranks: ssh and mpirun on the host; and the prefix of MPI on the nodes."""
+"""mpirun on the host, and the prefix of MPI on the nodes."""
 
-import re
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -13,36 +10,6 @@ from csdctl.fleet.facts import Facts
 
 MIN_MPI = 5
 """Training uses the mpirun options of Open MPI 5."""
-
-VERSION_DEADLINE_S = 5.0
-
-
-def check_tools() -> None:
-    """Raise CsdctlError when this machine has no ssh client or no mpirun."""
-    find_ssh()
-    find_mpirun()
-
-
-def find_ssh() -> Path:
-    """Return the ssh client that mpirun will run; raises CsdctlError when none is installed."""
-    path = shutil.which("ssh")
-    if not path:
-        raise CsdctlError(
-            "no ssh client on this machine: mpirun needs it to start ranks on nodes",
-            remedy="install it: `apt-get install openssh-client`",
-        )
-    return Path(path)
-
-
-def ssh_version(ssh: Path) -> str:
-    """Return the version that the client prints, such as `OpenSSH_9.2p1`, or its output without one."""
-    try:
-        done = subprocess.run([str(ssh), "-V"], capture_output=True, timeout=VERSION_DEADLINE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot be run: {error}"
-    printed = (done.stderr + done.stdout).decode(errors="replace").strip()
-    found = re.search(r"OpenSSH_[\w.]+", printed)
-    return found[0] if found else printed[:80]
 
 
 def find_mpirun() -> Path:

@@ -33,11 +33,6 @@ class ProjectDirectory:
         return self.state / "known_hosts"
 
     @property
-    def ssh_config(self) -> Path:
-        """The ssh_config that mpirun's ssh reads."""
-        return self.state / "ssh_config"
-
-    @property
     def ledger(self) -> Path:
         """All bytes sent, by command, link and traffic class."""
         return self.state / "ledger.jsonl"

@@ -26,6 +26,8 @@ DAEMON_MARKER = "csdctl_run_"
 STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/manifests/*.part")
+SANDBOX_USER = 1_907_000_000
+"""Whom a sandbox that root has started runs as (worker/sandbox/files.py)."""
 TREE_LINKS = ".csdctl/trees/*.link"
 
 
@@ -39,7 +41,8 @@ def main() -> None:
     if is_allowed and request["is_ending"]:
         end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
         for process in processes:
-            remove(mpi_directory(process["pid"]))
+            for path in glob.glob(scratch_directories(process["pid"])):
+                remove(path)
     paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
     if is_allowed and request["is_removing"]:
@@ -142,19 +145,19 @@ def find_paths(is_all: bool) -> "list[str]":
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
     paths += glob.glob(step_files())
-    # A killed MPI daemon leaves its directory behind.
-    for path in glob.glob(glob.escape(mpi_directory("")) + "*"):
-        pid = path.rpartition(".")[2]
+    # A sandbox that was killed leaves its directory behind.
+    for path in glob.glob(scratch_directories("*")):
+        pid = path.split("-")[-2]
         with contextlib.suppress(OSError):
-            is_own = os.lstat(path).st_uid == os.getuid()
+            is_own = os.lstat(path).st_uid in (os.getuid(), SANDBOX_USER if os.getuid() == 0 else -1)
             if pid.isdigit() and is_own and not os.path.exists(f"/proc/{pid}"):
                 paths.append(path)
     return [path for path in paths if os.path.lexists(path)]
 
 
-def mpi_directory(pid: object) -> str:
-    """Return the directory of an MPI daemon's files, which it leaves behind when killed."""
-    return os.path.join(tempfile.gettempdir(), f"ompi.{pid}")
+def scratch_directories(pid: object) -> str:
+    """Return the pattern of the scratch directories of sandboxes that process `pid` has started."""
+    return os.path.join(glob.escape(tempfile.gettempdir()), f"csdctl-mpi-{pid}-*")
 
 
 def step_files() -> str:

@@ -28,7 +28,8 @@ class RankStarter:
     """The spec in every machine's store, as is the worker."""
     worker_path: str
     fleet: Fleet
-    sessions: Mapping[str, Session]
+    sessions: dict[str, Session]
+    """The newest of each machine; mpirun has the same."""
     mpirun: Mpirun
     directory: Path
     stack: ExitStack
@@ -59,6 +60,7 @@ class RankStarter:
             opened.enter_context(relock_machine(session, python, doing="train", directory=self.directory))
             end_rank(self.spec.run_id, session, python)
             process = self._start_process(rank, session, on_message)
+            self.sessions[node] = session
             self.stack.enter_context(opened.pop_all())
             return process
 
@@ -69,7 +71,7 @@ class RankStarter:
             self.mpirun.build_job(
                 [
                     RankCommand(
-                        self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
+                        rank, self.spec.ranks[rank].node, tuple(self._build_worker_command(rank, arguments))
                     )
                     for rank in group
                 ]

@@ -1,4 +1,4 @@
-"""The ssh_config for mpirun's ssh; pure.
+"""The fleet as an ssh_config, for `csdctl inventory` and the tools that read one; pure.
 
 It checks the same host keys and offers the same user keys as csdctl's own connections, and never prompts.
 """

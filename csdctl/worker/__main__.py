@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check. csdctl runs them.
+"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -57,6 +57,9 @@ def main(arguments: list[str]) -> int:
     mpi_check.add_argument("--node", required=True)
     mpi_check.add_argument("--sums", default="", help="sums to time, as RANKS:BYTES,…")
     mpi_check.add_argument("--marker", default="")
+    commands.add_parser("sandbox-check")
+    sandbox = commands.add_parser("sandbox")
+    sandbox.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
     chosen = {
         "build": _build,
@@ -66,6 +69,8 @@ def main(arguments: list[str]) -> int:
         "rank": _rank,
         "link": _link,
         "mpi-check": _check_mpi,
+        "sandbox-check": _check_sandbox,
+        "sandbox": _run_sandbox,
     }
     return chosen[options.command](options)
 
@@ -179,6 +184,19 @@ def _check_mpi(options: argparse.Namespace) -> int:
     if code:  # a rank that fails must not wait for the others in MPI_Finalize
         os._exit(code)
     return code
+
+
+def _check_sandbox(_: argparse.Namespace) -> int:
+    from csdctl.worker.sandbox.program import check_sandbox
+
+    print_answer(check_sandbox())
+    return 0
+
+
+def _run_sandbox(_: argparse.Namespace) -> int:
+    from csdctl.worker.sandbox.program import run_sandbox
+
+    return run_sandbox()
 
 
 def _error_line(error: WorkerError) -> str:

@@ -4,7 +4,6 @@ The demo runs once; the other tests work in its directory, with its fleet still 
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -327,12 +326,6 @@ def test_model_with_too_few_outputs_is_refused_before_anything_starts(demo: Path
     done = csdctl(demo, "tune", "five.yaml")
     assert done.returncode == 2
     assert "has 5 outputs, the public data has labels up to 9" in done.stderr
-
-
-def test_missing_ssh_client_is_reported(demo: Path) -> None:
-    done = csdctl(demo, "train", environment={**os.environ, "PATH": "/nonexistent"})
-    assert done.returncode == 1
-    assert "no ssh client on this machine" in done.stderr
 
 
 def test_node_that_is_down_is_named_and_can_be_excluded(demo: Path) -> None:

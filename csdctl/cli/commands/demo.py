@@ -24,14 +24,14 @@ def demo(
     keep: KeepOption = False,
 ) -> None:
     """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
-    from csdctl.launch.tools import check_tools
+    from csdctl.launch.tools import find_mpirun
     from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
     start = time.monotonic()
-    check_tools()
+    find_mpirun()
     write_demo_files(directory.absolute())
     os.chdir(directory)
     take_fleet_down(Path.cwd())

@@ -25,6 +25,7 @@ COLUMNS = {
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
     "network": ("network", "ports"),
+    "sandbox": ("sandbox",),
     "allreduce": ("allreduce",),
 }
 """The columns of the table, and the checks that each one covers."""

@@ -9,6 +9,8 @@ import os
 import socket
 import struct
 
+from csdctl.worker.protocol.sandbox import USER_VARIABLE, link_address
+
 SUM, ALLGATHER, SEND, RECEIVE, CLOSE, TRAFFIC = b"S", b"G", b"P", b"R", b"C", b"T"
 """Requests of the rank."""
 DONE, WAITING = b"D", b"W"
@@ -84,11 +86,11 @@ class Channel:
 
 def socket_name(run_id: str, rank: int) -> str:
     """Return the abstract Unix address at which a rank listens; nothing of it is on any disk."""
-    return f"\0csdctl/{run_id}/{rank}"
+    return "\0" + link_address(run_id, rank)
 
 
 def is_of_same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket runs as the same user."""
+    """Whether the process at the other end of a Unix socket runs as the same user, outside of a sandbox."""
     peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
     _, uid, _ = _PEER.unpack(peer)
-    return bool(uid == os.getuid())
+    return bool(uid == int(os.environ.get(USER_VARIABLE, os.getuid())))

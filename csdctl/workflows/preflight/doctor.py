@@ -25,7 +25,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import is_checked
 from csdctl.fleet.select import keep_nodes
-from csdctl.launch.tools import find_mpirun, find_ssh, mpi_version, ssh_version
+from csdctl.launch.tools import find_mpirun, mpi_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
@@ -142,15 +142,7 @@ def _examine_machines(
 
 
 def _examine_host(examination: Examination) -> None:
-    """Check the ssh client and mpirun, which start the ranks."""
-    try:
-        name = ssh_version(find_ssh())
-        is_usable = name.startswith("OpenSSH")
-        status = Status.OK if is_usable else Status.FAIL
-        remedy = "" if is_usable else "install it: `apt-get install openssh-client`"
-        examination.add(Check(HOST_NAME, "ssh", status, name, "" if is_usable else "OpenSSH", remedy))
-    except CsdctlError as error:
-        examination.add(judge_error(HOST_NAME, "ssh", error))
+    """Check mpirun, which connects the ranks."""
     try:
         examination.add(Check(HOST_NAME, "mpirun", Status.OK, f"{find_mpirun()} ({mpi_version()})"))
     except CsdctlError as error:

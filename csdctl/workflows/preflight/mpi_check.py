@@ -11,7 +11,6 @@ from csdctl.fleet.model import Fleet
 from csdctl.launch.leftovers import end_run
 from csdctl.launch.mpi_command import RankCommand, rank_marker
 from csdctl.launch.mpi_job import Deadlines, JobOutcome
-from csdctl.launch.mpirun import prepare_mpirun
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import Ledger
@@ -27,6 +26,7 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, Traffic
 from csdctl.workflows.preflight.examination import OnCheck
 from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
+from csdctl.workflows.preflight.mpirun import find_obstacles, judge_sandbox, prepare_mpirun
 
 SINGLE_DEADLINE_S = 15.0
 MAX_SINGLE_CHECKS = 8
@@ -53,7 +53,10 @@ def check_mpi(
         on_check(check)
     if failed:
         return
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, command="doctor")
+    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
+    for name in fleet.machines:
+        on_check(judge_sandbox(name, obstacles.get(name, "")))
+    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
     on_check(check)
     if not has_started and len(nodes) > 1:
@@ -74,7 +77,8 @@ def measure_sums(
     The worker must have been delivered. Raises RunError when a rank fails, CsdctlError without mpirun.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
-    runner = _MpiRunner(fleet, facts, sessions, project, worker, command="tune")
+    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
+    runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="tune")
     sums = ",".join(f"{num_ranks}:{num_bytes}" for num_ranks, num_bytes in sizes)
     result = runner.run(fleet.machines, SUMS_DEADLINE_S, [f"--sums={sums}"])
     check = result.judge()
@@ -124,15 +128,19 @@ class _MpiRunner:
     sessions: Mapping[str, Session]
     project: ProjectDirectory
     worker: StoredFile
+    obstacles: Mapping[str, str]
+    """Machines that run MPI without a sandbox, and why."""
     command: str
     """The csdctl command that this is part of, for the ledger."""
 
     def run(self, machines: Sequence[str], deadline_s: float, arguments: Sequence[str] = ()) -> _MpiResult:
         """Run the check to its end, and leave no process running on any machine; raises CsdctlError."""
         scratch = self.project.new_scratch()
-        mpirun = prepare_mpirun(self.fleet, self.facts, self.project, scratch, scratch.path / "ssh_config")
-        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
         sessions = {name: self.sessions[name] for name in machines}
+        mpirun = prepare_mpirun(
+            self.fleet, self.facts, self.project, scratch, sessions, self.worker.path, self.obstacles
+        )
+        job = mpirun.build_job(self._rank_commands(machines, scratch.run_id, arguments))
         events: list[Event] = []
         try:
             outcome = job.run(events.append, Deadlines(start_s=deadline_s, silence_s=deadline_s))
@@ -149,7 +157,9 @@ class _MpiRunner:
             command = ["mpi-check", "--rank", str(rank), "--size", str(len(machines)), "--node", name]
             command += [*arguments, "--marker", rank_marker(run_id, name)]
             python = self.fleet.python_of(name)
-            commands.append(RankCommand(name, tuple(build_worker_command(python, self.worker.path, command))))
+            commands.append(
+                RankCommand(rank, name, tuple(build_worker_command(python, self.worker.path, command)))
+            )
         return commands
 
     def _save_traffic(self, machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome) -> None:

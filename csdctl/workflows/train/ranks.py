@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
-from csdctl.launch.mpirun import prepare_mpirun
 from csdctl.launch.traffic import add_mpirun_traffic, add_rank_traffic
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.store import store_bytes
@@ -23,6 +22,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.preflight.mpirun import find_obstacles, prepare_mpirun
 from csdctl.workflows.train.options import COLLECTIVES, MEASURED, TrainOptions
 from csdctl.workflows.train.placement import ShardFiles
 from csdctl.workflows.workspace.workspace import Workspace
@@ -59,7 +59,9 @@ def run_ranks(
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
     files = {name: [*common_files(prepared), *inputs.shards.get(name, ()), stored_spec] for name in nodes}
     deploy_files(files, fleet, space.sessions, on_delivery)
-    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, space.project.ssh_config)
+    sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
+    obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
+    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles)
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: list[Traffic] = []
 
@@ -74,7 +76,7 @@ def run_ranks(
             stored_spec.path,
             prepared.worker.path,
             fleet,
-            space.sessions,
+            sessions,
             mpirun,
             space.project.root,
             stack,

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import check_tools
+from csdctl.launch.tools import find_mpirun
 from csdctl.reporting.differential_privacy import check_accountant
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
@@ -58,7 +58,7 @@ class TrainObserver(PreparationObserver, RunObserver, Protocol):
 
 def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
     """Train a new run, or resume one; raises CsdctlError, and RunStopped when the user stops it."""
-    check_tools()
+    find_mpirun()
     if request.job.noise:
         check_accountant()
     with open_workspace(

@@ -8,7 +8,7 @@ from pathlib import Path
 from csdctl.errors import RunError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import check_tools
+from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
@@ -47,7 +47,7 @@ class Verification:
 
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
     """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
-    check_tools()
+    find_mpirun()
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say

@@ -9,7 +9,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
-from csdctl.launch.tools import check_tools
+from csdctl.launch.tools import find_mpirun
 from csdctl.notify import Say
 from csdctl.runs.measurements import open_measurements_to_write
 from csdctl.tuning.limits import default_limits
@@ -54,7 +54,7 @@ def tune_job(
     Raises what `open_workspace`, `prepare_job`, `deploy_files` and `tune` raise.
     """
     if options.method == FIT:
-        check_tools()  # the plan is tried with MPI
+        find_mpirun()  # the plan is tried with MPI
     with open_workspace(directory, fleet, "tune", is_locking=True, say=observer.say) as space:
         prepared = prepare_in(space, job, observer)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}

@@ -1,4 +1,5 @@
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -10,17 +11,16 @@ from csdctl.worker.protocol.events import Exited, event_from_line
 
 GOLDEN = Path(__file__).parent / "golden" / "mpirun_command"
 RANKS = (
-    RankCommand(HOST_NAME, ("/venv/bin/python", "-u", "w.pyz", "rank", "--spec", "s.json")),
+    RankCommand(0, HOST_NAME, ("/venv/bin/python", "-u", "w.pyz", "rank", "--spec", "s.json")),
     RankCommand(
-        "csd0", ("python3", "-u", "w.pyz", "rank", "--spec", "s.json", "--marker", "csdctl-run=r/csd0")
+        1, "csd0", ("python3", "-u", "w.pyz", "rank", "--spec", "s.json", "--marker", "csdctl-run=r/csd0")
     ),
-    RankCommand("csd1", ("/opt/my python/bin/python", "-u", "w.pyz", "rank", "--spec", "it's; $HOME `x`")),
+    RankCommand(2, "csd1", ("/opt/my python/bin/python", "-u", "w.pyz", "rank", "--spec", "it's; $HOME `x`")),
 )
 
 
 def build(network: str = "10.1.1.0/24", ranks: tuple[RankCommand, ...] = RANKS) -> list[str]:
-    config = Path("/project/.csdctl/ssh_config")
-    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", config, network, ranks)
+    return build_mpirun_command(Path("/venv/bin/mpirun"), "/opt/venv", "agent", network, ranks)
 
 
 def contexts(command: list[str]) -> list[list[str]]:
@@ -53,8 +53,8 @@ def test_each_rank_is_one_context_in_order() -> None:
     hosts = [words[:4] for words in contexts(build())]
     assert hosts == [
         ["--host", "localhost:1", "-np", "1"],
-        ["--host", "csd0:1", "-np", "1"],
-        ["--host", "csd1:1", "-np", "1"],
+        ["--host", "rank1-csd0:1", "-np", "1"],
+        ["--host", "rank2-csd1:1", "-np", "1"],
     ]
 
 
@@ -91,29 +91,35 @@ def run_context(words: list[str], home: Path) -> "subprocess.CompletedProcess[st
 @pytest.mark.parametrize("argument", ["a b", "it's", "$HOME", "`id`", 'say "x"', "a;b", "a\\b", "*", "ü"])
 def test_special_characters_in_arguments_survive(tmp_path: Path, argument: str) -> None:
     for node in (HOST_NAME, "csd0"):
-        (words,) = contexts(build(ranks=(RankCommand(node, ("printf", "%s|", argument, "end")),)))
+        (words,) = contexts(build(ranks=(RankCommand(3, node, ("printf", "%s|", argument, "end")),)))
         done = run_context(words, tmp_path)
         assert (done.returncode, done.stdout) == (0, f"{argument}|end|")
 
 
 def test_rank_on_a_node_starts_in_its_home_and_one_on_the_host_in_the_project(tmp_path: Path) -> None:
-    here = run_context(contexts(build(ranks=(RankCommand(HOST_NAME, ("pwd",)),)))[0], tmp_path)
-    there = run_context(contexts(build(ranks=(RankCommand("csd0", ("pwd",)),)))[0], tmp_path)
+    here = run_context(contexts(build(ranks=(RankCommand(0, HOST_NAME, ("pwd",)),)))[0], tmp_path)
+    there = run_context(contexts(build(ranks=(RankCommand(1, "csd0", ("pwd",)),)))[0], tmp_path)
     assert here.stdout.strip() == os.getcwd()
     assert there.stdout.strip() == str(tmp_path)
 
 
 @pytest.mark.parametrize(("ending", "code"), [("exit 3", 3), ("kill -9 $$", 137)])
 def test_rank_that_fails_is_reported_with_its_node(tmp_path: Path, ending: str, code: int) -> None:
-    ranks = (RANKS[0], RankCommand("csd-1.a_b", ("sh", "-c", ending)))
+    ranks = (RANKS[0], RankCommand(1, "csd-1.a_b", ("sh", "-c", ending)))
     done = run_context(contexts(build(ranks=ranks))[1], tmp_path)
     assert done.returncode == code
     assert event_from_line(done.stdout.strip()) == Exited(1, "csd-1.a_b", code)
 
 
-def test_daemons_and_ssh_have_the_run_id_in_their_command_lines() -> None:
+def test_node_with_the_name_of_this_machine_is_not_taken_for_it() -> None:
+    name = socket.gethostname()
+    (words,) = contexts(build(ranks=(RankCommand(7, name, ("true",)),)))
+    assert words[1] == f"rank7-{name}:1"
+
+
+def test_daemons_have_the_run_id_in_their_command_lines() -> None:
     command = build_mpirun_command(
-        Path("/venv/bin/mpirun"), "/opt/venv", Path("ssh_config"), "", RANKS, run_id="20261121-1-2"
+        Path("/venv/bin/mpirun"), "/opt/venv", "agent", "", RANKS, run_id="20261121-1-2"
     )
     assert after(command, daemon_marker("20261121-1-2")) == "1"
     assert not any("csdctl_run" in word for word in build())

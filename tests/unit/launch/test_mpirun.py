@@ -1,5 +1,6 @@
-"""mpirun of one run: its ssh_config, its command, its logs."""
+"""mpirun of one run: its command and its logs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,39 +10,34 @@ from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.launch.mpi_command import RankCommand, daemon_marker
-from csdctl.launch.mpirun import Mpirun, prepare_mpirun
+from csdctl.launch.mpirun import Mpirun
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")), network="10.1.1.0/24")
 FACTS = {name: Facts(name, prefix="/opt/venv") for name in ("csd0", "csd1")}
-RANKS = [RankCommand(name, ("python3", "worker")) for name in (HOST_NAME, "csd0", "csd1")]
+RANKS = [
+    RankCommand(rank, name, ("python3", "w.pyz")) for rank, name in enumerate((HOST_NAME, "csd0", "csd1"))
+]
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> ProjectDirectory:
-    return ProjectDirectory(tmp_path)
+def run(tmp_path: Path) -> RunDirectory:
+    return ProjectDirectory(tmp_path).new_run()
 
 
 @pytest.fixture
-def run(project: ProjectDirectory) -> RunDirectory:
-    return project.new_run()
+def mpirun(run: RunDirectory, tmp_path: Path) -> Mpirun:
+    fleet = replace(FLEET, path=tmp_path / "fleet.yaml")
+
+    def build_worker_command(machine: str, arguments: Sequence[str]) -> list[str]:
+        return ["python3", "w.pyz", *arguments]
+
+    return Mpirun(fleet, FACTS, run, tmp_path, {}, "w.pyz", build_worker_command, {})
 
 
-@pytest.fixture
-def mpirun(project: ProjectDirectory, run: RunDirectory) -> Mpirun:
-    fleet = replace(FLEET, path=project.root / "fleet.yaml")
-    return prepare_mpirun(fleet, FACTS, project, run, project.ssh_config)
-
-
-def test_ssh_config_has_every_node(mpirun: Mpirun, project: ProjectDirectory) -> None:
-    config = project.ssh_config.read_text()
-    assert "Host csd0\n" in config
-    assert "Host csd1\n" in config
-
-
-def test_command_has_config_network_prefix_and_run_id(mpirun: Mpirun, run: RunDirectory) -> None:
+def test_command_has_agent_network_prefix_and_run_id(mpirun: Mpirun, run: RunDirectory) -> None:
     command = mpirun.build_command(RANKS)
-    assert "ssh -F .csdctl/ssh_config" in command, "relative to the project, where mpirun starts"
+    assert command[command.index("plm_ssh_agent") + 1] == "sh agent"
     assert command[command.index("--prefix") + 1] == "/opt/venv"
     assert "10.1.1.0/24" in command
     assert daemon_marker(run.run_id) in command

@@ -1,0 +1,42 @@
+"""The sandbox of what speaks MPI on one machine: its policy, and what is known of it on both sides."""
+
+from dataclasses import dataclass, field
+
+from csdctl.worker.protocol.json_codec import SCHEMA
+
+USER_VARIABLE = "CSDCTL_SANDBOX_OF"
+"""In the environment of a sandbox: the user who started it, as whom the rank runs."""
+
+
+@dataclass(frozen=True)
+class SandboxPolicy:
+    """What the sandbox may do; without `is_confined` the command runs with the same life, and no sandbox."""
+
+    command: tuple[str, ...]
+    """An absolute path and its arguments."""
+    is_confined: bool
+    key: str
+    """Hex; connections between the sandboxes of one mpirun begin with a token made from it. '' for none."""
+    peers: tuple[str, ...]
+    """The networks, as CIDR, that it may connect to and that may connect to it."""
+    sockets: tuple[str, ...] = ()
+    """Names of abstract Unix sockets that it may connect to, without the leading NUL."""
+    programs: tuple[str, ...] = ()
+    """Programs that it may run, in addition to those of the system and of this Python."""
+    files: tuple[str, ...] = ()
+    """Files that are copied to the same relative paths in its scratch directory."""
+    scripts: dict[str, str] = field(default_factory=dict)
+    """Files to write there: name and text."""
+    schema: int = SCHEMA
+
+
+@dataclass(frozen=True)
+class SandboxCheck:
+    """Whether a machine can run a sandbox: '', or what prevents it."""
+
+    obstacle: str
+
+
+def link_address(run_id: str, rank: int) -> str:
+    """Return the abstract Unix address, without its leading NUL, at which a rank awaits its link."""
+    return f"csdctl/{run_id}/{rank}"

@@ -1,0 +1,79 @@
+"""A compromised node uses what MPI gives every member of a job: it starts commands on the other machines."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.attacks.hostile_node import make_hostile_python
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(240)]
+
+PROGRAM = "from csdctl.cli.app import main; main()"
+MEMBER = """
+import os, sys, traceback
+if "mpi-check" in sys.orig_argv:
+    try:
+        from mpi4py import MPI
+        info = MPI.Info.Create()
+        info["map_by"] = "node:OVERSUBSCRIBE"
+        MPI.COMM_SELF.Spawn("/bin/sh", args=["-c", {command!r}], maxprocs={num_machines}, info=info)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(3)
+"""
+COMMAND = """\
+exec 2>&1
+echo "spawned as $(id -u) in $PWD"
+echo secret=$(cat {private})
+echo owned > {target} && echo wrote
+ls {directory} && echo listed
+kill -0 {pid} && echo signalled
+echo agent=$SSH_AUTH_SOCK
+sleep 1
+"""
+
+
+def csdctl(directory: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        env={**os.environ, "SSH_AUTH_SOCK": "/run/agent"},
+    )
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("spawn")
+    done = csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "0.5")
+    yield directory
+    csdctl(directory, "emulate", "down")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.attack(2)
+def test_commands_that_a_node_starts_on_all_machines_reach_nothing(project: Path) -> None:
+    private, target = project / "private.txt", project / "owned"
+    private.write_text("samples")
+    command = COMMAND.format(private=private, target=target, directory=project, pid=os.getpid())
+    hostile = make_hostile_python(project / "hostile", MEMBER.format(command=command, num_machines=3))
+    content = yaml.safe_load((project / "fleet.yaml").read_text())
+    content["nodes"][1]["python"] = str(hostile)
+    (project / "hostile.yaml").write_text(yaml.safe_dump(content))
+    done = csdctl(project, "doctor", "--fleet", "hostile.yaml", "--mpi-deadline", "12")
+    assert "Traceback" not in done.stderr
+    printed = "".join(path.read_text() for path in (project / ".csdctl" / "scratch").rglob("*.log"))
+    print(done.stdout, done.stderr, printed)
+    assert len(re.findall("spawned as [0-9]+ ", printed)) == 3, "the attack was not made on all machines"
+    assert not target.exists()
+    for success in ("samples", "wrote", "listed", "signalled", "agent=/run"):
+        assert success not in printed

@@ -1,0 +1,313 @@
+"""A program in the sandbox reaches only its own files, processes and sockets; neighbours do not get in."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from csdctl.shipping.worker_zip import pack_worker
+
+pytestmark = pytest.mark.timeout(120)
+
+ORDINARY = 12345
+SYSTEM_PYTHON = "/usr/bin/python3"
+PROGRAM = Path(__file__).with_name("sandbox_program.py")
+LOCAL_ONLY = ["10.255.255.0/30"]
+
+
+MAY_FILTER = os.geteuid() == 0
+
+
+@dataclass(frozen=True)
+class User:
+    """Who runs the sandbox, and with which Python: an ordinary user cannot read one in root's home."""
+
+    name: str
+    prefix: tuple[str, ...]
+    python: str
+
+
+def users() -> list[User]:
+    me = User("me", (), sys.executable)
+    if os.geteuid() or not shutil.which("setpriv") or not os.access(SYSTEM_PYTHON, os.X_OK):
+        return [me]
+    drop = ("setpriv", f"--reuid={ORDINARY}", f"--regid={ORDINARY}", "--clear-groups")
+    return [me, User("ordinary", drop, SYSTEM_PYTHON)]
+
+
+@pytest.fixture(params=users(), ids=lambda user: user.name)
+def user(request: pytest.FixtureRequest) -> User:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def place(user: User) -> Iterator[Path]:
+    """A directory of the user's, with the worker and a private file."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        directory = Path(name)
+        (directory / "worker.pyz").write_bytes(pack_worker())
+        (directory / "private").write_text("samples")
+        (directory / "program.py").write_text(PROGRAM.read_text())
+        (directory / "private").chmod(0o600)
+        if user.prefix:
+            for path in (directory, *directory.iterdir()):
+                os.chown(path, ORDINARY, ORDINARY)
+        yield directory
+
+
+class Sandbox:
+    """A running sandbox; its output as it comes."""
+
+    def __init__(
+        self,
+        user: User,
+        place: Path,
+        command: Sequence[str],
+        *,
+        is_confined: bool = True,
+        key: str = "",
+        peers: Sequence[str] = LOCAL_ONLY,
+        scripts: dict[str, str] | None = None,
+    ) -> None:
+        policy = {
+            "command": [user.python, *command],
+            "is_confined": is_confined,
+            "key": key,
+            "peers": list(peers),
+            "scripts": scripts or {},
+        }
+        self.process = subprocess.Popen(
+            [*user.prefix, user.python, "-u", "worker.pyz", "sandbox"],
+            cwd=place,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        assert self.process.stdin
+        self.process.stdin.write(json.dumps(policy) + "\n")
+        self.process.stdin.flush()
+
+    def __enter__(self) -> "Sandbox":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.process.stdin
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        self.process.wait(timeout=30)
+
+    def read_line(self) -> str:
+        assert self.process.stdout
+        line = self.process.stdout.readline().strip()
+        assert not line.startswith("Traceback"), self.read_all()
+        return line
+
+    def read_all(self) -> str:
+        assert self.process.stdout
+        return self.process.stdout.read()
+
+
+@contextlib.contextmanager
+def outside(user: User, place: Path) -> Iterator[list[str]]:
+    """Run a process of the same user that the program attacks; yield the program's arguments."""
+    code = """if True:
+        import os, socket, sys, threading
+        tcp = socket.create_server(("127.0.0.1", 0))
+        abstract = socket.socket(socket.AF_UNIX); abstract.bind("\\0" + sys.argv[1]); abstract.listen(500)
+        path = socket.socket(socket.AF_UNIX); path.bind(sys.argv[2]); path.listen(500)
+        import signal; signal.signal(signal.SIGURG, signal.SIG_IGN)
+        print(os.getpid(), tcp.getsockname()[1], flush=True)
+        def serve():
+            while True: tcp.accept()
+        threading.Thread(target=serve, daemon=True).start()
+        sys.stdin.read()
+    """
+    abstract, path = f"csdctl-test/{secrets.token_hex(4)}", str(place / "socket")
+    with subprocess.Popen(
+        [*user.prefix, user.python, "-c", code, abstract, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout
+        pid, port = process.stdout.readline().split()
+        yield [pid, port, abstract, path, str(place)]
+        process.communicate()
+
+
+def attempts(user: User, place: Path, *, is_confined: bool) -> dict[str, str]:
+    with outside(user, place) as arguments:
+        text = (place / "program.py").read_text()
+        command = ["program.py", *arguments]
+        scripts = {"program.py": text}
+        with Sandbox(user, place, command, is_confined=is_confined, scripts=scripts) as sandbox:
+            printed = sandbox.read_all()
+    print(printed)
+    return {
+        name: result for result, name in re.findall(r"^(succeeded|refused): (\w+)", printed, re.MULTILINE)
+    }
+
+
+NEED_MORE = {
+    "trace",
+    "connect_while_the_address_changes",
+    "enter_user_namespace",
+    "connect_while_the_socket_changes",
+    "use_rings",
+    "read_memory",
+}
+"""What a machine may refuse without a sandbox too, and races that may be lost."""
+
+
+@pytest.mark.attack(2)
+def test_program_in_the_sandbox_reaches_nothing(user: User, place: Path) -> None:
+    found = attempts(user, place, is_confined=True)
+    assert len(found) > 25
+    assert [name for name, result in found.items() if result == "succeeded"] == []
+    assert (place / "private").read_text() == "samples"
+
+
+def test_the_same_program_without_a_sandbox_reaches_everything(user: User, place: Path) -> None:
+    found = attempts(user, place, is_confined=False)
+    refused = {name for name, result in found.items() if result == "refused"}
+    assert refused <= NEED_MORE
+    assert len(found) > 25
+
+
+LISTENING = """
+import socket, sys
+listening = socket.create_server(("", 0))
+print(listening.getsockname()[1], flush=True)
+accepted, peer = listening.accept()
+print("accepted", peer[0], accepted.recv(5).decode(), flush=True)
+"""
+CONNECTING = """
+import socket, sys
+with socket.create_connection(("127.0.0.1", int(sys.argv[1]))) as connection:
+    connection.sendall(b"hello")
+print("sent", flush=True)
+"""
+
+
+def tries_to_connect(port: int, source: str = "127.0.0.1", content: bytes = bytes(64)) -> bool:
+    """Connect from `source` and send; return whether anything was received or the connection stayed open."""
+    with socket.socket() as connecting:
+        connecting.settimeout(1.0)
+        connecting.bind((source, 0))
+        try:
+            connecting.connect(("127.0.0.1", port))
+            connecting.sendall(content)
+            return bool(connecting.recv(1))
+        except OSError:
+            return False
+
+
+@pytest.mark.attack(3)
+def test_only_members_of_the_group_are_accepted(user: User, place: Path) -> None:
+    key = secrets.token_hex(32)
+    peers = ["127.0.0.0/8"]
+    with Sandbox(user, place, ["-c", LISTENING], key=key, peers=peers) as listening:
+        port = int(listening.read_line())
+        for content in (b"", b"x", bytes(32), secrets.token_bytes(4096)):
+            assert not tries_to_connect(port, content=content)
+        wrong = secrets.token_hex(32)
+        with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=wrong, peers=peers) as stranger:
+            stranger.read_all()
+        with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=key, peers=peers) as member:
+            assert member.read_all() == "sent\n"
+        assert listening.read_line() == "accepted 127.0.0.1 hello"
+
+
+@pytest.mark.attack(3)
+def test_token_that_was_seen_on_the_network_is_not_accepted_again(user: User, place: Path) -> None:
+    key, seen = secrets.token_hex(32), bytearray()
+    twice = LISTENING + 'accepted, peer = listening.accept()\nprint("again", flush=True)\n'
+    with Sandbox(user, place, ["-c", twice], key=key, peers=["127.0.0.0/8"]) as listening:
+        port = int(listening.read_line())
+        relay = socket.create_server(("127.0.0.1", 0))
+
+        def forward() -> None:
+            connection, _ = relay.accept()
+            with connection, socket.create_connection(("127.0.0.1", port)) as onward:
+                while received := connection.recv(4096):
+                    seen.extend(received)
+                    onward.sendall(received)
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        command = ["-c", CONNECTING, str(relay.getsockname()[1])]
+        with Sandbox(user, place, command, key=key, peers=["127.0.0.0/8"]) as member:
+            assert member.read_all() == "sent\n"
+        thread.join()
+        assert listening.read_line() == "accepted 127.0.0.1 hello"
+        assert len(seen) == 32 + len("hello")
+        assert not tries_to_connect(port, content=bytes(seen))
+        assert listening.process.poll() is None
+
+
+@pytest.mark.attack(3)
+@pytest.mark.skipif(not MAY_FILTER, reason="the kernel lets root alone attach filters to sockets")
+def test_port_does_not_exist_outside_of_the_networks(place: Path) -> None:
+    me = users()[0]
+    with Sandbox(me, place, ["-c", LISTENING], peers=["127.0.0.8/30", "fd77::/64"]) as listening:
+        port = int(listening.read_line())
+        with socket.socket() as connecting:
+            connecting.settimeout(0.5)
+            connecting.bind(("127.0.0.1", 0))
+            with pytest.raises(TimeoutError):
+                connecting.connect(("127.0.0.1", port))
+        with socket.socket() as connecting:
+            connecting.bind(("127.0.0.9", 0))
+            connecting.connect(("127.0.0.1", port))
+            connecting.sendall(b"hello")
+        assert listening.read_line() == "accepted 127.0.0.9 hello"
+
+
+@pytest.mark.attack(3)
+def test_port_of_a_network_is_opened_at_the_address_in_it_alone(user: User, place: Path) -> None:
+    code = """
+import socket
+for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
+    listening = socket.socket(family)
+    listening.bind((host, 0))
+    print(listening.getsockname()[0], flush=True)
+"""
+    with Sandbox(user, place, ["-c", code], peers=["127.0.0.0/29"]) as listening:
+        assert [listening.read_line(), listening.read_line()] == ["127.0.0.1", "::1"]
+
+
+def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:
+    code = """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print(os.getpid(), os.getcwd(), flush=True)
+        time.sleep(600)
+os._exit(0) if os.fork() else time.sleep(600)
+"""
+    with Sandbox(user, place, ["-c", code]) as sandbox:
+        pid, scratch = sandbox.read_line().split()
+        assert Path(scratch).is_dir()
+    assert not Path(f"/proc/{pid}").exists()
+    assert not Path(scratch).exists()
+
+
+def test_exit_code_is_that_of_the_command(user: User, place: Path) -> None:
+    for code, expected in (("raise SystemExit(7)", 7), ("import os; os.kill(os.getpid(), 9)", 137)):
+        sandbox = Sandbox(user, place, ["-c", code])
+        assert sandbox.process.wait(timeout=30) == expected
