@@ -5,6 +5,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable
 
 from csdctl.errors import CsdctlError, DeadlineError
@@ -17,7 +18,7 @@ MAX_REQUEST_BYTES = 1 << 16
 MAX_LINES = 1000
 """Of a daemon's output that are passed on."""
 REQUEST_DEADLINE_S = 10.0
-END_DEADLINE_S = 3.0
+CLOSE_S, END_DEADLINE_S = 1.0, 3.0
 """For a sandbox to end its processes; what is left then is killed."""
 _READ_S = 3600.0
 _PEER = struct.Struct("3i")
@@ -52,8 +53,10 @@ class DaemonStarter:
         ]
         for thread in threads:
             thread.start()
+        # Those of lost nodes take longer, and nobody needs to wait for them.
+        deadline = time.monotonic() + CLOSE_S
         for thread in threads:
-            thread.join(END_DEADLINE_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _accept(self) -> None:
         while not self._is_closed:

@@ -6,7 +6,6 @@ is lost.
 
 import contextlib
 import queue
-import signal
 import subprocess
 import threading
 import time
@@ -46,7 +45,7 @@ class EndTimeouts:
     """How long to wait while a job ends, in seconds."""
 
     grace_s: float = 5.0
-    """Between the interrupt and the end of the sandbox, and after the last completion record."""
+    """After the last completion record, for mpirun to end by itself."""
     sandbox_s: float = 2.0
     """For the sandbox to kill its processes and remove its files."""
     drain_s: float = 2.0
@@ -210,21 +209,14 @@ class MpiJob:
         return "silence" if silent_s > deadlines.silence_s else ""
 
     def end(self) -> None:
-        """End mpirun and what it started: interrupt first, then end its sandbox, then kill.
+        """End mpirun's sandbox, and with it all that mpirun has started; kill it when it does not end.
 
-        mpirun asks for confirmation after one interrupt, so it gets two.
+        mpirun itself would wait for daemons that no longer answer. Theirs end with `daemons`.
         """
         self._is_ended = True
         process = self._process
         if process is None:
             return
-        if process.poll() is None:
-            for _ in range(2):
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=0.1)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=self._timeouts.grace_s)
         assert process.stdin
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
