@@ -27,6 +27,15 @@ def as_run_error(error: CsdctlError) -> CsdctlError:
     return RunError(error.message, node=error.node, remedy=error.remedy)
 
 
+def at_fault(node: str, message: str) -> CsdctlError:
+    """Return why a rank is lost that has sent the others what no rank may send."""
+    return NodeError(
+        f"it {message}",
+        node=node,
+        remedy="look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
+    )
+
+
 def no_answer(rank: int, node: str) -> CsdctlError:
     """Return why a rank is lost that did not answer a ping after the loss of another rank."""
     return NodeError(

@@ -12,7 +12,7 @@ from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.supervision.roster import Roster
 from csdctl.supervision.run_setup import RunSetup
-from csdctl.worker.protocol.events import Failed, Finished, Ready
+from csdctl.worker.protocol.events import Failed, Finished, Misbehaved, Ready
 from csdctl.worker.protocol.orders import Ping
 
 
@@ -95,6 +95,8 @@ class Regrouping:
             if message.rank == 0:
                 raise failures.as_run_failure(message)
             self._roster.mark_lost(message.rank, failures.as_loss(message))
+        elif isinstance(message, Misbehaved):
+            self._roster.handle_misbehaved(message)
         elif isinstance(message, Finished):
             self._roster.finished.add(message.rank)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:

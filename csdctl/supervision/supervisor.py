@@ -27,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    Misbehaved,
     Paused,
     Pong,
     Progress,
@@ -157,6 +158,9 @@ class Supervisor:
             self._handle_paused(message)
         elif isinstance(message, LinkLost) and message.rank in self._group.unlinked:
             self._regroup("the connection between the ranks was lost")
+        elif isinstance(message, Misbehaved):
+            if node := self._roster.handle_misbehaved(message):
+                self._regroup(f"{node} sent what it must not")
         elif isinstance(message, WaitingFor):
             ranks = [self._setup.nodes.index(node) for node in message.nodes]
             self._liveness.ping(self._group, ranks or self._group.ranks)

@@ -4,13 +4,22 @@ A new collective is a class that implements `Collective`, registered in `COLLECT
 `protocol.orders.COLLECTIVE_NAMES`, from which the command line takes the names that it accepts.
 """
 
+import math
+import struct
 import time
 from typing import Any, Protocol
 
 from csdctl.worker.group.allreduce import Allreduce
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.messages import allgather
+from csdctl.worker.group.mpi import World
 from csdctl.worker.group.star import Star
-from csdctl.worker.group.waiting import OnWait, allgather, ignore_wait
+from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
+
+_SECONDS = struct.Struct("<d")
+MAX_SUM_S = 3600.0
 
 
 class Collective(Protocol):
@@ -19,7 +28,7 @@ class Collective(Protocol):
     The result has the same bits on all ranks and in every run.
     """
 
-    def __init__(self, world: Any, local: Any, total: Any) -> None:
+    def __init__(self, world: World, local: Any, total: Any) -> None:
         """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
 
     @property
@@ -39,15 +48,22 @@ class Collective(Protocol):
     def flush(self, on_wait: OnWait = ignore_wait) -> None:
         """Wait until the latest sum has left."""
 
-    def sum(self, on_wait: OnWait = ignore_wait) -> None:
-        """Sum `local` over all ranks into `total` on all ranks."""
+    def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
+        """Sum `local` over all ranks into `total` on all ranks.
+
+        A collective in which rank 0 sees single vectors compares them with what it has `expected`, and
+        raises PeerFaultError before their sum reaches any other rank.
+        """
+
+    def find_not_finite(self) -> list[int]:
+        """Return the other ranks whose latest vectors are not finite, on rank 0; [] where that is unknown."""
 
 
 COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}
 
 
 def choose_collective(
-    world: Any, local: Any, total: Any, wanted: str = "", *, rounds: int = 2
+    world: World, local: Any, total: Any, wanted: str = "", *, rounds: int = 2
 ) -> tuple[Collective, str, float]:
     """Return the fastest collective, its name, and the seconds of its fastest sum on the slowest rank.
 
@@ -58,13 +74,26 @@ def choose_collective(
         collective = COLLECTIVES[name](world, local, total)
         # The first sum opens connections and does not count.
         times = [_time_sum(world, collective) for _ in range(rounds + 1)][1:]
-        measured.append((max(allgather(world, min(times))), name, collective))
+        slowest_s = max(_gather_seconds(world, min(times)))
+        measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
 
 
-def _time_sum(world: Any, collective: Collective) -> float:
-    allgather(world, None)
+def _gather_seconds(world: World, own_s: float) -> list[float]:
+    """Return the seconds of all ranks; raises PeerFaultError for what cannot be the time of a sum."""
+    gathered = allgather(world, _SECONDS.pack(own_s), _SECONDS.size)
+    seconds = []
+    for rank, content in enumerate(gathered):
+        value = _SECONDS.unpack(content)[0] if len(content) == _SECONDS.size else math.nan
+        if not 0 <= value <= MAX_SUM_S:  # NaN neither
+            raise PeerFaultError(rank, f"sent {content.hex()}, expected the seconds of a sum")
+        seconds.append(value)
+    return seconds
+
+
+def _time_sum(world: World, collective: Collective) -> float:
+    wait_sleeping(world.start_barrier())
     started_s = time.perf_counter()
     collective.sum()
     seconds = time.perf_counter() - started_s

@@ -26,7 +26,7 @@ def ignore_wait(waited_s: float) -> None:
 
 
 def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait) -> None:
-    """Return when an MPI request is complete."""
+    """Return when a request of `World` is complete; raises what its `Test` raises."""
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
     while not request.Test():
         waited_s = time.monotonic() - started_s
@@ -35,12 +35,3 @@ def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait) -> None:
         pause_s = min(longest_s, pause_s * SLEEP_GROWTH)
         if waited_s > QUIET_S:
             on_wait(waited_s)
-
-
-def allgather(world: Any, value: Any, on_wait: OnWait = ignore_wait) -> list[Any]:
-    """Return every rank's small Python value, in order of rank, on all ranks.
-
-    The barrier lets all ranks sleep until the last one arrives.
-    """
-    wait_sleeping(world.Ibarrier(), on_wait)
-    return list(world.allgather(value))
