@@ -70,17 +70,39 @@ for request in sys.stdin:
             ranks.close()
             print("1", flush=True)
     except PeerFaultError as fault:
+        ranks.disconnect()
         print(json.dumps({"culprit": fault.rank, "message": fault.message}), flush=True)
     except LinkLostError:
         print(json.dumps("lost"), flush=True)
 """
 
 
+def start_links(run_id: str, size: int, hostile: Mapping[int, str] = {}) -> "subprocess.Popen[bytes]":
+    """Start mpirun with the links of ranks 0…size-1.
+
+    `hostile`: programs that take the place of the links of some ranks, given run and rank.
+    """
+    options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
+    contexts: list[str] = []
+    for rank in range(size):
+        link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
+        link += ["--generation", "1"]
+        if rank in hostile:
+            link = [sys.executable, "-c", hostile[rank], run_id, str(rank)]
+        contexts += [":"] * bool(rank) + ["-np", "1", *link]
+    return subprocess.Popen(
+        [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
+        env={**os.environ, **ALLOW_ROOT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
 class Group:
     """Ranks that do what the lines on their input ask for, joined by links under one mpirun."""
 
     def __init__(self, run_id: str, hostile: Mapping[int, str] = {}) -> None:
-        """`hostile`: programs that take the place of the links of some ranks, given run and rank."""
+        """`hostile` as for `start_links`."""
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],
@@ -92,20 +114,7 @@ class Group:
         ]
         for rank in range(SIZE):
             assert self.receive(rank, parse=False) == "listening"
-        options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
-        contexts: list[str] = []
-        for rank in range(SIZE):
-            link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
-            link += ["--generation", "1"]
-            if rank in hostile:
-                link = [sys.executable, "-c", hostile[rank], run_id, str(rank)]
-            contexts += [":"] * bool(rank) + ["-np", "1", *link]
-        self.mpirun = subprocess.Popen(
-            [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
-            env={**os.environ, **ALLOW_ROOT},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        self.mpirun = start_links(run_id, SIZE, hostile)
 
     def send(self, rank: int, request: str) -> None:
         stdin = self.ranks[rank].stdin
@@ -118,6 +127,12 @@ class Group:
         assert stdout
         line = stdout.readline().strip()
         return json.loads(line) if parse else line
+
+    def answer(self, rank: int) -> Any:
+        """Return what a rank answers, after whatever it says about waiting for others."""
+        while isinstance(answer := self.receive(rank), dict) and "missing" in answer:
+            pass
+        return answer
 
     def all(self, request: str) -> list[Any]:
         for rank in range(SIZE):

@@ -50,6 +50,15 @@ def stalled(rank: int, node: str) -> CsdctlError:
     return NodeError(f"rank {rank} is stopped, or its machine hangs", node=node)
 
 
+def nothing_sent(node: str) -> CsdctlError:
+    """Return why a rank is lost that answers csdctl, but sends the other ranks nothing."""
+    return NodeError(
+        "it has sent the other ranks nothing for too long, and all wait for it",
+        node=node,
+        remedy="look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
+    )
+
+
 def start_overdue(nodes: Sequence[str]) -> CsdctlError:
     """Return the error of a run in which `nodes` did not become ready."""
     return DeadlineError(

@@ -15,8 +15,6 @@ class Allreduce:
         self._local = local
         self._total = total
         self.is_sending = False
-        self.missing: list[int] = []
-        """Always empty: MPI does not report which rank an allreduce waits for."""
 
     def post_receives(self) -> None:
         """Do nothing: MPI posts its own."""

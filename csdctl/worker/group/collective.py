@@ -15,7 +15,7 @@ from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.mpi import World
 from csdctl.worker.group.star import Star
 from csdctl.worker.group.tails import ExpectedTails
-from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
+from csdctl.worker.group.waiting import OnWait, ignore_wait
 from csdctl.worker.protocol.orders import ALLREDUCE, STAR
 
 _SECONDS = struct.Struct("<d")
@@ -34,10 +34,6 @@ class Collective(Protocol):
     @property
     def is_sending(self) -> bool:
         """Whether the latest sum is still on its way to some rank."""
-
-    @property
-    def missing(self) -> list[int]:
-        """The ranks whose vectors have not arrived yet, where that is known."""
 
     def post_receives(self) -> None:
         """Post receives for the vectors of the next sum."""
@@ -63,7 +59,13 @@ COLLECTIVES: dict[str, type[Collective]] = {STAR: Star, ALLREDUCE: Allreduce}
 
 
 def choose_collective(
-    world: World, local: Any, total: Any, wanted: str = "", *, rounds: int = 2
+    world: World,
+    local: Any,
+    total: Any,
+    wanted: str = "",
+    *,
+    rounds: int = 2,
+    on_wait: OnWait = ignore_wait,
 ) -> tuple[Collective, str, float]:
     """Return the fastest collective, its name, and the seconds of its fastest sum on the slowest rank.
 
@@ -73,16 +75,16 @@ def choose_collective(
     for name in (wanted,) if wanted in COLLECTIVES else COLLECTIVES:
         collective = COLLECTIVES[name](world, local, total)
         # The first sum opens connections and does not count.
-        times = [_time_sum(world, collective) for _ in range(rounds + 1)][1:]
-        slowest_s = max(_gather_seconds(world, min(times)))
+        times = [_time_sum(world, collective, on_wait) for _ in range(rounds + 1)][1:]
+        slowest_s = max(_gather_seconds(world, min(times), on_wait))
         measured.append((slowest_s, name, collective))
     seconds, name, collective = min(measured, key=lambda row: row[0])
     return collective, name, seconds
 
 
-def _gather_seconds(world: World, own_s: float) -> list[float]:
+def _gather_seconds(world: World, own_s: float, on_wait: OnWait) -> list[float]:
     """Return the seconds of all ranks; raises PeerFaultError for what cannot be the time of a sum."""
-    gathered = allgather(world, _SECONDS.pack(own_s), _SECONDS.size)
+    gathered = allgather(world, _SECONDS.pack(own_s), _SECONDS.size, on_wait)
     seconds = []
     for rank, content in enumerate(gathered):
         value = _SECONDS.unpack(content)[0] if len(content) == _SECONDS.size else math.nan
@@ -92,10 +94,10 @@ def _gather_seconds(world: World, own_s: float) -> list[float]:
     return seconds
 
 
-def _time_sum(world: World, collective: Collective) -> float:
-    wait_sleeping(world.start_barrier())
+def _time_sum(world: World, collective: Collective, on_wait: OnWait) -> float:
+    allgather(world, b"", 0, on_wait)
     started_s = time.perf_counter()
-    collective.sum()
+    collective.sum(on_wait)
     seconds = time.perf_counter() - started_s
-    collective.flush()
+    collective.flush(on_wait)
     return seconds

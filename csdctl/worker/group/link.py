@@ -41,7 +41,7 @@ from csdctl.worker.group.mpi import World, init_mpi
 from csdctl.worker.group.shared_vectors import map_vectors
 from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import list_connection_rows
-from csdctl.worker.group.waiting import wait_sleeping
+from csdctl.worker.group.waiting import FindMissing, wait_sleeping
 from csdctl.worker.process.errors import WorkerError, describe
 
 WAITING_INTERVAL_S = 5.0
@@ -127,17 +127,18 @@ class _Link:
                 return
             collective.progress()
 
-    def _on_wait(self, waited_s: float) -> None:
+    def _on_wait(self, waited_s: float, find_missing: FindMissing) -> None:
         now = time.monotonic()
         if waited_s > WAITING_INTERVAL_S and now - self._reported_s > WAITING_INTERVAL_S:
             self._reported_s = now
-            missing = self._collective.missing if self._collective else []
-            self._channel.send(WAITING, json.dumps(missing).encode())
+            self._channel.send(WAITING, json.dumps(find_missing()).encode())
         if select.select([self._channel], [], [], 0)[0]:
             raise LinkLostError  # a rank that waits sends nothing: it is gone
 
     def _choose(self, content: bytearray) -> bytes:
-        self._collective, name, seconds = choose_collective(self._world, *self._vectors, content.decode())
+        self._collective, name, seconds = choose_collective(
+            self._world, *self._vectors, content.decode(), on_wait=self._on_wait
+        )
         return json.dumps({"collective": name, "sum_s": seconds}).encode()
 
     def _sum(self, content: bytearray) -> bytes:

@@ -29,11 +29,11 @@ def send(world: World, rank: int, content: Bytes, on_wait: OnWait = ignore_wait)
 
 def receive(world: World, rank: int, max_bytes: int, on_wait: OnWait = ignore_wait) -> bytearray:
     """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
-    size = bytearray(_SIZE.size)
-    wait_sleeping(world.start_receive(memoryview(size), rank, _SIZE_TAG), on_wait)
-    content = bytearray(_checked_size(size, rank, max_bytes))
-    wait_sleeping(world.start_receive(memoryview(content), rank, _CONTENT_TAG), on_wait)
-    return content
+    size = {rank: bytearray(_SIZE.size)}
+    _receive_from_each(world, size, _SIZE_TAG, on_wait)
+    content = {rank: bytearray(_checked_size(size[rank], rank, max_bytes))}
+    _receive_from_each(world, content, _CONTENT_TAG, on_wait)
+    return content[rank]
 
 
 def allgather(
@@ -78,16 +78,22 @@ def split_parts(joined: Bytes, count: int) -> list[bytes]:
 
 def _gather(world: World, own: bytes, max_bytes: int, on_wait: OnWait) -> list[bytes]:
     """Return every rank's bytes; on rank 0."""
-    others = range(1, world.size)
-    sizes = {rank: bytearray(_SIZE.size) for rank in others}
-    arriving = [world.start_receive(memoryview(sizes[rank]), rank, _GATHER_SIZE_TAG) for rank in others]
-    for request in arriving:
-        wait_sleeping(request, on_wait)
-    contents = {rank: bytearray(_checked_size(sizes[rank], rank, max_bytes)) for rank in others}
-    arriving = [world.start_receive(memoryview(contents[rank]), rank, _GATHER_TAG) for rank in others]
-    for request in arriving:
-        wait_sleeping(request, on_wait)
-    return [own, *(bytes(contents[rank]) for rank in others)]
+    sizes = {rank: bytearray(_SIZE.size) for rank in range(1, world.size)}
+    _receive_from_each(world, sizes, _GATHER_SIZE_TAG, on_wait)
+    contents = {rank: bytearray(_checked_size(size, rank, max_bytes)) for rank, size in sizes.items()}
+    _receive_from_each(world, contents, _GATHER_TAG, on_wait)
+    return [own, *map(bytes, contents.values())]
+
+
+def _receive_from_each(world: World, into: dict[int, bytearray], tag: int, on_wait: OnWait) -> None:
+    """Fill the buffer of each rank with what that rank sends."""
+    arriving = {rank: world.start_receive(memoryview(buffer), rank, tag) for rank, buffer in into.items()}
+
+    def find_missing() -> list[int]:
+        return [rank for rank, request in arriving.items() if not request.Test()]
+
+    for request in arriving.values():
+        wait_sleeping(request, on_wait, find_missing)
 
 
 def _distribute(world: World, gathered: list[bytes], on_wait: OnWait) -> None:

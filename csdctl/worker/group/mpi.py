@@ -28,7 +28,7 @@ class Incoming:
             if not self._request.Test(self._status):
                 return False
         except self._error:  # MPI_ERR_TRUNCATE
-            raise PeerFaultError(self._rank, f"sent more than {self._num_bytes} bytes") from None
+            raise PeerFaultError(self._rank, f"sent more than the {self._num_bytes} bytes expected") from None
         num_bytes = self._status.count
         if num_bytes != self._num_bytes:
             raise PeerFaultError(self._rank, f"sent {num_bytes} bytes, expected {self._num_bytes}")

@@ -46,9 +46,8 @@ class Star:
         """Rank 0: whether the latest sum is still on its way to some rank."""
         return bool(self._sending)
 
-    @property
-    def missing(self) -> list[int]:
-        """Rank 0: the ranks whose vectors have not arrived completely."""
+    def find_missing(self) -> list[int]:
+        """Rank 0: return the ranks whose vectors have not arrived completely."""
         return sorted({rank for _, rank, request in self._arriving if not request.Test()})
 
     def post_receives(self) -> None:
@@ -113,7 +112,7 @@ class Star:
         self.flush(on_wait)
         for chunk in self._chunks:
             while self._arriving and self._arriving[0][0] == chunk:
-                wait_sleeping(self._arriving[0][2], on_wait)
+                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
                 self._add_next()
             if self._world.size == 1:
                 self._total[chunk] = self._local[chunk]
