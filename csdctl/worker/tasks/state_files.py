@@ -24,6 +24,8 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.files import open_private, sync_directory
 from csdctl.worker.tasks.position import Position, max_state_bytes, pack
 
+_START = struct.Struct("<8sH")
+"""Of an .npy file: magic and version, and the length of the header that follows."""
 _ARCHIVE_BYTES = 1 << 16
 """What an .npz archive with one array may have beyond the array."""
 _DAMAGED = (
@@ -161,11 +163,13 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
             if member.file_size > max_bytes + _ARCHIVE_BYTES:
                 raise ValueError("too large for this model")
             content = archive.read(member)  # reading to the end checks the archive's CRC-32
-    stream = io.BytesIO(content)
-    if np.lib.format.read_magic(stream) != (1, 0):
-        raise ValueError("another version of the format")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
-    state = np.frombuffer(content, np.uint8, offset=stream.tell())
-    if dtype != np.uint8 or shape != state.shape:
+    start = _START.size + _START.unpack_from(content)[1]
+    state = np.frombuffer(content, np.uint8, offset=start)
+    # numpy would parse the header as Python. There is only one that can be right.
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": state.shape}
+    )
+    if content[:start] != header.getvalue():
         raise ValueError("not one array of bytes")
     return state
