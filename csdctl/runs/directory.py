@@ -10,10 +10,9 @@ from pathlib import Path
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
+from csdctl.runs.step_file import private_memory
 from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
-
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -81,12 +80,13 @@ class ProjectDirectory:
         return self.state / "prepared" / f"{job_name}.json"
 
     def step_file(self, run: "RunDirectory") -> Path:
-        """Return the path of rank 0's state after every step: in shared memory if possible, else on disk."""
-        if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-            return run.path.absolute() / "step.state"
+        """Return the path of rank 0's state after every step: in the machine's memory if possible."""
+        memory = private_memory()
+        if memory is None:
+            return run.kept_step_file.absolute()
         # standalone/leftovers.py, which removes stale step files, builds the same name.
         place = hashlib.sha256(os.path.realpath(self.root).encode()).hexdigest()[:12]
-        return SHARED_MEMORY / f"csdctl-{os.getuid()}-{place}-{run.run_id}"
+        return memory / f"{place}-{run.run_id}"
 
     def new_run(self) -> "RunDirectory":
         """Create a run directory with a unique id: UTC time to the microsecond, so that ids sort by time."""
@@ -136,6 +136,11 @@ class RunDirectory:
     def events(self) -> Path:
         """All events of all ranks, in order of arrival, as JSON lines."""
         return self.path / "events.jsonl"
+
+    @property
+    def kept_step_file(self) -> Path:
+        """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
+        return self.path / "step.state"
 
     @property
     def logs(self) -> Path:

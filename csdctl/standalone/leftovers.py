@@ -163,7 +163,7 @@ def scratch_directories(pid: object) -> str:
 def step_files() -> str:
     """Return the pattern of the states of unfinished runs of this directory, used by `train --resume`."""
     place = hashlib.sha256(os.path.realpath(os.getcwd()).encode()).hexdigest()[:12]
-    return f"/dev/shm/csdctl-{os.getuid()}-{place}-*"
+    return f"/dev/shm/csdctl-{os.geteuid()}/{place}-*"
 
 
 def find_tree_links() -> "list[str]":

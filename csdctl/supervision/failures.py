@@ -27,6 +27,15 @@ def as_run_error(error: CsdctlError) -> CsdctlError:
     return RunError(error.message, node=error.node, remedy=error.remedy)
 
 
+def at_fault(node: str, message: str) -> CsdctlError:
+    """Return why a rank is lost that has sent the others what no rank may send."""
+    return NodeError(
+        f"it {message}",
+        node=node,
+        remedy="look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
+    )
+
+
 def no_answer(rank: int, node: str) -> CsdctlError:
     """Return why a rank is lost that did not answer a ping after the loss of another rank."""
     return NodeError(
@@ -39,6 +48,15 @@ def no_answer(rank: int, node: str) -> CsdctlError:
 def stalled(rank: int, node: str) -> CsdctlError:
     """Return why a rank is lost that others wait for."""
     return NodeError(f"rank {rank} is stopped, or its machine hangs", node=node)
+
+
+def nothing_sent(node: str) -> CsdctlError:
+    """Return why a rank is lost that answers csdctl, but sends the other ranks nothing."""
+    return NodeError(
+        "it has sent the other ranks nothing for too long, and all wait for it",
+        node=node,
+        remedy="look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
+    )
 
 
 def start_overdue(nodes: Sequence[str]) -> CsdctlError:

@@ -26,20 +26,26 @@ class GroupState:
     generation: int
     ranks: tuple[int, ...]
     last_progress: float
-    """When a rank last reported progress, at first when the group was formed; times are monotonic seconds."""
+    """When rank 0 last reported progress, at first when the group was formed; times are monotonic seconds.
+
+    No step ends without rank 0. What other ranks report does not count: a node could report for ever.
+    """
     joined: set[int] = field(default_factory=set)
     paused: set[int] = field(default_factory=set)
     unlinked: set[int] = field(default_factory=set)
     """Members that lost the connection to the others."""
     pinged: dict[int, float] = field(default_factory=dict)
     """When each rank with an unanswered ping was pinged because others wait for it."""
+    awaited: set[int] = field(default_factory=set)
+    """The ranks for which rank 0 said that it waits, since its last progress."""
     answered: dict[int, float] = field(default_factory=dict)
     """When each rank last answered a ping or became ready, members or not."""
 
     def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
-        if isinstance(event, PROGRESS):
+        if isinstance(event, PROGRESS) and event.rank == 0:
             self.last_progress = now
+            self.awaited = set()
         if isinstance(event, Ready | Pong):
             self.answered[event.rank] = now
         elif isinstance(event, LinkLost) and event.generation == self.generation:
@@ -64,7 +70,7 @@ class GroupState:
         return [answered - since for answered in self.answered.values() if answered > since]
 
     def last_message(self, rank: int) -> float:
-        """Return when `rank` last answered or any rank reported progress, whichever is later."""
+        """Return when `rank` last answered or rank 0 reported progress, whichever is later."""
         return max(self.last_progress, self.answered.get(rank, 0.0))
 
     def drop_answered_pings(self) -> None:

@@ -12,7 +12,7 @@ from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.supervision.roster import Roster
 from csdctl.supervision.run_setup import RunSetup
-from csdctl.worker.protocol.events import Failed, Finished, Ready
+from csdctl.worker.protocol.events import Failed, Finished, Misbehaved, Ready
 from csdctl.worker.protocol.orders import Ping
 
 
@@ -29,7 +29,7 @@ class Regrouping:
         """Groups that were lost since the last progress."""
 
     def record_progress(self) -> None:
-        """Forget the groups that failed before: the current one makes progress."""
+        """Forget the groups that failed before: the current one makes progress, or has lost a culprit."""
         self._num_failed = 0
 
     def find_members(self, group: GroupState, reason: str, outcome: JobOutcome | None) -> list[int] | None:
@@ -95,6 +95,9 @@ class Regrouping:
             if message.rank == 0:
                 raise failures.as_run_failure(message)
             self._roster.mark_lost(message.rank, failures.as_loss(message))
+        elif isinstance(message, Misbehaved):
+            if self._roster.handle_misbehaved(message):
+                self.record_progress()
         elif isinstance(message, Finished):
             self._roster.finished.add(message.rank)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:

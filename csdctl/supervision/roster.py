@@ -7,7 +7,7 @@ from csdctl.supervision import failures
 from csdctl.supervision.inbox import Inbox
 from csdctl.supervision.rank_process import ProcessEnded
 from csdctl.supervision.rank_processes import RankProcesses
-from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Ready
+from csdctl.worker.protocol.events import Event, Misbehaved, NodeBack, NodeLost, Ready
 
 
 class Roster:
@@ -72,6 +72,17 @@ class Roster:
         self._num_losses[rank] = self._num_losses.get(rank, 0) + 1
         if not self.is_exhausted(rank):
             self._processes.restart(rank)
+
+    def handle_misbehaved(self, report: Misbehaved) -> str:
+        """Mark the rank that rank 0 reports as lost; return its node, '' for a report of another rank.
+
+        Only rank 0 is on the host, and believed: any other rank could name whomever it likes.
+        """
+        if report.rank != 0 or not 0 < report.culprit < len(self.nodes):
+            return ""
+        node = self.nodes[report.culprit]
+        self.mark_lost(report.culprit, failures.at_fault(node, report.message))
+        return node
 
     def readmit(self, ready: Ready) -> None:
         """Record that a lost rank is ready again and can join the next group."""

@@ -27,6 +27,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    Misbehaved,
     Paused,
     Pong,
     Progress,
@@ -136,7 +137,8 @@ class Supervisor:
             self._check_links(self._links)
         self._liveness.ping_late_ranks(self._group)
         self._check_stalled_ranks()
-        if self._patience.is_silent(self._group.last_progress, time.monotonic()):
+        is_silent = self._patience.is_silent(self._group.last_progress, time.monotonic())
+        if is_silent and not self._regroup_without_awaited():
             raise failures.silent(self._setup.log_directory)
 
     def _handle(self, message: RankMessage | None) -> None:
@@ -157,8 +159,14 @@ class Supervisor:
             self._handle_paused(message)
         elif isinstance(message, LinkLost) and message.rank in self._group.unlinked:
             self._regroup("the connection between the ranks was lost")
+        elif isinstance(message, Misbehaved):
+            if message.culprit in self._group.ranks and (node := self._roster.handle_misbehaved(message)):
+                self._regrouping.record_progress()  # the next group is another one
+                self._regroup(f"{node} sent what it must not")
         elif isinstance(message, WaitingFor):
             ranks = [self._setup.nodes.index(node) for node in message.nodes]
+            if message.rank == 0:
+                self._group.awaited = set(ranks) & set(self._group.ranks)
             self._liveness.ping(self._group, ranks or self._group.ranks)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
@@ -231,8 +239,18 @@ class Supervisor:
             self._regroup("mpirun exited")
         elif len(self._group.joined) < num_ranks:
             limit_s = self._patience.join_limit_s(num_ranks)
-            if time.monotonic() - links.started > limit_s:
+            if time.monotonic() - links.started > limit_s and not self._regroup_without_awaited():
                 self._regroup(f"the ranks did not connect to each other within {limit_s:.0f} s")
+
+    def _regroup_without_awaited(self) -> bool:
+        """Regroup without the ranks that rank 0 waits for; return False unless it named some, but not all."""
+        awaited = self._group.awaited
+        if not 0 < len(awaited) < len(self._group.ranks) - 1 or self._roster.finished:
+            return False
+        for rank in awaited:
+            self._roster.mark_lost(rank, failures.nothing_sent(self._setup.nodes[rank]))
+        self._regroup(f"{', '.join(self._nodes_of(awaited))} sent nothing")
+        return True
 
     def _check_stalled_ranks(self) -> None:
         """Regroup without the ranks that have not answered a ping for too long."""

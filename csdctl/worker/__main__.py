@@ -212,6 +212,7 @@ def _as_worker_error(error: WorkerError | ProtocolError) -> WorkerError:
 
 def run() -> None:
     """Run the command of sys.argv and exit with its code."""
+    os.umask(0o077)  # whatever a worker writes may hold data: for this user alone
     code = 1
 
     def leave() -> None:

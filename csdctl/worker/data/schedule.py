@@ -118,13 +118,17 @@ class Segment:
         """Samples in a full step, over all members."""
         return sum(share.batch_size for share in self.shares)
 
-    def num_samples(self, step: int) -> int:
-        """Return the number of samples of all members in step `step` of the epoch."""
+    def samples_by_rank(self, step: int) -> list[int]:
+        """Return the number of samples of every member in step `step` of the epoch."""
         num_before = step - self.start_step
-        return sum(
+        return [
             min(share.batch_size, max(0, share.num_samples - num_before * share.batch_size))
             for share in self.shares
-        )
+        ]
+
+    def num_samples(self, step: int) -> int:
+        """Return the number of samples of all members in step `step` of the epoch."""
+        return sum(self.samples_by_rank(step))
 
     def batch(self, step: int) -> tuple[Share, ...]:
         """Return the samples of every member in step `step` of the epoch."""

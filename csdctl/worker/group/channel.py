@@ -1,7 +1,7 @@
 """A channel of messages between a rank and its link, over a Unix socket of their machine.
 
-A message is a letter, a length and that many bytes. The rank sends requests, the link answers in order;
-while the link waits for other ranks it sends `WAITING` now and then.
+A message is a letter, a length and that many bytes; the receiver limits the length. The rank sends requests,
+the link answers in order; while the link waits for other ranks it sends `WAITING` now and then.
 """
 
 import contextlib
@@ -11,16 +11,28 @@ import struct
 
 from csdctl.worker.protocol.sandbox import USER_VARIABLE, link_address
 
-SUM, ALLGATHER, SEND, RECEIVE, CLOSE, TRAFFIC = b"S", b"G", b"P", b"R", b"C", b"T"
+CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
+CONNECTIONS, NOT_FINITE = b"T", b"N"
 """Requests of the rank."""
-DONE, WAITING = b"D", b"W"
-"""Answers of the link."""
+DONE, WAITING, FAULT = b"D", b"W", b"F"
+"""Answers of the link. `FAULT` is its last one: another rank has sent what no rank may send."""
+MAX_NOTE_BYTES = 1 << 16
+"""Of a greeting, `WAITING` or `FAULT`."""
 _HEAD = struct.Struct("<cQ")
 _PEER = struct.Struct("3i")
 
 
 class LinkLostError(Exception):
     """The link is lost: MPI ended the job, or the other side closed the channel."""
+
+
+class PeerFaultError(LinkLostError):
+    """Another rank has sent what no rank may send; `rank` is its rank within the group."""
+
+    def __init__(self, rank: int, message: str) -> None:
+        super().__init__(f"rank {rank} {message}")
+        self.rank = rank
+        self.message = message
 
 
 class Channel:
@@ -42,9 +54,14 @@ class Channel:
         except OSError:
             raise LinkLostError from None
 
-    def receive(self) -> tuple[bytes, bytearray]:
-        """Return the next message; raises LinkLostError at the end."""
+    def receive(self, max_bytes: int = 0) -> tuple[bytes, bytearray]:
+        """Return the next message; raises LinkLostError at the end.
+
+        A message of more than `max_bytes` (and more than a note) is refused in the same way.
+        """
         letter, length = _HEAD.unpack(self._exactly(_HEAD.size))
+        if length > max(max_bytes, MAX_NOTE_BYTES):
+            raise LinkLostError
         return letter, self._exactly(length)
 
     def send_descriptor(self, descriptor: int) -> None:

@@ -1,7 +1,10 @@
-"""The communicator of a rank that has a link: every call is a request to the link, which is in MPI."""
+"""The communicator of a rank that has a link: every call is a request to the link, which is in MPI.
+
+The link takes in what other machines send, so its answers are not trusted either: their size is limited, and
+their content is checked.
+"""
 
 import contextlib
-import json
 import struct
 from collections import Counter
 from collections.abc import Callable
@@ -9,19 +12,30 @@ from typing import Any
 
 from csdctl.worker.group.channel import (
     ALLGATHER,
+    CHOOSE,
     CLOSE,
+    CONNECTIONS,
     DONE,
+    FAULT,
+    NOT_FINITE,
     RECEIVE,
     SEND,
     SUM,
-    TRAFFIC,
     WAITING,
     Channel,
     LinkLostError,
+    PeerFaultError,
 )
 from csdctl.worker.group.listener import LinkGreeting
+from csdctl.worker.group.messages import MAX_VALUE_BYTES, split_parts
 from csdctl.worker.group.shared_vectors import SharedVectors
+from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.traffic import gather_traffic
+from csdctl.worker.group.values import Check, T, as_count, decode_value, decode_values, encode_value
 from csdctl.worker.protocol.events import SentBytes
+from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+
+MAX_FAULT_CHARACTERS = 300
 
 
 class LinkCommunicator:
@@ -46,24 +60,40 @@ class LinkCommunicator:
 
     def choose_collective(self, wanted: str) -> None:
         """Choose the collective, on all ranks together; `wanted` names one instead of measuring."""
-        answer = json.loads(self._request(SUM, json.dumps({"choose": wanted}).encode()))
-        self.collective, self.sum_s = answer["collective"], answer["sum_s"]
+        answer = self._parse(self._request(CHOOSE, wanted.encode()), _as_choice)
+        self.collective, self.sum_s = answer
 
     @property
     def local(self) -> Any:
         """The buffer where this rank's vector is best written; shape (n,), float32."""
         return self._vectors.local
 
-    def sum(self, vector: Any) -> Any:
-        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call."""
+    def sum(self, vector: Any, expected: ExpectedTails | None = None) -> Any:
+        """Return the sum of `vector` over all ranks, bit-identical on all; valid until the next call.
+
+        `expected`, on rank 0: what the vectors must end with.
+        """
         if vector is not self._vectors.local:
             self._vectors.local[:] = vector
-        self._request(SUM)
+        self._request(SUM, expected.pack() if expected else b"")
         return self._vectors.total
 
-    def allgather(self, value: Any) -> list[Any]:
-        """Return every rank's `value` (JSON), in order of rank, on all ranks."""
-        return list(json.loads(self._request(ALLGATHER, json.dumps(value).encode())))
+    def find_not_finite(self) -> list[int]:
+        """Return the ranks of the group whose latest vectors are not finite, on rank 0, where it is known."""
+        return self._parse(self._request(NOT_FINITE), self._as_ranks)
+
+    def allgather(self, value: Any, check: Check[T]) -> list[T]:
+        """Return every rank's `value` (JSON), in order of rank, on all ranks.
+
+        `check` returns a received value as it may be used, and raises ValueError or TypeError; the value then
+        is its rank's fault: PeerFaultError.
+        """
+        joined = self._request(ALLGATHER, encode_value(value), 2 * self.size * MAX_VALUE_BYTES)
+        try:
+            contents = split_parts(joined, self.size)
+        except ValueError:
+            raise LinkLostError from None
+        return decode_values(contents, check)
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
@@ -71,14 +101,15 @@ class LinkCommunicator:
         self._sent[traffic_class, rank] += len(packed)
         self._request(SEND, struct.pack("<q", rank) + packed)
 
-    def receive(self, rank: int) -> bytearray:
-        """Return the bytes that `rank` sends."""
-        return self._request(RECEIVE, struct.pack("<q", rank))
+    def receive(self, rank: int, max_bytes: int) -> bytearray:
+        """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
+        return self._request(RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
 
     def traffic(self) -> list[SentBytes]:
         """Return what the ranks have sent to each other since they joined; call on all ranks."""
-        own = [[traffic_class, rank, count] for (traffic_class, rank), count in self._sent.items()]
-        return [SentBytes(*row) for row in json.loads(self._request(TRAFFIC, json.dumps(own).encode()))]
+        messages = [(traffic_class, rank, count) for (traffic_class, rank), count in self._sent.items()]
+        connections = self._parse(self._request(CONNECTIONS, max_bytes=MAX_VALUE_BYTES), _as_list)
+        return gather_traffic(self.allgather, messages, connections)
 
     def close(self) -> None:
         """Leave MPI, together with all other ranks; the link ends."""
@@ -94,11 +125,44 @@ class LinkCommunicator:
         """From another thread: make the call that waits for the link raise LinkLostError."""
         self._channel.shut()
 
-    def _request(self, letter: bytes, content: bytes = b"") -> bytearray:
+    def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
         self._channel.send(letter, content)
         while True:
-            letter, answer = self._channel.receive()
+            letter, answer = self._channel.receive(max_bytes)
             if letter == DONE:
                 return answer
             if letter == WAITING:
-                self._on_waiting(json.loads(answer))
+                self._on_waiting(self._parse(answer, self._as_ranks))
+            elif letter == FAULT:
+                raise self._parse(answer, self._as_fault)
+            else:
+                raise LinkLostError
+
+    @staticmethod
+    def _parse(answer: bytearray, check: Check[T]) -> T:
+        """Return the checked answer; a link that answers anything else is as good as lost."""
+        try:
+            return check(decode_value(answer))
+        except (ValueError, TypeError, LookupError):
+            raise LinkLostError from None
+
+    def _as_ranks(self, value: Any) -> list[int]:
+        return [as_count(rank, self.size - 1) for rank in _as_list(value)]
+
+    def _as_fault(self, value: Any) -> PeerFaultError:
+        return PeerFaultError(
+            as_count(value["rank"], self.size - 1), str(value["message"])[:MAX_FAULT_CHARACTERS]
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError("expected a list")
+    return value
+
+
+def _as_choice(value: Any) -> tuple[str, float]:
+    collective, sum_s = value["collective"], value["sum_s"]
+    if collective not in COLLECTIVE_NAMES or not isinstance(sum_s, float):
+        raise ValueError("expected a collective and its time")
+    return collective, sum_s

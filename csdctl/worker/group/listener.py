@@ -1,13 +1,13 @@
 """The rank's side before a link is connected."""
 
 import contextlib
-import json
 import select
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from csdctl.worker.group.channel import Channel, LinkLostError, is_of_same_user, socket_name
+from csdctl.worker.group.values import decode_value
 
 POLL_S = 0.1
 
@@ -49,7 +49,7 @@ class Listener:
                 continue
             channel = Channel(connection)
             with contextlib.suppress(LinkLostError, ValueError, TypeError):
-                greeting = LinkGreeting(**json.loads(channel.receive()[1]))
+                greeting = LinkGreeting(**decode_value(channel.receive()[1]))
                 if greeting.generation == generation:
                     return channel, greeting
             channel.close()

@@ -1,10 +1,12 @@
 """Memory that a rank and its link share: this rank's vector, and the sum over all ranks."""
 
+import fcntl
 import mmap
 import os
 from typing import Any
 
 FLOAT_BYTES = 4
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class SharedVectors:
@@ -13,9 +15,11 @@ class SharedVectors:
     def __init__(self, num_elements: int) -> None:
         import numpy as np
 
-        self.descriptor = os.memfd_create("csdctl-vectors")
+        self.descriptor = os.memfd_create("csdctl-vectors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         half = num_elements * FLOAT_BYTES
         os.posix_fallocate(self.descriptor, 0, 2 * half)
+        # A link that cut the memory short would end the rank by SIGBUS.
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
         self._map = mmap.mmap(self.descriptor, 2 * half)
         self.local = np.frombuffer(self._map, np.float32, num_elements, 0)
         self.total = np.frombuffer(self._map, np.float32, num_elements, half)

@@ -2,11 +2,15 @@
 
 It suits a host with its devices: all traffic passes the host anyway. Vectors are sent in chunks, so that a
 chunk is sent while the next is added. Rank 0 adds vectors that arrive before its own vector is ready, and
-continues as soon as it has the sum: it does not wait until the other ranks have received it.
+continues as soon as it has the sum: it does not wait until the other ranks have received it. No rank has the
+whole sum before rank 0 has compared the end of every vector with what it expects.
 """
 
+from collections import Counter
 from typing import Any
 
+from csdctl.worker.group.mpi import Incoming, World
+from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
 
 CHUNK_SIZE = 1 << 18
@@ -18,7 +22,7 @@ _UP, _DOWN = 1, 2
 class Star:
     """Implements `collective.Collective`."""
 
-    def __init__(self, world: Any, local: Any, total: Any) -> None:
+    def __init__(self, world: World, local: Any, total: Any) -> None:
         """`local` and `total`: contiguous float32 buffers of one size; numpy arrays on rank 0."""
         self._world = world
         self._local = local
@@ -27,12 +31,12 @@ class Star:
         self._has_posted = False
         self._sending: list[Any] = []
         """Rank 0: requests by which the latest sum leaves `total`."""
-        self._arriving: list[tuple[slice, int, Any]] = []
+        self._arriving: list[tuple[slice, int, Incoming]] = []
         """Rank 0: posted receives, in the order in which they are added: chunk, rank, request."""
         if world.rank == 0:
             import numpy
 
-            self._add = numpy.add
+            self._numpy = numpy
             self._received = [numpy.empty_like(local) for _ in range(1, world.size)]
             # The rank may still read the last sum in `total` when the first vector of the next one arrives.
             self._partial = numpy.empty_like(local)
@@ -42,9 +46,8 @@ class Star:
         """Rank 0: whether the latest sum is still on its way to some rank."""
         return bool(self._sending)
 
-    @property
-    def missing(self) -> list[int]:
-        """Rank 0: the ranks whose vectors have not arrived completely."""
+    def find_missing(self) -> list[int]:
+        """Rank 0: return the ranks whose vectors have not arrived completely."""
         return sorted({rank for _, rank, request in self._arriving if not request.Test()})
 
     def post_receives(self) -> None:
@@ -53,7 +56,7 @@ class Star:
             return
         self._has_posted = True
         self._arriving = [
-            (chunk, rank, self._world.Irecv(buffer[chunk], rank, _UP))
+            (chunk, rank, self._world.start_receive(buffer[chunk], rank, _UP))
             for chunk in self._chunks
             for rank, buffer in enumerate(self._received, start=1)
         ]
@@ -70,15 +73,31 @@ class Star:
             wait_sleeping(request, on_wait)
         self._sending = []
 
-    def sum(self, on_wait: OnWait = ignore_wait) -> None:
-        """Sum `local` over all ranks into `total` on all ranks."""
+    def sum(self, on_wait: OnWait = ignore_wait, expected: ExpectedTails | None = None) -> None:
+        """Sum `local` over all ranks into `total` on all ranks.
+
+        Rank 0 raises PeerFaultError for a vector that does not end as `expected`, and keeps its sum.
+        """
         if self._world.rank == 0:
-            self._add_and_send(on_wait)
+            self._add_and_send(on_wait, expected)
             return
-        requests = [self._world.Irecv(self._total[chunk], 0, _DOWN) for chunk in self._chunks]
-        sending = [self._world.Isend(self._local[chunk], 0, _UP) for chunk in self._chunks]
+        requests = [self._world.start_receive(self._total[chunk], 0, _DOWN) for chunk in self._chunks]
+        sending = [self._world.start_send(self._local[chunk], 0, _UP) for chunk in self._chunks]
         for request in [*requests, *sending]:
             wait_sleeping(request, on_wait)
+
+    def find_not_finite(self) -> list[int]:
+        """Rank 0: return the ranks whose latest vectors are not finite, or were followed by another one.
+
+        After such a sum no rank has anything to send: a rank that does overwrites its vector.
+        """
+        waiting = Counter(rank for _, rank, request in self._arriving if not request.Test())
+        return [
+            rank
+            for rank, vector in enumerate(self._received, start=1)
+            if not self._numpy.isfinite(vector).all()
+            or (self._has_posted and waiting[rank] < len(self._chunks))
+        ]
 
     def _add_next(self) -> None:
         chunk, rank, _ = self._arriving.pop(0)
@@ -86,20 +105,22 @@ class Star:
         if rank == 1:
             self._partial[chunk] = arrived
         else:
-            self._add(self._partial[chunk], arrived, out=self._partial[chunk])
+            self._numpy.add(self._partial[chunk], arrived, out=self._partial[chunk])
 
-    def _add_and_send(self, on_wait: OnWait) -> None:
+    def _add_and_send(self, on_wait: OnWait, expected: ExpectedTails | None) -> None:
         self.post_receives()
         self.flush(on_wait)
         for chunk in self._chunks:
             while self._arriving and self._arriving[0][0] == chunk:
-                wait_sleeping(self._arriving[0][2], on_wait)
+                wait_sleeping(self._arriving[0][2], on_wait, self.find_missing)
                 self._add_next()
             if self._world.size == 1:
                 self._total[chunk] = self._local[chunk]
             else:
-                self._add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
+                self._numpy.add(self._partial[chunk], self._local[chunk], out=self._total[chunk])
+            if expected and chunk is self._chunks[-1]:
+                expected.check(self._received)
             self._sending += [
-                self._world.Isend(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
+                self._world.start_send(self._total[chunk], rank, _DOWN) for rank in range(1, self._world.size)
             ]
         self._has_posted = False

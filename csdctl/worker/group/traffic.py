@@ -1,32 +1,72 @@
 """What the ranks of a group have sent to each other, as their kernels count it."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from csdctl.worker.group.waiting import OnWait, allgather, ignore_wait
-from csdctl.worker.protocol.events import SUMS, SentBytes
+from csdctl.worker.group.values import Check, as_count
+from csdctl.worker.protocol.events import SAMPLES, STATE, SUMS, SentBytes
 from csdctl.worker.protocol.tcp_counters import list_connections
+
+ConnectionRow = tuple[str, str, int, int]
+"""Local and peer endpoint, bytes sent and received."""
+Counters = tuple[list[tuple[str, int, int]], list[ConnectionRow]]
+"""Of one rank: its messages (traffic class, receiver, bytes), and its connections."""
+_LARGEST_RANK, _LARGEST_COUNT = 1 << 16, 1 << 50
+_MAX_ENDPOINT = 80
+"""Characters of an IPv6 address with its zone, and a port."""
+
+
+def list_connection_rows() -> list[ConnectionRow]:
+    """Return the TCP connections of this process."""
+    return [(one.local, one.peer, one.num_sent, one.num_received) for one in list_connections()]
 
 
 def gather_traffic(
-    world: Any, messages: Sequence[tuple[str, int, int]] = (), on_wait: OnWait = ignore_wait
+    allgather: Callable[[Any, Check[Counters]], Sequence[Counters]],
+    messages: Sequence[tuple[str, int, int]],
+    connections: Sequence[ConnectionRow],
 ) -> list[SentBytes]:
     """Return the bytes sent between each pair of ranks, on all ranks; call on all.
 
-    `messages` are those of this rank to single ranks: traffic class, receiver, bytes. The two ends of a
-    connection are matched by its addresses. Bytes that belong to no message are those of sums, apart from
-    some of MPI's own.
+    `messages` are those of this rank to single ranks. The two ends of a connection are matched by its
+    addresses. Both count its bytes, and the smaller number is taken: no rank can claim traffic with another
+    one that has not seen it. Bytes that belong to no message are those of sums, apart from some of MPI's own.
     """
-    own = [(connection.local, connection.peer, connection.num_sent) for connection in list_connections()]
-    counted = allgather(world, [list(messages), own], on_wait)
-    owners = {local: rank for rank, (_, connections) in enumerate(counted) for local, _, _ in connections}
+    counted = allgather([list(messages), list(connections)], as_counters)
+    owners: dict[str, int] = {}
+    received: dict[tuple[str, str], int] = {}
+    for rank, (_, rows) in enumerate(counted):
+        for local, peer, _, num_received in rows:
+            owners.setdefault(local, rank)
+            received.setdefault((local, peer), num_received)
     added: Counter[tuple[str, int, int]] = Counter()
-    for sender, (sent, connections) in enumerate(counted):
-        for _, peer, num_bytes in connections:
+    for sender, (sent, rows) in enumerate(counted):
+        for local, peer, num_sent, _ in rows:
             if (receiver := owners.get(peer, sender)) != sender:
-                added[SUMS, sender, receiver] += num_bytes
-        for traffic_class, receiver, num_bytes in sent:
+                added[SUMS, sender, receiver] += min(num_sent, received.get((peer, local), 0))
+        for traffic_class, receiver, num_bytes in sent if sender == 0 else ():
             added[traffic_class, sender, receiver] += num_bytes
             added[SUMS, sender, receiver] -= num_bytes
     return [SentBytes(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]
+
+
+def as_counters(value: Any) -> Counters:
+    """Check what one rank has counted."""
+    messages, connections = value
+    if not isinstance(messages, list) or not isinstance(connections, list):
+        raise TypeError("expected two lists")
+    return [_as_message(*row) for row in messages], [_as_connection(*row) for row in connections]
+
+
+def _as_message(traffic_class: Any, receiver: Any, num_bytes: Any) -> tuple[str, int, int]:
+    if traffic_class not in (SAMPLES, STATE):
+        raise ValueError(f"expected {SAMPLES} or {STATE}")
+    return str(traffic_class), as_count(receiver, _LARGEST_RANK), as_count(num_bytes, _LARGEST_COUNT)
+
+
+def _as_connection(local: Any, peer: Any, num_sent: Any, num_received: Any) -> ConnectionRow:
+    for endpoint in (local, peer):
+        if not isinstance(endpoint, str) or len(endpoint) > _MAX_ENDPOINT:
+            raise ValueError("expected an endpoint")
+    return local, peer, as_count(num_sent, _LARGEST_COUNT), as_count(num_received, _LARGEST_COUNT)

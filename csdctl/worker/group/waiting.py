@@ -17,16 +17,22 @@ slow node more."""
 QUIET_S = 0.05
 """`on_wait` is not called in waits shorter than this."""
 
-OnWait = Callable[[float], None]
-"""Called with the seconds waited so far, after each sleep."""
+FindMissing = Callable[[], list[int]]
+OnWait = Callable[[float, FindMissing], None]
+"""Called after each sleep with the seconds waited so far, and what finds the ranks that are waited for."""
 
 
-def ignore_wait(waited_s: float) -> None:
+def ignore_wait(waited_s: float, find_missing: FindMissing) -> None:
     """Do nothing: the default `OnWait`."""
 
 
-def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait) -> None:
-    """Return when an MPI request is complete."""
+def find_none() -> list[int]:
+    """Return nothing: it is not known who is waited for."""
+    return []
+
+
+def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait, find_missing: FindMissing = find_none) -> None:
+    """Return when a request of `World` is complete; raises what its `Test` raises."""
     started_s, pause_s = time.monotonic(), FIRST_SLEEP_S
     while not request.Test():
         waited_s = time.monotonic() - started_s
@@ -34,13 +40,4 @@ def wait_sleeping(request: Any, on_wait: OnWait = ignore_wait) -> None:
         longest_s = min(LONGEST_SLEEP_S, max(SHORT_SLEEP_S, waited_s * SLEEP_SHARE))
         pause_s = min(longest_s, pause_s * SLEEP_GROWTH)
         if waited_s > QUIET_S:
-            on_wait(waited_s)
-
-
-def allgather(world: Any, value: Any, on_wait: OnWait = ignore_wait) -> list[Any]:
-    """Return every rank's small Python value, in order of rank, on all ranks.
-
-    The barrier lets all ranks sleep until the last one arrives.
-    """
-    wait_sleeping(world.Ibarrier(), on_wait)
-    return list(world.allgather(value))
+            on_wait(waited_s, find_missing)

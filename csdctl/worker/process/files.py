@@ -1,6 +1,7 @@
-"""Crash-safe files: written to a temporary file, synced, renamed."""
+"""Crash-safe files, and files that no other user may have touched."""
 
 import os
+import stat
 from pathlib import Path
 from typing import IO
 
@@ -27,3 +28,48 @@ def sync_directory(directory: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_private(path: Path, *, is_creating: bool = False) -> int:
+    """Return a descriptor of the file at `path`, for reading and writing, which only this user can have made.
+
+    Raises OSError unless it is a regular file of this user, with one name and mode 0600, in a directory that
+    no other user may write to. What is checked is what was opened, whatever happens to the path meanwhile.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        _check_directory(directory, path.parent)
+        flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK  # a FIFO in its place must not block
+        try:
+            descriptor = os.open(path.name, flags, dir_fd=directory)
+        except FileNotFoundError:
+            if not is_creating:
+                raise
+            descriptor = os.open(path.name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=directory)
+    finally:
+        os.close(directory)
+    try:
+        _check_file(descriptor, path)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_directory(descriptor: int, path: Path) -> None:
+    status = os.fstat(descriptor)
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid} and has mode {stat.S_IMODE(status.st_mode):o}, "
+            f"expected a directory of user {os.geteuid()} that no other may write to"
+        )
+
+
+def _check_file(descriptor: int, path: Path) -> None:
+    status = os.fstat(descriptor)
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1 or not is_private:
+        raise PermissionError(
+            f"{path} is {stat.filemode(status.st_mode)} of user {status.st_uid}, {status.st_nlink} names, "
+            f"expected a regular file of user {os.geteuid()} with mode 600 and one name"
+        )

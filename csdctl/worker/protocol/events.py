@@ -105,6 +105,14 @@ class LinkLost(Event):
 
 
 @dataclass(frozen=True)
+class Misbehaved(Event):
+    """From rank 0, or from the MPI check: rank `culprit` has sent the others what no rank may send."""
+
+    culprit: int
+    message: str
+
+
+@dataclass(frozen=True)
 class Paused(Event):
     """The rank has left its group as ordered, and waits for the next one."""
 
@@ -265,6 +273,7 @@ EVENTS: dict[str, type[Event]] = {
         Ready,
         Joined,
         LinkLost,
+        Misbehaved,
         Paused,
         Pong,
         WaitingFor,

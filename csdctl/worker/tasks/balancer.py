@@ -7,6 +7,8 @@ global batch size stays constant.
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from csdctl.worker.group.tails import MAX_STEP_S
+
 
 @dataclass(frozen=True)
 class Window:
@@ -47,9 +49,14 @@ class Balancer:
         self._slowest = (0, 1.0)
 
     def observe(self, times_s: Mapping[int, float]) -> None:
-        """Add the compute seconds of one full step, by rank; the first step after a change does not count."""
+        """Add the compute seconds of one full step, by rank; the first step after a change does not count.
+
+        Nor does a step with a time that cannot be one, whichever rank sent it.
+        """
         if not self._has_skipped:
             self._has_skipped = True
+            return
+        if not all(0 <= seconds <= MAX_STEP_S for seconds in times_s.values()):  # NaN neither
             return
         for steps in self._times.values():
             steps.append(dict(times_s))

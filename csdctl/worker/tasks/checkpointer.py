@@ -1,39 +1,53 @@
 """Where rank 0 keeps a run's state and models, so that the run can resume.
 
 After every step in the step file (the machine's memory); after every epoch, and every few minutes, in a
-checkpoint (disk). Other ranks keep nothing; they can take over rank 0's state.
+checkpoint (disk). Other ranks keep nothing: they take over rank 0's state, never the other way round
+(docs/decisions/0024).
 """
 
 import os
 import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.schedule import OwnSamples
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.tasks.position import Position, pack, position_of, unpack
+from csdctl.worker.tasks.position import Position, max_state_bytes, pack, position_of, unpack
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 
 MAX_COST_SHARE = 0.01
 """The share of the training time that the step file may cost when no other rank holds the state too."""
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
+KEPT_STEP_FILE = "step.state"
+"""In the run directory: the step file of a run that has failed, which csdctl has moved out of memory."""
 
 
 class Checkpointer:
     """Saves the state and the models of one run."""
 
-    def __init__(self, spec: RunSpec, me: RankSpec, step: Step) -> None:
-        """Restore what an earlier process of this run saved: see `position`."""
+    def __init__(self, spec: RunSpec, me: RankSpec, step: Step, own: Sequence[OwnSamples]) -> None:
+        """Restore what an earlier process of this run saved: see `position`.
+
+        `own`: the samples of each rank. Raises WorkerError when a state was saved and none can be used.
+        """
         self._spec = spec
         self._me = me
         self._step = step
-        self._checkpoints = Checkpoints(Path(spec.output_directory) / "checkpoints", spec.num_checkpoints)
+        self._own = own
+        output = Path(spec.output_directory)
+        self._checkpoints = Checkpoints(output / "checkpoints", spec.num_checkpoints)
+        paths = [Path(spec.step_file), output / KEPT_STEP_FILE] if spec.step_file else []
+        self._step_files = [StepFile(path, step.state) for path in paths]
+        self._can_write = bool(self._step_files)
         self._cost_s = 0.0
         self._written_at = self._checkpointed_at = time.monotonic()
         self.position = self._restore()
         """Where the run was when its state was last saved; None for a new run."""
-        self._step_file = self._open_step_file()
 
     def after_step(self, position: Position, *, has_others: bool) -> None:
         """Save the state after a step, where that survives this process and is worth its cost."""
@@ -44,12 +58,17 @@ class Checkpointer:
             self.checkpoint(position)
 
     def write_step_file(self, position: Position) -> None:
-        """Write the state to the step file, if there is one."""
-        if self._step_file:
-            began = time.monotonic()
-            self._step_file.write(self._step.state, position)
-            self._written_at = time.monotonic()
-            self._cost_s = self._written_at - began
+        """Write the state to the step file, if there can be one."""
+        if not self._can_write:
+            return
+        began = time.monotonic()
+        try:
+            self._step_files[0].write(self._step.state, position)
+        except OSError as error:  # there are checkpoints
+            print(f"no step file: {error}", flush=True)
+            self._can_write = False
+        self._written_at = time.monotonic()
+        self._cost_s = self._written_at - began
 
     def checkpoint(self, position: Position, *, is_best: bool = False) -> None:
         """Write a checkpoint to disk, if the run keeps any."""
@@ -73,26 +92,48 @@ class Checkpointer:
 
     def save_last_good(self) -> None:
         """Save the model of the newest checkpoint, if it exists: later weights are not finite."""
-        newest = self._checkpoints.newest()
+        newest = self._newest_checkpoint([])
         if newest is not None:
-            unpack(newest, self._step.state)
+            unpack(newest, self._step.state, self._own)
             self.save_model(LAST_MODEL)
 
     def _restore(self) -> Position | None:
         """Load the later of step file and newest checkpoint into the model."""
-        saved = StepFile.read(Path(self._spec.step_file)) if self._spec.step_file else None
-        states = [state for state in (self._checkpoints.newest(), saved) if state is not None]
-        if not states:
-            return None
-        latest = max(states, key=lambda state: position_of(state).total_steps)
-        return unpack(latest, self._step.state)
+        problems: list[str] = []
+        states = [state for state in self._step_states(problems) if self._is_possible(state, problems)]
+        newest = self._newest_checkpoint(problems)
+        if newest is not None:
+            states.append(newest)
+        if states:
+            latest = max(states, key=lambda state: position_of(state, self._own).total_steps)
+            return unpack(latest, self._step.state, self._own)
+        if self._checkpoints.exist():  # to begin again would throw away what was trained
+            raise WorkerError(
+                f"no checkpoint of this run can be used: {'; '.join(problems) or 'they are damaged'}",
+                remedy="start a new run",
+            )
+        return None
 
-    def _open_step_file(self) -> StepFile | None:
-        if not self._spec.step_file:
-            return None
+    def _step_states(self, problems: list[str]) -> Iterator[Array]:
+        for file in self._step_files:
+            try:
+                state = file.read()
+            except OSError as error:
+                problems.append(str(error))
+                print(f"the step file is not used: {error}", flush=True)
+                continue
+            if state is not None:
+                yield state
+
+    def _newest_checkpoint(self, problems: list[str]) -> Array | None:
+        """Return the newest checkpoint that is intact and possible in this run."""
+        states = self._checkpoints.newest_first(max_state_bytes(self._step.state))
+        return next((state for state in states if self._is_possible(state, problems)), None)
+
+    def _is_possible(self, state: Array, problems: list[str]) -> bool:
         try:
-            return StepFile(Path(self._spec.step_file), self._step.state)
-        except OSError as error:
-            # The other ranks hold the state too, and there are checkpoints.
-            print(f"no step file: {error}", flush=True)
-            return None
+            position_of(state, self._own)
+        except WorkerError as error:
+            problems.append(error.message)
+            return False
+        return True

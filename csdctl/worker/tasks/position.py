@@ -1,23 +1,30 @@
 """The state of a training, from which a run resumes bit by bit: variables and `Position`.
 
-`pack` turns both into one array of bytes, for files (state_files.py) and for other ranks.
+`pack` turns both into one array of bytes, for files (state_files.py) and for other ranks. `unpack` checks all
+of it before it changes a variable.
 """
 
+import hashlib
+import math
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.data.schedule import Segment
+from csdctl.worker.data.schedule import OwnSamples, Segment, Share
+from csdctl.worker.group.values import as_count
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 
-_HEAD = struct.Struct("<QQ")
-"""Bytes of the position's JSON, and of all."""
+_HEAD = struct.Struct("<QQ32s")
+"""Bytes of the position's JSON, and of all; SHA-256 of the variables' shapes and types."""
 MAX_POSITION_BYTES = 1 << 20
 """Space reserved for a position: dozens of bytes for every rank and every reassigned span."""
+_LARGEST = 1 << 50
+_REMEDY = "start a new run"
 
 
 @dataclass(frozen=True)
@@ -66,13 +73,13 @@ class Position:
 
 def pack(variables: list[Any], position: Position, out: Array | None = None) -> Array:
     """Return variables and position as one array of bytes, uint8; at the start of `out` when given."""
-    arrays = [np.ascontiguousarray(np.asarray(variable.value)) for variable in variables]
+    arrays = _arrays_of(variables)
     text = to_json(position).encode()
     size = _HEAD.size + len(text) + sum(array.nbytes for array in arrays)
     packed = np.empty(size, np.uint8) if out is None else out[:size]
     if len(packed) < size:
         raise WorkerError(f"the state has {size} bytes, the buffer only {len(packed)}")
-    packed[: _HEAD.size] = np.frombuffer(_HEAD.pack(len(text), size), np.uint8)
+    packed[: _HEAD.size] = np.frombuffer(_HEAD.pack(len(text), size, _hash_form(arrays)), np.uint8)
     place = _HEAD.size + len(text)
     packed[_HEAD.size : place] = np.frombuffer(text, np.uint8)
     for array in arrays:
@@ -81,28 +88,107 @@ def pack(variables: list[Any], position: Position, out: Array | None = None) -> 
     return packed
 
 
-def unpack(packed: Array, variables: list[Any]) -> Position:
-    """Set `variables` from what `pack` returned; raises WorkerError when it does not match them."""
-    length, total = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+def max_state_bytes(variables: list[Any]) -> int:
+    """Return the largest size of what `pack` returns for these variables."""
+    return _HEAD.size + MAX_POSITION_BYTES + sum(array.nbytes for array in _arrays_of(variables))
+
+
+def hash_state(variables: list[Any], position: Position) -> str:
+    """Return the SHA-256, in hex, of variables and position."""
+    digest = hashlib.sha256(to_json(position).encode())
+    for array in _arrays_of(variables):
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def unpack(packed: Array, variables: list[Any], own: Sequence[OwnSamples]) -> Position:
+    """Set `variables` from what `pack` returned; raises WorkerError, and sets none, unless all of it fits.
+
+    `own`: the samples of each rank of the run.
+    """
+    position = position_of(packed, own)
+    length, total, form = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    arrays = _arrays_of(variables)
     place = _HEAD.size + length
-    arrays = [np.asarray(variable.value) for variable in variables]
     expected = place + sum(array.nbytes for array in arrays)
-    if not total == expected == len(packed):
+    if not total == expected == len(packed) or form != _hash_form(arrays):
         raise WorkerError(
-            f"the saved state has {len(packed)} bytes, expected {expected} for this model",
+            f"the saved state has {len(packed)} bytes, expected {expected} for this model, "
+            "with the shapes and types of its variables",
             remedy="the model or the optimizer has changed since; start a new run",
         )
     for variable, array in zip(variables, arrays, strict=True):
         chunk = packed[place : place + array.nbytes].copy().view(array.dtype).reshape(array.shape)
         variable.assign(chunk)
         place += array.nbytes
-    return position_of(packed)
+    return position
 
 
-def position_of(packed: Array) -> Position:
-    """Return the position alone; raises WorkerError when it cannot be read."""
-    length, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+def position_of(packed: Array, own: Sequence[OwnSamples]) -> Position:
+    """Return the position alone; raises WorkerError when it is damaged, or not possible in this run."""
+    if len(packed) < _HEAD.size:
+        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
+    length, _, _ = _HEAD.unpack(packed[: _HEAD.size].tobytes())
+    if length > min(MAX_POSITION_BYTES, len(packed) - _HEAD.size):
+        raise WorkerError("the saved state is cut short", remedy=_REMEDY)
     try:
-        return from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
-    except ProtocolError as error:
-        raise WorkerError(f"the saved state cannot be read: {error}", remedy="start a new run") from None
+        position = from_json(Position, packed[_HEAD.size : _HEAD.size + length].tobytes().decode())
+        _check(position, own)
+    except RecursionError:
+        raise WorkerError("the saved state cannot be read: nested too deeply", remedy=_REMEDY) from None
+    except (ProtocolError, ValueError, TypeError, AttributeError) as error:
+        raise WorkerError(f"the saved state cannot be read: {error}", remedy=_REMEDY) from None
+    return position
+
+
+def _arrays_of(variables: list[Any]) -> list[Array]:
+    return [np.asarray(variable.value, order="C") for variable in variables]
+
+
+def _hash_form(arrays: list[Array]) -> bytes:
+    return hashlib.sha256(repr([(array.dtype.str, array.shape) for array in arrays]).encode()).digest()
+
+
+def _check(position: Position, own: Sequence[OwnSamples]) -> None:
+    """Raise ValueError or TypeError unless `position` is possible in a run with these samples."""
+    totals = position.totals
+    for count in (position.epoch - 1, position.step, position.total_steps - position.step):
+        as_count(count, _LARGEST)
+    for count in (totals.steps, totals.samples, *position.batch_sizes.values()):
+        as_count(count, _LARGEST)
+    if set(position.batch_sizes) != {str(rank) for rank in range(len(own))}:
+        raise ValueError("batch sizes of other ranks")
+    if position.segment:
+        as_count(position.step - position.segment.start_step, _LARGEST)
+        for share in position.segment.shares:
+            _check_share(share, own)
+    _check_numbers(totals.loss, totals.weight, *totals.metrics)
+    check_callbacks(position.callbacks)
+
+
+def check_callbacks(state: CallbackState) -> None:
+    """Raise ValueError or TypeError for a state that no epoch can lead to."""
+    for count in (state.best_epoch, state.epochs_without_gain, state.epochs_on_plateau):
+        as_count(count, _LARGEST)
+    if not isinstance(state.is_stopping, bool):
+        raise TypeError("expected true or false")
+    _check_numbers(
+        state.rate_factor, *(best for best in (state.best, state.plateau_best) if best is not None)
+    )
+
+
+def _check_numbers(*numbers: object) -> None:
+    for number in numbers:
+        if not isinstance(number, int | float) or not math.isfinite(number):
+            raise ValueError(f"{number!r} is not a number")
+
+
+def _check_share(share: Share, own: Sequence[OwnSamples]) -> None:
+    samples = own[as_count(share.rank, len(own) - 1)]
+    as_count(share.batch_size, _LARGEST)
+    spans = [(span.rank, span.start, span.stop) for span in share.reassigned]
+    spans += [(share.rank, share.public_start, share.public_stop)]
+    for rank, start, stop in spans:
+        num_public = own[as_count(rank, len(own) - 1)].num_public
+        as_count(start, as_count(stop, num_public))
+    as_count(share.private_start, as_count(share.private_stop, samples.num_private))

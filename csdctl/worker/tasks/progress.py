@@ -11,11 +11,13 @@ from csdctl.worker.tasks.totals import add_sums
 
 
 class RunProgress:
-    """The position of a run. Ranks change it in step, or take it over from the rank that is farthest."""
+    """The position of a run. Ranks change it in step, or take it over from rank 0."""
 
     def __init__(self, spec: RunSpec) -> None:
         """Start at the first step of the first epoch."""
-        self._own = [OwnSamples(rank.num_private, rank.num_public) for rank in spec.ranks]
+        self.own = [OwnSamples(rank.num_private, rank.num_public) for rank in spec.ranks]
+        """The samples of each rank of the run."""
+        self._weights = [rank.weight for rank in spec.ranks]
         sizes = {str(rank.rank): rank.batch_size for rank in spec.ranks}
         self.position = Position(1, 0, 0, None, sizes)
 
@@ -27,9 +29,19 @@ class RunProgress:
         return segment
 
     @property
+    def step_samples(self) -> list[int]:
+        """Samples of each rank of the group in the next step."""
+        return self.segment.samples_by_rank(self.position.step)
+
+    @property
     def global_samples(self) -> int:
         """Samples of all ranks in the next step."""
-        return self.segment.num_samples(self.position.step)
+        return sum(self.step_samples)
+
+    def weigh(self, samples: Sequence[int]) -> list[float]:
+        """Return the sum of the weights of each rank's samples, given their numbers."""
+        shares = self.segment.shares
+        return [count * self._weights[share.rank] for count, share in zip(samples, shares, strict=True)]
 
     @property
     def step_in_segment(self) -> int:
@@ -49,7 +61,7 @@ class RunProgress:
 
     def num_lost(self, ranks: Sequence[int]) -> int:
         """Return the number of private samples of ranks outside the group `ranks`."""
-        return sum(own.num_private for rank, own in enumerate(self._own) if rank not in ranks)
+        return sum(own.num_private for rank, own in enumerate(self.own) if rank not in ranks)
 
     def regroup(self, ranks: Sequence[int]) -> None:
         """Divide the rest of the epoch among the ranks of the group."""
@@ -57,7 +69,7 @@ class RunProgress:
         sizes = {rank: position.batch_sizes[str(rank)] for rank in ranks}
         segment = position.segment
         if segment is None:
-            segment = begin_epoch(self._own, sizes)
+            segment = begin_epoch(self.own, sizes)
         elif {share.rank for share in segment.shares} != set(ranks):
             segment = change_segment(segment, position.step, sizes)
         self.position = dataclasses.replace(position, segment=segment)

@@ -13,6 +13,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    Misbehaved,
     Paused,
     Pong,
     Progress,
@@ -71,6 +72,10 @@ class Reporter:
     def link_lost(self, generation: int, position: Position) -> None:
         """Report that this rank is cut off from its group."""
         emit(LinkLost(self._rank, self._node, generation, position.epoch, position.step))
+
+    def misbehaved(self, culprit: int, message: str) -> None:
+        """Report that rank `culprit` of the run has sent what no rank may send."""
+        emit(Misbehaved(self._rank, self._node, culprit, message))
 
     def paused(self, generation: int) -> None:
         """Report that the group was left as ordered."""

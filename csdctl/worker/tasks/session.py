@@ -1,8 +1,9 @@
 """A rank's part in a run: it joins one group after another, and survives the loss of each.
 
 Owns the connection to the other ranks (listener, shared memory, communicator) and synchronizes the position
-of the run: when a group forms, every rank takes over the state of the most advanced rank. The task defines
-what the ranks then do.
+of the run: when a group forms, every rank whose state is another than that of rank 0 takes over that of
+rank 0. Rank 0 is on the host; what a node says about its own state is not believed (docs/decisions/0024). The
+task defines what the ranks then do.
 """
 
 import contextlib
@@ -12,17 +13,18 @@ import time
 import numpy as np
 
 from csdctl.worker.compute.step import Step
-from csdctl.worker.group.channel import LinkLostError
+from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import Communicator, SoloCommunicator
 from csdctl.worker.group.link_communicator import LinkCommunicator
 from csdctl.worker.group.listener import Listener
 from csdctl.worker.group.shared_vectors import SharedVectors
+from csdctl.worker.group.values import as_hash
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import STATE
 from csdctl.worker.protocol.orders import FormGroup
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.orders import Orders
-from csdctl.worker.tasks.position import pack, unpack
+from csdctl.worker.tasks.position import hash_state, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.registry import make_task
 from csdctl.worker.tasks.reporter import Reporter
@@ -90,7 +92,9 @@ class RankSession:
             outcome = self._task.run(group)
             self._reporter.traffic(communicator, group.generation, group.ranks)
             communicator.close()
-        except LinkLostError:
+        except LinkLostError as error:
+            if isinstance(error, PeerFaultError) and self._me.rank == 0:
+                self._reporter.misbehaved(order.ranks[error.rank], error.message)
             if communicator:
                 communicator.disconnect()
             self._reporter.link_lost(order.generation, self._progress.position)
@@ -107,6 +111,8 @@ class RankSession:
         if found is None:
             return None
         channel, greeting = found
+        if (greeting.size, greeting.rank) != (len(order.ranks), order.ranks.index(self._me.rank)):
+            raise LinkLostError
         nodes = [self._spec.ranks[rank].node for rank in order.ranks]
 
         def on_waiting(missing: list[int]) -> None:
@@ -119,20 +125,22 @@ class RankSession:
         return communicator
 
     def _synchronize(self, group: Group) -> None:
-        """Take over the state of the most advanced rank, and divide the rest of the epoch."""
+        """Take over the state of rank 0, and divide the rest of the epoch.
+
+        A rank with the same state shows it by a hash, and gets nothing sent. One that is ahead goes back:
+        rank 0 has been restarted, from its step file, and at most one step is done again.
+        """
         communicator, progress = group.communicator, self._progress
-        keys = communicator.allgather([progress.position.total_steps, progress.position.epoch])
-        farthest = max(keys)
-        source = keys.index(farthest)
-        behind = [rank for rank, key in enumerate(keys) if key != farthest]
         variables = list(self._task.variables)
-        if communicator.rank == source and behind:
+        hashes = communicator.allgather(hash_state(variables, progress.position), as_hash)
+        others = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        if communicator.rank == 0 and others:
             packed = pack(variables, progress.position)
-            for rank in behind:
+            for rank in others:
                 communicator.send(rank, packed, STATE)
-        elif communicator.rank in behind:
-            packed = np.frombuffer(communicator.receive(source), np.uint8)
-            progress.position = unpack(packed, variables)
+        elif communicator.rank in others:
+            received = communicator.receive(0, max_state_bytes(variables))
+            progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
         progress.regroup(group.ranks)
         self._reporter.joined(
             group.generation,

@@ -1,16 +1,19 @@
 """Where a training's state survives: the step file (the machine's memory) and checkpoints (disk).
 
 The step file is written after every step and survives the process. A checkpoint is synced and survives the
-machine.
+machine. Neither is trusted when it is read: owner, size and format come first, then position.py checks what
+is in it.
 """
 
 import contextlib
+import io
 import json
 import mmap
 import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,68 +21,84 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.files import sync_directory
-from csdctl.worker.tasks.position import MAX_POSITION_BYTES, Position, pack
+from csdctl.worker.process.files import open_private, sync_directory
+from csdctl.worker.tasks.position import Position, max_state_bytes, pack
+
+_START = struct.Struct("<8sH")
+"""Of an .npy file: magic and version, and the length of the header that follows."""
+_ARCHIVE_BYTES = 1 << 16
+"""What an .npz archive with one array may have beyond the array."""
+_DAMAGED = (
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, NotImplementedError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
+"""What reading a damaged archive raises."""
 
 
 class StepFile:
     """The state after the latest step, in two halves that are written alternately.
 
     A process that dies while writing leaves the other half intact. The file is memory-mapped: the kernel
-    keeps what was written when the process dies.
+    keeps what was written when the process dies. It exists from the first step on.
     """
 
     _MARK = struct.Struct("<qqI")
     """Before each half: its step when it is complete, the bytes used, and the CRC-32 of their first 4 KiB."""
 
     def __init__(self, path: Path, variables: list[Any]) -> None:
-        """Open `path` for states of `variables`; raises OSError when the disk is full."""
-        state_bytes = sum(np.asarray(variable.value).nbytes for variable in variables)
-        whole_pages = -(-(state_bytes + MAX_POSITION_BYTES) // mmap.PAGESIZE)
+        """`path`: of states of `variables`."""
+        self._path = path
+        whole_pages = -(-(self._MARK.size + max_state_bytes(variables)) // mmap.PAGESIZE)
         self._half_bytes = whole_pages * mmap.PAGESIZE
+        self._bytes: Array | None = None
+        self._next = 0
+
+    def write(self, variables: list[Any], position: Position) -> None:
+        """Write `variables`, the state at `position`; raises OSError when there can be no such file."""
+        if self._bytes is None:
+            self._bytes = self._open()
+        start = self._next * self._half_bytes
+        self._mark(self._bytes, start, -1, 0, 0)
+        body = start + self._MARK.size
+        packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
+        self._mark(self._bytes, start, position.total_steps, len(packed), zlib.crc32(packed[:4096].tobytes()))
+        self._next = 1 - self._next
+
+    def read(self) -> Array | None:
+        """Return the latest complete state, or None; raises OSError unless the file is this user's own."""
+        try:
+            descriptor = open_private(self._path)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(descriptor, "rb") as file:
+            if os.fstat(descriptor).st_size != 2 * self._half_bytes:
+                return None
+            content = np.fromfile(file, np.uint8, 2 * self._half_bytes)
+        found: tuple[int, Array] | None = None
+        for half, start in enumerate((0, self._half_bytes)):
+            body = start + self._MARK.size
+            step, used, check = self._MARK.unpack(content[start:body].tobytes())
+            packed = content[body : start + self._half_bytes][: max(0, used)]
+            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
+            if is_whole and (found is None or step > found[0]):
+                found = (step, packed)
+                self._next = 1 - half
+        return found[1] if found else None
+
+    def _open(self) -> Array:
         size = 2 * self._half_bytes
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = open_private(self._path, is_creating=True)
         try:
             if os.fstat(descriptor).st_size != size:
                 os.ftruncate(descriptor, 0)
                 os.posix_fallocate(descriptor, 0, size)
-            self._map = mmap.mmap(descriptor, size)
+            return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
         finally:
             os.close(descriptor)
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._next = 0
 
-    def write(self, variables: list[Any], position: Position) -> None:
-        """Write `variables`, the state at `position`."""
-        start = self._next * self._half_bytes
-        self._mark(start, -1, 0, 0)
-        body = start + self._MARK.size
-        packed = pack(variables, position, self._bytes[body : start + self._half_bytes])
-        self._mark(start, position.total_steps, len(packed), zlib.crc32(packed[:4096].tobytes()))
-        self._next = 1 - self._next
-
-    def _mark(self, start: int, *values: int) -> None:
+    def _mark(self, into: Array, start: int, *values: int) -> None:
         mark = self._MARK.pack(*values)
-        self._bytes[start : start + len(mark)] = np.frombuffer(mark, np.uint8)
-
-    @classmethod
-    def read(cls, path: Path) -> Array | None:
-        """Return the latest complete state in the file at `path`, or None."""
-        try:
-            content = np.fromfile(path, np.uint8)
-        except OSError:
-            return None
-        found: tuple[int, Array] | None = None
-        for start in (0, len(content) // 2):
-            head = content[start : start + cls._MARK.size]
-            if len(head) < cls._MARK.size:
-                continue
-            step, used, check = cls._MARK.unpack(head.tobytes())
-            packed = content[start + cls._MARK.size : start + cls._MARK.size + used]
-            is_whole = step >= 0 and used == len(packed) > 0 and zlib.crc32(packed[:4096].tobytes()) == check
-            if is_whole and (found is None or step > found[0]):
-                found = (step, packed)
-        return found[1] if found else None
+        into[start : start + len(mark)] = np.frombuffer(mark, np.uint8)
 
 
 @dataclass
@@ -105,15 +124,18 @@ class Checkpoints:
         self._remove_old()
         return path
 
-    def newest(self) -> Array | None:
-        """Return the newest intact state; a damaged checkpoint is skipped for the one before it."""
+    def exist(self) -> bool:
+        """Return whether any was saved, intact or not."""
+        return any(self.directory.glob("step-*.npz"))
+
+    def newest_first(self, max_bytes: int) -> Iterator[Array]:
+        """Yield the intact states of at most `max_bytes`; the others are skipped."""
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True):
-            with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-                with np.load(path, allow_pickle=False) as archive:
-                    # Reading to the end checks the archive's CRC-32.
-                    state: Array = archive["state"]
-                return state
-        return None
+            try:
+                state = _read_checkpoint(path, max_bytes)
+            except _DAMAGED:
+                continue
+            yield state
 
     def _best(self) -> str:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -125,3 +147,29 @@ class Checkpoints:
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True)[self.num_kept :]:
             if path.name != best:
                 path.unlink(missing_ok=True)
+
+
+def _read_checkpoint(path: Path, max_bytes: int) -> Array:
+    """Return the state, shape (n,), uint8; memory is allocated for what is there, not for what a header says.
+
+    Raises one of _DAMAGED.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_size > max_bytes + _ARCHIVE_BYTES:
+            raise ValueError("too large for this model")
+        with zipfile.ZipFile(file) as archive:
+            member = archive.getinfo("state.npy")
+            if member.file_size > max_bytes + _ARCHIVE_BYTES:
+                raise ValueError("too large for this model")
+            content = archive.read(member)  # reading to the end checks the archive's CRC-32
+    start = _START.size + _START.unpack_from(content)[1]
+    state = np.frombuffer(content, np.uint8, offset=start)
+    # numpy would parse the header as Python. There is only one that can be right.
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|u1", "fortran_order": False, "shape": state.shape}
+    )
+    if content[:start] != header.getvalue():
+        raise ValueError("not one array of bytes")
+    return state

@@ -62,7 +62,7 @@ class Task(Protocol):
     def __init__(self, context: TaskContext) -> None: ...
 
     is_resumable: bool
-    """Whether a new group takes over the state of its most advanced rank and continues from there."""
+    """Whether a new group takes over the state of rank 0 and continues from there."""
 
     @property
     def num_elements(self) -> int:
@@ -70,7 +70,7 @@ class Task(Protocol):
 
     @property
     def variables(self) -> Sequence[Any]:
-        """The variables that a rank takes over, in addition to the progress, when it is behind."""
+        """The variables that a rank takes over from rank 0, in addition to the progress, when they differ."""
 
     def load(self) -> None:
         """Load what the task needs and reach full speed; raises WorkerError."""

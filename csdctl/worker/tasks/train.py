@@ -19,13 +19,16 @@ from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.data.schedule import Share
+from csdctl.worker.group.channel import LinkLostError, PeerFaultError
 from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.values import as_hash, as_none, is_minority
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED
-from csdctl.worker.protocol.json_codec import from_dict
 from csdctl.worker.tasks.balancer import Balancer
 from csdctl.worker.tasks.callbacks import after_epoch
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
+from csdctl.worker.tasks.decision import Decision, as_decision
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.position import CallbackState
 from csdctl.worker.tasks.task import FINISHED, PAUSED, Group, TaskOutcome
@@ -55,7 +58,8 @@ class Train(ModelTask):
 
     def restore(self) -> None:
         """Load the state that rank 0 saved, if any."""
-        self._checkpointer = Checkpointer(self.spec, self.me, self.step) if self.is_root else None
+        own = self.progress.own
+        self._checkpointer = Checkpointer(self.spec, self.me, self.step, own) if self.is_root else None
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
 
@@ -88,17 +92,22 @@ class Train(ModelTask):
         return self._checkpointer.save_model(LAST_MODEL) if self._checkpointer else None
 
     def compare_weights(self, communicator: Communicator) -> str:
-        """Return the hash of the weights; raises WorkerError unless finite and equal on all ranks."""
+        """Return the hash of the weights; raises WorkerError unless they are finite.
+
+        A few ranks whose weights differ from rank 0's are at fault (PeerFaultError); of many, rank 0 may be.
+        """
         epoch = self.progress.position.epoch
         if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
         weights_hash = hash_weights(self.step.model)
-        hashes = communicator.allgather(weights_hash)
-        if len(set(hashes)) > 1:
-            nodes = [self.spec.ranks[share.rank].node for share in self.progress.segment.shares]
-            different = [node for node, found in zip(nodes, hashes, strict=True) if found != hashes[0]]
+        hashes = communicator.allgather(weights_hash, as_hash)
+        different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
+        if is_minority(different, communicator.size):
+            raise PeerFaultError(different[0], f"has other weights than rank 0 after epoch {epoch}")
+        if different:
+            nodes = [self.spec.ranks[self.progress.segment.shares[rank].rank].node for rank in different]
             raise WorkerError(
-                f"after epoch {epoch} the weights of {', '.join(different)} differ from rank 0's",
+                f"after epoch {epoch} the weights of {', '.join(nodes)} differ from rank 0's",
                 remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
             )
         return weights_hash
@@ -123,7 +132,8 @@ class Train(ModelTask):
 
     def _run_step(self, communicator: Communicator) -> StepResult:
         began = time.perf_counter()
-        global_samples = self.progress.global_samples
+        step_samples = self.progress.step_samples
+        global_samples = sum(step_samples)
         share = self.progress.share_of(self.me.rank)
         reassigned = self._exchange_reassigned(communicator, share)
         received = time.perf_counter()
@@ -132,7 +142,7 @@ class Train(ModelTask):
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.size == 1:
             sums = self.step.alone(images, labels, private_copies=copies)
-            self._check_finite(sums, sums.loss)
+            self._check_finite(sums, sums.loss, communicator)
             self._end_step(sums, global_samples)
             compute_s = time.perf_counter() - received
             return StepResult(
@@ -141,14 +151,17 @@ class Train(ModelTask):
         vector, layout = communicator.local, self.layout
         self.step.local(images, labels, vector[layout.step], private_copies=copies)
         computed = time.perf_counter()
+        is_stopping = self.is_root and self.orders.is_stopping
         vector[layout.stop :] = 0
-        vector[layout.stop] = self.is_root and self.orders.is_stopping
+        vector[layout.stop] = is_stopping
         vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received
-        total = communicator.sum(vector)
+        expected = self._expect(step_samples)
+        total = communicator.sum(vector, expected if self.is_root else None)
         summed = time.perf_counter()
         step_total = total[layout.step]
         sums = self.step.read_sums(step_total)
-        self._check_finite(sums, float(np.add.reduce(step_total)))
+        self._check_finite(sums, float(np.add.reduce(step_total)), communicator)
+        self._check_sum(total, expected, is_stopping=is_stopping)
         self.step.apply(step_total)
         is_stopping, times_s = bool(total[layout.stop] > 0), total[layout.compute_s].astype(float)
         self._end_step(sums, global_samples)
@@ -158,15 +171,26 @@ class Train(ModelTask):
         wait_s = summed - computed + received - began
         return StepResult(len(images), global_samples, compute_s, wait_s, sums, is_stopping=is_stopping)
 
+    def _expect(self, step_samples: list[int]) -> ExpectedTails:
+        """Return what the ranks' vectors must end with."""
+        ranks = [share.rank for share in self.progress.segment.shares]
+        return ExpectedTails(self.layout.count, ranks, self.progress.weigh(step_samples))
+
     def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         if not self.is_root:
-            return communicator.receive(0) if share.reassigned else None
+            return communicator.receive(0, self._reassigned_bytes(share)) if share.reassigned else None
         progress = self.progress
         for index, other in enumerate(progress.segment.shares[1:], start=1):
             if other.reassigned and (spans := other.batch(progress.step_in_segment).reassigned):
                 communicator.send(index, self.reader.pack_reassigned(spans), SAMPLES)
         return None
+
+    def _reassigned_bytes(self, share: Share) -> int:
+        """Return the size of the samples that rank 0 sends for this step."""
+        samples, labels = self.reader.empty_batch()
+        sizes = [array.dtype.itemsize * int(np.prod(array.shape[1:])) for array in (samples, labels)]
+        return int(share.num_reassigned * sum(sizes))
 
     def _learning_rate(self) -> float:
         progress = self.progress
@@ -195,15 +219,35 @@ class Train(ModelTask):
         self._balancer.forget()
         progress.change_batch_sizes(proposal)
 
-    def _check_finite(self, sums: Sums, total: float) -> None:
-        """Raise WorkerError before a non-finite gradient is applied; all ranks see the same sum."""
+    def _check_finite(self, sums: Sums, total: float, communicator: Communicator) -> None:
+        """Raise an error before a non-finite gradient is applied; all ranks see the same sum.
+
+        When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise the training
+        diverges (WorkerError). Rank 0 decides; the others wait until it leaves the group.
+        """
         if math.isfinite(sums.loss) and math.isfinite(total):
             return
+        if not self.is_root:
+            communicator.allgather(None, as_none)
+            raise LinkLostError
+        wrong = communicator.find_not_finite()
+        if is_minority(wrong, communicator.size) and np.isfinite(communicator.local).all():
+            raise PeerFaultError(wrong[0], "sent a gradient that is not finite")
         position = self.progress.position
         if self._checkpointer:
             self._checkpointer.save_last_good()
         cause = f"the loss became {sums.loss}" if not math.isfinite(sums.loss) else "the gradient overflowed"
         raise WorkerError(f"{cause} in epoch {position.epoch}, step {position.step + 1}", remedy=DIVERGED)
+
+    def _check_sum(self, total: Array, expected: ExpectedTails, *, is_stopping: bool) -> None:
+        """Raise WorkerError for a sum that cannot be; a star finds the rank at fault before that."""
+        is_own_stop = not self.is_root or total[self.layout.stop] == is_stopping
+        if not is_own_stop or not expected.is_count_of(total):
+            raise WorkerError(
+                f"the sum over the ranks is of {total[self.layout.count]:g} samples, "
+                f"expected {sum(expected.counts):g}, or a node asked all ranks to stop",
+                remedy="train with `--collective star`, which finds the node and continues without it",
+            )
 
     def _end_early(self, group: Group, reason: str) -> TaskOutcome:
         """End the run within an epoch."""
@@ -219,15 +263,19 @@ class Train(ModelTask):
         communicator = group.communicator
         self._weights_hash = self.compare_weights(communicator)
         results: dict[str, Any] = {}
-        decision: tuple[Any, bool, bool] | None = None
+        decision: Decision | None = None
         if self.is_root:
             if self._validation is not None:
                 results = evaluate(self.step, self._validation, self.me, self.spec.progress_interval_s)
             callbacks, is_best = self._decide(results)
-            decision = (dataclasses.asdict(callbacks), is_best, self.orders.is_pausing)
+            decision = Decision(callbacks, is_best, self.orders.is_pausing)
         self._report_epoch_end(results, group)
-        callbacks_dict, is_best, is_pausing = communicator.allgather(decision)[0]
-        self.progress.end_epoch(from_dict(CallbackState, callbacks_dict))
+        # Only what rank 0 decides counts.
+        found = communicator.allgather(dataclasses.asdict(decision) if decision else None, as_decision)[0]
+        if found is None:
+            raise PeerFaultError(0, "sent no decision")
+        is_best, is_pausing = found.is_best, found.is_pausing
+        self.progress.end_epoch(found.callbacks)
         if self._checkpointer:
             self._checkpointer.checkpoint(self.progress.position, is_best=is_best)
             self._checkpointer.write_step_file(self.progress.position)
@@ -235,8 +283,8 @@ class Train(ModelTask):
                 self._checkpointer.save_model(BEST_MODEL)
         self.reporter.traffic(communicator, group.generation, group.ranks)
         # All ranks wait for rank 0 here, so that this does not count as waiting in the next epoch.
-        communicator.allgather(None)
-        return bool(is_pausing)
+        communicator.allgather(None, as_none)
+        return is_pausing
 
     def _decide(self, results: dict[str, Any]) -> tuple[CallbackState, bool]:
         """Return the new state of the callbacks, and whether this epoch's model is the best so far."""

@@ -1,5 +1,7 @@
 """A trial: the steps of a training with random samples, for measuring; it produces no model."""
 
+from typing import Any
+
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -15,6 +17,11 @@ class Trial(Train):
         """Return a reader of random samples."""
         element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
         return SyntheticReader(element_spec, self.me.rank)
+
+    @property
+    def variables(self) -> list[Any]:
+        """None: the weights of a trial teach nothing, and differ between probe sessions."""
+        return []
 
     def compare_weights(self, communicator: Communicator) -> str:
         """Compare nothing: ranks that are probe sessions have different moving statistics."""

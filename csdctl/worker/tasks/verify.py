@@ -13,6 +13,8 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_samples
+from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.values import as_hash
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import VERIFIED, Verified
@@ -35,13 +37,16 @@ class Verify(ModelTask):
         step.set_step(0, self.spec.recipe.learning_rate)
         padded = np.zeros_like(communicator.local)
         padded[self.layout.step] = np.array(step.local(*self._draw_samples(self.me.rank, sizes)))
-        total = np.array(communicator.sum(padded)[self.layout.step])
+        expected = ExpectedTails(self.layout.count, list(group.ranks), [float(size) for size in sizes])
+        total = np.array(communicator.sum(padded, expected if self.is_root else None)[self.layout.step])
         by_parts, as_one_batch = self._compare(total, sizes) if self.is_root else (None, None)
         step.apply(total)
         self._weights_hash = hash_weights(step.model)
-        if len(set(communicator.allgather(self._weights_hash))) > 1:
+        hashes = communicator.allgather(self._weights_hash, as_hash)
+        if different := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
+            nodes = ", ".join(self.spec.ranks[group.ranks[rank]].node for rank in different)
             raise WorkerError(
-                "the ranks hold different weights after one step",
+                f"after one step the weights of {nodes} differ from rank 0's",
                 remedy="check for failing memory or different TensorFlow versions: `csdctl discover`",
             )
         if self.is_root:

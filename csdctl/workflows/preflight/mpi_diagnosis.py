@@ -6,9 +6,10 @@ from pathlib import Path
 from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.mpi_job import JobOutcome
-from csdctl.worker.protocol.events import Event, MpiChecked, Started
+from csdctl.worker.protocol.events import Event, Misbehaved, MpiChecked, Started
 
 TRY_PRTED = "run `prted --version` on the node, and check firewalls between node and host"
+CHECK_CULPRIT = "look for failing memory, another version of csdctl, or an intruder there"
 CHECK_NETWORK = "check firewalls and `network:` in the fleet file"
 
 
@@ -40,6 +41,9 @@ def _find_failure(
     machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float
 ) -> tuple[str, str]:
     """Return what went wrong, and the remedy."""
+    for event in events:
+        if isinstance(event, Misbehaved) and event.rank == 0 and 0 < event.culprit < len(machines):
+            return f"{machines[event.culprit]}: {event.message}", CHECK_CULPRIT
     if outcome.failed:
         first = next(iter(outcome.failed.values()))
         return f"{first.node}: {first.message}", first.remedy

@@ -87,6 +87,7 @@ def resume(
         recipe=job.recipe,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
+        step_file=str(space.project.step_file(run)),
         is_balanced=options.is_balanced,
         max_steps=options.max_steps,
     )

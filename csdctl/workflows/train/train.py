@@ -13,6 +13,7 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import EventLog, RunDirectory
+from csdctl.runs.step_file import keep_step_file
 from csdctl.shipping.deliver import Delivery
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event
@@ -86,15 +87,26 @@ def run_to_end(
         log.append(time.time(), event)
         observer.on_event(event)
 
-    is_stopped = False
+    is_stopped, is_done = False, False
     try:
         is_stopped = run_ranks(inputs, space, options, observer.on_delivery, record)
+        is_done = not is_stopped
     except KeyboardInterrupt:
         is_stopped = True  # the ranks were ended at once; the state of the last completed step is kept
     finally:
         log.close()
+        settle_step_file(inputs, is_done=is_done)
     summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
     if is_stopped:
         raise RunStopped(run.run_id, summary)
-    Path(inputs.spec.step_file).unlink(missing_ok=True)
     return summary
+
+
+def settle_step_file(inputs: RunInputs, *, is_done: bool) -> None:
+    """Remove the step file from memory; keep it on disk for `train --resume`, unless the run is done."""
+    step_file, kept = Path(inputs.spec.step_file), inputs.directory.kept_step_file
+    if not is_done:
+        keep_step_file(step_file, kept)
+        return
+    for path in (step_file, kept):
+        path.unlink(missing_ok=True)

@@ -11,11 +11,13 @@ def group() -> GroupState:
     return GroupState(generation=2, ranks=(0, 1, 2), last_progress=100.0)
 
 
-def test_progress_of_any_rank_counts_and_waiting_does_not(group: GroupState) -> None:
+def test_progress_of_rank_0_counts_and_that_of_nodes_does_not(group: GroupState) -> None:
+    group.awaited = {1}
     group.record_arrival(WaitingFor(0, "host", ("csd0",)), now=110.0)
-    assert group.last_progress == 100.0
     group.record_arrival(Progress(1, "csd0", 1, 1, 1, 8, 0.1, 0.1, 0.2), now=111.0)
-    assert group.last_progress == 111.0
+    assert (group.last_progress, group.awaited) == (100.0, {1})
+    group.record_arrival(Progress(0, "host", 1, 1, 1, 8, 0.1, 0.1, 0.2), now=112.0)
+    assert (group.last_progress, group.awaited) == (112.0, set())
 
 
 def test_only_an_answer_after_the_ping_drops_the_ping(group: GroupState) -> None:

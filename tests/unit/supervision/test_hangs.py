@@ -71,6 +71,24 @@ def test_run_without_steps_fails_at_the_silence_deadline(fleet: Fleet) -> None:
     assert "logs:" in error.remedy
 
 
+def test_rank_that_answers_but_sends_the_others_nothing_is_left_out_at_the_deadline(fleet: Fleet) -> None:
+    def send_nothing(fleet: Fleet) -> None:
+        fleet.rank(0).wait_for("csd1")
+        fleet.rank(2).step()  # says that it makes progress; rank 0 has seen nothing of it
+
+    fleet.set_patience(silence_s=0.3)
+    fleet.scripts = {1: send_nothing, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 1)]
+    assert "has sent the other ranks nothing" in fleet.lost_messages()[0]
+
+
+def test_run_in_which_rank_0_waits_for_all_others_fails_at_the_deadline(fleet: Fleet) -> None:
+    fleet.set_patience(silence_s=0.3)
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).wait_for("csd0", "csd1")
+    assert "no rank has completed a step" in fleet.run_to_error(DeadlineError).message
+
+
 def test_silence_deadline_restarts_with_every_group(fleet: Fleet) -> None:
     def hang(fleet: Fleet) -> None:
         fleet.rank(1).is_hung = fleet.rank(2).is_hung = True

@@ -18,7 +18,7 @@ from csdctl.worker.group.mpi import init_mpi
 from csdctl.worker.protocol.recipe import Recipe
 
 ways: list[list[int]] = json.loads(sys.argv[1])
-_, world = init_mpi()
+world = init_mpi()
 tf, keras = load_backend()
 RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
 

@@ -3,114 +3,15 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.worker.group.channel import Channel, LinkLostError, socket_name
 from csdctl.worker.group.listener import Listener
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
-
-SIZE = 3
-NUM_ELEMENTS = (1 << 18) + 5
-RANK = """
-import json, sys
-import numpy as np
-from csdctl.worker.group.channel import LinkLostError
-from csdctl.worker.group.link_communicator import LinkCommunicator
-from csdctl.worker.group.listener import Listener
-from csdctl.worker.group.shared_vectors import SharedVectors
-run, rank = sys.argv[1], int(sys.argv[2])
-listener = Listener(run, rank)
-memory = SharedVectors(int(sys.argv[3]))
-print("listening", flush=True)
-channel, greeting = listener.accept_link(1, lambda: False)
-def on_waiting(missing):
-    print(json.dumps({"missing": missing}), flush=True)
-ranks = LinkCommunicator(channel, greeting, memory, on_waiting)
-for request in sys.stdin:
-    words = request.split()
-    try:
-        if words[0] == "choose":
-            ranks.choose_collective(words[1] if len(words) > 1 else "")
-            print(json.dumps(ranks.collective), flush=True)
-        elif words[0] == "sum":
-            memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
-            total = ranks.sum(memory.local)
-            bits = int(total.view(np.uint32).sum())
-            print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
-        elif words[0] == "allgather":
-            print(json.dumps(ranks.allgather({"rank": ranks.rank})), flush=True)
-        elif words[0] == "send":
-            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
-            print("1", flush=True)
-        elif words[0] == "receive":
-            print(json.dumps(sum(ranks.receive(int(words[1])))), flush=True)
-        elif words[0] == "traffic":
-            rows = [[one.what, one.sender, one.receiver, one.num_bytes] for one in ranks.traffic()]
-            print(json.dumps(rows), flush=True)
-        elif words[0] == "close":
-            ranks.close()
-            print("1", flush=True)
-    except LinkLostError:
-        print(json.dumps("lost"), flush=True)
-"""
-
-
-class Group:
-    """Ranks that do what the lines on their input ask for, joined by links under one mpirun."""
-
-    def __init__(self, run_id: str) -> None:
-        self.ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for rank in range(SIZE)
-        ]
-        for rank in range(SIZE):
-            assert self.receive(rank, parse=False) == "listening"
-        options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
-        contexts: list[str] = []
-        for rank in range(SIZE):
-            link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
-            contexts += [":"] * bool(rank) + ["-np", "1", *link, "--generation", "1"]
-        self.mpirun = subprocess.Popen(
-            [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
-            env={**os.environ, **ALLOW_ROOT},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
-    def send(self, rank: int, request: str) -> None:
-        stdin = self.ranks[rank].stdin
-        assert stdin
-        stdin.write(request + "\n")
-        stdin.flush()
-
-    def receive(self, rank: int, *, parse: bool = True) -> Any:
-        stdout = self.ranks[rank].stdout
-        assert stdout
-        line = stdout.readline().strip()
-        return json.loads(line) if parse else line
-
-    def all(self, request: str) -> list[Any]:
-        for rank in range(SIZE):
-            self.send(rank, request)
-        return [self.receive(rank) for rank in range(SIZE)]
-
-    def end(self) -> None:
-        for process in [*self.ranks, self.mpirun]:
-            process.kill()
-            process.wait()
+from tests.linked_ranks import NUM_ELEMENTS, SIZE, Group
 
 
 @pytest.fixture
@@ -130,7 +31,7 @@ def test_ranks_sum_allgather_send_and_close(group: Group, collective: str) -> No
     assert answers == [answers[0]] * SIZE
     assert group.all("allgather") == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * SIZE
     group.send(0, "send 2")
-    group.send(2, "receive 0")
+    group.send(2, "receive 0 5000")
     assert (group.receive(0), group.receive(2)) == (1, 35_000)
     assert group.all("sum") == [answers[0]] * SIZE
     assert group.all("close") == [1] * SIZE
@@ -193,7 +94,7 @@ def test_traffic_between_ranks_is_counted_by_the_kernel(group: Group) -> None:
     for _ in range(3):
         group.all("sum")
     group.send(0, "send 2")
-    group.send(2, "receive 0")
+    group.send(2, "receive 0 5000")
     group.receive(0)
     group.receive(2)
     traffic = group.all("traffic")

@@ -16,13 +16,14 @@ PROGRAM = """
 import numpy as np
 from csdctl.worker.group.collective import choose_collective
 from csdctl.worker.group.mpi import init_mpi
-from csdctl.worker.group.waiting import allgather
-_, world = init_mpi()
-allgather(world, None)
+from csdctl.worker.group.messages import allgather
+from csdctl.worker.group.waiting import wait_sleeping
+world = init_mpi()
+wait_sleeping(world.start_barrier())
 for way in ("", "star", "allreduce"):
     choose_collective(world, np.ones(1 << 18, np.float32), np.ones(1 << 18, np.float32), way)
-allgather(world, "x" * (10 + world.rank))
-allgather(world, "y" * 200_000)
+allgather(world, b"x" * (10 + world.rank))
+allgather(world, b"y" * 200_000)
 """
 CONNECTS = re.compile(r"\[1,(\d+)\]<stderr>:.*attempting to connect\(\) to \[\[\d+,1\],(\d+)\]")
 

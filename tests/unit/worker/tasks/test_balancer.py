@@ -1,5 +1,6 @@
 """What the balancer proposes for ranks of known speed."""
 
+import math
 import random
 from collections.abc import Mapping
 
@@ -71,6 +72,26 @@ def test_short_steps_that_differ_by_a_scheduler_slice_are_not_rebalanced() -> No
     for _ in range(500):
         balancer.observe({0: 0.070, 1: 0.058, 2: 0.057})
         assert balancer.propose(sizes) is None
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, -1e9, 1e9])
+def test_times_that_cannot_be_change_no_batch_size(wrong: float) -> None:
+    balancer, sizes = Balancer({}), {0: 100, 1: 100, 2: 100}
+    for _ in range(60):
+        balancer.observe({0: 1.0, 1: 1.0, 2: wrong})
+        assert balancer.propose(sizes) is None
+
+
+@given(st.lists(st.floats(), min_size=3, max_size=3), st.integers(1, 400))
+def test_whatever_a_node_says_batch_sizes_stay_within_their_limits(claims: list[float], limit: int) -> None:
+    sizes = {0: 100, 1: 50, 2: 50}
+    limits = {0: 100 + limit, 1: 50 + limit, 2: 50 + limit}
+    balancer = Balancer(limits)
+    for step in range(40):
+        balancer.observe({0: 1.0, 1: 1.0, 2: claims[step % 3]})
+        if proposal := balancer.propose(sizes):
+            assert sum(proposal.values()) == 200
+            assert all(1 <= size <= limits[rank] for rank, size in proposal.items())
 
 
 def test_batch_sizes_return_when_a_slowdown_ends() -> None:

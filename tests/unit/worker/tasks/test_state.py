@@ -1,7 +1,9 @@
 """The state of a training, saved and restored, also after its writer died while writing."""
 
+import contextlib
 import os
 import signal
+import struct
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -10,13 +12,25 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from csdctl.worker.data.schedule import OwnSamples, begin_epoch
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.schedule import OwnSamples, Span, begin_epoch
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position, pack, unpack
+from csdctl.worker.tasks.position import (
+    CallbackState,
+    EpochTotals,
+    Position,
+    hash_state,
+    max_state_bytes,
+    pack,
+    unpack,
+)
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 
-SEGMENT = begin_epoch([OwnSamples(5, 95), OwnSamples(20, 80)], {0: 10, 1: 7})
+OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
+SEGMENT = begin_epoch(OWN, {0: 10, 1: 7})
 POSITION = Position(
     2, 3, 45, SEGMENT, {"0": 10, "1": 7}, EpochTotals(3, 51, 4.5, (0.5,)), CallbackState(1.5, 1)
 )
@@ -42,31 +56,122 @@ def variables(fill: float = 0.0) -> list[Any]:
 
 def test_state_is_restored_bit_by_bit() -> None:
     into = variables()
-    assert unpack(pack(variables(7), POSITION), into) == POSITION
+    assert unpack(pack(variables(7), POSITION), into, OWN) == POSITION
     assert all(np.array_equal(one.value, its.value) for one, its in zip(into, variables(7), strict=True))
     assert [np.asarray(one.value).dtype for one in into] == [np.float32, np.int64, np.float32]
 
 
 def test_state_of_another_model_is_refused() -> None:
     with pytest.raises(WorkerError, match=r"expected \d+ for this model"):
-        unpack(pack(variables(), POSITION), variables()[:2])
+        unpack(pack(variables(), POSITION), variables()[:2], OWN)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        pytest.param([np.zeros((4, 3), np.float32), np.int64(0)], id="other shape"),
+        pytest.param([np.zeros((3, 4), np.int32), np.int64(0)], id="other type"),
+    ],
+)
+def test_state_of_the_same_size_and_another_form_is_refused(others: list[Any]) -> None:
+    packed = pack(variables()[:2], POSITION)
+    into = [Variable(array) for array in others]
+    with pytest.raises(WorkerError, match="shapes and types"):
+        unpack(packed, into, OWN)
+
+
+def changed_share(**changes: Any) -> Position:
+    first, second = SEGMENT.shares
+    return replace(POSITION, segment=replace(SEGMENT, shares=(replace(first, **changes), second)))
+
+
+IMPOSSIBLE = {
+    "epoch 0": replace(POSITION, epoch=0),
+    "epoch as text": replace(POSITION, epoch="2"),
+    "step below 0": replace(POSITION, step=-1),
+    "more steps than in the run": replace(POSITION, total_steps=2),
+    "steps beyond counting": replace(POSITION, total_steps=10**30),
+    "batch size below 0": replace(POSITION, batch_sizes={"0": -1, "1": 7}),
+    "batch sizes of other ranks": replace(POSITION, batch_sizes={"0": 1, "7": 7}),
+    "batch sizes as list": replace(POSITION, batch_sizes=[1, 2]),
+    "segment in the future": replace(POSITION, segment=replace(SEGMENT, start_step=4)),
+    "share of no rank": changed_share(rank=2),
+    "private samples that do not exist": changed_share(private_stop=6),
+    "public samples that do not exist": changed_share(public_stop=96),
+    "samples before the first": changed_share(public_start=-1),
+    "span of no rank": changed_share(reassigned=(Span(5, 0, 1),)),
+    "span beyond the samples": changed_share(reassigned=(Span(1, 0, 81),)),
+    "loss that is no number": replace(POSITION, totals=EpochTotals(3, 51, float("nan"))),
+    "metric as text": replace(POSITION, totals=EpochTotals(3, 51, 1.0, ("x",))),
+    "infinite rate": replace(POSITION, callbacks=CallbackState(rate_factor=float("inf"))),
+    "stop as number": replace(POSITION, callbacks=CallbackState(is_stopping=1)),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_position_is_refused_before_any_variable_changes(name: str) -> None:
+    into = variables()
+    with pytest.raises(WorkerError, match="saved state cannot be read"):
+        unpack(pack(variables(7), IMPOSSIBLE[name]), into, OWN)
+    assert all((np.asarray(one.value) == 0).all() for one in into)
+
+
+def test_position_nested_too_deeply_is_refused() -> None:
+    packed = pack(variables(), POSITION)
+    text = b"[" * 100_000
+    head = struct.pack("<QQ32s", len(text), 0, b"")
+    bomb = np.frombuffer(head + text + packed.tobytes(), np.uint8)
+    with pytest.raises(WorkerError, match="nested too deeply"):
+        unpack(bomb, variables(), OWN)
+
+
+@given(st.data())
+def test_damaged_state_is_refused_or_read_and_never_a_defect(data: st.DataObject) -> None:
+    packed = pack(variables()[:2], POSITION).copy()
+    for _ in range(data.draw(st.integers(1, 8))):
+        packed[data.draw(st.integers(0, len(packed) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(WorkerError):
+        unpack(packed[: data.draw(st.integers(0, len(packed)))], variables()[:2], OWN)
+
+
+def test_hash_of_a_state_depends_on_variables_and_position() -> None:
+    positions = [replace(POSITION, total_steps=steps) for steps in (8, 9)]
+    hashes = {hash_state(variables(fill), position) for fill in (1, 2) for position in positions}
+    assert len(hashes) == 4
+    assert hash_state(variables(1), POSITION) == hash_state(variables(1), POSITION)
 
 
 def test_step_file_returns_the_latest_state(tmp_path: Path) -> None:
     file = StepFile(tmp_path / "state", variables())
     for step in range(1, 6):
         file.write(variables(step), replace(POSITION, total_steps=step))
-    packed = StepFile.read(tmp_path / "state")
+    packed = StepFile(tmp_path / "state", variables()).read()
     assert packed is not None
     into = variables()
-    assert unpack(packed, into).total_steps == 5
+    assert unpack(packed, into, OWN).total_steps == 5
     assert into[1].value == 5
 
 
-def test_missing_or_empty_step_file_has_no_state(tmp_path: Path) -> None:
-    assert StepFile.read(tmp_path / "none") is None
-    StepFile(tmp_path / "new", variables())
-    assert StepFile.read(tmp_path / "new") is None
+def test_step_file_exists_from_the_first_step_on(tmp_path: Path) -> None:
+    file = StepFile(tmp_path / "state", variables())
+    assert file.read() is None
+    assert not (tmp_path / "state").exists()
+    file.write(variables(), POSITION)
+    assert file.read() is not None
+    assert (tmp_path / "state").stat().st_mode & 0o777 == 0o600
+
+
+def test_restarted_writer_overwrites_the_older_state_first(tmp_path: Path) -> None:
+    file = StepFile(tmp_path / "state", variables())
+    for step in (45, 46, 47):
+        file.write(variables(step), replace(POSITION, total_steps=step))
+    again = StepFile(tmp_path / "state", variables())
+    again.read()
+    again.write(variables(48), replace(POSITION, total_steps=48))
+    content = (tmp_path / "state").read_bytes()
+    half = len(content) // 2
+    steps = {StepFile._MARK.unpack(content[start : start + StepFile._MARK.size])[0] for start in (0, half)}
+    assert steps == {47, 48}
 
 
 WRITER = """
@@ -95,12 +200,16 @@ def test_writer_killed_at_any_moment_leaves_a_complete_state(tmp_path: Path) -> 
         assert process.stdout.readline() == b"writing\n"
         process.send_signal(signal.SIGKILL)
         process.wait()
-        packed = StepFile.read(tmp_path / "state")
+        packed = StepFile(tmp_path / "state", variables()).read()
         assert packed is not None
         into = variables()
-        step = unpack(packed, into).total_steps
+        step = unpack(packed, into, OWN).total_steps
         assert step >= 49
         assert all((np.asarray(one.value) == step).all() for one in into)
+
+
+def load_newest(checkpoints: Checkpoints) -> Array | None:
+    return next(checkpoints.newest_first(max_state_bytes(variables())), None)
 
 
 class TestCheckpoints:
@@ -131,17 +240,18 @@ class TestCheckpoints:
                 "text": b"not a checkpoint",
             }[damage]
         )
-        state = checkpoints.newest()
+        state = load_newest(checkpoints)
         assert state is not None
-        assert unpack(state, variables()).total_steps == 10
+        assert unpack(state, variables(), OWN).total_steps == 10
 
     @pytest.mark.fault(52)
     def test_half_written_checkpoint_is_ignored(self, tmp_path: Path) -> None:
         checkpoints = self.save(tmp_path, [10])
         (tmp_path / ".part-step-00000020.npz").write_bytes(b"half")
-        state = checkpoints.newest()
+        state = load_newest(checkpoints)
         assert state is not None
-        assert unpack(state, variables()).total_steps == 10
+        assert unpack(state, variables(), OWN).total_steps == 10
 
     def test_without_checkpoints_there_is_no_state(self, tmp_path: Path) -> None:
-        assert Checkpoints(tmp_path / "none").newest() is None
+        assert load_newest(Checkpoints(tmp_path / "none")) is None
+        assert not Checkpoints(tmp_path / "none").exist()

@@ -1,0 +1,115 @@
+"""Bytes between the ranks of a group: to one rank, or from every rank to all of them.
+
+Whoever receives says how much it takes. A size is sent before its content, and no memory is allocated for a
+larger one. Nothing here looks into the bytes.
+"""
+
+import struct
+from collections.abc import Sequence
+from itertools import accumulate
+
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.mpi import World
+from csdctl.worker.group.waiting import OnWait, ignore_wait, wait_sleeping
+
+MAX_VALUE_BYTES = 1 << 18
+"""Of one rank's part of an `allgather`: the byte counters of a thousand connections fit several times."""
+_SIZE = struct.Struct("<q")
+_SIZE_TAG, _CONTENT_TAG, _GATHER_SIZE_TAG, _GATHER_TAG, _ALL_SIZES_TAG, _ALL_TAG = range(3, 9)
+"""1 and 2 are those of star.py."""
+
+Bytes = bytes | bytearray | memoryview
+
+
+def send(world: World, rank: int, content: Bytes, on_wait: OnWait = ignore_wait) -> None:
+    """Send bytes to `rank`, which must `receive` them."""
+    for part, tag in ((_SIZE.pack(len(content)), _SIZE_TAG), (content, _CONTENT_TAG)):
+        wait_sleeping(world.start_send(part, rank, tag), on_wait)
+
+
+def receive(world: World, rank: int, max_bytes: int, on_wait: OnWait = ignore_wait) -> bytearray:
+    """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
+    size = {rank: bytearray(_SIZE.size)}
+    _receive_from_each(world, size, _SIZE_TAG, on_wait)
+    content = {rank: bytearray(_checked_size(size[rank], rank, max_bytes))}
+    _receive_from_each(world, content, _CONTENT_TAG, on_wait)
+    return content[rank]
+
+
+def allgather(
+    world: World, content: Bytes, max_bytes: int = MAX_VALUE_BYTES, on_wait: OnWait = ignore_wait
+) -> list[bytes]:
+    """Return every rank's bytes, in order of rank, on all ranks.
+
+    All pass rank 0, so that no other rank can change what a third one sent. Raises PeerFaultError when a
+    rank's are more than `max_bytes`.
+    """
+    if world.rank == 0:
+        gathered = _gather(world, bytes(content), max_bytes, on_wait)
+        _distribute(world, gathered, on_wait)
+        return gathered
+    for part, tag in ((_SIZE.pack(len(content)), _GATHER_SIZE_TAG), (content, _GATHER_TAG)):
+        wait_sleeping(world.start_send(part, 0, tag), on_wait)
+    sizes = memoryview(bytearray(_SIZE.size * world.size))
+    wait_sleeping(world.start_receive(sizes, 0, _ALL_SIZES_TAG), on_wait)
+    parts = [_checked_size(sizes[_SIZE.size * rank :], 0, max_bytes) for rank in range(world.size)]
+    everything = bytearray(sum(parts))
+    wait_sleeping(world.start_receive(memoryview(everything), 0, _ALL_TAG), on_wait)
+    ends = accumulate(parts)
+    return [bytes(everything[end - size : end]) for size, end in zip(parts, ends, strict=True)]
+
+
+def join_parts(parts: Sequence[bytes]) -> bytes:
+    """Return several byte strings as one."""
+    return b"".join(piece for part in parts for piece in (_SIZE.pack(len(part)), part))
+
+
+def split_parts(joined: Bytes, count: int) -> list[bytes]:
+    """Return the `count` byte strings that `join_parts` joined; raises ValueError."""
+    parts, rest = [], memoryview(joined)
+    for _ in range(count):
+        size = _SIZE.unpack(rest[: _SIZE.size])[0] if len(rest) >= _SIZE.size else -1
+        if not 0 <= size <= len(rest) - _SIZE.size:
+            raise ValueError("cut short")
+        parts.append(bytes(rest[_SIZE.size : _SIZE.size + size]))
+        rest = rest[_SIZE.size + size :]
+    return parts
+
+
+def _gather(world: World, own: bytes, max_bytes: int, on_wait: OnWait) -> list[bytes]:
+    """Return every rank's bytes; on rank 0."""
+    sizes = {rank: bytearray(_SIZE.size) for rank in range(1, world.size)}
+    _receive_from_each(world, sizes, _GATHER_SIZE_TAG, on_wait)
+    contents = {rank: bytearray(_checked_size(size, rank, max_bytes)) for rank, size in sizes.items()}
+    _receive_from_each(world, contents, _GATHER_TAG, on_wait)
+    return [own, *map(bytes, contents.values())]
+
+
+def _receive_from_each(world: World, into: dict[int, bytearray], tag: int, on_wait: OnWait) -> None:
+    """Fill the buffer of each rank with what that rank sends."""
+    arriving = {rank: world.start_receive(memoryview(buffer), rank, tag) for rank, buffer in into.items()}
+
+    def find_missing() -> list[int]:
+        return [rank for rank, request in arriving.items() if not request.Test()]
+
+    for request in arriving.values():
+        wait_sleeping(request, on_wait, find_missing)
+
+
+def _distribute(world: World, gathered: list[bytes], on_wait: OnWait) -> None:
+    """Send all bytes to all ranks; on rank 0."""
+    sizes, everything = b"".join(_SIZE.pack(len(part)) for part in gathered), b"".join(gathered)
+    leaving = [
+        world.start_send(part, rank, tag)
+        for rank in range(1, world.size)
+        for part, tag in ((sizes, _ALL_SIZES_TAG), (everything, _ALL_TAG))
+    ]
+    for request in leaving:
+        wait_sleeping(request, on_wait)
+
+
+def _checked_size(packed: Bytes, rank: int, max_bytes: int) -> int:
+    (size,) = _SIZE.unpack_from(packed)
+    if not 0 <= size <= max_bytes:
+        raise PeerFaultError(rank, f"sent {size} bytes, expected at most {max_bytes}")
+    return int(size)

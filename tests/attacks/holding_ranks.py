@@ -1,0 +1,121 @@
+"""Ranks whose task holds four weights: what each of them has after a group has formed, it prints.
+
+Run with a RunSpec, a rank and what this rank claims to hold: weights and steps done.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.orders import FormGroup, order_to_line
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.protocol.tasks import TaskSpec
+from tests.linked_ranks import start_links
+
+PROGRAM = """
+import dataclasses, json, os, sys
+import numpy as np
+from csdctl.worker.protocol.json_codec import from_json
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.tasks.registry import TASKS
+from csdctl.worker.tasks.session import RankSession
+from csdctl.worker.tasks.task import FINISHED
+
+spec, rank, (weight, steps) = from_json(RunSpec, sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+
+class Variable:
+    value = np.full(4, weight, np.float32)
+    def assign(self, value):
+        self.value = value
+
+class Holds:
+    is_resumable = True
+    num_elements = 1
+    variables = [Variable()]
+
+    def __init__(self, context):
+        self.progress = context.progress
+
+    def load(self):
+        self.progress.position = dataclasses.replace(self.progress.position, total_steps=steps)
+
+    def run(self, group):
+        held = [self.variables[0].value.tolist(), self.progress.position.total_steps]
+        print(json.dumps({"held": held}), flush=True)
+        return FINISHED
+
+    def finish(self, reason):
+        pass
+
+TASKS["holds"] = "__main__:Holds"
+if len(sys.argv) > 4:
+    exec(sys.argv[4])
+RankSession(spec, rank).run()
+os._exit(0)
+"""
+
+
+def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[str, Any]]]:
+    """Form a group of ranks that hold these weights and steps; return what each of them printed.
+
+    `hostile`: code that the last rank runs first.
+    """
+    run_id = f"attack-{os.getpid()}-{time.monotonic_ns()}"
+    rank_specs = [RankSpec(rank, f"m{rank}", 8, Runtime(), None, None, 0, 80) for rank in range(len(claims))]
+    spec = RunSpec(run_id, "", "", Recipe(), tuple(rank_specs), None, None, "", task=TaskSpec("holds"))
+    ranks = [
+        subprocess.Popen(
+            [
+                *(sys.executable, "-c", PROGRAM, to_json(spec), str(rank), json.dumps(claim)),
+                *([hostile] if hostile and rank == len(claims) - 1 else []),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, claim in enumerate(claims)
+    ]
+    outputs: list[list[dict[str, Any]]] = []
+    try:
+        for process in ranks:
+            assert process.stdin
+            assert process.stdout
+            assert "Ready" in process.stdout.readline()
+            process.stdin.write(order_to_line(FormGroup(1, tuple(range(len(claims))), "star")) + "\n")
+            process.stdin.flush()
+        links = start_links(run_id, len(claims))
+        try:
+            for process in ranks:
+                outputs.append(_read(process))
+        finally:
+            links.kill()
+            links.wait()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return outputs
+
+
+def _read(process: "subprocess.Popen[str]") -> list[dict[str, Any]]:
+    """Return what a rank prints until it has left the group."""
+    assert process.stdout
+    found: list[dict[str, Any]] = []
+    while not found or not ({"held"} <= set(found[-1]) or found[-1].get("event") == "LinkLost"):
+        line = process.stdout.readline()
+        assert line, f"the rank ended after {found}"
+        if line.startswith(("{", "@csdctl ")):
+            found.append(json.loads(line.removeprefix("@csdctl ")))
+    return found
+
+
+def held(output: list[dict[str, Any]]) -> tuple[float, int]:
+    """Return weight and steps of a rank after the group has formed."""
+    weights, steps = output[-1]["held"]
+    assert len(set(weights)) == 1
+    return weights[0], steps

@@ -1,0 +1,224 @@
+"""A node whose link sends the other ranks what no rank may send: over real MPI, between real processes."""
+
+import os
+import pickle
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.worker.group.messages import MAX_VALUE_BYTES
+from tests.attacks.hostile_link import RUN_COMMAND, sends_messages, sends_value, sends_vector
+from tests.linked_ranks import SIZE, Group
+
+CULPRIT = 2
+HONEST = [rank for rank in range(SIZE) if rank != CULPRIT]
+
+
+@contextmanager
+def group_with(link: str) -> Iterator[Group]:
+    """Three ranks; the link of the last one is `link`."""
+    group = Group(f"attack-{os.getpid()}-{time.monotonic_ns()}", {CULPRIT: link})
+    try:
+        yield group
+    finally:
+        group.end()
+
+
+def answers_to(group: Group, request: str) -> list[Any]:
+    """What rank 0 and the other honest rank answer when all ranks get `request`."""
+    for rank in range(SIZE):
+        group.send(rank, request)
+    return [group.answer(rank) for rank in HONEST]
+
+
+def assert_culprit_is_named(answers: list[Any], *words: str) -> None:
+    of_host, *others = answers
+    assert of_host["culprit"] == CULPRIT, answers
+    for word in words:
+        assert word in of_host["message"], of_host
+    assert len(of_host["message"]) < 500
+    for other in others:
+        assert other == "lost" or other["culprit"] in (0, CULPRIT), answers
+
+
+@pytest.mark.attack(1)
+def test_pickle_in_place_of_a_value_runs_nowhere_else(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    link = RUN_COMMAND.format(marker=marker) + sends_value("Command(__import__('pickle').dumps(Command()))")
+    with group_with("import os\n" + link) as group:
+        group.all("choose star")
+        answers = answers_to(group, "allgather")
+        assert not marker.exists()
+        assert_culprit_is_named(answers, "not allowed")
+        assert group.mpirun.wait(timeout=60) != 0
+
+
+@pytest.mark.attack(1)
+def test_pickles_sent_to_every_tag_run_nowhere(tmp_path: Path) -> None:
+    """As mpi4py's lowercase calls would expect them, on whatever tag csdctl listens."""
+    marker = tmp_path / "marker"
+    code = """
+for tag in range(1, 20):
+    for other in range(world.size - 1):
+        comm.isend(Command(), other, tag)
+comm.allgather(Command())
+"""
+    with group_with("import os\n" + RUN_COMMAND.format(marker=marker) + sends_messages(code)) as group:
+        group.all("choose star")
+        answers = answers_to(group, "allgather")
+        assert not marker.exists()
+        assert_culprit_is_named(answers)
+
+
+VALUES = {
+    "not JSON": "b'rank 2'",
+    "nothing": "b''",
+    "another type": "b'[1, 2]'",
+    "a text for a number": 'b\'{"rank": "2"}\'',
+    "true for a number": "b'{\"rank\": true}'",
+    "not a number": "b'{\"rank\": NaN}'",
+    "infinite": "b'{\"rank\": -Infinity}'",
+    "too many digits": "b'{\"rank\": ' + b'9' * 100_000 + b'}'",
+    "nested too deeply": "b'[' * 200_000",
+    "nested objects": "b'{\"rank\":' * 20_000",
+    "not UTF-8": "b'\\xff\\xfe{\"rank\": 2}'",
+    "too long": f"b' ' * {MAX_VALUE_BYTES + 1}",
+}
+
+
+@pytest.mark.attack(1)
+@pytest.mark.parametrize("name", VALUES)
+def test_value_that_is_not_allowed_is_its_ranks_fault(name: str) -> None:
+    with group_with(sends_value(VALUES[name])) as group:
+        group.all("choose star")
+        assert_culprit_is_named(answers_to(group, "allgather"), "sent ")
+
+
+ALIVE = """
+def pass_on(*requests):
+    while not all(request.Test() for request in requests):
+        time.sleep(0.001)
+"""
+"""A first message between two ranks, and one above Open MPI's eager limit, move only while both call MPI."""
+MESSAGES = {
+    "a terabyte announced": "comm.Isend(struct.pack('<q', 1 << 40), 0, tags._GATHER_SIZE_TAG)",
+    "fewer bytes than none": "comm.Isend(struct.pack('<q', -1), 0, tags._GATHER_SIZE_TAG)",
+    "a size of three bytes": "comm.Isend(b'abc', 0, tags._GATHER_SIZE_TAG)",
+    "a size of 5 MB": "pass_on(comm.Isend(bytes(5_000_000), 0, tags._GATHER_SIZE_TAG))",
+    "less than announced": """
+comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
+comm.Isend(bytes(99), 0, tags._GATHER_TAG)
+""",
+    "more than announced": """
+comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
+comm.Isend(bytes(101), 0, tags._GATHER_TAG)
+""",
+    "32 MB more than announced": """
+comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
+pass_on(comm.Isend(bytes(32 << 20), 0, tags._GATHER_TAG))
+""",
+}
+
+
+@pytest.mark.attack(1)
+@pytest.mark.parametrize("name", MESSAGES)
+def test_message_of_a_wrong_size_is_its_ranks_fault_and_hangs_nobody(name: str) -> None:
+    with group_with(ALIVE + sends_messages(MESSAGES[name])) as group:
+        group.all("choose star")
+        assert_culprit_is_named(answers_to(group, "allgather"), "sent ", "expected")
+
+
+@pytest.mark.attack(1)
+def test_receiver_allocates_what_it_expects_and_not_what_is_announced() -> None:
+    link = sends_messages("pass_on(comm.Isend(struct.pack('<q', 1 << 40), 1, tags._SIZE_TAG))")
+    with group_with(ALIVE + link) as group:
+        group.all("choose star")
+        group.send(CULPRIT, "allgather")
+        group.send(1, "receive 2 5000")
+        assert group.answer(1) == {
+            "culprit": CULPRIT,
+            "message": f"sent {1 << 40} bytes, expected at most 5000",
+        }
+
+
+VECTORS = {
+    "a short chunk": ("comm.Isend(np.ones(5, np.float32), 0, 1)", "sent 20 bytes"),
+    "a long chunk": ("comm.Isend(np.ones((1 << 18) + 1, np.float32), 0, 1)", "sent more than"),
+    "a chunk of 32 MB": ("pass_on(comm.Isend(np.ones(8 << 20, np.float32), 0, 1))", "sent more than"),
+    "more samples": ("vector[-5] = 1e30", "samples, expected 8"),
+    "no samples": ("vector[-5] = 0", "the gradient of 0 samples, expected 8"),
+    "samples that undo the others'": ("vector[-5] = -16", "the gradient of -16 samples, expected 8"),
+    "samples that are no number": ("vector[-5] = math.nan", "the gradient of nan samples, expected 8"),
+    "a stop of all ranks": ("vector[-4] = 1", "asked all ranks to stop"),
+    "a stop taken back": ("vector[-4] = -1", "asked all ranks to stop"),
+    "no time": ("vector[-1] = math.nan", "as the time of its step"),
+    "a negative time": ("vector[-1] = -1e9", "as the time of its step"),
+    "a time of decades": ("vector[-1] = 1e9", "as the time of its step"),
+    "an infinite time": ("vector[-1] = math.inf", "as the time of its step"),
+    "the time of another rank": ("vector[-2] = 30", "the time of another rank"),
+}
+
+
+@pytest.mark.attack(8)
+@pytest.mark.parametrize("name", VECTORS)
+def test_vector_that_no_rank_may_send_reaches_nobody(name: str) -> None:
+    code, words = VECTORS[name]
+    with group_with(ALIVE + sends_vector(code)) as group:
+        group.all("choose star")
+        answers = answers_to(group, "checked")
+        assert_culprit_is_named(answers, words)
+        assert answers[1] == "lost"
+
+
+@pytest.mark.attack(8)
+def test_gradient_that_is_not_finite_is_traced_to_its_rank() -> None:
+    with group_with(sends_vector("vector[7] = math.nan")) as group:
+        group.all("choose star")
+        answers_to(group, "checked")
+        group.send(0, "not-finite")
+        assert group.answer(0) == [CULPRIT]
+
+
+@pytest.mark.attack(8)
+def test_rank_cannot_hide_such_a_gradient_behind_its_next_vector() -> None:
+    code = """
+vector[7] = math.nan
+requests = [self._world.start_send(self._local[chunk], 0, 1) for chunk in self._chunks]
+for request in requests: link.wait_sleeping(request)
+vector[7] = 0
+"""
+    with group_with(sends_vector(code)) as group:
+        group.all("choose star")
+        answers_to(group, "checked")
+        group.send(0, "not-finite")
+        assert group.answer(0) == [CULPRIT]
+
+
+@pytest.mark.attack(1)
+def test_time_of_a_sum_that_is_none_is_its_ranks_fault() -> None:
+    """While the ranks choose a collective."""
+    from tests.attacks.hostile_link import HEAD, SERVE
+
+    link = f"""{HEAD}
+honest = collective.allgather
+def tell(world, content, *rest):
+    return honest(world, struct.pack("<d", math.nan) if content else content, *rest)
+collective.allgather = tell
+{SERVE}"""
+    with group_with(link) as group:
+        answers = answers_to(group, "choose star")
+        assert_culprit_is_named(answers, "expected the seconds of a sum")
+
+
+def test_harness_runs_what_a_pickle_says(tmp_path: Path) -> None:
+    """The object of the attack does run a command where it is unpickled."""
+    marker = tmp_path / "marker"
+    names: dict[str, Any] = {"os": os}
+    exec(RUN_COMMAND.format(marker=marker), names)
+    names["Command"].__module__ = __name__
+    pickle.loads(pickle.dumps(names["Command"]()))
+    assert marker.read_text() == "ran\n"

@@ -1,0 +1,261 @@
+"""States that nobody on the host has computed: claimed by a node, or put where a run looks for its own."""
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.runs.step_file import private_memory
+from csdctl.worker.data.schedule import OwnSamples
+from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
+from csdctl.worker.tasks.state_files import Checkpoints, StepFile
+from tests.attacks.holding_ranks import held, hold
+
+HOST = (1.0, 40)
+NOBODY = 65534
+
+
+@pytest.mark.attack(8)
+@pytest.mark.parametrize(
+    "claim",
+    [
+        pytest.param((666.0, 10**6), id="far ahead"),
+        pytest.param((666.0, 41), id="one step ahead"),
+        pytest.param((666.0, 40), id="other weights at the same step"),
+        pytest.param((666.0, 0), id="far behind"),
+    ],
+)
+def test_weights_of_a_node_reach_no_other_rank(claim: tuple[float, int]) -> None:
+    outputs = hold([HOST, (2.0, 39), claim])
+    assert [held(output) for output in outputs] == [HOST, HOST, HOST]
+
+
+@pytest.mark.attack(8)
+def test_all_ranks_go_back_to_what_the_host_has_after_it_lost_everything() -> None:
+    outputs = hold([(1.0, 0), (7.0, 40), (7.0, 40)])
+    assert [held(output) for output in outputs] == [(1.0, 0)] * 3
+
+
+LIE = """
+from csdctl.worker.tasks import session
+honest, Variable = session.hash_state, type(Holds.variables[0])
+class Hosts(Variable):
+    value = np.full(4, 1.0, np.float32)
+session.hash_state = lambda _, position: honest([Hosts()], dataclasses.replace(position, total_steps=40))
+"""
+
+
+@pytest.mark.attack(8)
+def test_node_that_pretends_to_have_the_hosts_state_deceives_only_itself() -> None:
+    claim = (666.0, 10**6)
+    outputs = hold([HOST, (2.0, 39), claim], LIE)
+    assert [held(output) for output in outputs] == [HOST, HOST, claim]
+
+
+@pytest.mark.attack(8)
+@pytest.mark.parametrize("answer", ["[10**6, 2]", "None", "'x' * 64", "'0' * 65", "{'a': 1}", "10**6"])
+def test_node_that_sends_no_hash_is_left_out(answer: str) -> None:
+    code = f"from csdctl.worker.tasks import session\nsession.hash_state = lambda *_: {answer}"
+    of_host, *_ = hold([HOST, HOST, (666.0, 10**6)], code)
+    report, lost = of_host[-2:]
+    assert (report["event"], report["culprit"], lost["event"]) == ("Misbehaved", 2, "LinkLost")
+    assert "expected a SHA-256" in report["message"]
+
+
+@dataclasses.dataclass
+class Variable:
+    """A variable as the state uses it."""
+
+    value: Any
+
+    def assign(self, value: Any) -> None:
+        self.value = value
+
+
+def variables(fill: float) -> list[Any]:
+    return [Variable(np.full(1000, fill, np.float32))]
+
+
+OWN = [OwnSamples(0, 80)]
+AHEAD = Position(1, 5, 10**6, None, {"0": 8})
+
+
+def write_state(path: Path, fill: float = 666.0) -> Path:
+    """Write a step file with a state far ahead, as a run of the attacker's would."""
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    file = StepFile(path, variables(fill))
+    file.write(variables(fill), AHEAD)
+    return path
+
+
+def give_away(path: Path) -> None:
+    os.chown(path, NOBODY, NOBODY)
+
+
+def widen(path: Path) -> None:
+    path.chmod(0o666)
+
+
+def link_again(path: Path) -> None:
+    os.link(path, path.with_name("another name"))
+
+
+def replace_by_symlink(path: Path) -> None:
+    elsewhere = path.rename(path.with_name("elsewhere"))
+    path.symlink_to(elsewhere)
+
+
+def replace_by_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path, 0o600)
+
+
+def replace_by_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir(0o700)
+
+
+def give_directory_away(path: Path) -> None:
+    os.chown(path.parent, NOBODY, NOBODY)
+
+
+def open_directory(path: Path) -> None:
+    path.parent.chmod(0o1777)
+
+
+@pytest.mark.attack(14)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize(
+    "plant",
+    [
+        *(give_away, widen, link_again, replace_by_symlink, replace_by_fifo, replace_by_directory),
+        *(give_directory_away, open_directory),
+    ],
+)
+def test_step_file_that_another_user_may_have_written_is_neither_read_nor_written(
+    tmp_path: Path, plant: Callable[[Path], None]
+) -> None:
+    path = write_state(tmp_path / "memory" / "state")
+    assert StepFile(path, variables(0)).read() is not None
+    before = path.read_bytes()
+    plant(path)
+    with pytest.raises(OSError, match="expected|symbolic|directory"):
+        StepFile(path, variables(0)).read()
+    with pytest.raises(OSError, match="expected|symbolic|directory"):
+        StepFile(path, variables(0)).write(variables(1), AHEAD)
+    if path.is_file():
+        assert path.read_bytes() == before
+
+
+@pytest.mark.attack(14)
+def test_directory_of_another_user_is_not_used_for_step_files(tmp_path: Path) -> None:
+    own = private_memory(tmp_path)
+    assert own == tmp_path / f"csdctl-{os.geteuid()}"
+    assert own.stat().st_mode & 0o777 == 0o700
+    assert private_memory(tmp_path) == own
+    own.chmod(0o770)
+    assert private_memory(tmp_path) is None
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    assert private_memory(tmp_path) is None
+    own.unlink()
+    own.write_text("")
+    assert private_memory(tmp_path) is None
+    own.unlink()
+    if os.geteuid() == 0:
+        own.mkdir(0o700)
+        give_away(own)
+        assert private_memory(tmp_path) is None
+    assert private_memory(tmp_path / "none") is None
+
+
+READ = """
+import resource, sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+from tests.attacks.test_state import load_saved
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+found = load_saved(Path(sys.argv[2]))
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+print(found, grown // 1024)
+"""
+MAX_GROWTH_MIB = 64
+"""The state has 4 kB."""
+
+
+def load_saved(directory: Path) -> list[int]:
+    """Return the steps of the states that a resumed run could take from `directory`."""
+    state = StepFile(directory / "step.state", variables(0)).read()
+    limit = max_state_bytes(variables(0))
+    states = [*([] if state is None else [state]), *Checkpoints(directory).newest_first(limit)]
+    return [unpack(state, variables(0), OWN).total_steps for state in states]
+
+
+def steps_and_growth(directory: Path) -> tuple[str, int]:
+    """Return what a process finds in `directory`, and by how many MiB that makes it grow."""
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(Path(__file__).parents[2]), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found, _, grown = done.stdout.strip().rpartition(" ")
+    return found, int(grown)
+
+
+@pytest.mark.attack(14)
+def test_step_file_of_a_terabyte_is_not_read(tmp_path: Path) -> None:
+    path = write_state(tmp_path / "step.state")
+    os.truncate(path, 1 << 40)
+    assert steps_and_growth(tmp_path) == ("[]", 0)
+
+
+def npy(content: bytes, shape: tuple[int, ...], dtype: str = "|u1") -> bytes:
+    """An array of .npy whose header says whatever it likes."""
+    header = repr({"descr": dtype, "fortran_order": False, "shape": shape}).encode()
+    header += b" " * (-(10 + len(header) + 1) % 64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + content
+
+
+class Command:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"echo ran >> {self.marker}",)
+
+
+CHECKPOINTS = {
+    "a terabyte in its header": lambda _: npy(b"", (1 << 40,)),
+    "negative shape": lambda _: npy(b"abc", (-1,)),
+    "a gigabyte of zeros, packed": lambda _: npy(bytes(1 << 30), (1 << 30,)),
+    "another type": lambda _: npy(bytes(800), (100,), "<f8"),
+    "objects": lambda marker: npy(pickle.dumps([Command(marker)]), (1,), "|O"),
+    "a header that is code": lambda marker: npy(b"", (0,)).replace(b"'|u1'", b"exit()"),
+    "a header nested too deeply": lambda _: npy(b"", (0,)).replace(b"(0,)", b"(" * 60),
+    "nothing": lambda _: b"",
+    "text": lambda _: b"state",
+}
+
+
+@pytest.mark.attack(14)
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint_that_lies_is_skipped_at_no_cost(tmp_path: Path, name: str) -> None:
+    marker = tmp_path / "marker"
+    packed = pack(variables(1), dataclasses.replace(AHEAD, total_steps=40))
+    Checkpoints(tmp_path).save(packed, dataclasses.replace(AHEAD, total_steps=40))
+    with zipfile.ZipFile(tmp_path / "step-99999999.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("state.npy", CHECKPOINTS[name](marker))
+    found, grown = steps_and_growth(tmp_path)
+    assert found == "[40]"
+    assert grown < MAX_GROWTH_MIB
+    assert not marker.exists()

@@ -1,0 +1,145 @@
+"""Ranks and their links: real processes, MPI included; the links are this program's children under mpirun."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+
+SIZE = 3
+NUM_ELEMENTS = (1 << 18) + 5
+"""The last ones are [n, stop, seconds of each rank]."""
+SAMPLES = 8
+"""What rank 0 expects as every rank's n in a `checked` sum."""
+RANK = """
+import json, sys
+import numpy as np
+from csdctl.worker.group.channel import LinkLostError, PeerFaultError
+from csdctl.worker.group.link_communicator import LinkCommunicator
+from csdctl.worker.group.listener import Listener
+from csdctl.worker.group.shared_vectors import SharedVectors
+from csdctl.worker.group.tails import ExpectedTails
+def as_rank(value):
+    if type(value["rank"]) is not int:
+        raise ValueError("expected a rank")
+    return value
+run, rank = sys.argv[1], int(sys.argv[2])
+listener = Listener(run, rank)
+memory = SharedVectors(int(sys.argv[3]))
+print("listening", flush=True)
+channel, greeting = listener.accept_link(1, lambda: False)
+def on_waiting(missing):
+    print(json.dumps({"missing": missing}), flush=True)
+ranks = LinkCommunicator(channel, greeting, memory, on_waiting)
+for request in sys.stdin:
+    words = request.split()
+    try:
+        if words[0] == "choose":
+            ranks.choose_collective(words[1] if len(words) > 1 else "")
+            print(json.dumps(ranks.collective), flush=True)
+        elif words[0] == "sum":
+            memory.local[:] = np.arange(len(memory.local)) * (ranks.rank + 1)
+            total = ranks.sum(memory.local)
+            bits = int(total.view(np.uint32).sum())
+            print(json.dumps([float(total[1]), float(total[-1]), bits]), flush=True)
+        elif words[0] == "checked":
+            tail = [float(words[2]) if len(words) > 2 else 8.0, 0, 0, 0, 0]
+            tail[2 + ranks.rank] = 0.5
+            memory.local[:] = float(words[1]) if len(words) > 1 else 1.0
+            memory.local[-5:] = tail
+            expected = ExpectedTails(len(memory.local) - 5, (0, 1, 2), (8.0, 8.0, 8.0))
+            total = ranks.sum(memory.local, None if ranks.rank else expected)
+            print(json.dumps([str(total[0]), *map(float, total[-5:])]), flush=True)
+        elif words[0] == "not-finite":
+            print(json.dumps(ranks.find_not_finite()), flush=True)
+        elif words[0] == "allgather":
+            print(json.dumps(ranks.allgather({"rank": ranks.rank}, as_rank)), flush=True)
+        elif words[0] == "send":
+            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
+            print("1", flush=True)
+        elif words[0] == "receive":
+            print(json.dumps(sum(ranks.receive(int(words[1]), int(words[2])))), flush=True)
+        elif words[0] == "traffic":
+            rows = [[one.what, one.sender, one.receiver, one.num_bytes] for one in ranks.traffic()]
+            print(json.dumps(rows), flush=True)
+        elif words[0] == "close":
+            ranks.close()
+            print("1", flush=True)
+    except PeerFaultError as fault:
+        ranks.disconnect()
+        print(json.dumps({"culprit": fault.rank, "message": fault.message}), flush=True)
+    except LinkLostError:
+        print(json.dumps("lost"), flush=True)
+"""
+
+
+def start_links(run_id: str, size: int, hostile: Mapping[int, str] = {}) -> "subprocess.Popen[bytes]":
+    """Start mpirun with the links of ranks 0…size-1.
+
+    `hostile`: programs that take the place of the links of some ranks, given run and rank.
+    """
+    options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
+    contexts: list[str] = []
+    for rank in range(size):
+        link = [sys.executable, "-m", "csdctl.worker", "link", "--run", run_id, "--rank", str(rank)]
+        link += ["--generation", "1"]
+        if rank in hostile:
+            link = [sys.executable, "-c", hostile[rank], run_id, str(rank)]
+        contexts += [":"] * bool(rank) + ["-np", "1", *link]
+    return subprocess.Popen(
+        [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
+        env={**os.environ, **ALLOW_ROOT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+class Group:
+    """Ranks that do what the lines on their input ask for, joined by links under one mpirun."""
+
+    def __init__(self, run_id: str, hostile: Mapping[int, str] = {}) -> None:
+        """`hostile` as for `start_links`."""
+        self.ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(SIZE)
+        ]
+        for rank in range(SIZE):
+            assert self.receive(rank, parse=False) == "listening"
+        self.mpirun = start_links(run_id, SIZE, hostile)
+
+    def send(self, rank: int, request: str) -> None:
+        stdin = self.ranks[rank].stdin
+        assert stdin
+        stdin.write(request + "\n")
+        stdin.flush()
+
+    def receive(self, rank: int, *, parse: bool = True) -> Any:
+        stdout = self.ranks[rank].stdout
+        assert stdout
+        line = stdout.readline().strip()
+        return json.loads(line) if parse else line
+
+    def answer(self, rank: int) -> Any:
+        """Return what a rank answers, after whatever it says about waiting for others."""
+        while isinstance(answer := self.receive(rank), dict) and "missing" in answer:
+            pass
+        return answer
+
+    def all(self, request: str) -> list[Any]:
+        for rank in range(SIZE):
+            self.send(rank, request)
+        return [self.receive(rank) for rank in range(SIZE)]
+
+    def end(self) -> None:
+        for process in [*self.ranks, self.mpirun]:
+            process.kill()
+            process.wait()

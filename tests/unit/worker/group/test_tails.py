@@ -1,0 +1,74 @@
+"""The ends of the ranks' vectors, as rank 0 expects them."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.tails import ExpectedTails
+
+EXPECTED = ExpectedTails(3, (0, 2, 5), (8.0, 6.0, 0.0))
+"""A run of six ranks, three of which are in the group; vectors have three elements before n."""
+
+
+def vector(count: float, rank: int, seconds: float = 0.5, stop: float = 0.0) -> np.ndarray:
+    found = np.zeros(3 + 2 + 6, np.float32)
+    found[:3] = 7.0
+    found[3:5] = count, stop
+    found[5 + rank] = seconds
+    return found
+
+
+def test_vectors_as_expected_pass() -> None:
+    EXPECTED.check([vector(6, 2), vector(0, 5)])
+    EXPECTED.check([vector(6.001, 2, 0.0), vector(0, 5, 3600.0)])
+    ExpectedTails(3, (0,), (8.0,)).check([])
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (vector(0.5, 5), "the gradient of 0.5 samples, expected 0"),
+        (vector(-1, 5), "the gradient of -1 samples"),
+        (vector(math.nan, 5), "the gradient of nan samples"),
+        (vector(0, 5, stop=1), "asked all ranks to stop"),
+        (vector(0, 5, stop=math.nan), "asked all ranks to stop"),
+        (vector(0, 5, math.inf), "inf s as the time"),
+        (vector(0, 5, -0.1), "-0.1 s as the time"),
+        (vector(0, 5) + vector(0, 4) - 0.0, "the time of another rank"),
+    ],
+)
+def test_vector_with_another_end_is_its_ranks_fault(changed: np.ndarray, words: str) -> None:
+    with pytest.raises(PeerFaultError) as caught:
+        EXPECTED.check([vector(6, 2), changed])
+    assert caught.value.rank == 2
+    assert words in caught.value.message
+
+
+@given(st.lists(st.floats(width=32), min_size=8, max_size=8))
+def test_vector_passes_only_with_its_own_numbers(tail: list[float]) -> None:
+    changed = np.array([7, 7, 7, *tail], np.float32)
+    count, stop, *seconds = tail
+    own = seconds.pop(5)
+    is_right = count == 0 and stop == 0 and 0 <= own <= 3600 and not any(seconds)
+    try:
+        EXPECTED.check([vector(6, 2), changed])
+    except PeerFaultError:
+        assert not is_right
+    else:
+        assert is_right
+
+
+def test_expectation_is_sent_to_the_link_unchanged() -> None:
+    again = ExpectedTails.unpack(EXPECTED.pack())
+    assert (again.start, tuple(again.ranks), tuple(again.counts)) == (3, (0, 2, 5), (8.0, 6.0, 0.0))
+
+
+def test_sum_is_that_of_all_samples() -> None:
+    total = vector(8, 0) + vector(6, 2) + vector(0, 5)
+    assert EXPECTED.is_count_of(total)
+    assert not EXPECTED.is_count_of(total * 1.01)
+    assert not EXPECTED.is_count_of(total * np.float32(math.nan))

@@ -1,0 +1,70 @@
+"""Traffic from what the two ends of each connection have counted."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from csdctl.worker.group.traffic import Counters, as_counters, gather_traffic
+
+HOST, NODE, OTHER = "10.0.0.1 1", "10.0.0.2 2", "10.0.0.3 3"
+
+
+def traffic(*ranks: Any) -> dict[tuple[str, int, int], int]:
+    """What `gather_traffic` makes of what the ranks say: [messages, connections] each."""
+
+    def gather(_: Any, check: Any) -> Sequence[Counters]:
+        return [check(rank) for rank in ranks]
+
+    return {(row.what, row.sender, row.receiver): row.num_bytes for row in gather_traffic(gather, [], [])}
+
+
+def test_bytes_of_messages_are_told_apart_from_those_of_sums() -> None:
+    host = [[["state", 1, 300]], [[HOST, NODE, 1000, 500]]]
+    node = [[], [[NODE, HOST, 500, 1000]]]
+    assert traffic(host, node) == {("state", 0, 1): 300, ("sums", 0, 1): 700, ("sums", 1, 0): 500}
+
+
+def test_node_cannot_claim_bytes_that_the_other_end_has_not_seen() -> None:
+    host = [[], [[HOST, NODE, 1000, 500]]]
+    assert traffic(host, [[], [[NODE, HOST, 1 << 49, 0]]]) == {("sums", 1, 0): 500}
+    assert traffic(host, [[], [[NODE, HOST, 500, 1 << 49]]]) == {("sums", 0, 1): 1000, ("sums", 1, 0): 500}
+    assert traffic(host, [[], [[NODE, OTHER, 1 << 49, 1 << 49]]]) == {}
+
+
+def test_node_cannot_take_another_ones_connections() -> None:
+    host = [[], [[HOST, NODE, 1000, 500]]]
+    node = [[], [[NODE, HOST, 500, 1000]]]
+    thief = [[], [[HOST, NODE, 7, 7], [NODE, HOST, 7, 7]]]
+    assert traffic(host, node, thief)["sums", 0, 1] == 1000
+
+
+def test_node_has_no_messages_of_its_own() -> None:
+    node = [[["state", 0, 1 << 49]], [[NODE, HOST, 500, 1000]]]
+    assert traffic([[], [[HOST, NODE, 1000, 500]]], node) == {("sums", 0, 1): 1000, ("sums", 1, 0): 500}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        [],
+        [[]],
+        [[], [], []],
+        {"a": 1, "b": 2},
+        "ab",
+        [[["sums", 1, 5]], []],
+        [[["state", -1, 5]], []],
+        [[["state", 1, 5.0]], []],
+        [[["state", 1]], []],
+        [[], [[HOST, NODE, 1]]],
+        [[], [[HOST, NODE, -1, 1]]],
+        [[], [[HOST, NODE, 1, 1 << 60]]],
+        [[], [[HOST, 5, 1, 1]]],
+        [[], [["x" * 81, NODE, 1, 1]]],
+        [[], ["abcd"]],
+    ],
+)
+def test_counters_of_another_form_are_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        as_counters(value)

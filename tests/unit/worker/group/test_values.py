@@ -1,0 +1,100 @@
+"""Values of other ranks: parsed, checked, and otherwise their rank's fault."""
+
+import contextlib
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.messages import join_parts, split_parts
+from csdctl.worker.group.traffic import as_counters
+from csdctl.worker.group.values import (
+    as_count,
+    as_hash,
+    as_none,
+    decode_value,
+    decode_values,
+    encode_value,
+    is_minority,
+)
+from csdctl.worker.tasks.decision import as_decision
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+CHECKS = {"hash": as_hash, "none": as_none, "counters": as_counters, "decision": as_decision}
+
+
+@given(JSON)
+def test_value_survives_unless_it_has_a_number_that_json_lacks(value: Any) -> None:
+    try:
+        encoded = encode_value(value)
+    except ValueError:
+        assert "NaN" in json.dumps(value) or "Infinity" in json.dumps(value)
+    else:
+        assert decode_value(encoded) == value
+
+
+@pytest.mark.parametrize("content", [b"NaN", b"[Infinity]", b"", b"\xff", b"[" * 10**5, b"9" * 10**5, b"{"])
+def test_what_is_no_value_is_refused(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_value(content)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+@given(content=st.binary() | JSON.map(lambda value: json.dumps(value).encode()))
+def test_whatever_a_rank_sends_is_checked_or_its_fault(name: str, content: bytes) -> None:
+    check: Any = CHECKS[name]
+    with contextlib.suppress(PeerFaultError):
+        decode_values([b"null", content], check)
+
+
+def test_first_rank_at_fault_is_named_and_what_it_sent_is_shown_escaped_and_short() -> None:
+    with pytest.raises(PeerFaultError) as caught:
+        decode_values([b"1", b'"\x1b]52;' + b"x" * 500, b"x"], lambda value: as_count(value, 5))
+    assert caught.value.rank == 1
+    assert "\x1b" not in caught.value.message
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("value", [-1, 6, True, 1.0, "1", None, [1]])
+def test_count_is_an_integer_within_its_limit(value: Any) -> None:
+    with pytest.raises(ValueError, match="expected an integer from 0 to 5"):
+        as_count(value, 5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"callbacks": {}, "is_best": True},
+        {"callbacks": {"rate_factor": "1"}, "is_best": True, "is_pausing": False},
+        {"callbacks": {"best_epoch": -1}, "is_best": True, "is_pausing": False},
+        {"callbacks": {}, "is_best": 1, "is_pausing": False},
+        {"callbacks": {}, "is_best": True, "is_pausing": "no"},
+        {"callbacks": {}, "is_best": True, "is_pausing": False, "more": 1},
+    ],
+)
+def test_decision_with_other_fields_or_types_is_refused(value: Any) -> None:
+    with pytest.raises((ValueError, TypeError)):
+        as_decision(value)
+
+
+def test_minority_is_some_and_fewer_than_half() -> None:
+    assert [is_minority([1] * count, 5) for count in range(5)] == [False, True, True, False, False]
+    assert not is_minority([1], 2)
+
+
+@given(st.lists(st.binary()))
+def test_parts_are_split_as_they_were_joined(parts: list[bytes]) -> None:
+    assert split_parts(join_parts(parts), len(parts)) == parts
+
+
+@given(st.binary(), st.integers(0, 5))
+def test_other_bytes_are_split_or_refused(joined: bytes, count: int) -> None:
+    with contextlib.suppress(ValueError):
+        assert len(split_parts(joined, count)) == count
