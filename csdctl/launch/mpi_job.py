@@ -97,19 +97,19 @@ class MpiJob:
     def __init__(
         self,
         command: Sequence[str],
-        num_ranks: int,
+        nodes: Sequence[str],
         log_path: LogPath,
         directory: Path,
         environment: Mapping[str, str],
         timeouts: EndTimeouts = EndTimeouts(),
     ) -> None:
-        """Prepare to run `command` in `directory`."""
+        """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order."""
         self._command = list(command)
-        self._num_ranks = num_ranks
+        self._num_ranks = len(nodes)
         self._directory = directory
         self._environment = {**environment, **ALLOW_ROOT}
         self._timeouts = timeouts
-        self._output = MpiOutput(log_path)
+        self._output = MpiOutput(log_path, nodes)
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 

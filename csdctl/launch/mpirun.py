@@ -44,7 +44,8 @@ class Mpirun:
 
     def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
         """Return the job over `ranks`, not yet started; raises what `build_command` raises."""
-        return MpiJob(self.build_command(ranks), len(ranks), self.log_path, self.directory, os.environ)
+        nodes = [rank.node for rank in ranks]
+        return MpiJob(self.build_command(ranks), nodes, self.log_path, self.directory, os.environ)
 
     def log_path(self, rank: int | None) -> Path:
         """The log file of a rank; with None, the log file of mpirun itself."""

@@ -11,7 +11,7 @@ from typing import Protocol
 from csdctl.documents import save_text
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.tuning.plan import Plan
@@ -93,7 +93,7 @@ def run_to_end(
         is_stopped = True  # the ranks were ended at once; the state of the last completed step is kept
     finally:
         log.close()
-    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+    summary = summarize_run(run)
     if is_stopped:
         raise RunStopped(run.run_id, summary)
     Path(inputs.spec.step_file).unlink(missing_ok=True)
