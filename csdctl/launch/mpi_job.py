@@ -96,7 +96,7 @@ class MpiJob:
     def __init__(
         self,
         command: Sequence[str],
-        num_ranks: int,
+        nodes: Sequence[str],
         log_path: LogPath,
         directory: Path,
         environment: Mapping[str, str],
@@ -105,19 +105,19 @@ class MpiJob:
         first_line: str = "",
         daemons: Callable[[], Closable] = contextlib.ExitStack,
     ) -> None:
-        """Prepare to run `command` in `directory`.
+        """Prepare to run `command` in `directory`; `nodes` are the machines of its ranks, in order.
 
         It gets `first_line` on its standard input, which stays open until it is to end: it also ends with
         csdctl. `daemons` starts what serves mpirun while it runs.
         """
         self._command = list(command)
-        self._num_ranks = num_ranks
+        self._num_ranks = len(nodes)
         self._directory = directory
         self._environment = environment
         self._timeouts = timeouts
         self._first_line = first_line
         self._daemons = daemons
-        self._output = MpiOutput(log_path)
+        self._output = MpiOutput(log_path, nodes)
         self._is_ended = False
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -5,32 +5,50 @@ import queue
 import re
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from csdctl.launch.diagnosis import is_noise
-from csdctl.notify import make_printable
-from csdctl.worker.protocol.events import Event, event_from_line
+from csdctl.runs.capped_log import CappedLog
+from csdctl.worker.protocol.event_rules import FROM_MPI, check_event, check_sender
+from csdctl.worker.protocol.events import (
+    EVENT_PREFIX,
+    Event,
+    Failed,
+    Finished,
+    Misbehaved,
+    Ready,
+    Traffic,
+    event_from_line,
+)
 from csdctl.worker.protocol.json_codec import ProtocolError
 
 LogPath = Callable[[int | None], Path]
 """The log file of a rank; with None, the log file of mpirun itself."""
 
-MAX_LINE_BYTES = 1 << 16
-MAX_TAIL_LINES = 60
-_TAGGED = re.compile(rb"\[\d+,(\d+)\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
+MAX_LINE_BYTES = 1 << 20
+MAX_TAIL_LINES, MAX_TAIL_LINE_BYTES = 60, 1 << 12
+MAX_WAITING_EVENTS = 1000
+EXPECTED = (*FROM_MPI, Ready, Traffic, Misbehaved, Finished, Failed)
+"""The events of an MPI check; a link sends none but `Exited`."""
+REMEDY = "check that machine: what runs there is damaged, or is not csdctl's worker"
+_TAGGED = re.compile(rb"\[\d+,(\d{1,9})\]<(stdout|stderr)>: ?(.*)", re.DOTALL)
 """A line that mpirun passes on from a rank (--output tag)."""
 
 
 class MpiOutput:
     """Reads mpirun's streams; one thread per stream calls `read`."""
 
-    def __init__(self, log_path: LogPath) -> None:
+    def __init__(self, log_path: LogPath, nodes: Sequence[str]) -> None:
+        """`nodes` are the machines of mpirun's ranks, in order."""
         self._log_path = log_path
-        self._events: queue.Queue[Event | None] = queue.Queue()
+        self._nodes = nodes
+        self._events: queue.Queue[Event | None] = queue.Queue(MAX_WAITING_EVENTS)
+        self._reported: set[tuple[int, type[Event]]] = set()
+        """What each rank has reported: a rank other than 0 reports everything once."""
         self._tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
-        self._files: dict[int | None, IO[bytes]] = {}
+        self._logs: dict[int | None, CappedLog] = {}
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -49,43 +67,66 @@ class MpiOutput:
         # Only this thread closes the stream: close() waits for readers, and an orphan may keep the pipe open.
         try:
             with stream:
+                rank, is_whole = None, True
                 while line := stream.readline(MAX_LINE_BYTES):
-                    self._handle_line(line)
+                    if is_whole:
+                        rank = self._handle_line(line)
+                    else:  # the rest of a long line, which has no tag of its own
+                        self._log(rank, line)
+                    is_whole = line.endswith(b"\n")
         finally:
-            self._events.put(None)
+            self._put(None)
 
     def close(self) -> None:
         """Close the logs; lines that an orphan of mpirun prints later are dropped."""
         with self._lock:
             self._is_closed = True
-            for file in self._files.values():
-                file.close()
+            for log in self._logs.values():
+                log.close()
 
-    def _handle_line(self, line: bytes) -> None:
+    def _handle_line(self, line: bytes) -> int | None:
+        """Handle the beginning of a line; return the rank that it came from, None for mpirun itself."""
         tagged = _TAGGED.match(line)
-        rank = int(tagged[1]) if tagged else None
-        text = tagged[3] if tagged else line
-        if tagged and tagged[2] == b"stdout" and (event := _parse_event(text)):
-            self._events.put(event)
-        elif text.strip() and not is_noise(text.decode(errors="replace")):
-            with contextlib.suppress(OSError):  # a full disk must not end the run
-                self._log(rank, text)
+        if not tagged or int(tagged[1]) >= len(self._nodes):
+            self._log(None, line)
+            return None
+        rank, text = int(tagged[1]), tagged[3]
+        if tagged[2] == b"stdout" and text.startswith(EVENT_PREFIX.encode()):
+            self._handle_event(rank, text.decode(errors="replace").rstrip("\r\n"))
+        else:
+            self._log(rank, text)
+        return rank
+
+    def _handle_event(self, rank: int, line: str) -> None:
+        """Pass on the event in `line`; an invalid one means that the rank has failed."""
+        try:
+            event = event_from_line(line)
+            if not isinstance(event, EXPECTED):
+                raise ProtocolError(f"expected an event of an MPI check, received {type(event).__name__}")
+            check_sender(event, rank, self._nodes)
+            check_event(event, self._nodes)
+        except ProtocolError as error:
+            self._log(rank, line.encode(errors="replace"))
+            event = Failed(rank, self._nodes[rank], f"sent an invalid event: {error}", REMEDY)
+        if rank == 0 or (rank, type(event)) not in self._reported:
+            self._reported.add((rank, type(event)))
+            self._put(event)
+
+    def _put(self, event: Event | None) -> None:
+        """Queue an event; mpirun waits while too many are queued."""
+        while not self._is_closed:
+            with contextlib.suppress(queue.Full):
+                return self._events.put(event, timeout=0.2)
 
     def _log(self, rank: int | None, text: bytes) -> None:
-        text = make_printable(text.replace(b"\0", b"").decode(errors="backslashreplace")).encode()
+        if not text.strip() or is_noise(text.decode(errors="replace")):
+            return
         with self._lock:
             if self._is_closed:
                 return
             if rank is None:
-                self._tail.append(text.decode(errors="replace").strip())
-            if rank not in self._files:
-                self._files[rank] = self._log_path(rank).open("ab")
-            self._files[rank].write(text)
-            self._files[rank].flush()
-
-
-def _parse_event(text: bytes) -> Event | None:
-    """Return the event on this line; None for an ordinary or damaged line."""
-    with contextlib.suppress(ProtocolError):
-        return event_from_line(text.decode(errors="replace").rstrip("\r\n"))
-    return None
+                self._tail.append(text[:MAX_TAIL_LINE_BYTES].decode(errors="replace").strip())
+            if rank not in self._logs:
+                name = "mpirun" if rank is None else self._nodes[rank]
+                self._logs[rank] = CappedLog(self._log_path(rank), name)
+            self._logs[rank].write(text)

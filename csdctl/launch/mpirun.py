@@ -83,7 +83,7 @@ class Mpirun:
         policy = self._build_policy(HOST_NAME, command, key, sockets, scripts)
         return MpiJob(
             self._sandbox_command(HOST_NAME),
-            len(ranks),
+            [rank.node for rank in ranks],
             self.log_path,
             self.directory,
             {**os.environ, **ALLOW_ROOT},

@@ -87,28 +87,43 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
     """Return the guarantee at the end of a run that has sent `events` so far; None without noise."""
     if spec.noise is None:
         return None
-    kept = list(events)
-    done = max((event.epoch for event in kept if isinstance(event, EpochEnd)), default=0)
-    passes = [count + spec.recipe.epochs - done for count in count_passes(kept, len(spec.ranks))]
+    counter = PassCounter(len(spec.ranks))
+    done = 0
+    for event in events:
+        counter.add(event)
+        if isinstance(event, EpochEnd) and event.rank == 0:
+            done = max(done, event.epoch)
+    passes = [count + max(0, spec.recipe.epochs - done) for count in counter.finish()]
     samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
     return _privacy(spec.noise, samples, passes, has_accountant)
 
 
 def measure_privacy(
     manifest: Mapping[str, Any],
-    events: Iterable[Event],
+    passes: "PassCounter",
     is_installed: Callable[[], bool] = has_accountant,
 ) -> Privacy | None:
-    """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise."""
+    """Return the guarantee of a run so far; `manifest` is its manifest.json. None without noise.
+
+    `passes` has counted the events of the run.
+    """
     if not manifest.get("noise"):
         return None
     placed = manifest["placed"]
     samples = [(shard["name"], shard["num_private"], shard["num_repeated"]) for shard in placed]
-    return _privacy(Noise(**manifest["noise"]), samples, count_passes(events, len(placed)), is_installed)
+    return _privacy(Noise(**manifest["noise"]), samples, passes.finish(), is_installed)
 
 
-def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
-    """Return an upper bound of the times each rank began to read its samples; by rank.
+def count_passes(events: Iterable[Event], num_ranks: int) -> "PassCounter":
+    """Return the counter after all `events` of a run."""
+    counter = PassCounter(num_ranks)
+    for event in events:
+        counter.add(event)
+    return counter
+
+
+class PassCounter:
+    """Counts, from the events of a run in order, how often each rank began to read its samples, at most.
 
     The bound follows rank 0, whose events reach csdctl without a network: all members of its group are in
     the same epoch. An epoch that a new group resumes counts again, because it may have read the samples of
@@ -116,14 +131,6 @@ def count_passes(events: Iterable[Event], num_ranks: int) -> list[int]:
     followed counts. A group that another rank has reported, but not rank 0 because it was lost first,
     counts too.
     """
-    counter = _PassCounter(num_ranks)
-    for event in events:
-        counter.add(event)
-    return counter.finish()
-
-
-class _PassCounter:
-    """Counts passes over the samples from the events of a run, in order."""
 
     def __init__(self, num_ranks: int) -> None:
         self._passes = [0] * num_ranks
@@ -138,6 +145,7 @@ class _PassCounter:
         """The ranks may have continued after the last event."""
 
     def add(self, event: Event) -> None:
+        """Count one event."""
         if event.rank != 0:
             self._unreported_groups[event.rank] += isinstance(event, Joined)
         elif isinstance(event, Joined):
@@ -153,29 +161,30 @@ class _PassCounter:
             self._is_between = self._is_open = False
 
     def finish(self) -> list[int]:
+        """Return the counts by rank; call it once, after the last event."""
         self._count_begun()
         counts = zip(self._passes, self._unreported_groups, strict=True)
         return [count + max(0, unreported) for count, unreported in counts]
 
     def _join(self, event: Joined) -> None:
         unreported_epochs = event.epoch - self._epoch if self._is_open and self._members else 0
-        for _ in range(max(unreported_epochs, 1 if self._is_between else 0)):
-            self._count_pass()  # csdctl was ended while the ranks continued
+        # csdctl was ended while the ranks continued
+        self._count_passes(max(unreported_epochs, 1 if self._is_between else 0))
         self._members = {int(rank) for rank in event.batch_sizes}
         for rank in self._members:
             self._unreported_groups[rank] -= 1
         self._epoch, self._is_between, self._is_open = event.epoch, False, True
-        self._count_pass()
+        self._count_passes()
 
     def _count_begun(self) -> None:
         """Count the epoch that may have begun after the last one ended."""
         if self._is_between:
-            self._count_pass()
+            self._count_passes()
         self._is_between = False
 
-    def _count_pass(self) -> None:
+    def _count_passes(self, count: int = 1) -> None:
         for rank in self._members:
-            self._passes[rank] += 1
+            self._passes[rank] += count
 
 
 def _privacy(

@@ -1,10 +1,11 @@
 """The results of a run, from its events and its manifest."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
-from csdctl.reporting.differential_privacy import Privacy, measure_privacy
+from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
+from csdctl.runs.directory import RunDirectory
 from csdctl.worker.protocol.events import (
     STOPPED,
     EpochEnd,
@@ -15,6 +16,11 @@ from csdctl.worker.protocol.events import (
     NodeLost,
     Rebalanced,
 )
+
+MAX_FAILURES = 100
+"""Failures that are listed; the others are counted."""
+MAX_OPEN_EPOCHS = 1000
+"""Epochs of which not all ranks have reported the same weights; a run that goes well has one at a time."""
 
 
 @dataclass(frozen=True)
@@ -78,42 +84,46 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
     """The guarantee for private samples; None without noise."""
+    num_unreadable: int = 0
+    """Lines of the stored events that could not be read, and are left out."""
+
+
+def summarize_run(run: RunDirectory) -> RunSummary:
+    """Add up the stored events of `run`, one by one; raises InputError for a run without any."""
+    manifest: Any = run.load_manifest()
+    events = run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]])
+    return replace(summarize(run.run_id, manifest, events), num_unreadable=events.num_unreadable)
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
     """Add up a run; `manifest` is its manifest.json."""
-    kept = list(events)
     plan = manifest["plan"]
-    epochs = [event for event in kept if isinstance(event, EpochEnd)]
-    of_host = [event for event in epochs if event.rank == 0]
-    training_s = sum(event.wall_s for event in of_host)
-    samples = sum(event.global_samples for event in of_host)
+    run = _Run(len(plan["ranks"]))
+    for event in events:
+        run.add(event)
     ranks = tuple(
-        _rank(
-            number, rank, manifest["placement"][number], [event for event in epochs if event.rank == number]
-        )
+        _rank(number, rank, manifest["placement"][number], run.ranks[number])
         for number, rank in enumerate(plan["ranks"])
     )
-    # No event covers the time before a loss or a resumption.
-    timed = sum(event.stepped_samples or event.global_samples for event in of_host)
-    speed = timed / training_s if training_s else 0.0
-    steps_s = sum(event.compute_s + event.wait_s for event in of_host)
+    whole = run.ranks[0]
+    speed = run.timed / whole.wall_s if whole.wall_s else 0.0
+    steps_s = whole.compute_s + whole.wait_s
     alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
     all_alone = sum(rate for rate in alone if rate) if all(alone) else None
-    last = of_host[-1] if of_host else None
+    last = run.last
     return RunSummary(
         run_id=run_id,
-        state=_state(kept, len(ranks)),
+        state=run.members.state,
         emulated=bool(plan.get("emulated")),
         method=plan["method"],
         num_ranks=len(ranks),
         global_batch=sum(rank.batch_size for rank in ranks),
-        epochs=len(of_host),
-        steps=sum(event.steps for event in of_host),
-        samples=samples,
-        training_s=training_s,
+        epochs=whole.epochs,
+        steps=whole.steps,
+        samples=run.samples,
+        training_s=whole.wall_s,
         samples_per_s=speed,
-        step_samples_per_s=timed / steps_s if steps_s else 0.0,
+        step_samples_per_s=run.timed / steps_s if steps_s else 0.0,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         alone_samples_per_s=all_alone,
         efficiency=speed / all_alone if all_alone and speed else None,
@@ -121,59 +131,150 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         accuracy=last.accuracy if last else None,
         validation_loss=last.validation_loss if last else None,
         validation_accuracy=last.validation_accuracy if last else None,
-        identical_weights=_identical(kept, len(ranks)),
-        failures=tuple(f"{event.node}: {event.message}" for event in kept if isinstance(event, Failed)),
-        lost_nodes=tuple(dict.fromkeys(event.node for event in kept if isinstance(event, NodeLost))),
-        num_private_unread=sum(event.num_lost for event in of_host),
-        num_rebalanced=sum(isinstance(event, Rebalanced) for event in kept),
+        identical_weights=run.weights.are_identical,
+        failures=run.failures,
+        lost_nodes=tuple(run.lost_nodes),
+        num_private_unread=run.num_private_unread,
+        num_rebalanced=run.num_rebalanced,
         ranks=ranks,
-        privacy=measure_privacy(manifest, kept),
+        privacy=measure_privacy(manifest, run.passes),
     )
 
 
-def _state(events: Sequence[Event], num_ranks: int) -> str:
-    """Return the state of the ranks of the last group."""
-    joined = [event for event in events if isinstance(event, Joined)]
-    members = {int(rank) for rank in joined[-1].batch_sizes} if joined else set(range(num_ranks))
-    last: dict[int, Finished] = {}
-    for event in events:
+@dataclass
+class _RankTotals:
+    """The ends of epochs of one rank, added up."""
+
+    epochs: int = 0
+    steps: int = 0
+    samples: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    wall_s: float = 0.0
+
+    def add(self, event: EpochEnd) -> None:
+        self.epochs += 1
+        self.steps += event.steps
+        self.samples += event.samples
+        self.compute_s += event.compute_s
+        self.wait_s += event.wait_s
+        self.wall_s += event.wall_s
+
+
+class _Run:
+    """Adds up the events of a run, in order, and keeps none of them."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [_RankTotals() for _ in range(num_ranks)]
+        self.members = _Members(num_ranks)
+        self.weights = _Weights()
+        self.passes = PassCounter(num_ranks)
+        self.last: EpochEnd | None = None
+        """The latest end of an epoch of rank 0, which has the results of all ranks."""
+        self.samples = self.timed = self.num_private_unread = self.num_rebalanced = 0
+        self.lost_nodes: dict[str, None] = {}
+        self._failures: list[str] = []
+        self._num_failures = 0
+
+    @property
+    def failures(self) -> tuple[str, ...]:
+        """The first failures, and the number of the others."""
+        more = self._num_failures - len(self._failures)
+        return (*self._failures, *([f"and {more} more"] if more else []))
+
+    def add(self, event: Event) -> None:
+        self.members.add(event)
+        self.passes.add(event)
+        if isinstance(event, EpochEnd):
+            self.ranks[event.rank].add(event)
+            self.weights.add(event, self.members.ranks)
+            if event.rank == 0:
+                self._add_whole(event)
+        elif isinstance(event, Failed):
+            self._num_failures += 1
+            if self._num_failures <= MAX_FAILURES:
+                self._failures.append(f"{event.node}: {event.message}")
+        elif isinstance(event, NodeLost):
+            self.lost_nodes[event.node] = None
+        elif isinstance(event, Rebalanced):
+            self.num_rebalanced += 1
+
+    def _add_whole(self, event: EpochEnd) -> None:
+        """Add what rank 0 reports for all ranks."""
+        self.last = event
+        self.samples += event.global_samples
+        # No event covers the time before a loss or a resumption.
+        self.timed += event.stepped_samples or event.global_samples
+        self.num_private_unread += event.num_lost
+
+
+class _Members:
+    """The ranks of the latest group, and which of them have finished."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = frozenset(range(num_ranks))
+        self._finished: dict[int, bool] = {}
+        """Whether the user stopped it, of each rank that has finished."""
+
+    def add(self, event: Event) -> None:
         if isinstance(event, Joined):
-            last.pop(event.rank, None)  # the run was resumed
+            self.ranks = frozenset(map(int, event.batch_sizes))
+            self._finished.pop(event.rank, None)  # the run was resumed
         elif isinstance(event, Finished):
-            last[event.rank] = event
-    if members - set(last):
-        return "failed"
-    return "stopped" if any(event.reason == STOPPED for event in last.values()) else "done"
+            self._finished[event.rank] = event.reason == STOPPED
+
+    @property
+    def state(self) -> str:
+        """As in `RunSummary.state`."""
+        if self.ranks - self._finished.keys():
+            return "failed"
+        return "stopped" if any(self._finished.values()) else "done"
 
 
-def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], epochs: list[EpochEnd]) -> RankSummary:
-    wall_s = sum(event.wall_s for event in epochs)
-    samples = sum(event.samples for event in epochs)
+class _Weights:
+    """Whether at the end of every epoch all ranks of the group reported the same weights.
+
+    An epoch is forgotten once they all did: only those that lack a report, or differ, take memory.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[frozenset[int], dict[int, str]]] = {}
+        """By epoch: the ranks of its group, and the hash that each has reported."""
+        self._is_known = False
+        """Whether any epoch has ended."""
+        self._is_lost = False
+        """Whether more epochs were open than there can be in a run."""
+
+    def add(self, event: EpochEnd, members: frozenset[int]) -> None:
+        self._is_known = True
+        hashes = self._open.get(event.epoch, (members, {}))[1]
+        hashes[event.rank] = event.weights_hash
+        if _agree(members, hashes):
+            self._open.pop(event.epoch, None)
+        elif len(self._open) < MAX_OPEN_EPOCHS:
+            self._open[event.epoch] = members, hashes
+        else:
+            self._is_lost = True
+
+    @property
+    def are_identical(self) -> bool:
+        """As in `RunSummary.identical_weights`."""
+        return self._is_known and not self._is_lost and not self._open
+
+
+def _agree(members: frozenset[int], hashes: dict[int, str]) -> bool:
+    return members <= hashes.keys() and len(set(hashes.values())) == 1
+
+
+def _rank(number: int, rank: dict[str, Any], placed: dict[str, Any], totals: _RankTotals) -> RankSummary:
     return RankSummary(
         rank=number,
         node=rank["node"],
         batch_size=rank["batch_size"],
         num_private=placed["num_private"],
         num_public=placed["num_public"],
-        samples_per_s=samples / wall_s if wall_s else 0.0,
+        samples_per_s=totals.samples / totals.wall_s if totals.wall_s else 0.0,
         alone_samples_per_s=rank.get("samples_per_s"),
-        compute_s=sum(event.compute_s for event in epochs),
-        wait_s=sum(event.wait_s for event in epochs),
-    )
-
-
-def _identical(events: Sequence[Event], num_ranks: int) -> bool:
-    """Return whether at the end of every epoch all ranks of the group reported the same weights."""
-    members = set(range(num_ranks))
-    expected: dict[int, set[int]] = {}
-    hashes: dict[int, dict[int, str]] = {}
-    for event in events:
-        if isinstance(event, Joined):
-            members = {int(rank) for rank in event.batch_sizes}
-        elif isinstance(event, EpochEnd):
-            expected[event.epoch] = members
-            hashes.setdefault(event.epoch, {})[event.rank] = event.weights_hash
-    return bool(hashes) and all(
-        expected[epoch] <= set(by_rank) and len(set(by_rank.values())) == 1
-        for epoch, by_rank in hashes.items()
+        compute_s=totals.compute_s,
+        wait_s=totals.wait_s,
     )

@@ -3,16 +3,17 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
+from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.step_file import private_memory
-from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
-from csdctl.worker.protocol.json_codec import ProtocolError
+from csdctl.runs.stored_events import StoredEvents
+from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_to_line
 
 
 @dataclass(frozen=True)
@@ -170,22 +171,9 @@ class RunDirectory:
         content: dict[str, object] = load_json(self.manifest)
         return content
 
-    def read_events(self) -> Iterator[tuple[float, Event]]:
-        """Yield Unix time of arrival and event, in order; skip a line truncated by a crash."""
-        try:
-            lines = self.events.read_text(encoding="utf-8").splitlines()
-        except FileNotFoundError:
-            raise InputError(
-                f"run {self.run_id} has no events", remedy="the run ended before training started"
-            ) from None
-        for line in lines:
-            try:
-                content = json.loads(line)
-                event = event_from_line(content["line"])
-            except (ValueError, KeyError, ProtocolError):
-                continue
-            if event:
-                yield content["time"], event
+    def read_events(self, nodes: Sequence[str]) -> StoredEvents:
+        """Return the stored events of the run, whose ranks are on `nodes`, in order."""
+        return StoredEvents(self.events, nodes)
 
 
 def _new_directory(parent: Path) -> RunDirectory:
@@ -194,16 +182,41 @@ def _new_directory(parent: Path) -> RunDirectory:
     return run
 
 
-class EventLog:
-    """Appends events to events.jsonl, one per line."""
+MAX_EVENTS_BYTES = 1 << 30
+FREQUENT = (Progress, WaitingFor)
+"""Events that come again and again; only those of rank 0 are needed to tell how far a run came."""
 
-    def __init__(self, run: RunDirectory) -> None:
+
+class EventLog:
+    """Appends events to events.jsonl, one per line.
+
+    Once the file has `max_bytes`, frequent events of ranks other than 0 are no longer stored; the log of the
+    rank says so.
+    """
+
+    def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
+        self._run, self._max_bytes = run, max_bytes
         self._file = run.events.open("a", encoding="utf-8")
+        self._num_bytes = self._file.tell()
+        self._limited: set[int] = set()
+        """Ranks whose frequent events are no longer stored."""
 
     def append(self, time_s: float, event: Event) -> None:
         """Write one event; `time_s` is Unix time."""
-        self._file.write(json.dumps({"time": round(time_s, 4), "line": event_to_line(event)}) + "\n")
+        if self._num_bytes >= self._max_bytes and event.rank != 0 and isinstance(event, FREQUENT):
+            self._say_limited(event)
+            return
+        line = json.dumps({"time": round(time_s, 4), "line": event_to_line(event)}) + "\n"
+        self._num_bytes += self._file.write(line)  # ASCII
         self._file.flush()
+
+    def _say_limited(self, event: Event) -> None:
+        if event.rank not in self._limited:
+            self._limited.add(event.rank)
+            log = CappedLog(self._run.rank_log(event.rank), event.node)
+            size = f"{self._run.events.name} has {self._max_bytes >> 20} MiB"
+            log.write(f"… progress of {event.node} is no longer stored: {size}".encode())
+            log.close()
 
     def close(self) -> None:
         """Sync and close the file."""

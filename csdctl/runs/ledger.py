@@ -4,6 +4,7 @@ At the end of a command, `ledger.jsonl` gets one line for each link, direction a
 TCP payload, including encryption, without TCP and IP headers.
 """
 
+import itertools
 import json
 import time
 from collections import Counter
@@ -13,6 +14,10 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.worker.protocol.bounds import Count
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+
+MAX_LINE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -28,7 +33,7 @@ class LedgerEntry:
     receiver: str
     kind: str
     """A `TrafficClass`."""
-    num_bytes: int
+    num_bytes: Count
 
 
 class Ledger:
@@ -75,8 +80,12 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """Yield all entries in order; raises InputError for a damaged line."""
     if not path.exists():
         return
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            yield LedgerEntry(**json.loads(line))
-        except (ValueError, TypeError) as error:
-            raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE_CHARS)
+            if not line:
+                return
+            try:
+                yield from_json(LedgerEntry, line)
+            except ProtocolError as error:
+                raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None

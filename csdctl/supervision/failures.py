@@ -7,6 +7,9 @@ from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, Run
 from csdctl.launch.diagnosis import find_cause
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.worker.protocol.events import Failed
+from csdctl.worker.protocol.json_codec import ProtocolError
+
+CHECK_WORKER = "check that machine: what runs there is damaged, or is not csdctl's worker"
 
 
 def as_loss(failed: Failed) -> CsdctlError:
@@ -33,6 +36,36 @@ def at_fault(node: str, message: str) -> CsdctlError:
         f"it {message}",
         node=node,
         remedy="look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
+    )
+
+
+def misbehaved(node: str, violation: ProtocolError) -> CsdctlError:
+    """Return why a rank is lost that sent what no worker sends."""
+    return NodeError(
+        f"sent an invalid event: {violation}",
+        node=node,
+        remedy=CHECK_WORKER,
+    )
+
+
+def finished_early(rank: int, node: str) -> CsdctlError:
+    """Return why a rank is lost that reported completion while rank 0 was still training."""
+    return NodeError(
+        f"rank {rank} reported its completion before the run was complete", node=node, remedy=CHECK_WORKER
+    )
+
+
+def paused_early(rank: int, node: str) -> CsdctlError:
+    """Return why a rank is lost that left its group unasked."""
+    return NodeError(f"rank {rank} left the group without an order", node=node, remedy=CHECK_WORKER)
+
+
+def keeps_failing(rank: int, node: str) -> CsdctlError:
+    """Return why a rank is lost with which no group trains, although it answers."""
+    return NodeError(
+        f"rank {rank} does not join the others, or loses its link again and again",
+        node=node,
+        remedy="check the node and its network",
     )
 
 

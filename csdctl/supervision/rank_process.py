@@ -1,19 +1,22 @@
 """One rank's process on its machine: started over SSH, receives orders and sends events as lines.
 
-Everything it prints is passed on in order. The process ends when its connection ends. A probe session that is
+Every event is checked here, before anything acts on it; a rank that sends an invalid one is lost. All other
+output goes to the log, up to a limit. The process ends when its connection ends. A probe session that is
 attached is a rank for one run only, and is released afterwards.
 """
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
-from csdctl.notify import make_printable
+from csdctl.runs.capped_log import MAX_LOG_BYTES, CappedLog
+from csdctl.supervision import failures
+from csdctl.supervision.allowance import Allowance
+from csdctl.supervision.conduct import Conduct
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
 from csdctl.worker.protocol.events import Event, Finished, event_from_line
@@ -28,6 +31,10 @@ _EXIT_CODE_S = 5.0
 _SIGNAL = 128
 _NO_CODE = 255
 """SSH returned no exit code."""
+_LOG_BYTES_PER_S = 1 << 20
+"""A rank that prints more waits, once it has printed MAX_LOG_BYTES: its output must not occupy the host."""
+_LINE_BYTES = 100
+"""What a line costs besides its length."""
 
 
 @dataclass(frozen=True)
@@ -54,22 +61,26 @@ class RankProcess:
         rank: int,
         session: Session,
         conversation: Conversation,
-        log_path: Path,
+        conduct: Conduct,
+        log: CappedLog,
         on_message: OnMessage,
         *,
         is_attached: bool = False,
     ) -> None:
         """Communicate with the process through `conversation`, which `session` opened.
 
-        One thread calls `on_message` with every event, in order, and with the end of the process. A process
-        that `is_attached` ends as a rank when it has finished, and its conversation stays open.
+        `conduct` judges its events, `log` gets its other output. One thread calls `on_message` with every
+        event, in order, and with the end of the process. A process that `is_attached` ends as a rank when it
+        has finished, and its conversation stays open.
         """
         self.rank = rank
         self.node = session.name
         self._meter = session.meter
         self._on_message = on_message
-        self._log_path = log_path
-        self._is_closed = False
+        self._conduct = conduct
+        self._log = log
+        self._log_allowance = Allowance(_LOG_BYTES_PER_S, MAX_LOG_BYTES)
+        self._is_closed = threading.Event()
         self._is_attached = is_attached
         self._is_released = False
         """Whether the process no longer reads its lines as orders to a rank."""
@@ -82,6 +93,7 @@ class RankProcess:
         """Send an order; a process that has ended ignores it, as its end is reported anyway."""
         with self._send_lock, contextlib.suppress(EOFError, CsdctlError):
             if not self._is_released:
+                self._conduct.note_order(order)
                 self._conversation.send_line(order_to_line(order))
             self._is_released |= isinstance(order, Release)
 
@@ -89,23 +101,22 @@ class RankProcess:
         """End the process and everything it started, unless it was released."""
         if self._is_released:
             return
-        self._is_closed = True
+        self._is_closed.set()
         with contextlib.suppress(CsdctlError):
             self._conversation.close()
 
     def _read(self) -> None:
-        try:
-            with self._log_path.open("a", encoding="utf-8", errors="replace") as log:
-                self._read_lines(log)
-        except OSError:  # a full disk is no reason to end a run
-            self._read_lines(None)
+        with contextlib.closing(self._log):
+            self._read_lines()
 
-    def _read_lines(self, log: IO[str] | None) -> None:
+    def _read_lines(self) -> None:
         error: CsdctlError
         is_clean = False
         while True:
             try:
                 line = self._conversation.read_line(deadline_s=_READ_S)
+                if self._handle_event(line):
+                    continue
             except DeadlineError:
                 continue
             except EOFError:
@@ -114,37 +125,38 @@ class RankProcess:
             except CsdctlError as failure:
                 error = failure
                 break
-            except (OSError, ValueError):  # closed by `close`
-                return
-            if self._handle_event(line):
-                continue
+            except ProtocolError as violation:
+                error = failures.misbehaved(self.node, violation)
+                break
+            except (OSError, ValueError) as failure:  # closed by `close`, most likely
+                error = NodeError(f"its output cannot be read: {failure}", node=self.node)
+                break
             if self._is_released and line == READY:
                 error = NodeError(f"rank {self.rank} has been released", node=self.node)
                 self._on_message(ProcessEnded(self.rank, self.node, error, is_clean=True))
                 return
-            self._log(line, log)
-        if not self._is_closed:
+            self._handle_output(line)
+        if not self._is_closed.is_set():
             self._on_message(ProcessEnded(self.rank, self.node, error, is_clean))
 
     def _handle_event(self, line: str) -> bool:
-        """Pass on the event in `line`; return False when `line` holds none."""
-        try:
-            event = event_from_line(line)
-        except ProtocolError:
-            return False
+        """Pass on the event in `line`; return False when `line` holds none. Raises ProtocolError."""
+        event = event_from_line(line)
         if event is None:
             return False
+        self._conduct.check(event, len(line), time.monotonic())
         self._on_message(event)
         if self._is_attached and isinstance(event, Finished):
             self.send(Release())
         return True
 
-    def _log(self, line: str, log: IO[str] | None) -> None:
+    def _handle_output(self, line: str) -> None:
         self._meter.record(TrafficClass.LOG, received=len(line) + 1)
-        if log and line.strip() and not is_noise(line):
-            with contextlib.suppress(OSError):
-                log.write(make_printable(line.replace("\0", "")) + "\n")
-                log.flush()
+        if line.strip() and not is_noise(line):
+            self._log.write(line.encode(errors="replace"))
+        delay_s = self._log_allowance.spend(_LINE_BYTES + len(line), time.monotonic())
+        if delay_s:  # the rank's pipe and connection fill, and it waits
+            self._is_closed.wait(delay_s)
 
     def _read_exit(self) -> tuple[CsdctlError, bool]:
         """Return why the process ended, and whether it exited with 0."""
@@ -153,8 +165,8 @@ class RankProcess:
         except CsdctlError as error:
             return error, False
         if done.stderr:  # of an attached process; the others write it to stdout
-            with contextlib.suppress(OSError), self._log_path.open("ab") as log:
-                log.write(make_printable(done.stderr.decode(errors="backslashreplace")).encode() + b"\n")
+            for line in done.stderr.splitlines():
+                self._log.write(line)
         return explain_exit(self.rank, self.node, done), done.exit_code == 0
 
 

@@ -24,6 +24,10 @@ class Restarted:
     rank: int
 
 
+MAX_WAITING = 256
+"""Messages of one process that may wait to be handled; before more are read, its reader waits."""
+
+
 class _MessageBuffer:
     """The messages of one process, held back until `release`: its owner must know the process first."""
 
@@ -31,8 +35,14 @@ class _MessageBuffer:
         self._deliver = deliver
         self._lock = threading.Lock()
         self._held: list[RankMessage] | None = []
+        self._room = threading.Semaphore(MAX_WAITING)
+        self._is_dropped = False
 
     def put(self, message: RankMessage) -> None:
+        self._room.acquire()
+        if self._is_dropped:
+            self._room.release()  # for the next message, which is dropped too
+            return
         with self._lock:
             if self._held is None:
                 self._deliver(self, message)
@@ -44,6 +54,15 @@ class _MessageBuffer:
             for message in self._held or ():
                 self._deliver(self, message)
             self._held = None
+
+    def take(self) -> None:
+        """Make room for another message: one was taken out."""
+        self._room.release()
+
+    def drop(self) -> None:
+        """Ignore all further messages; `put` waits no longer."""
+        self._is_dropped = True
+        self._room.release()
 
 
 class RankProcesses:
@@ -84,6 +103,7 @@ class RankProcesses:
             self._processes[message.rank] = message
             self._buffers[message.rank] = buffer
             return Restarted(message.rank)
+        buffer.take()
         return message if self._buffers.get(message.rank) is buffer else None
 
     def send(self, rank: int, order: Order) -> None:
@@ -93,7 +113,8 @@ class RankProcesses:
 
     def drop(self, rank: int) -> None:
         """Close the rank's process and ignore all its messages from now on."""
-        self._buffers.pop(rank, None)
+        if buffer := self._buffers.pop(rank, None):
+            buffer.drop()
         if process := self._processes.pop(rank, None):
             process.close()
 
@@ -115,6 +136,7 @@ class RankProcesses:
                     self._messages.put((buffer, process))
                     buffer.release()
                     return
+            buffer.drop()
             process.close()
             return
 
@@ -124,5 +146,7 @@ class RankProcesses:
             self._is_over.set()
         while not self._messages.empty():
             self.next(0.0)
+        for buffer in self._buffers.values():
+            buffer.drop()
         for process in self._processes.values():
             process.close()

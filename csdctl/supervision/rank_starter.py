@@ -10,13 +10,16 @@ from csdctl.launch.leftovers import end_rank
 from csdctl.launch.machine_lock import relock_machine
 from csdctl.launch.mpi_command import RankCommand, rank_marker
 from csdctl.launch.mpirun import Mpirun
+from csdctl.runs.capped_log import CappedLog
 from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.supervision.conduct import Conduct
 from csdctl.supervision.links import Links
 from csdctl.supervision.rank_process import AttachRank, OnMessage, RankProcess
 from csdctl.transport.many import open_session
 from csdctl.transport.meter import LinkBytes
-from csdctl.transport.session import Session
+from csdctl.transport.session import Conversation, Session
 from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.worker.protocol.tasks import JOINING
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,7 @@ class RankStarter:
         if node not in self.attached:
             return self._start_process(rank, session, on_message)
         conversation = self.attached[node](self.spec_path, rank)
-        log_path = self.mpirun.log_path(rank)
-        return RankProcess(rank, session, conversation, log_path, on_message, is_attached=True)
+        return self._watch(rank, session, conversation, on_message, is_attached=True)
 
     def restart(self, rank: int, on_message: OnMessage) -> RankProcess:
         """Start a rank on a machine that was lost: over a new connection, after ending its old processes."""
@@ -82,7 +84,23 @@ class RankStarter:
         command = self._build_worker_command(rank, ["rank", "--spec", self.spec_path])
         # Merge both streams, in the order in which they are written.
         conversation = session.converse(["sh", "-c", 'exec "$@" 2>&1', "csdctl", *command])
-        return RankProcess(rank, session, conversation, self.mpirun.log_path(rank), on_message)
+        return self._watch(rank, session, conversation, on_message, is_attached=False)
+
+    def _watch(
+        self,
+        rank: int,
+        session: Session,
+        conversation: Conversation,
+        on_message: OnMessage,
+        *,
+        is_attached: bool,
+    ) -> RankProcess:
+        nodes = [other.node for other in self.spec.ranks]
+        conduct = Conduct(
+            rank, nodes, num_epochs=self.spec.recipe.epochs, must_join=self.spec.task.name in JOINING
+        )
+        log = CappedLog(self.mpirun.log_path(rank), nodes[rank])
+        return RankProcess(rank, session, conversation, conduct, log, on_message, is_attached=is_attached)
 
     def _build_worker_command(self, rank: int, arguments: Sequence[str]) -> list[str]:
         node = self.spec.ranks[rank].node

@@ -1,6 +1,7 @@
 """After a group is lost: find the ranks that can form the next one."""
 
 import time
+from collections.abc import Iterable
 
 from csdctl.errors import CsdctlError, RunError
 from csdctl.fleet.model import HOST_NAME
@@ -38,25 +39,46 @@ class Regrouping:
         `outcome` is that of the lost group's mpirun. Raise the error of the run if it cannot continue.
         """
         self._num_failed += 1
+        suspects = _find_suspects(group)
         group.joined = set()
         members = set(group.ranks)
         self._poll(group)
+        self.settle_completion(group)
         if self._roster.finished:
             if group.unlinked or not members <= self._roster.present(members) | self._roster.finished:
                 raise self.incomplete(group, reason)
             return None  # all members were about to finish, and no longer need links
         cause = self._find_cause(group, outcome)
+        if cause and cause.node:
+            suspects = {rank for rank in members if self._roster.nodes[rank] == cause.node}
+        elif not self._roster.has_trained:
+            self._drop(suspects, None)
         if not self._roster.has_trained or self._num_failed > self._patience.max_attempts:
             raise cause or failures.no_group(reason, self._setup.log_directory)
-        if self._num_failed == self._patience.max_attempts and cause:
-            for rank in self._roster.present(members):
-                if self._roster.nodes[rank] == cause.node:  # it answers, and yet every group with it fails
-                    self._roster.mark_lost(rank, cause)
+        if self._num_failed == self._patience.max_attempts:
+            self._drop(suspects, cause)
         if 0 not in self._roster.present(members):
             self._await_host()
         left = sorted(self._roster.present(members))
         self._check_num_nodes(left)
         return left
+
+    def settle_completion(self, group: GroupState) -> None:
+        """Mark the ranks as lost that reported their completion while rank 0 was still training.
+
+        All links are closed before any rank reports its completion: when rank 0, which is on the host, has
+        lost its link, the others have left too early. Wait until it tells.
+        """
+        deadline = time.monotonic() + self._patience.mpirun_exit_s
+        while self._roster.finished and self._is_undecided(group) and time.monotonic() < deadline:
+            self._handle(self._inbox.next(self._patience.poll_s))
+        if 0 in group.unlinked and 0 not in self._roster.finished:
+            for rank in sorted(self._roster.finished):
+                self._roster.withdraw(rank, failures.finished_early(rank, self._roster.nodes[rank]))
+
+    def _is_undecided(self, group: GroupState) -> bool:
+        """Return whether rank 0 has neither finished nor lost its link, and can still do either."""
+        return 0 in self._roster.present() - self._roster.finished and 0 not in group.unlinked
 
     def incomplete(self, group: GroupState, reason: str) -> CsdctlError:
         """Return the error of a run that cannot continue because some ranks have finished and left."""
@@ -103,6 +125,12 @@ class Regrouping:
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
 
+    def _drop(self, suspects: Iterable[int], cause: CsdctlError | None) -> None:
+        """Mark the ranks as lost with which groups fail although they answer."""
+        for rank in sorted(self._roster.present(suspects)):
+            named = cause if cause and cause.node else failures.keeps_failing(rank, self._roster.nodes[rank])
+            self._roster.mark_lost(rank, named)
+
     def _find_cause(self, group: GroupState, outcome: JobOutcome | None) -> CsdctlError | None:
         """Return why the group was lost: the loss of a member, or what mpirun printed.
 
@@ -133,3 +161,11 @@ class Regrouping:
         raise failures.too_few_nodes(
             num_nodes, self._setup.min_nodes, self._roster.losses, self._setup.run_id
         )
+
+
+def _find_suspects(group: GroupState) -> set[int]:
+    """Return the ranks because of which the group was lost, as far as rank 0 is none of them."""
+    missing = set(group.ranks) - group.joined
+    if missing:
+        return set() if 0 in missing else missing
+    return set(group.unlinked[:1]) - {0}

@@ -58,8 +58,15 @@ class Roster:
 
     def mark_lost(self, rank: int, error: CsdctlError) -> None:
         """Drop `rank` and restart it when its machine answers; raise RunError before any training."""
-        if rank not in self._processes.ranks or rank in self.finished:
-            return
+        if rank in self._processes.ranks and rank not in self.finished:
+            self._lose(rank, error)
+
+    def withdraw(self, rank: int, error: CsdctlError) -> None:
+        """Mark a rank as lost whose completion record is not true, whether it still runs or not."""
+        self.finished.discard(rank)
+        self._lose(rank, error)
+
+    def _lose(self, rank: int, error: CsdctlError) -> None:
         self._processes.drop(rank)
         self._inbox.discard(rank)
         self.ready.discard(rank)

@@ -8,7 +8,6 @@ from the last completed step. A lost node rejoins at the end of an epoch (docs/d
 import time
 from collections.abc import Callable, Iterable, Sequence
 
-from csdctl.errors import InputError
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision import failures
 from csdctl.supervision.group import GroupState
@@ -151,7 +150,7 @@ class Supervisor:
             self._handle_failure(message)
         elif isinstance(message, Joined) and message.generation == self._group.generation:
             self._handle_joined(message)
-        elif isinstance(message, Progress | EpochEnd):
+        elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
             self._regrouping.record_progress()
         elif isinstance(message, Finished):
             self._roster.finished.add(message.rank)
@@ -178,8 +177,7 @@ class Supervisor:
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
             self._roster.mark_lost(failed.rank, failures.as_loss(failed))
             return
-        is_input_error = failed.exit_code == InputError.exit_code
-        if failed.rank == 0 or is_input_error or not self._roster.has_trained:
+        if failed.rank == 0 or not self._roster.has_trained:
             raise failures.as_run_failure(failed)
         # All ranks see the same sums: if they are the cause, rank 0 fails too.
         deadline = time.monotonic() + self._patience.settle_s
@@ -194,12 +192,18 @@ class Supervisor:
 
     def _handle_joined(self, joined: Joined) -> None:
         self._group.joined.add(joined.rank)
-        self._collectives[self._group.ranks] = joined.collective
+        if joined.rank == 0:
+            self._collectives[self._group.ranks] = joined.collective
         if self._group.have_all_joined:
             self._roster.has_trained = True
             self._request_pause()
 
     def _handle_paused(self, paused: Paused) -> None:
+        if not self._group.is_pausing and paused.rank != 0:
+            self._roster.mark_lost(paused.rank, failures.paused_early(paused.rank, paused.node))
+            self._regroup(f"{paused.node} left")
+            return
+        self._group.is_pausing = True
         self._group.paused.add(paused.rank)
         if self._group.have_all_paused:
             self._end_links()
@@ -211,10 +215,12 @@ class Supervisor:
         Only once all members have joined: a rank that receives a new group forgets a pause requested before.
         """
         if self._roster.present() - set(self._group.ranks):
+            self._group.is_pausing = True
             self._processes.send(0, PauseAtEpochEnd())
 
     def _regroup(self, reason: str) -> None:
         """End the group, and form a new one of the ranks that are left."""
+        self._regrouping.settle_completion(self._group)
         if self._roster.finished:
             raise self._regrouping.incomplete(self._group, reason)
         outcome = self._end_links()

@@ -49,7 +49,8 @@ def render_privacy(console: PrintableConsole, found: PrivacyReport) -> None:
     console.print("What the sent data may still reveal:")
     remarks = remarks_on(has_noise=found.privacy is not None)
     for traffic_class in dict.fromkeys(flow.kind for flow in found.of_all):
-        console.print(f"- {traffic_class}: {remarks[traffic_class]}")
+        remark = remarks.get(traffic_class, "not known to this csdctl")
+        console.print(f"- {traffic_class}: {remark}")
     if found.privacy is None:
         console.print(BATCH_NORM)
         return

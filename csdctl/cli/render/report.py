@@ -75,6 +75,8 @@ def _totals(summary: RunSummary) -> list[tuple[str, str]]:
             else ""
         )
         rows.append(("lost", f"{', '.join(summary.lost_nodes)}; training continued without them{unread}"))
+    if summary.num_unreadable:
+        rows.append(("events", f"{summary.num_unreadable:,} lines could not be read, and are left out"))
     if summary.num_rebalanced:
         rows.append(("balance", f"batch sizes changed {summary.num_rebalanced} times"))
     return rows

@@ -60,7 +60,7 @@ class TrainingScreen(PreparationScreen):
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
         for line in format_shards(spec):
             self.say(line)
-        events = (event for _, event in run.read_events()) if run.events.exists() else ()
+        events = run.read_events([rank.node for rank in spec.ranks]) if run.events.exists() else ()
         if planned := plan_privacy(spec, events):
             self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(

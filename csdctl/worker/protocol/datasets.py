@@ -2,6 +2,9 @@
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from csdctl.worker.protocol.bounds import Between, Count, Shape, ShortText
 
 
 @dataclass(frozen=True)
@@ -12,16 +15,16 @@ class DatasetInfo:
     """
 
     path: str
-    num_samples: int
-    sample_shape: tuple[int, ...]
+    num_samples: Count
+    sample_shape: Shape
     dtype: str
-    label_shape: tuple[int, ...]
-    max_label: int
+    label_shape: Shape
+    max_label: Annotated[int, Between(-1, 1 << 64)]
     """The largest label, or the label of the last class; -1 if labels are not non-negative integers."""
-    fingerprint: str
-    num_skipped: dict[str, int] = field(default_factory=dict)
+    fingerprint: ShortText
+    num_skipped: dict[ShortText, Count] = field(default_factory=dict)
     """Skipped samples by reason, such as 'undecodable'; docs/how-to/prepare-data.md lists all reasons."""
-    class_counts: dict[str, int] = field(default_factory=dict)
+    class_counts: dict[str, Count] = field(default_factory=dict)
     """Samples of each of the job's classes, in the order of their labels; empty if classes have no names."""
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, none of which is usable."""
@@ -36,11 +39,11 @@ class DatasetInfo:
 class ImageRule:
     """How images are converted: to uint8 of `shape`, (height, width, channels)."""
 
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     """If None, or with a 0 in it: unknown; images cannot be prepared then, arrays can."""
     fit: str = "stretch"
     """'stretch', 'crop' (to the centre) or 'pad' (with white bars), for images of another aspect ratio."""
-    max_pixels: int = 100_000_000
+    max_pixels: Count = 100_000_000
     """Images with more pixels are skipped without decoding."""
 
 
@@ -50,7 +53,7 @@ class RecordSchema:
 
     image: str
     label: str
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
     """None if the image is encoded, otherwise the shape of its raw values."""
     dtype: str = "uint8"
 
@@ -77,14 +80,14 @@ class PrepareSpec:
 class DatasetDigest:
     """Digest of a prepared data set as a machine sees it; equal digests mean equal data."""
 
-    num_samples: int
-    digest: str
+    num_samples: Count
+    digest: ShortText
 
 
 @dataclass(frozen=True)
 class PrepareProgress:
     """Progress of `prepare`: samples processed, out of `num_total` (0 if unknown), and samples skipped."""
 
-    num_done: int = 0
-    num_total: int = 0
-    num_skipped: int = 0
+    num_done: Count = 0
+    num_total: Count = 0
+    num_skipped: Count = 0

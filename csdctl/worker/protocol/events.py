@@ -3,8 +3,22 @@
 import dataclasses
 import json
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
+from csdctl.worker.protocol.bounds import (
+    Count,
+    Epoch,
+    ExitCode,
+    Generation,
+    Measured,
+    NumSteps,
+    OneOf,
+    RankNumber,
+    Seconds,
+    ShortText,
+)
+from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
+from csdctl.worker.protocol.orders import CollectiveName
 
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
@@ -17,81 +31,83 @@ EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop"
 SUMS, SAMPLES, STATE = "sums", "samples", "state"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run."""
 
+TrafficName = Annotated[str, OneOf((SUMS, SAMPLES, STATE))]
+
 
 @dataclass(frozen=True)
 class Event:
     """Base of all events; `rank` and `node` are those of the sender."""
 
-    rank: int
-    node: str
+    rank: RankNumber
+    node: ShortText
 
 
 @dataclass(frozen=True)
 class Started(Event):
     """The process of an MPI check has started, and enters MPI next."""
 
-    hostname: str
+    hostname: ShortText
 
 
 @dataclass(frozen=True)
 class MpiChecked(Event):
     """The rank of an MPI check has summed a vector with all others: seconds of the fastest sum."""
 
-    mpi_library: str
-    vector_bytes: int
-    sum_s: float
+    mpi_library: ShortText
+    vector_bytes: Count
+    sum_s: Seconds
 
 
 @dataclass(frozen=True)
 class CollectiveTimed(Event):
     """The first `num_ranks` ranks have timed the collectives: the fastest, and the seconds of one sum."""
 
-    num_ranks: int
-    num_bytes: int
+    num_ranks: Count
+    num_bytes: Count
     """Of one rank's vector."""
-    collective: str
-    sum_s: float
+    collective: CollectiveName
+    sum_s: Seconds
 
 
 @dataclass(frozen=True)
 class Ready(Event):
     """The rank has loaded model and data, and waits for a group."""
 
-    num_samples: int
-    setup_s: float
+    num_samples: Count
+    setup_s: Seconds
 
 
 @dataclass(frozen=True)
 class Progress(Event):
     """Totals since the last Progress of this rank; rank 0 adds loss and metrics of all ranks."""
 
-    epoch: int
-    step: int
-    steps: int
-    samples: int
-    compute_s: float
-    wait_s: float
-    wall_s: float
-    global_samples: int = 0
-    loss: float | None = None
-    accuracy: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    epoch: Epoch
+    step: Count
+    steps: NumSteps
+    samples: Count
+    compute_s: Seconds
+    wait_s: Seconds
+    wall_s: Seconds
+    global_samples: Count = 0
+    loss: Measured | None = None
+    accuracy: Measured | None = None
+    metrics: dict[ShortText, Measured] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Joined(Event):
     """The rank has joined a group, whose ranks now hold the same state."""
 
-    generation: int
-    epoch: int
-    step: int
-    steps_per_epoch: int
-    total_steps: int
-    batch_sizes: dict[str, int]
+    generation: Generation
+    epoch: Epoch
+    step: Count
+    steps_per_epoch: Count
+    total_steps: Count
+    batch_sizes: dict[ShortText, Count]
     """Of the group's ranks, by rank number."""
-    collective: str
-    sum_s: float
-    num_lost: int = 0
+    collective: CollectiveName
+    sum_s: Measured
+    num_lost: Count = 0
     """Private samples of this epoch that are not trained on, because their node is lost."""
 
 
@@ -99,16 +115,16 @@ class Joined(Event):
 class LinkLost(Event):
     """The rank has lost its link, and waits for a new group."""
 
-    generation: int
-    epoch: int
-    step: int
+    generation: Generation
+    epoch: Epoch
+    step: Count
 
 
 @dataclass(frozen=True)
 class Misbehaved(Event):
     """From rank 0, or from the MPI check: rank `culprit` has sent the others what no rank may send."""
 
-    culprit: int
+    culprit: RankNumber
     message: str
 
 
@@ -116,43 +132,43 @@ class Misbehaved(Event):
 class Paused(Event):
     """The rank has left its group as ordered, and waits for the next one."""
 
-    generation: int
+    generation: Generation
 
 
 @dataclass(frozen=True)
 class Pong(Event):
     """The answer to `Ping`."""
 
-    number: int
+    number: Generation
 
 
 @dataclass(frozen=True)
 class WaitingFor(Event):
     """The rank has been waiting for these nodes for seconds; empty when it does not know which."""
 
-    nodes: tuple[str, ...]
+    nodes: tuple[ShortText, ...]
 
 
 @dataclass(frozen=True)
 class Rebalanced(Event):
     """Batch sizes from the next step on, and the slowest node; from rank 0."""
 
-    epoch: int
-    step: int
-    slowest: str
-    slowdown: float
+    epoch: Epoch
+    step: Count
+    slowest: ShortText
+    slowdown: Measured
     """Its compute time over that of a balanced step."""
-    batch_sizes: dict[str, int]
+    batch_sizes: dict[ShortText, Count]
 
 
 @dataclass(frozen=True)
 class SentBytes:
     """Bytes that one rank of a group sent to another; `what` is SUMS, SAMPLES or STATE."""
 
-    what: str
-    sender: int
-    receiver: int
-    num_bytes: int
+    what: TrafficName
+    sender: RankNumber
+    receiver: RankNumber
+    num_bytes: Count
 
 
 @dataclass(frozen=True)
@@ -162,7 +178,7 @@ class Traffic(Event):
     Ranks are numbers of the run; bytes are TCP payload.
     """
 
-    generation: int
+    generation: Generation
     sent: tuple[SentBytes, ...]
 
 
@@ -170,46 +186,46 @@ class Traffic(Event):
 class Verified(Event):
     """The ranks' gradient against that of one process: relative differences in the Euclidean norm."""
 
-    global_batch: int
-    batch_sizes: tuple[int, ...]
-    by_parts: float
+    global_batch: Count
+    batch_sizes: tuple[Count, ...]
+    by_parts: Measured
     """To one process that computes every rank's batch in turn."""
-    as_one_batch: float | None
+    as_one_batch: Measured | None
     """To one process with one batch of all samples; None where samples of a batch affect each other."""
-    weights_hash: str
-    collective: str
+    weights_hash: ShortText
+    collective: CollectiveName
 
 
 @dataclass(frozen=True)
 class Evaluating(Event):
     """Rank 0 has evaluated `num_done` of `num_samples` validation samples."""
 
-    num_done: int
-    num_samples: int
+    num_done: Count
+    num_samples: Count
 
 
 @dataclass(frozen=True)
 class EpochEnd(Event):
     """The rank has finished an epoch; rank 0 adds the results of all ranks."""
 
-    epoch: int
-    steps: int
-    samples: int
-    compute_s: float
-    wait_s: float
-    wall_s: float
-    weights_hash: str
-    global_samples: int = 0
-    loss: float | None = None
-    accuracy: float | None = None
-    validation_loss: float | None = None
-    validation_accuracy: float | None = None
-    learning_rate: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    validation_metrics: dict[str, float] = field(default_factory=dict)
-    num_lost: int = 0
+    epoch: Epoch
+    steps: Count
+    samples: Count
+    compute_s: Seconds
+    wait_s: Seconds
+    wall_s: Seconds
+    weights_hash: ShortText
+    global_samples: Count = 0
+    loss: Measured | None = None
+    accuracy: Measured | None = None
+    validation_loss: Measured | None = None
+    validation_accuracy: Measured | None = None
+    learning_rate: Measured | None = None
+    metrics: dict[ShortText, Measured] = field(default_factory=dict)
+    validation_metrics: dict[ShortText, Measured] = field(default_factory=dict)
+    num_lost: Count = 0
     """Private samples that were not trained on, because their node was lost."""
-    stepped_samples: int = 0
+    stepped_samples: Count = 0
     """Of all ranks in the `steps` of this event; `global_samples` includes steps before a loss."""
 
 
@@ -217,8 +233,8 @@ class EpochEnd(Event):
 class CheckpointSaved(Event):
     """A complete checkpoint is on disk."""
 
-    epoch: int
-    step: int
+    epoch: Epoch
+    step: Count
     path: str
     is_best: bool = False
 
@@ -227,12 +243,12 @@ class CheckpointSaved(Event):
 class Finished(Event):
     """The completion record of a rank. A run is done only when every rank has sent one."""
 
-    epochs: int
-    steps: int
-    weights_hash: str
-    peak_memory_bytes: int
+    epochs: Epoch
+    steps: Count
+    weights_hash: ShortText
+    peak_memory_bytes: Count
     model_path: str | None = None
-    reason: str = ""
+    reason: ShortText = ""
     """Why the rank finished before the last epoch: EARLY_STOPPING, STOPPED, …; '' after the last."""
 
 
@@ -242,7 +258,7 @@ class Failed(Event):
 
     message: str
     remedy: str = ""
-    exit_code: int = 1
+    exit_code: ExitCode = 1
 
 
 @dataclass(frozen=True)
@@ -261,7 +277,7 @@ class NodeBack(Event):
 class Exited(Event):
     """From the shell that started a rank: its exit code, 128 + signal when it was killed."""
 
-    code: int
+    code: ExitCode
 
 
 EVENTS: dict[str, type[Event]] = {
@@ -300,13 +316,29 @@ def event_to_line(event: Event) -> str:
 
 
 def event_from_line(line: str) -> Event | None:
-    """Return the event in `line`, None for any other line; raises ProtocolError when it is damaged."""
+    """Return the event in `line`, None for any other line; raises ProtocolError when it is not valid."""
     if not line.startswith(EVENT_PREFIX):
         return None
-    try:
-        content = json.loads(line[len(EVENT_PREFIX) :])
-        event_type = EVENTS[content.pop("event")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"not an event: {line[:120]!r} ({error})") from None
-    event: Event = from_dict(event_type, content)
+    text = line.removeprefix(EVENT_PREFIX)
+    content = parse_json(text)
+    if "\\u" in text:
+        content = _printable(content)
+    name = content.pop("event", None) if isinstance(content, dict) else None
+    if not isinstance(name, str) or name not in EVENTS:
+        raise ProtocolError(f"expected an event, received {shorten(text)}")
+    event: Event = from_dict(EVENTS[name], content)
     return event
+
+
+def _printable(content: Any) -> Any:
+    """Return parsed JSON without the parts of text that no terminal and no file can take.
+
+    JSON can name half of a character (a lone surrogate), and the name of a file that is not UTF-8 has some.
+    """
+    if isinstance(content, str):
+        return content.encode(errors="replace").decode()
+    if isinstance(content, list):
+        return [_printable(item) for item in content]
+    if isinstance(content, dict):
+        return {_printable(key): _printable(value) for key, value in content.items()}
+    return content

@@ -1,13 +1,23 @@
 """Dataclasses as JSON, with a schema version: the encoding of everything that csdctl and its worker exchange.
 
-Both sides carry this package, so that a version mismatch is detected and named.
+Both sides carry this package, so that a version mismatch is detected and named. What is read was written by
+another machine, so it is checked here, before anything uses it: the size and nesting of the text, then the
+types, lengths and ranges that the annotations of the dataclass state (`bounds`).
 """
 
+import contextlib
 import dataclasses
 import json
+import math
+import re
+import reprlib
 import types
 import typing
+from collections.abc import Callable
+from functools import cache
 from typing import Any, TypeVar
+
+from csdctl.worker.protocol.bounds import AnyNumber
 
 SCHEMA = 2
 """Incremented whenever a field changes its name or meaning; each side refuses another schema."""
@@ -25,6 +35,21 @@ WORKER_ERROR_PREFIX = "@csdctl-error "
 """Prefix of the line on standard error with which these commands fail."""
 
 
+MAX_JSON_CHARS = 16 << 20
+"""A longer text is not parsed: the run spec of thousands of ranks has less."""
+MAX_DEPTH = 32
+"""A more deeply nested text is not parsed: the standard parser would exhaust the stack."""
+MAX_STRING_CHARS = 1 << 16
+MAX_ITEMS = 1 << 18
+"""Of a tuple or a dict: the classes of a data set are the most of anything."""
+INTEGERS = range(-(1 << 63), 1 << 64)
+"""Signed and unsigned, of 64 bits."""
+_TOKENS = re.compile(r'"(?:[^"\\]++|\\.?)*+"?|[\[{]|[\]}]', re.DOTALL)
+"""Strings and brackets. A string that does not end takes the rest of the text, so that no text is slow."""
+_ABRIDGED = reprlib.Repr()
+_ABRIDGED.maxstring = _ABRIDGED.maxother = 80
+
+
 class ProtocolError(ValueError):
     """What the other side sent does not match this version of the protocol."""
 
@@ -37,17 +62,41 @@ def to_json(value: Any) -> str:
     return json.dumps(dataclasses.asdict(value), separators=(",", ":"), allow_nan=True)
 
 
+def parse_json(text: str) -> Any:
+    """Parse JSON of another machine; raises ProtocolError for invalid, too long or too deeply nested text."""
+    if len(text) > MAX_JSON_CHARS:
+        raise ProtocolError(f"expected at most {MAX_JSON_CHARS:,} characters of JSON, received {len(text):,}")
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_too_deep(text):
+        raise ProtocolError(f"expected JSON of at most {MAX_DEPTH} levels, received more: {shorten(text)}")
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ProtocolError(f"expected JSON, received {shorten(text)}: {error}") from None
+
+
+def _is_too_deep(text: str) -> bool:
+    depth = 0
+    for token in _TOKENS.finditer(text):
+        if token[0] in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return True
+        elif token[0] in "]}":
+            depth -= 1
+    return False
+
+
+def shorten(value: Any) -> str:
+    """Return `value` as a message shows it: abridged, on one line, without control characters."""
+    return _ABRIDGED.repr(value)
+
+
 def from_json(message_type: type[MessageT], text: str) -> MessageT:
     """Parse the `message_type` that `to_json` wrote; raises ProtocolError for other text."""
-    try:
-        content = json.loads(text)
-    except ValueError as error:
-        raise ProtocolError(
-            f"expected a {message_type.__name__} as JSON, received {text[:80]!r}: {error}"
-        ) from None
+    content = parse_json(text)
     if isinstance(content, dict) and content.get("schema", SCHEMA) != SCHEMA:
         raise ProtocolError(
-            f"{message_type.__name__}: received schema {content['schema']}, expected {SCHEMA}"
+            f"{message_type.__name__}: received schema {shorten(content['schema'])}, expected {SCHEMA}"
         )
     result: MessageT = from_dict(message_type, content)
     return result
@@ -55,28 +104,149 @@ def from_json(message_type: type[MessageT], text: str) -> MessageT:
 
 def from_dict(message_type: Any, content: Any) -> Any:
     """Return the dataclass `message_type` from parsed JSON, by its annotations; raises ProtocolError."""
+    name = message_type.__name__
     if not isinstance(content, dict):
-        raise ProtocolError(f"expected a {message_type.__name__}, received {content!r}")
-    hints = typing.get_type_hints(message_type)
-    unknown = set(content) - set(hints)
-    if unknown:
-        raise ProtocolError(f"{message_type.__name__}: unknown {', '.join(sorted(unknown))}")
-    try:
-        return message_type(**{name: _value(hints[name], value) for name, value in content.items()})
-    except TypeError as error:
-        raise ProtocolError(f"{message_type.__name__}: {error}") from None
+        raise ProtocolError(f"expected a {name}, received {shorten(content)}")
+    readers, required = _readers_of(message_type)
+    if unknown := content.keys() - readers.keys():
+        raise ProtocolError(f"{name}: unknown {shorten(', '.join(sorted(unknown)))}")
+    if missing := required - content.keys():
+        raise ProtocolError(f"{name}: {', '.join(sorted(missing))} is missing")
+    return message_type(**{field: readers[field](value) for field, value in content.items()})
 
 
-def _value(hint: Any, value: Any) -> Any:
+Reader = Callable[[Any], Any]
+"""Returns a value of parsed JSON as a field has it, or raises ProtocolError."""
+
+
+@cache
+def _readers_of(message_type: Any) -> tuple[dict[str, Reader], frozenset[str]]:
+    """Return the readers of a dataclass's fields, by name, and the names of those without a default."""
+    hints = typing.get_type_hints(message_type, include_extras=True)
+    required = {
+        field.name
+        for field in dataclasses.fields(message_type)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    name = message_type.__name__
+    return {field: _reader(hint, f"{name}.{field}") for field, hint in hints.items()}, frozenset(required)
+
+
+def _reader(hint: Any, where: str) -> Reader:
+    """Return the reader of a field with the annotation `hint`; `where` names the field in messages."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return from_dict(hint, value)
-    origin = typing.get_origin(hint)
-    arguments = typing.get_args(hint)
+        return lambda value: from_dict(hint, value)
+    if hint is Any:
+        return lambda value: value
+    if origin is typing.Annotated:
+        return _annotated_reader(arguments[0], arguments[1:], where)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
-        inner = [argument for argument in arguments if argument is not type(None)]
-        return _value(inner[0], value) if len(inner) == 1 else value
+        return _union_reader(arguments, where)
     if origin is tuple:
-        return tuple(_value(arguments[0], item) for item in value)
-    return value
+        return _tuple_reader(arguments, where)
+    if origin is dict:
+        return _dict_reader(arguments, where)
+    return _plain_reader(hint, where)
+
+
+def _plain_reader(expected: Any, where: str) -> Reader:
+    if expected not in _PLAIN:
+        raise TypeError(f"{where} has an annotation that cannot be checked: {expected}")
+    description, is_valid = _PLAIN[expected]
+
+    def read(value: Any) -> Any:
+        if not is_valid(value):
+            raise _refusal(where, description, value)
+        return value
+
+    return read
+
+
+def _annotated_reader(hint: Any, bounds: tuple[Any, ...], where: str) -> Reader:
+    if AnyNumber in bounds:
+        return _plain_reader(AnyNumber, where)
+    read_value = _reader(hint, where)
+
+    def read(value: Any) -> Any:
+        found = read_value(value)
+        for bound in bounds:
+            if not bound.allows(found):
+                raise _refusal(where, bound, value)
+        return found
+
+    return read
+
+
+def _union_reader(hints: tuple[Any, ...], where: str) -> Reader:
+    readers = [_reader(hint, where) for hint in hints if hint is not type(None)]
+    may_be_none = type(None) in hints
+
+    def read(value: Any) -> Any:
+        if value is None and may_be_none:
+            return None
+        for read_value in readers[:-1]:
+            with contextlib.suppress(ProtocolError):
+                return read_value(value)
+        return readers[-1](value)
+
+    return read
+
+
+def _tuple_reader(hints: tuple[Any, ...], where: str) -> Reader:
+    read_list = _plain_reader(list, where)
+    if hints[-1] is Ellipsis:
+        read_item = _reader(hints[0], where)
+        return lambda value: tuple(map(read_item, read_list(value)))
+    readers = [_reader(hint, where) for hint in hints]
+
+    def read(value: Any) -> Any:
+        items = read_list(value)
+        if len(items) != len(readers):
+            raise _refusal(where, f"{len(readers)} items", value)
+        return tuple(read_item(item) for read_item, item in zip(readers, items, strict=True))
+
+    return read
+
+
+def _dict_reader(hints: tuple[Any, ...], where: str) -> Reader:
+    read_dict, read_key, read_value = (
+        _plain_reader(dict, where),
+        _reader(hints[0], where),
+        _reader(hints[1], where),
+    )
+    return lambda value: {read_key(key): read_value(item) for key, item in read_dict(value).items()}
+
+
+def _is_integer(value: Any) -> bool:
+    return type(value) is int and value in INTEGERS
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or _is_integer(value)
+
+
+_PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    # A whole number may be written without a point; true and false are no numbers.
+    float: ("a finite number", lambda value: _is_number(value) and math.isfinite(value)),
+    AnyNumber: ("a number", _is_number),
+    int: ("an integer of at most 64 bits", _is_integer),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    str: (
+        f"text of at most {MAX_STRING_CHARS:,} characters",
+        lambda value: isinstance(value, str) and len(value) <= MAX_STRING_CHARS,
+    ),
+    list: (
+        f"a list of at most {MAX_ITEMS:,} items",
+        lambda value: isinstance(value, list) and len(value) <= MAX_ITEMS,
+    ),
+    dict: (
+        f"an object of at most {MAX_ITEMS:,} fields",
+        lambda value: isinstance(value, dict) and len(value) <= MAX_ITEMS,
+    ),
+}
+"""What JSON has for a type, in words and as a check, within the limits of all messages."""
+
+
+def _refusal(where: str, expected: object, value: Any) -> ProtocolError:
+    return ProtocolError(f"{where}: expected {expected}, received {shorten(value)}")

@@ -3,12 +3,19 @@
 import dataclasses
 import json
 from dataclasses import dataclass
+from typing import Annotated
 
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict
+from csdctl.worker.protocol.bounds import Generation, OneOf, RankNumber
+from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
 
 STAR, ALLREDUCE = "star", "allreduce"
 COLLECTIVE_NAMES = (STAR, ALLREDUCE)
 """The collectives that a group can use; group/collective.py implements them."""
+
+FASTEST, ALONE = "", "none"
+"""The ranks measure which is fastest; a group of one rank has nothing to sum."""
+
+CollectiveName = Annotated[str, OneOf((*COLLECTIVE_NAMES, FASTEST, ALONE))]
 
 
 @dataclass(frozen=True)
@@ -20,11 +27,10 @@ class Order:
 class FormGroup(Order):
     """Join a group of these ranks; any earlier group is over."""
 
-    generation: int
-    ranks: tuple[int, ...]
+    generation: Generation
+    ranks: tuple[RankNumber, ...]
     """The run's ranks, in order of MPI rank."""
-    collective: str = ""
-    """One of COLLECTIVE_NAMES; '' measures which is fastest."""
+    collective: CollectiveName = FASTEST
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Release(Order):
 class Ping(Order):
     """Reply with `Pong`."""
 
-    number: int
+    number: Generation
 
 
 ORDERS: dict[str, type[Order]] = {
@@ -61,10 +67,9 @@ def order_to_line(order: Order) -> str:
 
 def order_from_line(line: str) -> Order:
     """Return the order in `line`; raises ProtocolError."""
-    try:
-        content = json.loads(line)
-        order_type = ORDERS[content.pop("order")]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ProtocolError(f"not an order: {line[:120]!r} ({error})") from None
-    order: Order = from_dict(order_type, content)
+    content = parse_json(line)
+    name = content.pop("order", None) if isinstance(content, dict) else None
+    if not isinstance(name, str) or name not in ORDERS:
+        raise ProtocolError(f"expected an order, received {shorten(line)}")
+    order: Order = from_dict(ORDERS[name], content)
     return order

@@ -1,7 +1,9 @@
 """Probe sessions: what is measured, and the results."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
+from csdctl.worker.protocol.bounds import BatchSize, Between, Count, NumSteps, RankNumber, Seconds
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import SCHEMA, from_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -29,12 +31,12 @@ class ProbeSpec:
 class ProbeRequest:
     """Measure one batch size, for at least `min_steps` steps and `min_duration_s` seconds."""
 
-    batch_size: int
-    min_steps: int = 3
-    min_duration_s: float = 1.0
-    warm_up_steps: int = 2
+    batch_size: BatchSize
+    min_steps: NumSteps = 3
+    min_duration_s: Seconds = 1.0
+    warm_up_steps: Count = 2
     """Steps before the measurement: the first step of a size allocates memory and selects kernels."""
-    micro_batch_size: int | None = None
+    micro_batch_size: BatchSize | None = None
     """A larger batch is computed in micro-batches of this size."""
 
 
@@ -46,17 +48,17 @@ class AttachRequest:
     """
 
     spec: str
-    rank: int
+    rank: RankNumber
 
 
 @dataclass(frozen=True)
 class ProbeResult:
     """The measured step: mean seconds of forward, backward and apply for one batch."""
 
-    batch_size: int
-    step_time_s: float
-    num_steps: int
-    peak_memory_bytes: int
+    batch_size: BatchSize
+    step_time_s: Annotated[float, Between(1e-9, 1e6)]
+    num_steps: NumSteps
+    peak_memory_bytes: Count
 
     @property
     def samples_per_s(self) -> float:

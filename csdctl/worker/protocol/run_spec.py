@@ -1,7 +1,9 @@
 """The specification of a run, the same for all its ranks."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from csdctl.worker.protocol.bounds import AnyNumber, BatchSize, Count, RankNumber, Seconds
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.tasks import TaskSpec
@@ -17,8 +19,8 @@ class DatasetSlice:
 
     images: str
     labels: str
-    start: int = 0
-    stop: int | None = None
+    start: Count = 0
+    stop: Count | None = None
     permutation_seed: int = 0
 
 
@@ -26,9 +28,9 @@ class DatasetSlice:
 class Runtime:
     """TensorFlow's runtime settings in a rank."""
 
-    threads: int = 1
+    threads: Count = 1
     """Within an operation (intra-op)."""
-    inter_threads: int = 1
+    inter_threads: Count = 1
     """Across operations (inter-op)."""
     onednn: bool = True
     """Whether oneDNN kernels are used."""
@@ -38,24 +40,24 @@ class Runtime:
 class RankSpec:
     """One training process."""
 
-    rank: int
+    rank: RankNumber
     node: str
-    batch_size: int
+    batch_size: Count
     runtime: Runtime
     private: DatasetSlice | None
     public: DatasetSlice | None
     """Its part of the public samples, as files on its own machine; None when it has none."""
-    num_private: int
-    num_public: int
-    public_start: int = 0
+    num_private: Count
+    num_public: Count
+    public_start: Count = 0
     """Where its part starts in the permutation of all public samples by the recipe's seed."""
-    max_batch_size: int | None = None
+    max_batch_size: Count | None = None
     """The largest batch that fits into its memory, if known."""
-    num_repeated: int = 0
+    num_repeated: Count = 0
     """How many of `num_private` are samples that are read again in the same epoch."""
     weight: float = 1.0
     """The weight of each of its samples."""
-    micro_batch_size: int | None = None
+    micro_batch_size: BatchSize | None = None
     """A larger batch is computed in micro-batches of this size: the same gradient in less memory."""
 
 
@@ -80,12 +82,12 @@ class RunSpec:
     """Where rank 0 writes the state after every step; '' for nowhere."""
     is_balanced: bool = True
     """Whether batch sizes change when a rank is slower or faster than planned."""
-    checkpoint_interval_s: float = 600.0
+    checkpoint_interval_s: Annotated[float, AnyNumber] = 600.0
     """The longest time between checkpoints; there is also one after every epoch."""
-    num_checkpoints: int = 3
+    num_checkpoints: Count = 3
     """Checkpoints to keep; 0 writes none."""
-    progress_interval_s: float = 0.5
-    max_steps: int | None = None
+    progress_interval_s: Seconds = 0.5
+    max_steps: Count | None = None
     """End after this many steps of the whole run, for measuring."""
     task: TaskSpec = field(default_factory=TaskSpec)
     """What the ranks are asked to do."""

@@ -6,6 +6,9 @@ from typing import Any
 TRAIN, VERIFY, TRIAL = "train", "verify", "trial"
 """The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
 
+JOINING = (TRAIN, TRIAL)
+"""Tasks whose ranks report `Joined` before they report anything else of a group."""
+
 ELEMENT_SPEC = "element_spec"
 """Argument of a trial: the `DatasetInfo` whose shapes and types its random samples have."""
 

@@ -17,6 +17,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share
 from csdctl.worker.group.values import as_count
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.bounds import Measured
 from csdctl.worker.protocol.json_codec import SCHEMA, ProtocolError, from_json, to_json
 
 _HEAD = struct.Struct("<QQ32s")
@@ -33,8 +34,8 @@ class EpochTotals:
 
     steps: int = 0
     samples: int = 0
-    loss: float = 0.0
-    metrics: tuple[float, ...] = ()
+    loss: Measured = 0.0
+    metrics: tuple[Measured, ...] = ()
     weight: float = 0.0
     """The sum of the samples' weights: their number when all weights are 1."""
 
@@ -43,10 +44,10 @@ class EpochTotals:
 class CallbackState:
     """The state of early stopping and of reduce on plateau."""
 
-    best: float | None = None
+    best: Measured | None = None
     best_epoch: int = 0
     epochs_without_gain: int = 0
-    plateau_best: float | None = None
+    plateau_best: Measured | None = None
     epochs_on_plateau: int = 0
     rate_factor: float = 1.0
     is_stopping: bool = False

@@ -10,6 +10,7 @@ from csdctl.worker.protocol.events import Event, Misbehaved, MpiChecked, Started
 
 TRY_PRTED = "run `prted --version` on the node, and check firewalls between node and host"
 CHECK_CULPRIT = "look for failing memory, another version of csdctl, or an intruder there"
+CHECK_WORKER = "check those machines: what runs there is damaged, or is not csdctl's worker"
 CHECK_NETWORK = "check firewalls and `network:` in the fleet file"
 
 
@@ -17,8 +18,9 @@ def judge_mpi_check(
     machines: Sequence[str], events: Sequence[Event], outcome: JobOutcome, deadline_s: float, logs: Path
 ) -> Check:
     """Return the check of the fleet that follows from one MPI check; `machines` in order of rank."""
-    if len(outcome.finished) == len(machines):
-        return _judge_results([event for event in events if isinstance(event, MpiChecked)])
+    results = [event for event in events if isinstance(event, MpiChecked)]
+    if len(outcome.finished) == len(results) == len(machines) and not outcome.failed:
+        return _judge_results(results)
     expected = f"a response over MPI from {len(machines)} machines within {deadline_s:g} s"
     found, remedy = _find_failure(machines, events, outcome, deadline_s)
     remedy = f"{remedy}; logs: {logs}"
@@ -47,6 +49,10 @@ def _find_failure(
     if outcome.failed:
         first = next(iter(outcome.failed.values()))
         return f"{first.node}: {first.message}", first.remedy
+    summed = {event.node for event in events if isinstance(event, MpiChecked)}
+    finished = {event.node for event in outcome.finished.values()}
+    if silent := [name for name in machines if name in finished - summed]:
+        return f"{', '.join(silent)} ended the check without the result of its sum", CHECK_WORKER
     started = {event.node for event in events if isinstance(event, Started)}
     missing = [name for name in machines if name not in started]
     if outcome.overdue and not started:

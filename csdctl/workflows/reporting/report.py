@@ -1,10 +1,11 @@
 """`report`: the events of a run and the lines of the ledger, added up."""
 
 from dataclasses import dataclass
+from typing import Any
 
-from csdctl.reporting.differential_privacy import Privacy, measure_privacy
+from csdctl.reporting.differential_privacy import Privacy, count_passes, measure_privacy
 from csdctl.reporting.privacy import Flow, add_flows
-from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 
@@ -12,7 +13,7 @@ from csdctl.runs.ledger import read_ledger
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
     """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
-    return run, summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+    return run, summarize_run(run)
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,12 @@ class PrivacyReport:
 def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
     """Report on run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
-    entries = list(read_ledger(project.ledger))
-    events = (event for _, event in run.read_events()) if run.events.exists() else ()
-    guarantee = measure_privacy(run.load_manifest(), events)
-    return PrivacyReport(run.run_id, add_flows(entries, run.run_id), add_flows(entries), guarantee)
+    manifest: Any = run.load_manifest()
+    nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
+    events = run.read_events(nodes) if run.events.exists() else ()
+    return PrivacyReport(
+        run.run_id,
+        add_flows(read_ledger(project.ledger), run.run_id),
+        add_flows(read_ledger(project.ledger)),
+        measure_privacy(manifest, count_passes(events, len(nodes))),
+    )

@@ -63,11 +63,11 @@ def run_ranks(
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
     mpirun = prepare_mpirun(fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles)
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
-    traffic: list[Traffic] = []
+    traffic: dict[int, Traffic] = {}
 
     def handle_event(event: Event) -> None:
         if isinstance(event, Traffic):
-            traffic.append(event)
+            traffic[event.generation] = event  # its counts are those of the group so far
         on_event(event)
 
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def run_ranks(
             # End all processes first: a full disk must not prevent that.
             end_run(run.run_id, {name: space.sessions[name] for name in pythons}, pythons)
             space.ledger.run = run.run_id
-            space.ledger.add(add_rank_traffic(traffic, [rank.node for rank in spec.ranks]))
+            space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
     return supervisor.is_stopping
 
@@ -111,16 +111,18 @@ def _build_setup(
         min_nodes=min(max(options.min_nodes, ranks[0].batch_size == 0), len(nodes)),
         is_resumable=inputs.spec.num_checkpoints > 0,
         patience=Patience(start_s=options.deadlines.start_s, silence_s=options.deadlines.silence_s),
-        collective=_choose_collective(inputs.directory, options),
+        collective=_choose_collective(inputs, options),
         absent=tuple(rank.rank for rank in ranks if rank.node not in (HOST_NAME, *nodes)),
     )
 
 
-def _choose_collective(run: RunDirectory, options: TrainOptions) -> str:
+def _choose_collective(inputs: RunInputs, options: TrainOptions) -> str:
     """Return the collective to use, '' to measure; a resumed run keeps its own, for identical sums."""
     if options.collective != MEASURED:
         return options.collective
-    if not run.events.exists():
+    if not inputs.directory.events.exists():
         return ""
-    joined = [event for _, event in run.read_events() if isinstance(event, Joined)]
-    return joined[0].collective if joined and joined[0].collective in COLLECTIVES else ""
+    for event in inputs.directory.read_events([rank.node for rank in inputs.spec.ranks]):
+        if isinstance(event, Joined) and event.rank == 0:
+            return event.collective if event.collective in COLLECTIVES else ""
+    return ""

@@ -52,7 +52,8 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     if not run.events.exists():
         return False
     last: Event | None = None
-    for _, event in run.read_events():
+    manifest: Any = run.load_manifest()
+    for event in run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]]):
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
     if not isinstance(last, Finished):

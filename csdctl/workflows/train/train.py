@@ -11,7 +11,7 @@ from typing import Protocol
 from csdctl.documents import save_text
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import steps_per_epoch
-from csdctl.reporting.summary import RunSummary, summarize
+from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.step_file import keep_step_file
 from csdctl.shipping.deliver import Delivery
@@ -96,7 +96,7 @@ def run_to_end(
     finally:
         log.close()
         settle_step_file(inputs, is_done=is_done)
-    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
+    summary = summarize_run(run)
     if is_stopped:
         raise RunStopped(run.run_id, summary)
     return summary

@@ -10,11 +10,21 @@ from pathlib import Path
 import pytest
 
 from csdctl.launch.mpi_job import Deadlines, EndTimeouts, JobOutcome, MpiJob
-from csdctl.worker.protocol.events import Event, Exited, Failed, Finished, Progress, Ready, event_to_line
+from csdctl.launch.mpi_output import MAX_LINE_BYTES
+from csdctl.runs.capped_log import MAX_LOG_BYTES
+from csdctl.worker.protocol.events import (
+    CollectiveTimed,
+    Event,
+    Exited,
+    Failed,
+    Finished,
+    Ready,
+    event_to_line,
+)
 
 READY = [Ready(rank, f"csd{rank}", 10, 0.5) for rank in range(2)]
 FINISHED = [Finished(rank, f"csd{rank}", 1, 4, "hash", 1 << 20) for rank in range(2)]
-PROGRESS = Progress(0, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+TIMED = CollectiveTimed(0, "csd0", 2, 1 << 20, "star", 0.5)
 PATIENT = Deadlines(30, 30)
 DEFAULT = EndTimeouts()
 
@@ -37,7 +47,7 @@ class Job:
     def make(self, program: str, timeouts: EndTimeouts = DEFAULT) -> MpiJob:
         (self.directory / "mpirun.py").write_text(f"import os, signal, sys, time\n{program}")
         command = [sys.executable, "-u", str(self.directory / "mpirun.py")]
-        return MpiJob(command, 2, self.log, self.directory, os.environ, timeouts)
+        return MpiJob(command, ("csd0", "csd1"), self.log, self.directory, os.environ, timeouts)
 
     def run(
         self,
@@ -99,15 +109,15 @@ def all_have_ended(directory: Path) -> bool:
 
 class TestOutput:
     def test_events_arrive_in_order_and_are_recorded_by_rank(self, job: Job) -> None:
-        outcome = job.print(event_lines(*READY, PROGRESS, *FINISHED))
-        assert job.events == [*READY, PROGRESS, *FINISHED]
+        outcome = job.print(event_lines(*READY, TIMED, *FINISHED))
+        assert job.events == [*READY, TIMED, *FINISHED]
         assert outcome.ready == {0, 1}
         assert outcome.finished == dict(enumerate(FINISHED))
         assert (outcome.exit_code, outcome.failed, outcome.overdue) == (0, {}, "")
 
     def test_other_lines_are_written_to_the_log_of_their_rank(self, job: Job) -> None:
-        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr") + tag(10, "ten"))
-        assert (job.text(0), job.text(1), job.text(10)) == ("hello\na warning\n", "there\n", "ten\n")
+        job.print(tag(0, "hello") + tag(1, "there") + tag(0, "a warning", "stderr"))
+        assert (job.text(0), job.text(1)) == ("hello\na warning\n", "there\n")
         assert job.events == []
 
     def test_events_are_separated_from_other_lines(self, job: Job) -> None:
@@ -133,10 +143,42 @@ class TestOutput:
         assert job.events == []
 
     @pytest.mark.parametrize("line", ['@csdctl {"event":"Fini', "@csdctl [1]", '@csdctl {"event":["x"]}'])
-    def test_damaged_event_is_logged_and_later_events_are_read(self, job: Job, line: str) -> None:
-        job.print(tag(0, line) + event_lines(*READY))
-        assert job.text(0) == f"{line}\n"
-        assert job.events == READY
+    def test_damaged_event_is_a_failure_of_its_rank_and_later_events_are_read(
+        self, job: Job, line: str
+    ) -> None:
+        outcome = job.print(tag(1, line) + event_lines(*READY))
+        assert job.text(1) == f"{line}\n"
+        assert job.events[1:] == READY
+        assert outcome.failed[1].message.startswith("sent an invalid event: expected")
+
+    @pytest.mark.parametrize("event", [Exited(0, "csd0", 137), Exited(1, "csd0", 137), Exited(7, "csd7", 1)])
+    def test_rank_reports_of_itself_alone(self, job: Job, event: Event) -> None:
+        outcome = job.print(tag(1, event_to_line(event)))
+        assert outcome.exited == {}
+        assert outcome.failed.keys() == {1}
+
+    def test_node_reports_everything_once(self, job: Job) -> None:
+        job.print(event_lines(*[READY[1]] * 5, *[TIMED] * 2))
+        assert job.events == [READY[1], TIMED, TIMED]
+
+    def test_output_of_an_unknown_rank_is_mpiruns_own(self, job: Job) -> None:
+        job.print(tag(2, "two") + tag(10**8, "many"))
+        assert [path.name for path in job.directory.glob("*.log")] == ["mpirun.log"]
+
+    def test_rest_of_a_long_line_belongs_to_the_same_rank(self, job: Job) -> None:
+        blame = "process rank 0 exited on signal 9"
+        job.run(f"sys.stdout.write({tag(1, '')!r}.rstrip('\\n') + 'x' * {MAX_LINE_BYTES} + {blame!r})")
+        assert blame in job.text(1)
+        assert job.text(None) == ""
+
+    def test_log_has_a_limit_and_says_so_once(self, job: Job) -> None:
+        outcome = job.run(
+            f"for _ in range(18 * 16):\n    sys.stdout.write({tag(1, 'x' * (1 << 16))!r})\n"
+            f"sys.stdout.write({event_lines(*FINISHED)!r})"
+        )
+        assert outcome.finished.keys() == {0, 1}
+        assert job.log(1).stat().st_size < MAX_LOG_BYTES + 200
+        assert job.text(1).endswith("\n… further output of csd1 is dropped after 16 MiB\n")
 
     def test_last_line_without_a_newline_is_read(self, job: Job) -> None:
         assert job.print(event_lines(*FINISHED).rstrip("\n")).finished.keys() == {0, 1}
@@ -182,14 +224,14 @@ class TestEnding:
         assert all_have_ended(job.directory)
 
     def test_silence_after_the_start_is_ended_and_nothing_is_left(self, job: Job) -> None:
-        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, PROGRESS)!r})\ntime.sleep(60)"
+        program = f"{HANGING}\nsys.stdout.write({event_lines(*READY, TIMED)!r})\ntime.sleep(60)"
         outcome = job.run(program, Deadlines(start_s=60, silence_s=1))
         assert outcome.overdue == "silence"
-        assert job.events == [*READY, PROGRESS]
+        assert job.events == [*READY, TIMED]
         assert all_have_ended(job.directory)
 
     def test_job_that_sends_events_is_never_overdue(self, job: Job) -> None:
-        lines = event_lines(*READY, PROGRESS)
+        lines = event_lines(*READY, TIMED)
         program = f"for _ in range(25):\n    sys.stdout.write({lines!r})\n    time.sleep(0.1)"
         assert job.run(program, Deadlines(start_s=60, silence_s=2)).overdue == ""
 

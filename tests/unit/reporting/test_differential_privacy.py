@@ -9,6 +9,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.reporting.differential_privacy import (
+    PassCounter,
     check_accountant,
     compute_epsilon,
     count_passes,
@@ -78,7 +79,7 @@ def test_missing_accountant_is_reported_with_the_command_that_installs_it() -> N
     with pytest.raises(InputError, match="dp-accounting, which is not installed") as caught:
         check_accountant(lambda: False)
     assert caught.value.remedy == "pip install 'csdctl[privacy]'"
-    found = measure_privacy(MANIFEST, [joined(1), ended(1), finished()], lambda: False)
+    found = measure_privacy(MANIFEST, count_passes([joined(1), ended(1), finished()], 3), lambda: False)
     assert found
     assert [(node.num_releases, node.epsilon) for node in found.nodes] == [(1, None), (3, None)]
 
@@ -134,7 +135,7 @@ SEQUENCES: dict[str, tuple[list[Event], int]] = {
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_every_pass_that_may_have_begun_counts(name: str) -> None:
     events, expected = SEQUENCES[name]
-    assert count_passes(events, 3) == [expected] * 3
+    assert count_passes(events, 3).finish() == [expected] * 3
 
 
 def test_absent_node_releases_nothing() -> None:
@@ -149,18 +150,18 @@ def test_absent_node_releases_nothing() -> None:
         ended(3),
         finished(),
     ]
-    assert count_passes(events, 3) == [4, 4, 2]
+    assert count_passes(events, 3).finish() == [4, 4, 2]
 
 
 def test_events_of_other_ranks_add_nothing() -> None:
     others = [replace(event, rank=1) for event in SEQUENCES["three epochs"][0]]
-    assert count_passes([*SEQUENCES["three epochs"][0], *others], 3) == [3] * 3
+    assert count_passes([*SEQUENCES["three epochs"][0], *others], 3).finish() == [3] * 3
 
 
 def test_group_that_only_a_node_reported_counts_for_that_node() -> None:
     first = replace(joined(1), rank=2)
     events = [first, joined(1), replace(joined(1), rank=1), first, ended(1), finished()]
-    assert count_passes(events, 3) == [1, 1, 2]
+    assert count_passes(events, 3).finish() == [1, 1, 2]
 
 
 MANIFEST: dict[str, Any] = {
@@ -174,7 +175,7 @@ MANIFEST: dict[str, Any] = {
 
 
 def test_repeated_samples_are_in_more_sums() -> None:
-    found = measure_privacy(MANIFEST, SEQUENCES["three epochs"][0])
+    found = measure_privacy(MANIFEST, count_passes(SEQUENCES["three epochs"][0], 3))
     assert found
     assert [(node.node, node.num_private, node.num_releases) for node in found.nodes] == [
         ("csd0", 40, 3),
@@ -184,8 +185,8 @@ def test_repeated_samples_are_in_more_sums() -> None:
 
 
 def test_run_without_noise_has_no_guarantee() -> None:
-    assert measure_privacy({"placed": []}, []) is None
-    assert measure_privacy({"noise": None, "placed": []}, []) is None
+    assert measure_privacy({"placed": []}, PassCounter(0)) is None
+    assert measure_privacy({"noise": None, "placed": []}, PassCounter(0)) is None
     assert plan_privacy(SPEC, []) is None
 
 

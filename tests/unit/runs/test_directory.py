@@ -7,14 +7,20 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.stored_events import MAX_LINE_BYTES
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready
 
+NODES = ("host", "csd0")
 EVENTS = [
     Ready(0, "host", 10, 0.5),
     Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1),
     Failed(1, "csd0", "two\nlines, “quotes”\u2028and a separator", "fix it", 2),
     Finished(0, "host", 1, 4, "hash", 1 << 20),
 ]
+
+
+def stored(content: str) -> str:
+    return json.dumps({"time": 1.0, "line": f"@csdctl {content}"})
 
 
 @pytest.fixture
@@ -84,7 +90,7 @@ class TestManifest:
 class TestEvents:
     def test_events_round_trip_in_order_with_their_times(self, run: RunDirectory) -> None:
         write_log(run)
-        assert list(run.read_events()) == [
+        assert list(run.read_events(NODES).with_times()) == [
             (1_700_000_000.25 + number, event) for number, event in enumerate(EVENTS)
         ]
 
@@ -97,7 +103,7 @@ class TestEvents:
     def test_event_is_on_disk_before_the_log_is_closed(self, run: RunDirectory) -> None:
         log = EventLog(run)
         log.append(1.0, EVENTS[0])
-        assert [event for _, event in run.read_events()] == EVENTS[:1]
+        assert list(run.read_events(NODES)) == EVENTS[:1]
         log.close()
 
     @pytest.mark.parametrize("num_missing", [1, 2, 20, 60])
@@ -106,23 +112,66 @@ class TestEvents:
         write_log(run)
         content = run.events.read_bytes()
         run.events.write_bytes(content[: -1 - num_missing])
-        assert [event for _, event in run.read_events()] == EVENTS[:-1]
+        assert list(run.read_events(NODES)) == EVENTS[:-1]
 
     def test_last_line_of_zeros_after_a_power_cut_is_skipped(self, run: RunDirectory) -> None:
         write_log(run)
         with run.events.open("ab") as file:
             file.write(bytes(512))
-        assert [event for _, event in run.read_events()] == EVENTS
+        assert list(run.read_events(NODES)) == EVENTS
 
     def test_nan_loss_round_trips(self, run: RunDirectory) -> None:
         log = EventLog(run)
         log.append(1.0, Progress(0, "host", 1, 1, 1, 1, 0.1, 0.1, 0.1, 1, math.nan))
         log.close()
-        ((_, event),) = run.read_events()
+        (event,) = run.read_events(NODES)
         assert isinstance(event, Progress)
         assert event.loss is not None
         assert math.isnan(event.loss)
 
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "[" * 100_000,
+            "x" * (MAX_LINE_BYTES + 1),
+            '{"time": NaN, "line": "@csdctl {}"}',
+            '{"time": 1, "line": 5}',
+            '{"time": 1, "line": "a line of a log"}',
+            stored('{"event":"Ready","rank":7,"node":"csd7","num_samples":1,"setup_s":1}'),
+            stored('{"event":"Ready","rank":1,"node":"host","num_samples":1,"setup_s":1}'),
+            stored('{"event":"Ready","rank":1,"node":"csd0","num_samples":-1,"setup_s":1}'),
+            stored('{"event":"Paused","rank":1,"node":"csd0","generation":' + "9" * 5000 + "}"),
+        ],
+        ids=lambda line: line[:60],
+    )
+    def test_line_that_is_no_event_of_the_run_is_left_out_and_counted(
+        self, run: RunDirectory, line: str
+    ) -> None:
+        write_log(run)
+        whole = run.events.read_text()
+        run.events.write_text(f"{line}\n{whole}{line}\n\n{whole}{line}")
+        events = run.read_events(NODES)
+        assert list(events) == EVENTS * 2
+        assert events.num_unreadable == 4
+
+    def test_frequent_events_of_nodes_are_not_stored_in_a_large_file(self, run: RunDirectory) -> None:
+        progress = Progress(1, "csd0", 1, 2, 3, 96, 0.5, 0.25, 0.8)
+        log = EventLog(run, max_bytes=1 << 20)
+        while run.events.stat().st_size < 1 << 20:
+            log.append(1.0, progress)
+        log.close()
+        log = EventLog(run, max_bytes=1 << 20)  # of a resumed run
+        size = run.events.stat().st_size
+        for _ in range(3):
+            log.append(1.0, progress)
+        assert run.events.stat().st_size == size
+        for event in EVENTS:
+            log.append(1.0, event)
+        log.close()
+        assert list(run.read_events(NODES))[-len(EVENTS) :] == EVENTS
+        said = "… progress of csd0 is no longer stored: events.jsonl has 1 MiB\n"
+        assert run.rank_log(1).read_text() == said
+
     def test_run_without_events_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match=f"run {run.run_id} has no events"):
-            list(run.read_events())
+            list(run.read_events(NODES))

@@ -275,7 +275,8 @@ class Fleet:
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         self.linked.append(tuple(ranks))
         command = self.mpirun.get(generation, SLEEPING)
-        job = MpiJob(command, len(ranks), self._log_path, self.directory, os.environ)
+        nodes = [self.nodes[rank] for rank in ranks]
+        job = MpiJob(command, nodes, self._log_path, self.directory, os.environ)
         return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:

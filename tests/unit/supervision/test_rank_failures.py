@@ -83,7 +83,13 @@ def test_no_message_is_lost_while_a_failure_is_investigated(fleet: Fleet) -> Non
     assert fleet.nodes_of(NodeBack) == ["csd1"]
 
 
-def test_invalid_input_on_a_node_fails_the_run(fleet: Fleet) -> None:
-    fleet.scripts[1] = lambda fleet: fleet.rank(1).fail("no such metric", exit_code=2)
-    assert fleet.run_to_error(InputError).node == "csd0"
-    assert fleet.nodes_of(Failed) == ["csd0"]
+def test_invalid_input_that_a_node_reports_while_it_trains_is_its_own_failure(fleet: Fleet) -> None:
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).fail("no such metric", exit_code=2), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.nodes_of(NodeLost) == ["csd0"]
+
+
+def test_invalid_input_that_rank_0_reports_fails_the_run(fleet: Fleet) -> None:
+    fleet.scripts[1] = lambda fleet: fleet.rank(0).fail("no such metric", exit_code=2)
+    assert fleet.run_to_error(InputError).node == "host"
+    assert fleet.nodes_of(Failed) == ["host"]

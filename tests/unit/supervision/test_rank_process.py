@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.runs.capped_log import CappedLog
+from csdctl.supervision.conduct import Conduct
 from csdctl.supervision.rank_process import ProcessEnded, RankMessage, RankProcess
 from csdctl.transport.fake import FakeConversation, FakeSession
 from csdctl.worker.protocol.events import Finished, event_to_line
-from csdctl.worker.protocol.orders import Order, Ping, Stop, order_to_line
+from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop, order_to_line
 from csdctl.worker.protocol.probe import READY
 
 FINISHED = Finished(1, "csd0", 1, 2, "", 3)
@@ -24,9 +26,12 @@ class AttachedRank:
         self.messages: queue.Queue[RankMessage] = queue.Queue()
         session = FakeSession("csd0").on("python", replies=self._reply)
         self.conversation: FakeConversation = session.converse(["python"])
+        conduct = Conduct(1, ("host", "csd0"), num_epochs=1, must_join=False)
+        log = CappedLog(tmp_path / "log", "csd0")
         self.process = RankProcess(
-            1, session, self.conversation, tmp_path / "log", self.messages.put, is_attached=True
+            1, session, self.conversation, conduct, log, self.messages.put, is_attached=True
         )
+        self.process.send(FormGroup(1, (0, 1)))
 
     def _reply(self, line: str) -> Iterable[str]:
         order = json.loads(line)["order"]
@@ -48,7 +53,7 @@ def test_attached_process_is_released_when_it_has_finished(tmp_path: Path) -> No
     rank.process.send(Ping(1))
     rank.process.close()
     sent = [json.loads(line)["order"] for line in rank.conversation.sent]
-    assert sent == ["Stop", "Release"]  # the worker would take the ping for a probe request
+    assert sent == ["FormGroup", "Stop", "Release"]  # the worker would take the ping for a probe request
     assert not rank.conversation.is_closed
 
 
@@ -58,7 +63,7 @@ def test_attached_process_that_has_not_finished_is_ended_on_closing(tmp_path: Pa
     rank.process.send(order)
     rank.process.close()
     assert rank.conversation.is_closed
-    assert rank.conversation.sent == [order_to_line(order)]
+    assert rank.conversation.sent[1:] == [order_to_line(order)]
 
 
 def test_control_codes_are_logged_as_escapes(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def test_too_few_nodes_after_rank_0_restarted_fail_the_run(fleet: Fleet) -> None
 
 def test_rank_0_may_restart_as_often_as_a_node(fleet: Fleet) -> None:
     def lose_host(fleet: Fleet) -> None:
-        fleet.rank(1).step()
+        fleet.rank(0).step()
         fleet.rank(0).exit()
 
     restart_host_after_the_poll(fleet)
@@ -188,7 +188,7 @@ def test_rank_0_may_restart_as_often_as_a_node(fleet: Fleet) -> None:
 
 def test_rank_0_lost_more_often_fails_the_run_at_once(fleet: Fleet) -> None:
     def lose_host(fleet: Fleet) -> None:
-        fleet.rank(1).step()
+        fleet.rank(0).step()
         fleet.rank(0).exit()
 
     fleet.reachable = {0}

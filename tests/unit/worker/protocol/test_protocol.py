@@ -171,14 +171,14 @@ def test_other_schema_is_refused_naming_both() -> None:
 
 def test_unknown_fields_are_named() -> None:
     content = {**json.loads(to_json(RUN)), "colour": 1, "age": 2}
-    with pytest.raises(ProtocolError, match="RunSpec: unknown age, colour"):
+    with pytest.raises(ProtocolError, match="RunSpec: unknown 'age, colour'"):
         from_json(RunSpec, json.dumps(content))
 
 
 def test_unknown_field_inside_a_rank_is_named() -> None:
     content = json.loads(to_json(RUN))
     content["ranks"][1]["colour"] = "red"
-    with pytest.raises(ProtocolError, match="RankSpec: unknown colour"):
+    with pytest.raises(ProtocolError, match="RankSpec: unknown 'colour'"):
         from_json(RunSpec, json.dumps(content))
 
 
