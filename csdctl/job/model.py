@@ -338,7 +338,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
 
 
 def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:
-    """Raise InputError when a link of the job's author leads to another kind of file: code goes to the nodes."""
+    """Raise InputError when a link leads to another kind of file: functions are sent to the nodes."""
     if path.suffix != ending:
         raise InputError(
             f"{job_path}: {written!r} is a link to {path}, which is no {ending} file",
