@@ -65,7 +65,8 @@ class RankPlan(Document):
 def _check_ranks(ranks: list[RankPlan]) -> list[RankPlan]:
     if ranks[0].node != HOST_NAME:
         raise ValueError(
-            f"the first rank is not `{HOST_NAME}` but {ranks[0].node}; with batch size 0 the host does not train"
+            f"the first rank is not `{HOST_NAME}` but {ranks[0].node}; a host that does not train has "
+            "batch_size 0"
         )
     for name, count in Counter(rank.node for rank in ranks).items():
         if count > 1:

@@ -66,7 +66,6 @@ def test_edited_batch_size_is_read(path: Path) -> None:
             "batch_size: 1000000000000",
             "`ranks.1.batch_size`: .*less than or equal to 1048576",
         ),
-        ("batch_size: 25", "batch_size: 25\n  max_batch_size: 24", "`ranks.1`: .*above max_batch_size 24"),
         ("peak_memory_bytes: 1073741824", "peak_memory_bytes: -1", "`ranks.1.peak_memory_bytes`"),
         ("node: csd0", "node: '-rf /'", "`ranks.1.node`"),
         ("num_probes: 12", "num_probes: -12", "`num_probes`"),
@@ -76,6 +75,12 @@ def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str,
     line = line_of(path, written)
     path.write_text(path.read_text().replace(written, edited))
     with pytest.raises(InputError, match=f":{line}: {message}"):
+        load_plan(path)
+
+
+def test_batch_that_does_not_fit_in_memory_is_refused(path: Path) -> None:
+    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 25\n  max_batch_size: 24"))
+    with pytest.raises(InputError, match="`ranks.1`: .* 25 is above max_batch_size 24"):
         load_plan(path)
 
 

@@ -11,6 +11,7 @@ from csdctl.job.model import Job
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EARLY_STOPPING, STOPPED, Event, Finished, Joined
 from csdctl.workflows.train.resume import LATEST, find_resumable, is_complete
+from tests.unit.runs.manifests import manifest_of
 
 FLEET = Fleet((Node("csd0", "10.1.1.2"), Node("csd1", "10.1.1.3")))
 JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4}, "star", 0.1)
@@ -21,8 +22,7 @@ FINISHED = Finished(0, "host", 3, 30, "hash", 1)
 def run(tmp_path: Path, job: Job) -> RunDirectory:
     """A run of the host, csd0 and csd7."""
     run = ProjectDirectory(tmp_path).new_run()
-    ranks = [{"node": name} for name in ("host", "csd0", "csd7")]
-    run.save_manifest({"plan": {"job": job.name, "ranks": ranks}})
+    run.save_manifest(manifest_of(["host", "csd0", "csd7"], job.name))
     return run
 
 
@@ -44,7 +44,7 @@ def test_latest_run_is_found_and_nodes_that_do_not_take_part_are_reported(
 
 
 def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: Job) -> None:
-    run.save_manifest({"plan": {"job": "other", "ranks": []}})
+    run.save_manifest(manifest_of(job="other"))
     with pytest.raises(InputError, match=r"belongs to job other, not to job"):
         find_resumable(ProjectDirectory(tmp_path), run.run_id, job, FLEET, print)
 
@@ -58,7 +58,7 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
         ([JOINED, replace(FINISHED, epochs=1, reason=EARLY_STOPPING)], True),
         ([JOINED, replace(FINISHED, reason=STOPPED)], False),
         ([JOINED, FINISHED, JOINED], False),
-        ([JOINED, FINISHED, replace(JOINED, rank=1)], True),
+        ([JOINED, FINISHED, replace(JOINED, rank=1, node="csd0")], True),
     ],
 )
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
