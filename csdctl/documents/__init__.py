@@ -7,7 +7,14 @@ number of values and number of reported problems are bounded.
 from csdctl.documents.json_text import load_json, parse_json
 from csdctl.documents.models import Document, check_values, load_document, parse_document
 from csdctl.documents.text import load_text, split_lines
-from csdctl.documents.writing import build_atomically, save_bytes, save_json, save_text, write_atomically
+from csdctl.documents.writing import (
+    build_atomically,
+    make_directory,
+    save_bytes,
+    save_json,
+    save_text,
+    write_atomically,
+)
 
 __all__ = [
     "Document",
@@ -16,6 +23,7 @@ __all__ = [
     "load_document",
     "load_json",
     "load_text",
+    "make_directory",
     "parse_document",
     "parse_json",
     "save_bytes",

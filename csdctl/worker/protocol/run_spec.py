@@ -20,6 +20,9 @@ class DatasetSlice:
     start: int = 0
     stop: int | None = None
     permutation_seed: int = 0
+    images_sha256: str = ""
+    """Of the whole file, as it was prepared; a file with another hash is not read."""
+    labels_sha256: str = ""
 
 
 @dataclass(frozen=True)
