@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.file_hash import hash_file, state_of
+from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
 
 Array = np.ndarray[Any, Any]
@@ -36,7 +36,7 @@ class CheckedArray:
         self._path, self._sha256 = path, sha256
         self._state: list[int] = []
         try:
-            self._file = Path(path).expanduser().open("rb")
+            self._file = open_regular(path)
             self.check()
             self.array = map_file(self._file)
             if not is_numeric(self.array.dtype):
@@ -70,12 +70,15 @@ def map_file(file: BufferedReader) -> Array:
     file.seek(0)
     try:
         version = np.lib.format.read_magic(file)
-        if version not in ((1, 0), (2, 0)):
-            raise ValueError(f"version {version}")
-        read = np.lib.format.read_array_header_1_0 if version[0] == 1 else np.lib.format.read_array_header_2_0
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
         shape, is_fortran, dtype = read(file, max_header_size=MAX_HEADER_BYTES)
-    except (MemoryError, RecursionError):
-        raise ValueError("its header is nested too deeply") from None
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
+        raise ValueError(f"its header cannot be read: {type(error).__name__}") from None
     if not shape or any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
         raise ValueError(f"expected an array of samples, found {dtype} of shape {shape}")
     num_bytes = os.fstat(file.fileno()).st_size - file.tell()
@@ -89,7 +92,7 @@ def map_file(file: BufferedReader) -> Array:
 
 def map_array(path: str | Path) -> Array:
     """Map one .npy file; raises what `map_file` raises."""
-    with Path(path).expanduser().open("rb") as file:
+    with open_regular(path) as file:
         return map_file(file)
 
 

@@ -28,6 +28,17 @@ COARSE_TICK_S = 2.0
 """On file systems that store whole seconds."""
 
 
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file to read; raises OSError if it is missing, and ValueError if it is no regular file."""
+    # Without O_NONBLOCK, opening a named pipe waits for its writer.
+    descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ValueError("not a regular file")
+    return file
+
+
 def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
     """Return the SHA-256, in hex, of an open file; raises WorkerError if it changes meanwhile.
 

@@ -21,7 +21,7 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
-from csdctl.worker.data.file_hash import hash_file
+from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
@@ -164,10 +164,10 @@ class PartialDataset:
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
-    """Return `info` with the hashes of the arrays in `directory`; raises OSError or WorkerError."""
+    """Return `info` with the hashes of the arrays in `directory`; raises OSError, ValueError, WorkerError."""
     hashes = []
     for name in ("images.npy", "labels.npy"):
-        with (directory / name).open("rb") as file:
+        with open_regular(directory / name) as file:
             hashes.append(hash_file(file, name))
     return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
 

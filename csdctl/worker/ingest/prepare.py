@@ -12,6 +12,7 @@ from pathlib import Path
 
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
+from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
     IngestRecord,
@@ -27,9 +28,10 @@ from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20
+_MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 def prepare(
@@ -76,12 +78,13 @@ def prepare(
 def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
     """Return the description of data that was prepared before; None if it is missing, damaged or edited."""
     try:
-        info = from_json(DatasetInfo, (target / "dataset.json").read_text())
+        with open_regular(target / "dataset.json") as file:
+            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
         if info.fingerprint != target.name or info.path not in (str(target), str(tree.root)):
             return None
         if spec.is_checked and hash_arrays(info, Path(info.path)) != info:
             return None
-    except (OSError, UnicodeDecodeError, ProtocolError, WorkerError):
+    except (OSError, ValueError, RecursionError, WorkerError):  # a ProtocolError is a ValueError
         return None
     return info if info.images_sha256 and info.labels_sha256 else None
 

@@ -143,7 +143,8 @@ class _Cutter:
             return
         expected = (self._public.images_sha256, self._public.labels_sha256)
         for source, sha256 in zip(_arrays(self._public), expected, strict=True):
-            found = hash_file(self._project.root / source)
+            path = self._project.root / source
+            found = hash_file(path) if path.is_file() else "no file"
             if found != sha256:
                 raise InputError(
                     f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
