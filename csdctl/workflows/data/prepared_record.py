@@ -86,6 +86,8 @@ def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
         record = _load(project, job)
     except InputError:  # the next `prepare` writes it again
         return None
+    if min(record.public.num_samples, *record.num_private.values(), 0) < 0:
+        return None
     return record if record.key == _key(job) else None
 
 
