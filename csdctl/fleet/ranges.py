@@ -3,7 +3,6 @@
 Numbers with leading zeros keep their width: `dpu[08-10]` is dpu08, dpu09, dpu10.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,26 +11,51 @@ from csdctl.errors import InputError
 
 MAX_RANGE = 100_000
 
-_RANGE = re.compile(r"\[(\d+)-(\d+)\]")
+MAX_PATTERN = 300
+"""Characters of a pattern."""
+
+_RANGE = re.compile(r"\[([0-9]+)-([0-9]+)\]")
+
+
+def count_range(pattern: str) -> int:
+    """Return how many names `expand_range` returns; raises InputError for an invalid or large range."""
+    if len(pattern) > MAX_PATTERN:
+        raise InputError(f"a name of {len(pattern):,} characters, expected at most {MAX_PATTERN}")
+    count = 1
+    for found in _RANGE.finditer(pattern):
+        first, last = int(found[1]), int(found[2])
+        if last < first:
+            raise InputError(f"range {found[0]} in {pattern!r} is invalid", remedy="write it as [first-last]")
+        count *= last - first + 1
+        if count > MAX_RANGE:
+            raise InputError(
+                f"{pattern!r} expands to more than {MAX_RANGE:,} names", remedy="use a wildcard: csd*"
+            )
+    return count
 
 
 def expand_range(pattern: str) -> list[str]:
-    """Expand `csd[0-2]` to csd0, csd1, csd2; several ranges multiply. Raises InputError if too many."""
-    sizes = [int(last) - int(first) + 1 for first, last in _RANGE.findall(pattern)]
-    if math.prod(max(1, size) for size in sizes) > MAX_RANGE:
-        raise InputError(
-            f"{pattern!r} expands to more than {MAX_RANGE:,} names", remedy="use a wildcard: csd*"
-        )
-    found = _RANGE.search(pattern)
-    if not found:
-        return [pattern]
-    first, last = int(found[1]), int(found[2])
-    if last < first:
-        raise InputError(f"range {found[0]} in {pattern!r} is invalid", remedy="write it as [first-last]")
-    width = len(found[1]) if found[1].startswith("0") else 0
-    rests = expand_range(pattern[found.end() :])
-    head = pattern[: found.start()]
-    return [f"{head}{number:0{width}d}{rest}" for number in range(first, last + 1) for rest in rests]
+    """Expand `csd[0-2]` to csd0, csd1, csd2; several ranges multiply. Raises what `count_range` raises."""
+    count_range(pattern)
+    head, *rest = _RANGE.split(pattern)
+    names = [head]
+    for first, last, text in zip(rest[::3], rest[1::3], rest[2::3], strict=True):
+        numbers = [_padded(number, first) for number in range(int(first), int(last) + 1)]
+        names = [f"{name}{number}{text}" for name in names for number in numbers]
+    return names
+
+
+def range_ends(pattern: str) -> tuple[str, str]:
+    """Return the first and the last name of `expand_range`: no other name is longer, or has other letters."""
+    count_range(pattern)
+    return (
+        _RANGE.sub(lambda found: found[1], pattern),
+        _RANGE.sub(lambda found: _padded(int(found[2]), found[1]), pattern),
+    )
+
+
+def _padded(number: int, first: str) -> str:
+    return f"{number:0{len(first) if first.startswith('0') else 0}d}"
 
 
 _NO_NUMBER = -2

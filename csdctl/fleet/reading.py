@@ -6,7 +6,7 @@
 import ipaddress
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Self
@@ -15,15 +15,16 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
-from csdctl.fleet.jumps import Hop, parse_jump
-from csdctl.fleet.model import HOST_NAME, Fleet, Host, Node
+from csdctl.fleet.host_names import find_ambiguous, means_host, own_names
+from csdctl.fleet.jumps import MAX_HOPS, Hop, parse_jump
+from csdctl.fleet.model import Fleet, Host, Node
 from csdctl.fleet.names import ADDRESS, GROUP, NAME, USER
-from csdctl.fleet.ranges import expand_range
+from csdctl.fleet.ranges import MAX_RANGE, count_range, expand_range, range_ends
 
 
 def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> AfterValidator:
     def check(value: str) -> str:
-        for item in _expand(value) if ranges else [value]:
+        for item in _ends(value) if ranges else [value]:
             if not pattern.fullmatch(item):
                 raise ValueError(f"not a valid {what}")
         return value
@@ -31,11 +32,11 @@ def _matching(pattern: re.Pattern[str], what: str, *, ranges: bool = False) -> A
     return AfterValidator(check)
 
 
-def _expand(value: str) -> list[str]:
+def _ends(value: str) -> tuple[str, str]:
     try:
-        return expand_range(value)
+        return range_ends(value)
     except InputError as error:
-        raise ValueError(f"{error.message}; {error.remedy}") from None
+        raise ValueError("; ".join(part for part in (error.message, error.remedy) if part)) from None
 
 
 _A_NAME = "name (letters, digits, '.', '_', '-')"
@@ -65,7 +66,17 @@ def _as_network(value: str) -> str:
 
 
 Network = Annotated[str, AfterValidator(_as_network)]
-Python = Annotated[str, Field(min_length=1, pattern=r"^[^\x00-\x1f]+$")]
+Python = Annotated[str, Field(pattern=r"^[^\x00-\x1f-][^\x00-\x1f]*$")]
+
+
+def _as_key(value: Path) -> Path:
+    try:
+        return value.expanduser()
+    except RuntimeError:
+        raise ValueError("there is no home directory of this user") from None
+
+
+Key = Annotated[Path, AfterValidator(_as_key)]
 
 
 class NodeDefaults(Document):
@@ -73,7 +84,7 @@ class NodeDefaults(Document):
 
     port: Port = 22
     user: User = "root"
-    key: Path | None = None
+    key: Key | None = None
     python: Python = "python3"
     group: Groups = []
     jump: Jump = ""
@@ -86,14 +97,14 @@ class NodeEntry(Document):
     address: Addresses
     port: Port | None = None
     user: User | None = None
-    key: Path | None = None
+    key: Key | None = None
     python: Python | None = None
     group: Groups | None = None
     jump: Jump | None = None
 
     @model_validator(mode="after")
     def _have_equal_lengths(self) -> Self:
-        num_names, num_addresses = len(expand_range(self.name)), len(expand_range(self.address))
+        num_names, num_addresses = count_range(self.name), count_range(self.address)
         if num_names != num_addresses:
             raise ValueError(
                 f"name {self.name!r} expands to {num_names} nodes, but address {self.address!r} "
@@ -109,7 +120,7 @@ class JumpHostEntry(Document):
     address: Address
     port: Port = 22
     user: User | None = None
-    key: Path | None = None
+    key: Key | None = None
     jump: Jump = ""
 
 
@@ -129,6 +140,13 @@ class FleetFile(Document):
     jump_hosts: list[JumpHostEntry] = []
     nodes: list[NodeEntry]
 
+    @model_validator(mode="after")
+    def _has_not_too_many_nodes(self) -> Self:
+        num_nodes = sum(count_range(entry.name) for entry in self.nodes)
+        if num_nodes > MAX_RANGE:
+            raise ValueError(f"the entries expand to {num_nodes:,} nodes, expected at most {MAX_RANGE:,}")
+        return self
+
 
 def load_fleet(path: Path) -> Fleet:
     """Read fleet.yaml; raises InputError for invalid content, no nodes, duplicate names or cyclic jumps."""
@@ -140,7 +158,7 @@ def load_fleet(path: Path) -> Fleet:
     machines = {entry.name: _jump_host(entry, file.defaults, path.parent) for entry in file.jump_hosts}
     nodes = [_nodes(entry, file.defaults, path.parent) for entry in file.nodes]
     flat = [(node, jump) for entry, jump in nodes for node in entry]
-    _check_names(path, [*(entry.name for entry in file.jump_hosts), *(node.name for node, _ in flat)])
+    _check_names(path, [entry.name for entry in file.jump_hosts], [node.name for node, _ in flat])
     machines |= {node.name: (node, jump) for node, jump in flat}
     resolver = _Jumps(machines, user=file.defaults.user, key=_key(None, file.defaults, path.parent))
     try:
@@ -152,7 +170,7 @@ def load_fleet(path: Path) -> Fleet:
 
 def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[list[Node], str]:
     """Return the nodes of `entry` without their jump hosts, and the value of its `jump`."""
-    groups = defaults.group if entry.group is None else entry.group
+    groups = tuple(dict.fromkeys(defaults.group if entry.group is None else entry.group))
     nodes = [
         Node(
             name=name,
@@ -161,7 +179,7 @@ def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[l
             user=entry.user or defaults.user,
             key=_key(entry.key, defaults, directory),
             python=entry.python or defaults.python,
-            groups=tuple(dict.fromkeys(groups)),
+            groups=groups,
         )
         for name, address in zip(expand_range(entry.name), expand_range(entry.address), strict=True)
     ]
@@ -176,17 +194,27 @@ def _jump_host(entry: JumpHostEntry, defaults: NodeDefaults, directory: Path) ->
 
 def _key(key: Path | None, defaults: NodeDefaults, directory: Path) -> Path | None:
     chosen = key or defaults.key
-    return directory / chosen.expanduser() if chosen else None
+    return directory / chosen if chosen else None
 
 
-def _check_names(path: Path, names: Iterable[str]) -> None:
-    for name, count in Counter(names).items():
-        if name == HOST_NAME or name.lower() == "localhost":
-            raise InputError(f"{path}: {name!r} is not allowed as a node name; it means the host")
+def _check_names(path: Path, jump_hosts: Sequence[str], nodes: Sequence[str]) -> None:
+    own = own_names()
+    for name, count in Counter([*jump_hosts, *nodes]).items():
+        if means_host(name, own):
+            raise InputError(
+                f"{path}: {name!r} is not allowed as a node name: csdctl or mpirun would take it for this "
+                f"host, which is {', '.join(sorted(own))}",
+                remedy="give the node another `name`; its `address` may stay",
+            )
         if count > 1:
             raise InputError(
                 f"{path}: two nodes have the name {name!r}", remedy="give each node a unique name"
             )
+    for first, other in find_ambiguous(nodes):
+        raise InputError(
+            f"{path}: mpirun would take {first!r} and {other!r} for one node: it reads names up to the dot",
+            remedy=f"write {other.replace('.', '-')!r}, for example",
+        )
 
 
 @dataclass
@@ -203,8 +231,14 @@ class _Jumps:
     _found: dict[str, Node | None] = field(default_factory=dict)
 
     def resolve(self, node: Node, jump: str) -> Node:
-        """Return `node` with the chain of `jump`; raises ValueError for a cycle."""
-        return replace(node, jump=self._chain(jump, (node.name,)))
+        """Return `node` with the chain of `jump`; raises ValueError for a cycle or a long chain."""
+        resolved = replace(node, jump=self._chain(jump, (node.name,)))
+        hop, num_hops = resolved.jump, 0
+        while hop:
+            hop, num_hops = hop.jump, num_hops + 1
+        if num_hops > MAX_HOPS:
+            raise ValueError(f"{node.name} is behind more than {MAX_HOPS} jump hosts")
+        return resolved
 
     def _chain(self, jump: str, passed: tuple[str, ...]) -> Node | None:
         if jump not in self._found:
@@ -212,6 +246,8 @@ class _Jumps:
         return self._found[jump]
 
     def _follow(self, jump: str, passed: tuple[str, ...]) -> Node | None:
+        if len(passed) > MAX_HOPS:
+            raise ValueError(f"{passed[0]} is behind more than {MAX_HOPS} jump hosts")
         before: Node | None = None
         for number, hop in enumerate(parse_jump(jump)):
             if hop.name in passed:

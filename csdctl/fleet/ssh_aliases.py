@@ -10,15 +10,17 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+from csdctl.documents import load_text, split_lines
 from csdctl.errors import InputError
 
 _MAX_DEPTH = 16
+_MAX_FILES = 200
 _LINE = re.compile(r"\s*(?P<keyword>[A-Za-z]+)(?:\s*=\s*|\s+)(?P<rest>.*\S)\s*")
 
 
 def list_aliases(path: Path) -> list[str]:
     """Return every literal name (no pattern) of the Host lines of `path`; raises InputError."""
-    aliases = dict.fromkeys(_aliases(path, 0))
+    aliases = dict.fromkeys(_aliases(path, []))
     if not aliases:
         raise InputError(
             f"{path} has no Host line with a name",
@@ -27,15 +29,14 @@ def list_aliases(path: Path) -> list[str]:
     return list(aliases)
 
 
-def _aliases(path: Path, depth: int) -> Iterator[str]:
+def _aliases(path: Path, read: list[Path], depth: int = 0) -> Iterator[str]:
+    """Yield the names in `path` and the files that it includes; `read` are the files so far."""
     if depth > _MAX_DEPTH:
         raise InputError(f"{path}: includes are nested more than {_MAX_DEPTH} levels deep")
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy="give the file that ssh uses") from None
-    except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from None
+    read.append(path)
+    if len(read) > _MAX_FILES:
+        raise InputError(f"{path}: more than {_MAX_FILES} included files")
+    lines = split_lines(load_text(path, remedy="give the file that ssh uses", errors="replace"), str(path))
     for number, line in enumerate(lines, start=1):
         found = _LINE.fullmatch(line)
         keyword = found["keyword"].lower() if found else ""
@@ -45,7 +46,7 @@ def _aliases(path: Path, depth: int) -> Iterator[str]:
                 yield from (word for word in words if not re.search(r"[*?!]", word))
             else:
                 for file in _included(words):
-                    yield from _aliases(file, depth + 1)
+                    yield from _aliases(file, read, depth + 1)
 
 
 def _words(text: str, where: str) -> list[str]:

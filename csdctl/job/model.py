@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import re
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -24,6 +26,8 @@ from csdctl.job.reading import (
 from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
 
 ValueT = TypeVar("ValueT")
+
+_APPLICATION = re.compile(r"keras\.applications:[A-Za-z]\w*", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -134,7 +138,7 @@ class DataEntry(Document):
     @field_validator("classes")
     @classmethod
     def _no_duplicates(cls, value: list[str] | None) -> list[str] | None:
-        duplicates = sorted({name for name in value or () if (value or ()).count(name) > 1})
+        duplicates = sorted(name for name, count in Counter(value or ()).items() if count > 1)
         if duplicates:
             raise ValueError(f"duplicate {', '.join(duplicates)}")
         return value
@@ -163,7 +167,7 @@ class RecipeEntry(Document):
 
     epochs: Annotated[int, Field(ge=1, le=1_000_000)]
     learning_rate: Annotated[float, Field(gt=0)]
-    reference_batch: Annotated[int, Field(ge=1)] = 256
+    reference_batch: Annotated[int, Field(ge=1, le=1 << 30)] = 256
     warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
     optimizer: str = "sgd"
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
@@ -205,8 +209,8 @@ class JobFile(Document):
     @classmethod
     def _json(cls, value: dict[str, Any]) -> dict[str, Any]:
         try:
-            json.dumps(value)
-        except TypeError as error:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
             raise ValueError(f"must be JSON values: {error}") from None
         return value
 
@@ -289,6 +293,7 @@ def _function(written: str, directory: Path, job_path: Path) -> str:
             f"{job_path}: function {written!r} was not found",
             remedy="expected PATH.py:FUNCTION, with a path relative to the job file",
         )
+    _check_ending(path, ".py", written, job_path)
     return f"{path}:{name}"
 
 
@@ -315,7 +320,7 @@ def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
 
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:
     """Return `written` with an absolute path; raises InputError if it is invalid or missing."""
-    if written.startswith("keras.applications:"):
+    if _APPLICATION.fullmatch(written):
         return written
     file, separator, function = (written, "", "") if written.endswith(".keras") else written.rpartition(":")
     if not written.endswith(".keras") and not (file.endswith(".py") and function.isidentifier()):
@@ -328,4 +333,14 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
         raise InputError(
             f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
         )
+    _check_ending(path, Path(file).suffix, written, job_path)
     return f"{path}{separator}{function}"
+
+
+def _check_ending(path: Path, ending: str, written: str, job_path: Path) -> None:
+    """Raise InputError when a link leads to another kind of file: functions are sent to the nodes."""
+    if path.suffix != ending:
+        raise InputError(
+            f"{job_path}: {written!r} is a link to {path}, which is no {ending} file",
+            remedy="copy the file that is meant into the job's directory",
+        )

@@ -32,7 +32,7 @@ class RecordEntry(Document):
 
     image: Annotated[str, Field(min_length=1)]
     label: Annotated[str, Field(min_length=1)]
-    shape: Annotated[list[Size], Field(min_length=1)] | None = None
+    shape: Annotated[list[Size], Field(min_length=1, max_length=8)] | None = None
     dtype: Literal["uint8", "int8", "uint16", "int16", "int32", "float16", "float32"] = "uint8"
 
     @model_validator(mode="after")

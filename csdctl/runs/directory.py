@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.errors import InputError
 from csdctl.runs.capped_log import CappedLog
+from csdctl.runs.manifest import Manifest, check_links
 from csdctl.runs.step_file import private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_to_line
+
+NEW_RUN = "start a new run"
 
 
 @dataclass(frozen=True)
@@ -98,13 +102,14 @@ class ProjectDirectory:
         return _new_directory(self.scratch)
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """Return run `run_id`, or the latest run; raises InputError if it does not exist."""
+        """Return run `run_id`, or the latest run; raises InputError if it does not exist, or has a link."""
         known = (
             sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
         )
         if run_id is None and known:
-            return RunDirectory(self.runs / known[-1])
+            run_id = known[-1]
         if run_id in known:
+            check_links(self.runs / str(run_id))
             return RunDirectory(self.runs / str(run_id))
         raise InputError(
             f"no run {run_id!r} in {self.runs}" if run_id else f"no runs in {self.runs} yet",
@@ -166,9 +171,10 @@ class RunDirectory:
         """Write manifest.json atomically."""
         save_json(self.manifest, content)
 
-    def load_manifest(self) -> dict[str, object]:
-        """Read manifest.json; raises InputError."""
-        content: dict[str, object] = load_json(self.manifest)
+    def load_manifest(self) -> dict[str, Any]:
+        """Read manifest.json; raises InputError when it is missing, or its values do not belong together."""
+        content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
+        check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
         return content
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:

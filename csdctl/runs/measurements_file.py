@@ -5,18 +5,23 @@ system, where WAL's shared memory does not work, and between commands there is e
 """
 
 import contextlib
+import functools
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from csdctl.errors import CsdctlError, DamagedMeasurementsError, DeadlineError, InputError
+from csdctl.runs.measurements_values import find_impossible_values
 
 SCHEMA = 1
 """`PRAGMA user_version`; increases by one with every change of the tables."""
 APPLICATION_ID = 0x63736463
 """`csdc`: distinguishes the file from other databases."""
 BUSY_DEADLINE_S = 10.0
+MAX_FILE_BYTES = 64 << 20
+MAX_VALUE_BYTES = 4 << 20
+"""Of one value: the ranks of a trial on thousands of machines."""
 
 REPAIR = "free some disk space or fix permissions"
 FORGET = (
@@ -90,6 +95,7 @@ class MeasurementsFile:
         with self._errors():
             if path:
                 path.parent.mkdir(parents=True, exist_ok=True)
+                self._check_file(path)
             self._connection = sqlite3.connect(path or ":memory:", timeout=deadline_s, isolation_level=None)
             try:
                 self._prepare()
@@ -130,7 +136,16 @@ class MeasurementsFile:
                     self._connection.execute("ROLLBACK")
                 raise
 
+    def _check_file(self, path: Path) -> None:
+        if not path.exists():
+            return
+        if not path.is_file():
+            raise CsdctlError(f"{path} cannot be used: not a regular file", remedy="remove it")
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise self._damaged(f"{size:,} bytes, expected at most {MAX_FILE_BYTES:,}")
+
     def _prepare(self) -> None:
+        self._connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_VALUE_BYTES)
         if self._value("PRAGMA user_version") == 0:
             with self.writing():
                 self._create_tables()
@@ -142,9 +157,14 @@ class MeasurementsFile:
             )
         if self._value("PRAGMA application_id") != APPLICATION_ID:
             raise self._damaged("another program's database")
+        # Views and triggers of a file that csdctl did not write would run with every query.
+        if _schema_of(self._connection) != _expected_schema():
+            raise self._damaged("its tables are not those of csdctl")
         found = self._value("PRAGMA quick_check(1)")
         if found != "ok":
             raise self._damaged(found)
+        for problem in find_impossible_values(self._connection):
+            raise self._damaged(problem)
         self._connection.execute("PRAGMA foreign_keys = ON")
 
     def _create_tables(self) -> None:
@@ -183,6 +203,21 @@ class MeasurementsFile:
             raise self._damaged(error) from error
         except OSError as error:
             raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=REPAIR) from error
+
+
+def _schema_of(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    return set(
+        connection.execute(
+            "SELECT type, name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite\\_%' ESCAPE '\\'"
+        )
+    )
+
+
+@functools.cache
+def _expected_schema() -> set[tuple[str, str, str]]:
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_TABLES)
+        return _schema_of(connection)
 
 
 def set_measurements_aside(path: Path) -> Path:

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from sqlite3 import Connection
 from typing import Any
 
+from csdctl.documents import check_values, parse_json
 from csdctl.fleet.machine_class import FleetClass, MachineClass
 from csdctl.tuning.measurements import (
     CollectiveMeasurement,
@@ -62,13 +63,13 @@ def select_models(connection: Connection) -> list[ModelFeatures]:
 def select_machine_classes(connection: Connection) -> dict[str, MachineClass]:
     """Return all machine classes by the keys they were stored with."""
     found = connection.execute("SELECT key, content FROM machine_classes ORDER BY key")
-    return {key: MachineClass(**json.loads(content)) for key, content in found}
+    return {key: _read(content, MachineClass, key) for key, content in found}
 
 
 def select_fleet_classes(connection: Connection) -> dict[str, FleetClass]:
     """Return all fleet classes by the keys they were stored with."""
     found = connection.execute("SELECT key, content FROM fleet_classes ORDER BY key")
-    return {key: _fleet_class(json.loads(content)) for key, content in found}
+    return {key: _read(content, FleetClass, key) for key, content in found}
 
 
 def insert_probes(
@@ -152,11 +153,7 @@ def select_trials(connection: Connection, key: tuple[str, str, str]) -> list[Tri
 
 def trial_of(row: tuple[Any, ...]) -> TrialMeasurement:
     """Return the trial in a row of TRIAL_COLUMNS."""
-    ranks = [
-        TrialRank(rank["machine_class"], rank["batch_size"], RuntimeSettings(**rank["settings"]))
-        for rank in json.loads(row[0])
-    ]
-    return TrialMeasurement(tuple(ranks), *row[1:])
+    return TrialMeasurement(_read(row[0], tuple[TrialRank, ...], "trial"), *row[1:])
 
 
 def settings_of(row: tuple[Any, ...]) -> RuntimeSettings:
@@ -177,9 +174,10 @@ def delete_unused(connection: Connection) -> None:
         connection.execute(f"DELETE FROM {table} WHERE {column} NOT IN ({used})")
 
 
-def _fleet_class(content: dict[str, Any]) -> FleetClass:
-    nodes = tuple(MachineClass(**node) for node in content["nodes"])
-    return FleetClass(MachineClass(**content["host"]), nodes, content["network"])
+def _read(content: str, expected: Any, name: str) -> Any:
+    """Return a value from JSON; raises InputError."""
+    where = f"measurements, {name}"
+    return check_values(parse_json(content, where), expected, where)
 
 
 def _model_row(model: ModelFeatures) -> tuple[str | int, ...]:

@@ -1,14 +1,16 @@
 """The plan: the result of tuning, as a file that a person can read and edit."""
 
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from csdctl.documents import Document, load_document, save_text
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.names import NAME
 from csdctl.tuning.plan_fingerprint import PlanFingerprint
 from csdctl.worker.protocol.run_spec import Runtime
 
@@ -18,23 +20,41 @@ HEADER = """\
 """
 
 
+MAX_BATCH_SIZE = 1 << 20
+MAX_THREADS = 1024
+
+Machine = Annotated[str, Field(pattern=f"^{NAME.pattern}$")]
+Size = Annotated[int, Field(ge=1, le=MAX_BATCH_SIZE)]
+Threads = Annotated[int, Field(ge=1, le=MAX_THREADS)]
+Positive = Annotated[float, Field(gt=0)]
+
+
 class RankPlan(Document):
     """One rank: its settings, and the measurements with them."""
 
-    node: str
-    batch_size: Annotated[int, Field(ge=0)]
+    node: Machine
+    batch_size: Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]
     """0: the rank does not train; it only sums and serves data to the nodes. Allowed only for the host."""
-    threads: Annotated[int, Field(ge=1, le=1024)]
-    inter_threads: Annotated[int, Field(ge=1, le=1024)] = 1
+    threads: Threads
+    inter_threads: Threads = 1
     """Inter-op threads; `threads` are intra-op."""
     onednn: bool = True
-    micro_batch_size: Annotated[int, Field(ge=1)] | None = None
+    micro_batch_size: Size | None = None
     """A larger batch is computed in micro-batches of this size."""
-    max_batch_size: Annotated[int, Field(ge=1)] | None = None
+    max_batch_size: Size | None = None
     """The largest batch that fits in memory: a bound for batch sizes that change during a run."""
-    step_time_s: Annotated[float, Field(gt=0)] | None = None
-    samples_per_s: Annotated[float, Field(gt=0)] | None = None
-    peak_memory_bytes: int | None = None
+    step_time_s: Positive | None = None
+    samples_per_s: Positive | None = None
+    peak_memory_bytes: Annotated[int, Field(ge=0)] | None = None
+
+    @model_validator(mode="after")
+    def _fits_in_memory(self) -> Self:
+        if self.max_batch_size and self.batch_size > self.max_batch_size:
+            raise ValueError(
+                f"batch_size {self.batch_size} is above max_batch_size {self.max_batch_size}, the largest "
+                "that fits in memory"
+            )
+        return self
 
     @property
     def runtime(self) -> Runtime:
@@ -42,13 +62,18 @@ class RankPlan(Document):
         return Runtime(self.threads, self.inter_threads, self.onednn)
 
 
-def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
-    names = [rank.node for rank in ranks]
-    for name in names:
-        if names.count(name) > 1:
+def _check_ranks(ranks: list[RankPlan]) -> list[RankPlan]:
+    if ranks[0].node != HOST_NAME:
+        raise ValueError(
+            f"the first rank is not `{HOST_NAME}` but {ranks[0].node}; a host that does not train has "
+            "batch_size 0"
+        )
+    for name, count in Counter(rank.node for rank in ranks).items():
+        if count > 1:
             raise ValueError(f"{name} is listed more than once")
-        if name != HOST_NAME and not ranks[names.index(name)].batch_size:
-            raise ValueError(f"{name}: only the host can have batch size 0; leave the node out instead")
+    for rank in ranks[1:]:
+        if not rank.batch_size:
+            raise ValueError(f"{rank.node}: only the host can have batch size 0; leave the node out instead")
     if not any(rank.batch_size for rank in ranks):
         raise ValueError("at least one rank must have a batch size above 0")
     return ranks
@@ -57,11 +82,11 @@ def _each_node_once(ranks: list[RankPlan]) -> list[RankPlan]:
 class Predicted(Document):
     """The prediction for the plan's batch sizes. Shares are of the ranks' time, and add up to 1."""
 
-    global_batch: int
-    batch_sizes: list[int] | None = None
+    global_batch: Annotated[int, Field(ge=1)]
+    batch_sizes: list[Annotated[int, Field(ge=0, le=MAX_BATCH_SIZE)]] | None = None
     """Batch sizes in the order of the ranks; None: an older plan, which only has `global_batch`."""
-    step_s: Annotated[float, Field(gt=0)]
-    samples_per_s: Annotated[float, Field(gt=0)]
+    step_s: Positive
+    samples_per_s: Positive
     compute_share: float
     imbalance_share: float
     communication_share: float
@@ -69,6 +94,14 @@ class Predicted(Document):
     """The gain in samples/s over the best equal batch size, predicted from the same measurements."""
     is_confirmed: bool = False
     """Whether the figures are from a trial of all ranks."""
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        if self.batch_sizes is not None and sum(self.batch_sizes) != self.global_batch:
+            raise ValueError(
+                f"batch_sizes add up to {sum(self.batch_sizes)}, but global_batch is {self.global_batch}"
+            )
+        return self
 
 
 class Plan(Document):
@@ -80,14 +113,14 @@ class Plan(Document):
     method: str
     emulated: bool = False
     method_arguments: dict[str, float | list[int]] = {}
-    num_probes: int = 0
-    measuring_s: float = 0.0
+    num_probes: Annotated[int, Field(ge=0)] = 0
+    measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None
     """None: a plan written manually, or an older plan, which only has `job_fingerprint` to compare."""
-    ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_each_node_once)]
+    ranks: Annotated[list[RankPlan], Field(min_length=1), AfterValidator(_check_ranks)]
 
     @property
     def batch_sizes(self) -> list[int]:

@@ -15,7 +15,7 @@ import pytest
 
 NUM_ROWS = 20_000
 PROGRAM = """
-import json, re, sys, time
+import hashlib, json, re, sys, time
 from pathlib import Path
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.step import Step
@@ -24,7 +24,9 @@ from csdctl.worker.data.schedule import OwnSamples, begin_epoch
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
 directory, num_rows = Path(sys.argv[1]), int(sys.argv[2])
-part = DatasetSlice(str(directory / "images.npy"), str(directory / "labels.npy"), 0, num_rows, 7)
+paths = [directory / name for name in ("images.npy", "labels.npy")]
+hashes = [hashlib.file_digest(path.open("rb"), "sha256").hexdigest() for path in paths]
+part = DatasetSlice(*map(str, paths), 0, num_rows, 7, *hashes)
 rank = RankSpec(0, "host", 32, Runtime(1), None, part, 0, num_rows)
 spec = RunSpec("bench", "", "", Recipe(learning_rate=0.01), (rank,), part, None, "")
 reader = EpochReader(spec, 0)

@@ -5,6 +5,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from csdctl.documents import load_text
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import Value, Variables
 
@@ -34,8 +35,8 @@ def load_config(directory: Path, environment: Mapping[str, str] = os.environ) ->
 def _read(path: Path) -> Variables:
     parser = configparser.ConfigParser(inline_comment_prefixes=(";",), interpolation=None, strict=False)
     try:
-        parser.read_string(path.read_text(encoding="utf-8"), source=str(path))
-    except (OSError, UnicodeDecodeError, configparser.Error) as error:
+        parser.read_string(load_text(path), source=str(path))
+    except configparser.Error as error:
         raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     return {
         variable: Value(_resolve(path, variable, parser[section][key]), str(path))

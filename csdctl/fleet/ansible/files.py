@@ -6,10 +6,13 @@ The format is chosen as in Ansible: YAML by extension, or if a file without exte
 import os
 from pathlib import Path
 
+from csdctl.documents import load_text
+from csdctl.documents.json_text import MAX_JSON_BYTES
+from csdctl.documents.text import MAX_TEXT_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.ini import parse_ini
 from csdctl.fleet.ansible.inventory import Inventory, Variables
-from csdctl.fleet.ansible.tree import is_list_output, parse_list_output, parse_variables, parse_yaml
+from csdctl.fleet.ansible.tree import parse_list_output, parse_variables, parse_yaml
 
 _YAML_ENDINGS = (".yaml", ".yml", ".json")
 _VAULT = "$ANSIBLE_VAULT"
@@ -20,15 +23,17 @@ def load_inventory(path: Path) -> Inventory:
 
     Formats that only Ansible can read are errors too; the remedy shows how to export them.
     """
-    text = _read(path)
+    text = _read(path, MAX_JSON_BYTES)
     remedy = f"run `ansible-inventory -i {path} --list > inventory.json` and give that file"
     if text.startswith("#!") or (os.access(path, os.X_OK) and path.is_file()):
         raise InputError(f"{path} is an inventory program, which only Ansible can run", remedy=remedy)
     if text.startswith(_VAULT):
         raise InputError(f"{path} is encrypted with Ansible Vault", remedy=remedy)
-    if is_list_output(text):
-        return parse_list_output(text, str(path))
-    inventory = None
+    inventory = parse_list_output(text, str(path))
+    if inventory:
+        return inventory
+    if len(text) > MAX_TEXT_BYTES:
+        raise InputError(f"{path} has {len(text):,} characters, expected at most {MAX_TEXT_BYTES:,}")
     if path.suffix in (*_YAML_ENDINGS, ""):
         inventory = parse_yaml(text, str(path))
     if inventory is None and path.suffix in _YAML_ENDINGS:
@@ -42,23 +47,20 @@ def load_inventory(path: Path) -> Inventory:
     return inventory
 
 
-def _read(path: Path) -> str:
-    try:
-        if path.is_dir():
-            raise InputError(
-                f"{path} is a directory, expected one inventory file",
-                remedy=f"run `ansible-inventory -i {path} --list > inventory.json` and give that file",
-            )
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise InputError(f"{path} does not exist", remedy="give the inventory that Ansible uses") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
+def _read(path: Path, max_bytes: int = MAX_TEXT_BYTES) -> str:
+    if path.is_dir():
+        raise InputError(
+            f"{path} is a directory, expected one inventory file",
+            remedy=f"run `ansible-inventory -i {path} --list > inventory.json` and give that file",
+        )
+    return load_text(path, max_bytes=max_bytes, remedy="give the inventory that Ansible uses")
 
 
 def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventory) -> Variables:
     """Return the variables of group or host `name` from a file or directory in `directory`."""
     variables: Variables = {}
+    if "/" in name:  # it would lead out of the directory
+        return variables
     base = inventory_path.resolve().parent / directory
     candidates = [base / f"{name}{ending}" for ending in ("", ".yml", ".yaml", ".json")]
     found = next((path for path in candidates if path.exists()), None) if base.is_dir() else None

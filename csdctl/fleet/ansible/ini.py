@@ -5,10 +5,12 @@ import re
 import shlex
 import warnings
 
+from csdctl.documents import split_lines
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import UNGROUPED, Inventory, Value, Variables, expand_hosts, split_port
 
 _SECTION = re.compile(r"\[([^:\]\s]+)(?::(\w+))?\]\s*(?:#.*)?")
+_MAX_LITERAL = 1000
 _GROUP = re.compile(r"([^:\]\s]+)\s*(?:#.*)?")
 
 
@@ -17,7 +19,7 @@ def parse_ini(text: str, name: str) -> Inventory:
     inventory = Inventory()
     group, section_type = UNGROUPED, "hosts"
     declared, used = {UNGROUPED, "all"}, dict[str, str]()
-    for number, raw in enumerate(text.splitlines(), start=1):
+    for number, raw in enumerate(split_lines(text, name), start=1):
         line, where = raw.strip(), f"{name}:{number}"
         if not line or line[0] in "#;":
             continue
@@ -75,6 +77,8 @@ def _assignment(text: str, where: str) -> tuple[str, Value]:
 def _literal(text: str) -> object:
     """Return the value of a Python literal, as in Ansible; else the text itself."""
     try:
+        if len(text) > _MAX_LITERAL:
+            return text
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SyntaxWarning)
             return ast.literal_eval(text)

@@ -4,14 +4,26 @@ ini.py and tree.py read the files; this module implements the precedence of vari
 (inventory, then group_vars/, then host_vars/).
 """
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
-from csdctl.fleet.ranges import MAX_RANGE
+from csdctl.fleet.ranges import MAX_PATTERN, MAX_RANGE
 
 ALL, UNGROUPED = "all", "ungrouped"
+MAX_GROUPS = 1000
+MAX_CHILDREN = 5000
+"""Groups in groups."""
+MAX_NESTED = 50
+"""Groups in groups in groups …"""
+MAX_MEMBERS = 1_000_000
+"""Hosts in groups, directly or through other groups."""
+MAX_VARIABLES = 5_000_000
+"""Variables of all hosts, those of their groups included."""
 _PRIORITY = "ansible_group_priority"
+_PORT = re.compile("[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -49,19 +61,24 @@ class Inventory:
     defaults: Variables = field(default_factory=dict)
     """Defaults for all hosts, from ansible.cfg."""
     warnings: list[str] = field(default_factory=list)
+    _counts: Counter[str] = field(default_factory=Counter)
 
     def group(self, name: str) -> InventoryGroup:
-        """Return group `name`, created if necessary."""
+        """Return group `name`, created if necessary; raises InputError when there are too many."""
+        if name not in self.groups:
+            self._count("groups", 1, MAX_GROUPS)
         return self.groups.setdefault(name, InventoryGroup())
 
     def add_host(self, name: str, group: str, variables: Mapping[str, Value]) -> None:
         """Add host `name` to `group`; merge `variables` into the host's variables."""
+        self._count("hosts in groups", 1, MAX_MEMBERS)
         self.group(group).hosts[name] = None
         self.hosts.setdefault(name, {}).update(variables)
 
     def add_child(self, group: str, child: str, where: str) -> None:
         """Add group `child` to `group`; raises InputError for a cycle."""
         self.group(child)
+        self._count("groups in groups", 1, MAX_CHILDREN)
         if group == child or group in self._below(child):
             raise InputError(f"{where}: group {child!r} contains group {group!r} and cannot be its child")
         self.group(group).children[child] = None
@@ -73,12 +90,13 @@ class Inventory:
     def variables_of(self, host: str) -> Variables:
         """Return the effective variables of `host`."""
         groups = self.groups_of(host)
-        layers = [{**self.groups[name].variables} for name in groups]
-        for layer in layers:
-            layer.pop(_PRIORITY, None)  # for Ansible this is the priority of the group, not a variable
+        layers = [self.groups[name].variables for name in groups]
         layers += [self.group_files.get(name, {}) for name in groups]
         layers += [self.hosts[host], self.host_files.get(host, {})]
-        return {name: value for layer in layers for name, value in layer.items()}
+        self._count("variables of hosts", sum(map(len, layers)), MAX_VARIABLES)
+        merged = {name: value for layer in layers for name, value in layer.items()}
+        merged.pop(_PRIORITY, None)  # for Ansible this is the priority of a group, not a variable
+        return merged
 
     def finish(self) -> None:
         """Compute depths and memberships after reading."""
@@ -90,14 +108,21 @@ class Inventory:
         for name in self.groups[ALL].children:
             self._set_depth(name, 1)
         self._memberships: dict[str, set[str]] = {host: {ALL} for host in self.hosts}
-        for name, group in self.groups.items():
-            for host in group.hosts:
-                self._memberships[host].add(name)
-            for below in self._below(name):
+        for name in self.groups:
+            for below in (name, *self._below(name)):
+                self._count("hosts in groups", len(self.groups[below].hosts), MAX_MEMBERS)
                 for host in self.groups[below].hosts:
                     self._memberships[host].add(name)
 
+    def _count(self, what: str, number: int, limit: int) -> None:
+        """Add to the size of the inventory; raises InputError beyond `limit`."""
+        self._counts[what] += number
+        if self._counts[what] > limit:
+            raise InputError(f"the inventory has more than {limit:,} {what}", remedy="give a smaller one")
+
     def _set_depth(self, name: str, depth: int) -> None:
+        if depth > MAX_NESTED:
+            raise InputError(f"group {name!r} is inside of more than {MAX_NESTED} groups")
         if self._depths.get(name, -1) < depth:
             self._depths[name] = depth
             for child in self.groups[name].children:
@@ -115,24 +140,28 @@ class Inventory:
 
     def _rank(self, name: str) -> tuple[int, int, str]:
         own = self.groups[name].variables.get(_PRIORITY)
-        priority = int(str(own.value)) if own and str(own.value).isdigit() else 1
+        priority = int(str(own.value)) if own and _PORT.fullmatch(str(own.value)) else 1
         return self._depths[name], priority, name
 
 
 def expand_hosts(pattern: str, where: str) -> list[str]:
     """Expand `csd[00:35]`, `[a:f]`, `[0:10:2]` to names; raises InputError."""
-    head, bracket, rest = pattern.partition("[")
-    inner, closing, tail = rest.partition("]")
-    if not bracket or not closing or ":" not in inner:
-        return [pattern]
-    try:
-        names = list(_count(inner))
-    except ValueError as error:
-        raise InputError(f"{where}: range [{inner}] in {pattern!r} is invalid: {error}") from None
-    ends = expand_hosts(tail, where)
-    if len(names) * len(ends) > MAX_RANGE:
-        raise InputError(f"{where}: {pattern!r} expands to more than {MAX_RANGE:,} hosts")
-    return [f"{head}{name}{end}" for name in names for end in ends]
+    if len(pattern) > MAX_PATTERN:
+        raise InputError(f"{where}: a name of {len(pattern):,} characters, expected at most {MAX_PATTERN}")
+    heads, rest = [""], pattern
+    while True:
+        head, bracket, tail = rest.partition("[")
+        inner, closing, tail = tail.partition("]")
+        if not bracket or not closing or ":" not in inner:
+            return [f"{name}{rest}" for name in heads]
+        try:
+            names = list(_count(inner))
+        except ValueError as error:
+            raise InputError(f"{where}: range [{inner}] in {pattern!r} is invalid: {error}") from None
+        if len(names) * len(heads) > MAX_RANGE:
+            raise InputError(f"{where}: {pattern!r} expands to more than {MAX_RANGE:,} hosts")
+        heads = [f"{start}{head}{name}" for start in heads for name in names]
+        rest = tail
 
 
 def _count(inner: str) -> Iterator[str]:
@@ -148,10 +177,9 @@ def _count(inner: str) -> Iterator[str]:
     width = len(first) if first.startswith("0") and len(first) > 1 else 0
     if width and width != len(last):
         raise ValueError("both ends need the same number of digits")
-    numbers = range(int(first), int(last) + 1, step)
-    if len(numbers) > MAX_RANGE:
+    if int(last) - int(first) > MAX_RANGE * step:
         raise ValueError(f"it expands to more than {MAX_RANGE:,} hosts")
-    for number in numbers:
+    for number in range(int(first), int(last) + 1, step):
         yield f"{number:0{width}d}"
 
 
@@ -165,7 +193,7 @@ def _letter(letter: str) -> int:
 def split_port(pattern: str) -> tuple[str, int | None]:
     """Split `name:2222` and `[fd00::1]:2222` into host pattern and port; without a port, return the text."""
     head, colon, port = pattern.rpartition(":")
-    if not colon or not port.isdigit():
+    if not colon or not _PORT.fullmatch(port):
         return pattern, None
     if head.startswith("[") and head.endswith("]") and head.count("[") == 1:
         return head[1:-1], int(port)

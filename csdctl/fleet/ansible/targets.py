@@ -120,6 +120,8 @@ class _HostVariables:
             raise InputError(f"{self._where(name)}: {name} {text!r} cannot be read: {error}") from None
 
     def _usable(self, name: str, value: Value) -> str:
+        if isinstance(value.value, list | dict):
+            raise InputError(f"{self._where(name)}: {name} of {self._host} is a list or mapping")
         if isinstance(value.value, Vaulted):
             raise self._only_ansible(name, "is encrypted with Ansible Vault")
         text = "" if value.value is None else str(value.value)

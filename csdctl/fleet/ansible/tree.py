@@ -1,41 +1,40 @@
 """Ansible's YAML inventories, and the JSON output of `ansible-inventory --list`; pure."""
 
-import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
 
+from csdctl.documents import parse_json
+from csdctl.documents.tree import build, compose
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import Inventory, Value, Variables, expand_hosts, split_port
 
 META = "_meta"
+_BOOLEANS = {"yes": True, "on": True, "no": False, "off": False}
+"""Of YAML 1.1, which Ansible reads."""
 
 
 class Vaulted:
     """A value that only Ansible can decrypt."""
 
 
-def is_list_output(text: str) -> bool:
-    """Return whether `text` is output of `ansible-inventory --list`."""
+def parse_list_output(text: str, name: str) -> Inventory | None:
+    """Parse the output of `ansible-inventory --list`; None for other text; raises InputError."""
     try:
-        content = json.loads(text)
-    except ValueError:
-        return False
-    return isinstance(content, dict) and isinstance(content.get(META), dict)
-
-
-def parse_list_output(text: str, name: str) -> Inventory:
-    """Parse the output of `ansible-inventory --list`; raises InputError."""
+        content = parse_json(text, name)
+    except InputError:
+        return None
+    if not isinstance(content, dict) or not isinstance(content.get(META), dict):
+        return None
     inventory = Inventory()
-    content = json.loads(text)
     try:
         variables = content.pop(META)["hostvars"]
         for group, entry in content.items():
             inventory.group(group)
-            for child in entry.get("children", ()):
+            for child in _names(entry, "children"):
                 inventory.add_child(group, child, name)
-            for host in entry.get("hosts", ()):
+            for host in _names(entry, "hosts"):
                 inventory.add_host(host, group, {})
         for host, own in variables.items():
             values = {key: Value(_plain(value), f"{name}, host {host}") for key, value in own.items()}
@@ -46,16 +45,29 @@ def parse_list_output(text: str, name: str) -> Inventory:
     return inventory
 
 
+def _names(entry: Mapping[str, object], key: str) -> Sequence[str]:
+    """Return the names in a list of an entry; raises TypeError for anything else."""
+    names = entry.get(key, [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError
+    return names
+
+
 def _plain(value: object) -> object:
     """Return a value without the wrapper of Ansible's JSON."""
-    if not isinstance(value, dict):
-        return value
-    return Vaulted() if "__ansible_vault" in value else value.get("__ansible_unsafe", value)
+    if isinstance(value, dict):
+        if "__ansible_vault" in value:
+            return Vaulted()
+        return value.get("__ansible_unsafe", value)
+    return value
 
 
 def parse_yaml(text: str, name: str) -> Inventory | None:
     """Parse a YAML inventory; return None if it is not a mapping; raises InputError with the line."""
-    tree = _compose(text)
+    try:
+        tree = compose(text, name)
+    except InputError:
+        return None
     if not isinstance(tree, yaml.MappingNode):
         return None
     reader = _Reader(Inventory(), name)
@@ -72,22 +84,10 @@ def parse_yaml(text: str, name: str) -> Inventory | None:
 
 def parse_variables(text: str, name: str) -> Variables:
     """Parse the variables of a file of group_vars/ or host_vars/; raises InputError."""
-    try:
-        tree = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{name}:{mark.line + 1}" if mark else name
-        raise InputError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}") from None
+    tree = compose(text, name)
     if tree is None:
         return {}
     return _Reader(Inventory(), name).read_variables(tree)
-
-
-def _compose(text: str) -> yaml.Node | None:
-    try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, RecursionError):
-        return None
 
 
 class _Reader:
@@ -96,7 +96,6 @@ class _Reader:
     def __init__(self, inventory: Inventory, name: str) -> None:
         self.inventory = inventory
         self._name = name
-        self._loader = yaml.SafeLoader("")
 
     def read_group(self, name: str, node: yaml.Node) -> None:
         """Read one group with its content."""
@@ -122,12 +121,17 @@ class _Reader:
         """Yield keys and values of a mapping, with merge keys resolved; raises InputError otherwise."""
         if not isinstance(node, yaml.MappingNode):
             raise InputError(f"{self._where(node)}: expected keys and values, as in `name: value`")
-        try:
-            self._loader.flatten_mapping(node)
-        except yaml.YAMLError as error:
-            raise InputError(f"{self._where(node)}: {getattr(error, 'problem', error)}") from None
+        merged: dict[str, yaml.Node] = {}
+        own: dict[str, yaml.Node] = {}
         for key, value in node.value:
-            yield str(key.value), value
+            if not isinstance(key, yaml.ScalarNode):
+                raise InputError(f"{self._where(key)}: expected a name, found a list or mapping")
+            if key.value == "<<":
+                for part in value.value if isinstance(value, yaml.SequenceNode) else [value]:
+                    merged = dict(self.entries(part)) | merged
+            else:
+                own[key.value] = value
+        yield from (merged | own).items()
 
     def _sections(self, group: str, node: yaml.Node) -> Iterator[tuple[str, yaml.Node]]:
         if _is_null(node):
@@ -161,10 +165,10 @@ class _Reader:
             return Vaulted()
         if node.tag == "!unsafe":
             return node.value
-        try:
-            return self._loader.construct_object(node, deep=True)
-        except (yaml.YAMLError, ValueError) as error:
-            raise InputError(f"{self._where(node)}: not a valid value: {error}") from None
+        if not isinstance(node, yaml.ScalarNode):
+            return node.value  # no setting of a connection is a list or mapping: its items do not matter
+        is_plain = node.style is None
+        return _BOOLEANS.get(node.value.lower() if is_plain else "", build(node, self._name))
 
     def _where(self, node: yaml.Node) -> str:
         return f"{self._name}:{node.start_mark.line + 1}"

@@ -1,13 +1,20 @@
 """Arrays of samples and labels: their type, and the memory maps of the .npy files they are stored in."""
 
+import math
+import os
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.data.file_hash import hash_file, open_regular, state_of
 from csdctl.worker.process.errors import WorkerError
 
 Array = np.ndarray[Any, Any]
+
+MAX_HEADER_BYTES = 10_000
+PREPARE = "run `csdctl prepare`"
 
 
 def as_labels(labels: Array) -> Array:
@@ -15,28 +22,94 @@ def as_labels(labels: Array) -> Array:
     return labels.astype(np.int32 if labels.dtype.kind in "iu" else np.float32)
 
 
-def map_array(path: str | Path) -> Array:
-    """Map one .npy file, without ever unpickling.
+def is_numeric(dtype: np.dtype[Any]) -> bool:
+    """Return whether samples of `dtype` consist of integers and floats only."""
+    fields = [dtype] if dtype.names is None else [dtype[name].base for name in dtype.names]
+    return all(field.kind in "uif" for field in fields)
 
-    Raises OSError if the file cannot be read, and ValueError if it is not an array of samples.
+
+class CheckedArray:
+    """The array of a .npy file that has not changed since it was prepared."""
+
+    def __init__(self, path: str, sha256: str) -> None:
+        """Raise WorkerError unless the file has the hash `sha256` and an array of numbers."""
+        self._path, self._sha256 = path, sha256
+        self._state: list[int] = []
+        try:
+            self._file = open_regular(path)
+            self.check()
+            self.array = map_file(self._file)
+            if not is_numeric(self.array.dtype):
+                raise ValueError(f"its type is {self.array.dtype}, expected numbers")
+        except (OSError, ValueError) as error:
+            # It names no file, as ever where a file of the user's cannot be read.
+            raise WorkerError(
+                f"the data set cannot be read: {type(error).__name__}", remedy=PREPARE
+            ) from None
+
+    def check(self) -> None:
+        """Raise WorkerError if the file is not the one that was prepared; fast if nobody touched it."""
+        state = state_of(os.fstat(self._file.fileno()))
+        if state == self._state:
+            return
+        found = hash_file(self._file, self._path)
+        if found != self._sha256:
+            raise WorkerError(
+                f"{self._path} is not what was prepared: expected SHA-256 {self._sha256 or 'of nothing'}, "
+                f"found {found}",
+                remedy=PREPARE,
+            )
+        self._state = state
+
+
+def map_file(file: BufferedReader) -> Array:
+    """Map an open .npy file, without ever unpickling.
+
+    Raises OSError if it cannot be read, and ValueError if it is not exactly one array of samples.
     """
-    array: Array = np.lib.format.open_memmap(Path(path).expanduser(), mode="r")
-    if array.ndim == 0:
-        raise ValueError("expected an array of samples, found a single number")
-    return array
+    file.seek(0)
+    try:
+        version = np.lib.format.read_magic(file)
+        read = {
+            (1, 0): np.lib.format.read_array_header_1_0,
+            (2, 0): np.lib.format.read_array_header_2_0,
+        }[version]
+        shape, is_fortran, dtype = read(file, max_header_size=MAX_HEADER_BYTES)
+    except OSError:
+        raise
+    except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
+        raise ValueError(f"its header cannot be read: {type(error).__name__}") from None
+    if not shape or any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
+        raise ValueError(f"expected an array of samples, found {dtype} of shape {shape}")
+    num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+    if math.prod(shape) * dtype.itemsize != num_bytes:
+        raise ValueError(f"{num_bytes} bytes are not {dtype} of shape {shape}")
+    order: Any = "F" if is_fortran else "C"
+    if not num_bytes:  # an empty part of a file cannot be mapped
+        return np.empty(shape, dtype, order)
+    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)
+
+
+def map_array(path: str | Path) -> Array:
+    """Map one .npy file; raises what `map_file` raises."""
+    with open_regular(path) as file:
+        return map_file(file)
 
 
 def open_arrays(images_path: str | Path, labels_path: str | Path) -> tuple[Array, Array]:
-    """Map the samples (n, …) and labels (n, …) of a prepared data set.
+    """Map the samples (n, …) and labels (n, …) of a prepared data set, without a check of their hashes.
 
     Raises WorkerError, whose message names neither file, if they cannot be read or differ in length.
     """
     try:
         samples, labels = map_array(images_path), map_array(labels_path)
     except (OSError, ValueError) as error:
-        raise WorkerError(
-            f"the data set cannot be read: {type(error).__name__}", remedy="run `csdctl prepare` again"
-        ) from None
+        raise WorkerError(f"the data set cannot be read: {type(error).__name__}", remedy=PREPARE) from None
+    check_lengths(samples, labels)
+    return samples, labels
+
+
+def check_lengths(samples: Array, labels: Array) -> None:
+    """Raise WorkerError unless there is one label for each sample."""
     if len(samples) != len(labels):
         raise WorkerError(f"the data set is damaged: {len(samples)} samples but {len(labels)} labels")
-    return samples, labels

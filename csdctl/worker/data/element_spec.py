@@ -28,12 +28,6 @@ def dtype_from_text(text: str) -> np.dtype[Any]:
     return np.dtype([(name, base, tuple(shape)) for name, base, shape in json.loads(text)])
 
 
-def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return whether samples of `dtype` consist of integers and floats only."""
-    fields = [dtype] if dtype.names is None else [dtype[name].base for name in dtype.names]
-    return all(field.kind in "uif" for field in fields)
-
-
 def random_samples(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     """Return random samples, shape (n, …): integers in [0, 128) or floats in [0, 1)."""
     if dtype.names is None:

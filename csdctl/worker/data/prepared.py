@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels, open_arrays
+from csdctl.worker.data.arrays import Array, CheckedArray, as_labels, check_lengths
 from csdctl.worker.data.schedule import Share, Span
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.run_spec import DatasetSlice, RunSpec
@@ -31,9 +31,19 @@ class PreparedSamples:
     """A prepared data set, or a slice of one: rows of memory-mapped samples and labels."""
 
     def __init__(self, part: DatasetSlice) -> None:
-        """Raise WorkerError if the files cannot be read."""
-        self._samples, self._labels = open_arrays(part.images, part.labels)
+        """Raise WorkerError if the files cannot be read, or are not those that were prepared."""
+        self._files = (
+            CheckedArray(part.images, part.images_sha256),
+            CheckedArray(part.labels, part.labels_sha256),
+        )
+        self._samples, self._labels = (file.array for file in self._files)
+        check_lengths(self._samples, self._labels)
         self._rows = rows_of(part, len(self._samples))
+
+    def check(self) -> None:
+        """Raise WorkerError if the files have changed."""
+        for file in self._files:
+            file.check()
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -91,7 +101,10 @@ class EpochReader:
         return source.read(np.arange(min(count, len(source))))
 
     def set_epoch(self, epoch: int) -> None:
-        """Read the samples of epoch `epoch` from now on."""
+        """Read the samples of epoch `epoch` from now on; raises WorkerError if a file has changed."""
+        for part in (self._private, self._public, self._all_public):
+            if part:
+                part.check()
         self._epoch = epoch
         self._orders = {}
 

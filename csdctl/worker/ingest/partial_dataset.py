@@ -21,10 +21,12 @@ import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
+from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 _RECORD = "record.json"
@@ -97,19 +99,21 @@ class PartialDataset:
         save_atomically(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
-    def finish(self, target: Path, description: str) -> None:
-        """Rename the directory to `target`, with `description` as dataset.json, in one atomic step."""
+    def finish(self, target: Path, info: DatasetInfo) -> DatasetInfo:
+        """Rename the directory to `target`, with `info` as dataset.json; return `info` with the hashes."""
         with convert_write_errors():
             for file, shape, dtype in self._headers():
                 file.seek(0)
                 _write_header(file, shape, dtype)
                 sync_file(file)
-            save_atomically(self._directory / "dataset.json", description)
+            info = hash_arrays(info, self._directory)
+            save_atomically(self._directory / "dataset.json", to_json(info))
             (self._directory / _RECORD).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
             sync_directory(target.parent)
         self.close()
+        return info
 
     def discard(self) -> None:
         """Delete the directory and release the lock."""
@@ -157,6 +161,15 @@ class PartialDataset:
                 _write_header(file, shape, dtype)
         elif found != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
             raise WorkerError("the data has samples or labels of different shapes or types", exit_code=2)
+
+
+def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
+    """Return `info` with the hashes of the arrays in `directory`; raises OSError, ValueError, WorkerError."""
+    hashes = []
+    for name in ("images.npy", "labels.npy"):
+        with open_regular(directory / name) as file:
+            hashes.append(hash_file(file, name))
+    return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
 
 
 def count_labels(record: IngestRecord, labels: Array) -> IngestRecord:

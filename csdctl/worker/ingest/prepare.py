@@ -12,12 +12,14 @@ from pathlib import Path
 
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
+from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
     IngestRecord,
     PartialDataset,
     convert_write_errors,
     count_labels,
+    hash_arrays,
 )
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
@@ -29,6 +31,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, Prepar
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20
+_MAX_DESCRIPTION_BYTES = 16 << 20
 
 
 def prepare(
@@ -47,9 +50,8 @@ def prepare(
     source_format = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
-    description = target / "dataset.json"
-    if description.exists():
-        return from_json(DatasetInfo, description.read_text())
+    if done := _find_prepared(target, tree, spec):
+        return done
     if source_format == "npy":
         samples, labels = open_npy_pair(tree.root, spec)
         if samples.ndim != 3:
@@ -58,20 +60,33 @@ def prepare(
     directory = _partial_directory(tree, spec)
     partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
     try:
-        if description.exists():  # the process that held the lock has prepared it
+        if done := _find_prepared(target, tree, spec):  # by the process that held the lock
             partial.discard()
-            return from_json(DatasetInfo, description.read_text())
+            return done
         _check_free_space(source, partial.record, spec.store)
         _fill(partial, source, limits, on_progress)
         info = _describe(partial.record, source.class_names, source.files_of_class, spec, str(target))
-        partial.finish(target, to_json(info))
+        return partial.finish(target, info)
     except WorkerError:
         partial.discard()
         raise
     except BaseException:
         partial.close()
         raise
-    return info
+
+
+def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
+    """Return the description of data that was prepared before; None if it is missing, damaged or edited."""
+    try:
+        with open_regular(target / "dataset.json") as file:
+            info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
+        if info.fingerprint != target.name or info.path not in (str(target), str(tree.root)):
+            return None
+        if spec.is_checked and hash_arrays(info, Path(info.path)) != info:
+            return None
+    except (OSError, ValueError, RecursionError, WorkerError):  # a ProtocolError is a ValueError
+        return None
+    return info if info.images_sha256 and info.labels_sha256 else None
 
 
 def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
@@ -88,7 +103,7 @@ def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, 
     )
     for start in range(0, len(labels), _LABELS_AT_ONCE):
         record = count_labels(record, as_labels(labels[start : start + _LABELS_AT_ONCE]))
-    info = _describe(record, spec.classes, (), spec, str(tree.root))
+    info = hash_arrays(_describe(record, spec.classes, (), spec, str(tree.root)), tree.root)
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)

@@ -28,6 +28,9 @@ class DatasetInfo:
     """Samples of each of the job's classes, in the order of their labels; empty if classes have no names."""
     unusable_classes: tuple[str, ...] = ()
     """Classes that have files here, none of which is usable."""
+    images_sha256: str = ""
+    """Of images.npy, as it was prepared."""
+    labels_sha256: str = ""
 
     @property
     def element_spec(self) -> "DatasetInfo":
@@ -74,6 +77,8 @@ class PrepareSpec:
     """FILE.py:NAME of the user's function that reads `source`; '' if csdctl reads it."""
     is_private: bool = False
     """If True, errors of the user's function are reported by type only."""
+    is_checked: bool = False
+    """If True, data that was prepared before is compared with its hashes, and prepared again if damaged."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,9 @@ class DatasetSlice:
     start: Count = 0
     stop: Count | None = None
     permutation_seed: int = 0
+    images_sha256: str = ""
+    """Of the whole file, as it was prepared; a file with another hash is not read."""
+    labels_sha256: str = ""
 
 
 @dataclass(frozen=True)

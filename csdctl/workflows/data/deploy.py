@@ -4,10 +4,12 @@ Private data is never read here. The public shard of a node is cut on the host a
 host reads its own shard in place.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from csdctl.documents import write_atomically
+from csdctl.documents import check_values, load_json, save_json, write_atomically
+from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
@@ -91,9 +93,9 @@ def cut_shards(
     """
     if job.is_everywhere:
         return {}
-    seed = job.recipe.seed
+    cutter = _Cutter(public, job.recipe.seed, project)
     return {
-        shard.name: _cut(shard, public, seed, project)
+        shard.name: cutter.cut(shard)
         for shard in placed
         if shard.name != HOST_NAME and (shard.num_public or not shard.num_private)
     }
@@ -101,29 +103,75 @@ def cut_shards(
 
 def whole(data: DatasetInfo) -> DatasetSlice:
     """Return a slice with all rows of a prepared data set."""
-    return DatasetSlice(*_arrays(data))
+    images, labels = _arrays(data)
+    return DatasetSlice(images, labels, images_sha256=data.images_sha256, labels_sha256=data.labels_sha256)
 
 
 def _arrays(data: DatasetInfo) -> tuple[str, str]:
     return f"{data.path}/images.npy", f"{data.path}/labels.npy"
 
 
-def _cut(
-    shard: Placed, public: DatasetInfo, seed: int, project: ProjectDirectory
-) -> tuple[StoredFile, StoredFile]:
-    import numpy as np
+class _Cutter:
+    """Cuts shards from the host's public data, and keeps them with their hashes for the next run."""
 
-    name = f"{public.fingerprint}-{seed}-{shard.public_start}-{shard.public_stop}"
-    targets = [project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
-    if not all(target.exists() for target in targets):
+    def __init__(self, public: DatasetInfo, seed: int, project: ProjectDirectory) -> None:
+        self._public = public
+        self._seed = seed
+        self._project = project
+        self._is_checked = False
+
+    def cut(self, shard: Placed) -> tuple[StoredFile, StoredFile]:
+        """Return samples and labels of `shard`; raises InputError if the public data was changed."""
+        content = hashlib.sha256(f"{self._public.images_sha256}{self._public.labels_sha256}".encode())
+        name = f"{content.hexdigest()[:32]}-{self._seed}-{shard.public_start}-{shard.public_stop}"
+        targets = [self._project.shards / f"{name}.{part}.npy" for part in ("images", "labels")]
+        record = self._project.shards / f"{name}.json"
+        hashes = _load_hashes(record)
+        if len(hashes) != 2 or hashes != [hash_file(target) for target in targets if target.is_file()]:
+            self._check_public()
+            self._write(shard, targets)
+            hashes = [hash_file(target) for target in targets]
+            save_json(record, hashes)
+        images, labels = (
+            StoredFile(sha256, ".npy", target, TrafficClass.PUBLIC)
+            for sha256, target in zip(hashes, targets, strict=True)
+        )
+        return images, labels
+
+    def _check_public(self) -> None:
+        if self._is_checked:
+            return
+        expected = (self._public.images_sha256, self._public.labels_sha256)
+        for source, sha256 in zip(_arrays(self._public), expected, strict=True):
+            path = self._project.root / source
+            found = hash_file(path) if path.is_file() else "no file"
+            if found != sha256:
+                raise InputError(
+                    f"{source} is not what was prepared: expected SHA-256 {sha256}, found {found}",
+                    remedy="run `csdctl prepare`",
+                )
+        self._is_checked = True
+
+    def _write(self, shard: Placed, targets: Sequence[Path]) -> None:
+        import numpy as np
+
         # The same rows as for a slice start … stop on the host: worker.data.rows_of.
-        permutation = np.random.default_rng(seed).permutation(public.num_samples)
+        permutation = np.random.default_rng(self._seed).permutation(self._public.num_samples)
         rows = np.sort(permutation[shard.public_start : shard.public_stop])
-        for source, target in zip(_arrays(public), targets, strict=True):
-            array = np.load(project.root / source, mmap_mode="r", allow_pickle=False)
+        for source, target in zip(_arrays(self._public), targets, strict=True):
+            array = np.load(self._project.root / source, mmap_mode="r", allow_pickle=False)
+            if len(array) != self._public.num_samples:
+                raise InputError(
+                    f"{source} has {len(array)} rows, expected {self._public.num_samples}",
+                    remedy="run `csdctl prepare`",
+                )
             with write_atomically(target) as file:
                 np.save(file, array[rows])
-    images, labels = (
-        StoredFile(hash_file(target), ".npy", target, TrafficClass.PUBLIC) for target in targets
-    )
-    return images, labels
+
+
+def _load_hashes(record: Path) -> list[str]:
+    """Return the hashes of shards that were cut before; none if they are missing or damaged."""
+    try:
+        return check_values(load_json(record), list[str], str(record))
+    except InputError:
+        return []

@@ -20,4 +20,4 @@ def prepare_fleet(
     with open_workspace(directory, fleet, "prepare") as space:
         if sample:
             place_sample(sample, job, space.fleet, space.sessions, space.project, say)
-        return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress)
+        return prepare_job(job, space.fleet, space.sessions, space.project, say, on_progress, is_checked=True)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, save_json
+from csdctl.documents import build_atomically, load_text, save_json
+from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise
@@ -34,7 +35,7 @@ from csdctl.tuning.measurements import ModelFeatures, describe_model
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.prepared_record import save_prepared
+from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
@@ -77,16 +78,20 @@ def prepare_job(
     project: ProjectDirectory,
     say: Say,
     on_progress: OnPrepareProgress = lambda data, progress: None,
+    *,
+    is_checked: bool = False,
 ) -> Prepared:
     """Prepare model, public and private data of `job`; raises InputError when they are incompatible.
 
     Class names come from the job or the folders of the public data, so that all machines number them alike.
-    `on_progress` gets 'public', 'validation' or a node's name, from any thread.
+    `on_progress` gets 'public', 'validation' or a node's name, from any thread. With `is_checked`, data that
+    was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
+    InputError when data is described differently than when it was prepared.
     """
     worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
-    preparing = _Preparing(job, model.info, fleet, worker, project, on_progress)
+    preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
     preparing.number_classes(public)
@@ -104,7 +109,16 @@ def prepare_job(
     check_compatibility(job.recipe, model.info, {"public": public, "validation": validation, **private})
     if job.noise:
         check_noise(job.noise, model.info, private)
-    save_prepared(project, job, public, private)
+    of_host = {"public": public} | ({"validation": validation} if validation else {})
+    for name in find_changed(project, job, of_host | private):
+        if not is_checked:
+            raise InputError(
+                f"the prepared data of {name} is described differently than when it was prepared",
+                remedy="run `csdctl prepare`, which compares it with its hashes",
+                node=name if name in private else "",
+            )
+        say(f"{name}: the prepared data was changed since it was prepared; it was prepared again")
+    save_prepared(project, job, of_host, private)
     return Prepared(worker, model, public, validation, private)
 
 
@@ -158,7 +172,7 @@ def serialize_model(
             )
             save_json(aside / "info.json", json.loads(to_json(info)))
     return SerializedModel(
-        from_json(ModelInfo, record.read_text()),
+        from_json(ModelInfo, load_text(record, max_bytes=MAX_JSON_BYTES)),
         store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
     )
@@ -170,7 +184,7 @@ def _model_key(job: Job, worker: StoredFile) -> str:
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     if job.model_file:
         beside = set(job.model_file.parent.glob("*.py")) | {job.model_file}
-        for path in sorted(beside):
+        for path in sorted(path for path in beside if path.is_file()):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:32]
 
@@ -186,13 +200,22 @@ class _Preparing:
         worker: StoredFile,
         project: ProjectDirectory,
         on_progress: OnPrepareProgress,
+        *,
+        is_checked: bool,
     ) -> None:
         self._job = job
         reading = job.reading
         picture = reading.picture
         if picture.shape is None:
             picture = replace(picture, shape=model.input_shape)
-        self._spec = PrepareSpec("", DATA_STORE, picture, classes=reading.classes, records=reading.records)
+        self._spec = PrepareSpec(
+            "",
+            DATA_STORE,
+            picture,
+            classes=reading.classes,
+            records=reading.records,
+            is_checked=is_checked,
+        )
         self._private_function = reading.private_function
         self._fleet = fleet
         self._worker = worker

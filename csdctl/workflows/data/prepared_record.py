@@ -9,11 +9,12 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from csdctl.documents import save_text
+from csdctl.documents import check_values, load_json, save_text
+from csdctl.errors import InputError
 from csdctl.job.model import Job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import to_json
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class PreparedData:
     """Without class names."""
     num_private: dict[str, int] = field(default_factory=dict)
     """Private samples by node."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """By 'public', 'validation' or node: the fingerprint of its data, and a hash of the description that was
+    received when the data was prepared, with the hashes of its files."""
 
     @property
     def num_samples(self) -> int:
@@ -34,22 +38,55 @@ class PreparedData:
 
 
 def save_prepared(
-    project: ProjectDirectory, job: Job, public: DatasetInfo, private: Mapping[str, DatasetInfo]
+    project: ProjectDirectory,
+    job: Job,
+    datasets: Mapping[str, DatasetInfo],
+    private: Mapping[str, DatasetInfo],
 ) -> None:
-    """Save the record of `job`."""
+    """Save the record of `job`; `datasets` are those of the host, 'public' among them."""
     record = PreparedData(
         _key(job),
-        public.element_spec,
+        datasets["public"].element_spec,
         {name: info.num_samples for name, info in private.items()},
+        _load_digests(project, job) | {name: _digest(info) for name, info in {**datasets, **private}.items()},
     )
     save_text(project.prepared(job.name), to_json(record) + "\n")
+
+
+def find_changed(project: ProjectDirectory, job: Job, datasets: Mapping[str, DatasetInfo]) -> list[str]:
+    """Return the data sets that are now described differently than when the same data was prepared."""
+    before = _load_digests(project, job)
+    now = {name: _digest(info) for name, info in datasets.items()}
+    return [
+        name
+        for name, digest in now.items()
+        if before.get(name, digest) != digest and before[name].partition(" ")[0] == digest.partition(" ")[0]
+    ]
+
+
+def _digest(info: DatasetInfo) -> str:
+    return f"{info.fingerprint} {hashlib.sha256(to_json(info).encode()).hexdigest()}"
+
+
+def _load_digests(project: ProjectDirectory, job: Job) -> dict[str, str]:
+    try:
+        return _load(project, job).digests
+    except InputError:
+        return {}
+
+
+def _load(project: ProjectDirectory, job: Job) -> PreparedData:
+    path = project.prepared(job.name)
+    return check_values(load_json(path), PreparedData, str(path))
 
 
 def load_prepared(project: ProjectDirectory, job: Job) -> PreparedData | None:
     """Return the record of `job`; None when its current data section was never prepared."""
     try:
-        record = from_json(PreparedData, project.prepared(job.name).read_text(encoding="utf-8"))
-    except (OSError, ValueError, ProtocolError):  # the next `prepare` writes it again
+        record = _load(project, job)
+    except InputError:  # the next `prepare` writes it again
+        return None
+    if min(record.public.num_samples, *record.num_private.values(), 0) < 0:
         return None
     return record if record.key == _key(job) else None
 

@@ -79,6 +79,8 @@ def _public_slice(shard: Placed, prepared: Prepared, shards: ShardFiles, job: Jo
             permutation_seed=job.recipe.seed,
         )
     if shard.name in shards:
-        samples, labels = (file.path for file in shards[shard.name])
-        return DatasetSlice(samples, labels)
+        samples, labels = shards[shard.name]
+        return DatasetSlice(
+            samples.path, labels.path, images_sha256=samples.sha256, labels_sha256=labels.sha256
+        )
     return None

@@ -3,11 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from csdctl.errors import InputError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
 from csdctl.notify import Say
-from csdctl.tuning.plan import Plan, RankPlan, load_plan
+from csdctl.tuning.plan import MAX_BATCH_SIZE, MAX_THREADS, Plan, RankPlan, load_plan
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.train.plan_validation import check_plan, find_left_out
 from csdctl.workflows.workspace.workspace import Workspace
@@ -36,7 +37,12 @@ def load_checked_plan(path: Path, job: Job, space: Workspace) -> Plan:
 
 
 def build_equal_plan(job: Job, fleet: Fleet, facts: Mapping[str, Facts], batch_size: int) -> Plan:
-    """Return a plan without tuning: `batch_size` on the host and on every node of `fleet`."""
+    """Return a plan without tuning: `batch_size` on the host and on every node of `fleet`.
+
+    Raises InputError for a batch size that no plan may have.
+    """
+    if batch_size > MAX_BATCH_SIZE:
+        raise InputError(f"batch size {batch_size:,} is too large", remedy=f"at most {MAX_BATCH_SIZE:,}")
     return Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
@@ -53,4 +59,4 @@ def default_runtime(name: str, fleet: Fleet, facts: Mapping[str, Facts]) -> Runt
     """Return the runtime of a rank on machine `name` before any measurement: all cores it may use."""
     if name == HOST_NAME and fleet.host.threads:
         return Runtime(fleet.host.threads)
-    return Runtime(facts[name].num_threads if name in facts else 1)
+    return Runtime(min(facts[name].num_threads, MAX_THREADS) if name in facts else 1)

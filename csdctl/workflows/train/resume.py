@@ -1,32 +1,35 @@
 """`train --resume`: continue a run from the RunSpec and manifest that it started with."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
+from csdctl.documents import check_values, load_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.network import check_network
 from csdctl.notify import Say
-from csdctl.placement.equation1 import Placed, steps_per_epoch
+from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.summary import RunSummary
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.runs.directory import NEW_RUN, ProjectDirectory, RunDirectory
+from csdctl.runs.manifest import DataFingerprints, Manifest
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json
+from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
-from csdctl.worker.protocol.run_spec import RunSpec
-from csdctl.workflows.data.deploy import cut_shards
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
+from csdctl.worker.protocol.tasks import TaskSpec
+from csdctl.workflows.data.deploy import cut_shards, whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.placement import build_rank_specs
 from csdctl.workflows.train.ranks import RunInputs
-from csdctl.workflows.train.spec import fingerprint_data
+from csdctl.workflows.train.spec import fingerprint_data, progress_interval_s
 from csdctl.workflows.train.train import RunObserver, run_to_end
 from csdctl.workflows.workspace.workspace import Workspace
 
 LATEST = "latest"
-NEW_RUN = "start a new run"
+MAX_CHECKPOINTS = 1_000_000
 
 
 def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Fleet, say: Say) -> RunDirectory:
@@ -35,11 +38,11 @@ def find_resumable(project: ProjectDirectory, run_id: str, job: Job, fleet: Flee
     Raises InputError for an unknown run, or the run of another job.
     """
     run = project.find_run(None if run_id == LATEST else run_id)
-    plan: Any = run.load_manifest()["plan"]
-    if plan["job"] != job.name:
-        raise InputError(f"run {run.run_id} belongs to job {plan['job']}, not to {job.name}")
+    plan = _load_manifest(run).plan
+    if plan.job != job.name:
+        raise InputError(f"run {run.run_id} belongs to job {plan.job}, not to {job.name}")
     present = set(fleet.machines)
-    planned = {rank["node"] for rank in plan["ranks"]}
+    planned = {rank.node for rank in plan.ranks}
     if absent := sorted(planned - present):
         say(f"resuming without {', '.join(absent)}: private data there is not trained on")
     if new := sorted(present - planned):
@@ -52,7 +55,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     if not run.events.exists():
         return False
     last: Event | None = None
-    manifest: Any = run.load_manifest()
+    manifest = run.load_manifest()
     for event in run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]]):
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
@@ -74,21 +77,31 @@ def resume(
     Ranks on nodes outside the fleet stay absent; the others take over their public samples.
     """
     check_network(space.fleet.network)
-    try:
-        spec = from_json(RunSpec, run.spec.read_text())
-    except (OSError, ProtocolError) as error:
-        raise InputError(f"run {run.run_id} cannot be resumed: {error}", remedy=NEW_RUN) from None
-    manifest: Any = run.load_manifest()
-    _check_data(run, manifest["data"], prepared)
+    spec, manifest = load_spec(run), _load_manifest(run)
+    _check_data(run, manifest.data, prepared)
     _check_job(run, spec, job)
-    placed = [Placed(**shard) for shard in manifest["placed"]]
+    placed = manifest.shards()
+    if placed[-1].public_stop != prepared.public.num_samples:
+        raise InputError(
+            f"{run.manifest}: `placed` divides {placed[-1].public_stop} public samples, "
+            f"there are {prepared.public.num_samples}",
+            remedy=NEW_RUN,
+        )
     shards = cut_shards(placed, prepared.public, job, space.project)
+    ranks = build_rank_specs(manifest.plan, placed, prepared, shards, job)
+    _check_ranks(run, spec.ranks, ranks)
+    # No path of spec.json is used: they follow from the project and the data as they are now.
     spec = dataclasses.replace(
         spec,
         recipe=job.recipe,
+        ranks=ranks,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
+        public=whole(prepared.public),
+        validation=whole(prepared.validation) if prepared.validation else None,
+        output_directory=str(run.path.relative_to(space.project.root)),
         step_file=str(space.project.step_file(run)),
+        progress_interval_s=progress_interval_s(len(ranks)),
         is_balanced=options.is_balanced,
         max_steps=options.max_steps,
     )
@@ -96,10 +109,45 @@ def resume(
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
-def _check_data(run: RunDirectory, before: Mapping[str, Any], prepared: Prepared) -> None:
+def load_spec(run: RunDirectory) -> RunSpec:
+    """Read spec.json; raises InputError for values that no run started with."""
+    content = load_json(run.spec, remedy=NEW_RUN)
+    spec = check_values(content, RunSpec, str(run.spec), remedy=NEW_RUN)
+    for name, found, expected in (
+        ("schema", spec.schema, SCHEMA),
+        ("run_id", spec.run_id, run.run_id),
+        ("task", spec.task, TaskSpec()),
+        ("num_checkpoints", spec.num_checkpoints, min(max(spec.num_checkpoints, 1), MAX_CHECKPOINTS)),
+        ("checkpoint_interval_s", spec.checkpoint_interval_s, max(spec.checkpoint_interval_s, 1.0)),
+    ):
+        if found != expected:
+            raise InputError(f"{run.spec}: `{name}` is {found!r}, expected {expected!r}", remedy=NEW_RUN)
+    return spec
+
+
+def _load_manifest(run: RunDirectory) -> Manifest:
+    return Manifest.model_validate(run.load_manifest())
+
+
+def _check_ranks(run: RunDirectory, before: Sequence[RankSpec], now: Sequence[RankSpec]) -> None:
+    """Raise InputError when spec.json has other ranks than manifest.json, the files that they read aside."""
+    if len(before) != len(now):
+        raise InputError(f"{run.spec} has {len(before)} `ranks`, manifest.json {len(now)}", remedy=NEW_RUN)
+    for old, new in zip(before, now, strict=True):
+        for field in dataclasses.fields(RankSpec):
+            found, expected = getattr(old, field.name), getattr(new, field.name)
+            if field.name not in ("private", "public") and found != expected:
+                raise InputError(
+                    f"{run.spec}: `{field.name}` of {new.node} is {found!r}, expected {expected!r} as in "
+                    "manifest.json and the job",
+                    remedy=NEW_RUN,
+                )
+
+
+def _check_data(run: RunDirectory, before: DataFingerprints, prepared: Prepared) -> None:
     """Raise InputError when the data has changed; absent nodes are not compared."""
-    private = {name: before["private"].get(name) for name in prepared.private}
-    if fingerprint_data(prepared) != {"public": before["public"], "private": private}:
+    private = {name: before.private.get(name) for name in prepared.private}
+    if fingerprint_data(prepared) != {"public": before.public, "private": private}:
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
 
 

@@ -200,7 +200,7 @@ class TestWhatOnlyAnsibleCanTell:
         ("csd[a:9]\n", "hosts.ini", "hosts.ini:1: range"),
         ("csd[0:99999999999]\n", "hosts.ini", "hosts.ini:1: range"),
         ("csd[0:9999][0:9999]\n", "hosts.ini", "hosts.ini:1: 'csd[0:9999][0:9999]' expands to more than"),
-        ("all:\n  <<: word\n", "hosts.yml", "hosts.yml:2: expected a mapping"),
+        ("all:\n  <<: word\n", "hosts.yml", "hosts.yml:2: expected keys and values"),
         ("all:\n  hosts: [csd0]\n", "hosts.yml", "hosts.yml:2: expected keys and values"),
         ("all:\n  host: {csd0: }\n", "hosts.yml", "hosts.yml:2: group 'all' has 'host'"),
         ("all: {\n", "hosts.yml", "hosts.yml:2: not valid YAML"),

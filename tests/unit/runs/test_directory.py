@@ -9,6 +9,7 @@ from csdctl.errors import InputError
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.runs.stored_events import MAX_LINE_BYTES
 from csdctl.worker.protocol.events import Failed, Finished, Progress, Ready
+from tests.unit.runs.manifests import manifest_of
 
 NODES = ("host", "csd0")
 EVENTS = [
@@ -79,8 +80,8 @@ class TestFindingRuns:
 
 class TestManifest:
     def test_manifest_round_trips(self, run: RunDirectory) -> None:
-        run.save_manifest({"schema": 1, "plan": {"ranks": [{"node": "host"}]}})
-        assert run.load_manifest() == {"schema": 1, "plan": {"ranks": [{"node": "host"}]}}
+        run.save_manifest(manifest_of() | {"versions": {"keras": "3.15"}})
+        assert run.load_manifest() == manifest_of() | {"versions": {"keras": "3.15"}}
 
     def test_run_without_a_manifest_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match="manifest.json does not exist"):

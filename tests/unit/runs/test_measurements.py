@@ -310,20 +310,6 @@ class TestTroubles:
             "measurements.sqlite.bak-journal",
         ]
 
-    def test_missing_table_does_not_stop_measuring(self, path: Path, store: MeasurementStore) -> None:
-        with store.file.writing() as connection:
-            connection.execute("DROP TABLE collectives")
-        messages: list[str] = []
-        with open_measurements_to_write(path, messages.append) as lenient:
-            assert lenient.collectives(FLEET.key) == []
-            lenient.add_collectives(FLEET, [CollectiveMeasurement("star", 5, 1, 0.1, 1.0)])
-        assert [message.partition(":")[0] for message in messages] == [
-            "earlier measurements are not used",
-            "measurements are not stored",
-        ]
-        with pytest.raises(CsdctlError, match="no such table"):
-            store.collectives(FLEET.key)
-
     def test_database_of_another_program_is_not_written_to(self, path: Path) -> None:
         path.parent.mkdir()
         connection = sqlite3.connect(path)

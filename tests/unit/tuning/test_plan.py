@@ -61,12 +61,48 @@ def test_edited_batch_size_is_read(path: Path) -> None:
         ("step_time_s: 8.0", "step_time_s: .nan", "`ranks.1.step_time_s`"),
         ("step_time_s: 8.0", "step_time_s: -8.0", "`ranks.1.step_time_s`"),
         ("schema_version: 1", "schema_version: 2", "`schema_version`"),
+        (
+            "batch_size: 25",
+            "batch_size: 1000000000000",
+            "`ranks.1.batch_size`: .*less than or equal to 1048576",
+        ),
+        ("peak_memory_bytes: 1073741824", "peak_memory_bytes: -1", "`ranks.1.peak_memory_bytes`"),
+        ("node: csd0", "node: '-rf /'", "`ranks.1.node`"),
+        ("num_probes: 12", "num_probes: -12", "`num_probes`"),
     ],
 )
 def test_bad_value_is_named_with_its_line(path: Path, written: str, edited: str, message: str) -> None:
     line = line_of(path, written)
     path.write_text(path.read_text().replace(written, edited))
     with pytest.raises(InputError, match=f":{line}: {message}"):
+        load_plan(path)
+
+
+def test_batch_that_does_not_fit_in_memory_is_refused(path: Path) -> None:
+    path.write_text(path.read_text().replace("batch_size: 25", "batch_size: 25\n  max_batch_size: 24"))
+    with pytest.raises(InputError, match="`ranks.1`: .* 25 is above max_batch_size 24"):
+        load_plan(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "edited", "message"),
+    [
+        ("node: host", "node: csd1", "the first rank is not `host` but csd1"),
+        ("node: csd0", "node: host", "host is listed more than once"),
+    ],
+)
+def test_ranks_that_do_not_belong_together_are_refused(
+    path: Path, written: str, edited: str, message: str
+) -> None:
+    path.write_text(path.read_text().replace(written, edited))
+    with pytest.raises(InputError, match=f"`ranks`: .*{message}"):
+        load_plan(path)
+
+
+def test_prediction_that_does_not_add_up_is_refused(path: Path) -> None:
+    save_plan(path, predicted_for([315, 25]))
+    path.write_text(path.read_text().replace("global_batch: 340", "global_batch: 341"))
+    with pytest.raises(InputError, match="batch_sizes add up to 340, but global_batch is 341"):
         load_plan(path)
 
 

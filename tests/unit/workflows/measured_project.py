@@ -74,7 +74,7 @@ def make_project(
     save_facts(fleet, machines)
     build(job, project)
     private = {node.name: PUBLIC for node in nodes} if is_private else {}
-    save_prepared(project, job, PUBLIC, private)
+    save_prepared(project, job, {"public": PUBLIC}, private)
     return MeasuredProject(job, project, fleet, describe_job_model(job, directory, lambda line: None))
 
 

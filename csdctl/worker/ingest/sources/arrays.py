@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels, map_array
-from csdctl.worker.data.element_spec import is_numeric
+from csdctl.worker.data.arrays import Array, as_labels, is_numeric, map_array
 from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, RecordRows, Rows
 from csdctl.worker.ingest.sources.source import Block

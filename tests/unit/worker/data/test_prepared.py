@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import hash_file
 from csdctl.worker.data.arrays import open_arrays
 from csdctl.worker.data.prepared import EpochReader, PreparedSamples, rows_of
 from csdctl.worker.data.schedule import OwnSamples, Share, Span, begin_epoch
@@ -29,7 +30,14 @@ def write(directory: Path, num_rows: int, first_label: int = 0) -> DatasetSlice:
     images = np.broadcast_to(labels.astype(np.uint8).reshape(-1, 1, 1, 1), (num_rows, 2, 2, 1))
     np.save(directory / "images.npy", images)
     np.save(directory / "labels.npy", labels)
-    return DatasetSlice(str(directory / "images.npy"), str(directory / "labels.npy"))
+    return slice_of(directory)
+
+
+def slice_of(directory: Path) -> DatasetSlice:
+    """Return all rows of the files in `directory`, with their hashes as they are now."""
+    paths = [directory / name for name in ("images.npy", "labels.npy")]
+    hashes = [hash_file(path) if path.exists() else "" for path in paths]
+    return DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1])
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +51,13 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> DatasetSlice:
 
 
 def rows_from(part: DatasetSlice, start: int, stop: int, seed: int = 5) -> DatasetSlice:
-    return DatasetSlice(part.images, part.labels, start, stop, seed)
+    return dataclasses.replace(part, start=start, stop=stop, permutation_seed=seed)
 
 
 def one_rank(private: DatasetSlice | None, public: DatasetSlice | None, sizes: tuple[int, int]) -> RunSpec:
     """Return a run of one rank; `sizes` are its numbers of private and public samples."""
     rank = RankSpec(0, "host", 8, Runtime(1), private, public, *sizes)
-    whole = DatasetSlice(public.images, public.labels) if public else None
-    return RunSpec("run", "", "", Recipe(seed=7), (rank,), whole, None, "")
+    return RunSpec("run", "", "", Recipe(seed=7), (rank,), public, None, "")
 
 
 def epoch_of(spec: RunSpec, batch_size: int, epoch: int = 1, rank: int = 0) -> list[list[int]]:
@@ -118,8 +125,7 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
         RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
         RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 20, 40),
     )
-    whole = DatasetSlice(part.images, part.labels)
-    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, whole, None, "")
+    spec = RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, "")
     host = EpochReader(spec, 0)
     host.set_epoch(3)
     images, labels = host.read_reassigned([Span(1, 5, 12)])
@@ -159,7 +165,8 @@ def test_tilde_in_a_path_is_the_home_directory(tmp_path: Path, monkeypatch: pyte
 
 def test_shard_sent_to_a_node_is_what_the_host_would_read(tmp_path: Path) -> None:
     part = write(tmp_path / "prepared", 50)
-    public = DatasetInfo("prepared", 50, (2, 2, 1), "uint8", (), 49, "fingerprint")
+    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
+    public = DatasetInfo("prepared", 50, (2, 2, 1), "uint8", (), 49, "fingerprint", **hashes)
     placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4), RankLoad("csd1", 3, 40)], 50)
     job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
     assert (
@@ -173,7 +180,11 @@ def test_shard_sent_to_a_node_is_what_the_host_would_read(tmp_path: Path) -> Non
     rows = rows_of(on_host, 50)
     assert labels.tolist() == rows.tolist() == np.load(part.labels)[rows].tolist()
     assert np.array_equal(images, np.load(part.images)[rows])
-    sent = DatasetSlice(*(str(file.source) for file in cut["csd0"]))
+    sent = DatasetSlice(
+        *(str(file.source) for file in cut["csd0"]),
+        images_sha256=cut["csd0"][0].sha256,
+        labels_sha256=cut["csd0"][1].sha256,
+    )
     indices = np.arange(len(rows))
     assert np.array_equal(PreparedSamples(sent).read(indices)[1], PreparedSamples(on_host).read(indices)[1])
     assert sorted(
@@ -197,7 +208,7 @@ def test_unreadable_file_is_an_error_that_names_no_file(tmp_path: Path, damage: 
     elif damage != "missing":
         path.write_bytes({"empty": b"", "short": content[:-4], "text": b"1, 2, 3\n"}[damage])
     with pytest.raises(WorkerError, match="cannot be read") as raised:
-        PreparedSamples(part)
+        PreparedSamples(slice_of(tmp_path))
     assert str(tmp_path) not in raised.value.message
     assert "labels" not in raised.value.message
 
@@ -206,7 +217,7 @@ def test_different_numbers_of_samples_and_labels_are_refused_and_named(tmp_path:
     part = write(tmp_path, 5)
     np.save(part.labels, np.zeros(4))
     with pytest.raises(WorkerError, match="5 samples but 4 labels"):
-        PreparedSamples(part)
+        PreparedSamples(slice_of(tmp_path))
 
 
 @settings(deadline=None)

@@ -219,7 +219,8 @@ class TestPartialDataset:
         assert (record.num_samples, record.num_read) == (len(expected), len(expected) + len(blocks))
         assert list(record.class_counts) == [expected.count(label) for label in range(3)]
         if expected:
-            partial.finish(directory / "whole", "{}")
+            info = DatasetInfo(str(directory / "whole"), len(expected), (2,), "float32", (), 2, "f")
+            assert partial.finish(directory / "whole", info).images_sha256
             assert np.load(directory / "whole" / "labels.npy").tolist() == expected
             assert np.load(directory / "whole" / "images.npy", mmap_mode="r").shape == (len(expected), 2)
         else:

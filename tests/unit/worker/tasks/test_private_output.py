@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from csdctl.shipping.store import hash_file
 from csdctl.worker.protocol.events import Failed, event_from_line
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.recipe import Recipe
@@ -26,7 +27,9 @@ def test_only_the_type_of_an_unforeseen_error_leaves_a_rank_with_private_data(
     files = carry(keras().Sequential(layers), tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((8, 4), np.float32))
     np.save(tmp_path / "labels.npy", np.full(8, CANARY, np.int32))
-    part = DatasetSlice(str(tmp_path / "images.npy"), str(tmp_path / "labels.npy"))
+    paths = [tmp_path / name for name in ("images.npy", "labels.npy")]
+    hashes = [hash_file(path) for path in paths]
+    part = DatasetSlice(*map(str, paths), images_sha256=hashes[0], labels_sha256=hashes[1])
     data = (part, None, 8, 0) if is_private else (None, part, 0, 8)
     rank = RankSpec(0, "csd0", 4, Runtime(1), *data)
     spec = RunSpec("a-run", *files, Recipe(), (rank,), None, None, str(tmp_path))

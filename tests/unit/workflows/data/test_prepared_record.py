@@ -28,7 +28,7 @@ def written(directory: Path, text: str = JOB) -> Job:
 def project(tmp_path: Path) -> ProjectDirectory:
     (tmp_path / "read.py").write_text("def read(path): ...\n")
     project = ProjectDirectory(tmp_path)
-    save_prepared(project, written(tmp_path), PUBLIC, PRIVATE)
+    save_prepared(project, written(tmp_path), {"public": PUBLIC}, PRIVATE)
     return project
 
 

@@ -26,8 +26,9 @@ PLAN = Plan(
 )
 FILE = StoredFile("ab" * 32, ".npy", Path("file"), TrafficClass.PUBLIC)
 MODEL = SerializedModel(ModelInfo("m", (4, 4, 1), (10,), 7, 7, "softmax"), FILE, FILE)
-PUBLIC = DatasetInfo("data/public", 100, (4, 4, 1), "uint8", (), 9, "public")
-PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "private")
+HASHES = {"images_sha256": "cd" * 32, "labels_sha256": "ef" * 32}
+PUBLIC = DatasetInfo("data/public", 100, (4, 4, 1), "uint8", (), 9, "public", **HASHES)
+PRIVATE = DatasetInfo("data/private", 20, (4, 4, 1), "uint8", (), 9, "private", **HASHES)
 PREPARED = Prepared(FILE, MODEL, PUBLIC, None, {"csd0": PRIVATE})
 
 
@@ -63,10 +64,12 @@ def test_plan_without_any_sample_is_rejected(job: Job) -> None:
 def test_host_reads_its_part_of_all_samples_and_a_node_the_files_cut_for_it(job: Job) -> None:
     placed = place_plan(PLAN, PREPARED, job, FLEET)
     host, csd0, csd1 = build_rank_specs(PLAN, placed, PREPARED, {"csd1": (FILE, FILE)}, job)
-    assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7)
+    assert host.public == DatasetSlice("data/public/images.npy", "data/public/labels.npy", 0, 40, 7, **HASHES)
     assert csd0.public is None
-    assert csd0.private == DatasetSlice("data/private/images.npy", "data/private/labels.npy")
-    assert csd1.public == DatasetSlice(FILE.path, FILE.path)
+    assert csd0.private == DatasetSlice("data/private/images.npy", "data/private/labels.npy", **HASHES)
+    assert csd1.public == DatasetSlice(
+        FILE.path, FILE.path, images_sha256=FILE.sha256, labels_sha256=FILE.sha256
+    )
     assert csd1.private is None
 
 

@@ -1,0 +1,34 @@
+"""Files of YAML and JSON: read within limits and checked, written atomically.
+
+Everything that csdctl reads from a file is read here first. Files may come from strangers: their size, depth,
+number of values and number of reported problems are bounded.
+"""
+
+from csdctl.documents.json_text import load_json, parse_json
+from csdctl.documents.models import Document, check_values, load_document, parse_document
+from csdctl.documents.text import load_text, split_lines
+from csdctl.documents.writing import (
+    build_atomically,
+    make_directory,
+    save_bytes,
+    save_json,
+    save_text,
+    write_atomically,
+)
+
+__all__ = [
+    "Document",
+    "build_atomically",
+    "check_values",
+    "load_document",
+    "load_json",
+    "load_text",
+    "make_directory",
+    "parse_document",
+    "parse_json",
+    "save_bytes",
+    "save_json",
+    "save_text",
+    "split_lines",
+    "write_atomically",
+]

@@ -1,0 +1,63 @@
+"""Read the text of a file, whatever the file is: a device, a link to one, or larger than memory."""
+
+import os
+import stat
+from pathlib import Path
+
+from csdctl.errors import InputError
+
+MAX_TEXT_BYTES = 2 << 20
+"""Of a file written by people; the plan of 4,000 ranks has a third of it."""
+MAX_DIGITS = 18
+"""Of an integer: it fits in 64 bits, as in other languages that read JSON."""
+MAX_LINE = 10_000
+"""Characters of a line of a file whose format has lines."""
+_DESCRIPTORS = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
+"""Where the shell puts the output of `<(command)`."""
+
+
+def load_text(
+    path: Path, *, max_bytes: int = MAX_TEXT_BYTES, remedy: str = "", errors: str = "strict"
+) -> str:
+    """Read a UTF-8 text file; raises InputError if it is missing, no regular file, too large or no text.
+
+    `errors` as in `bytes.decode`.
+    """
+    try:
+        content = _read(path, max_bytes + 1)
+    except FileNotFoundError:
+        raise InputError(f"{path} does not exist", remedy=remedy) from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}", remedy=remedy) from None
+    if len(content) > max_bytes:
+        raise InputError(
+            f"{path} has more than {max_bytes:,} bytes, the most that csdctl reads of such a file"
+        )
+    try:
+        return content.decode("utf-8-sig", errors)
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"{path} cannot be read: byte {error.start} is not UTF-8 text", remedy="save it as UTF-8"
+        ) from None
+
+
+def split_lines(text: str, name: str) -> list[str]:
+    """Return the lines of `text`, which end at line feeds alone; raises InputError for a very long line.
+
+    `name` identifies the text in messages.
+    """
+    lines = text.split("\n")
+    for number, line in enumerate(lines, start=1):
+        if len(line) > MAX_LINE:
+            raise InputError(f"{name}:{number}: {len(line):,} characters, expected at most {MAX_LINE:,}")
+    return lines
+
+
+def _read(path: Path, num_bytes: int) -> bytes:
+    is_pipe_allowed = str(path).startswith(_DESCRIPTORS)
+    # Without O_NONBLOCK, opening a named pipe waits for its writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if is_pipe_allowed else os.O_NONBLOCK))
+    with os.fdopen(descriptor, "rb") as file:
+        if not (is_pipe_allowed or stat.S_ISREG(os.fstat(descriptor).st_mode)):
+            raise ValueError("it is not a regular file")
+        return file.read(num_bytes)

@@ -1,0 +1,101 @@
+"""The SHA-256 of a data file, computed again only when the file may have changed.
+
+Hashing reads the whole file, so the hash is remembered with the file's inode, size, mtime and ctime, in a
+file that only this user can write. Whoever writes to a file or puts another in its place changes inode or
+ctime; only root can set ctime back.
+"""
+
+import hashlib
+import json
+import os
+import stat
+import tempfile
+import time
+from contextlib import suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from csdctl.worker.process.errors import WorkerError
+
+REMEMBERED = Path(".csdctl/hashes.json")
+"""Relative to the session's home; nothing is remembered where csdctl has no directory."""
+MAX_ENTRIES = 1000
+MAX_BYTES = 1 << 20
+TICK_S = 0.05
+"""Two changes within one tick of the clock may get the same ctime: longer than any kernel's tick."""
+COARSE_TICK_S = 2.0
+"""On file systems that store whole seconds."""
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a file to read; raises OSError if it is missing, and ValueError if it is no regular file."""
+    # Without O_NONBLOCK, opening a named pipe waits for its writer.
+    descriptor = os.open(Path(path).expanduser(), os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = os.fdopen(descriptor, "rb")
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ValueError("not a regular file")
+    return file
+
+
+def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) -> str:
+    """Return the SHA-256, in hex, of an open file; raises WorkerError if it changes meanwhile.
+
+    `name` identifies the file in messages.
+    """
+    status = os.fstat(file.fileno())
+    key, state = f"{status.st_dev}:{status.st_ino}", state_of(status)
+    known = _load(remembered)
+    entry = known.pop(key, None)
+    if entry and entry[:-1] == state:
+        return str(entry[-1])
+    _await_tick(status)
+    file.seek(0)
+    found = hashlib.file_digest(file, "sha256").hexdigest()
+    if state_of(os.fstat(file.fileno())) != state:
+        raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
+    _save(remembered, {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]})
+    return found
+
+
+def state_of(status: os.stat_result) -> list[int]:
+    """Return what changes whenever a file does."""
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+
+
+def _await_tick(status: os.stat_result) -> None:
+    """Wait until another change of the file would get another ctime."""
+    is_coarse = status.st_ctime_ns % 1_000_000_000 == 0
+    age_s = time.time() - status.st_ctime_ns / 1e9
+    time.sleep(min(max(0.0, (COARSE_TICK_S if is_coarse else TICK_S) - age_s), COARSE_TICK_S))
+
+
+def _load(path: Path) -> dict[str, list[Any]]:
+    """Return the remembered hashes; none if another user could have written them, or the file is damaged."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+                return {}
+            content = json.loads(file.read(MAX_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = content.items() if isinstance(content, dict) else ()
+    return {key: entry for key, entry in entries if isinstance(entry, list) and len(entry) == 4}
+
+
+def _save(path: Path, content: dict[str, list[Any]]) -> None:
+    """Write the remembered hashes; without the space or the permission they are computed again next time."""
+    if not path.parent.is_dir():
+        return
+    with suppress(OSError):
+        descriptor, aside = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "w", encoding="ascii") as file:
+                json.dump(content, file)
+            os.replace(aside, path)
+        except OSError:
+            os.unlink(aside)
+            raise

@@ -1,0 +1,253 @@
+"""Files from a stranger: they cost little to refuse, and the refusal is one sentence.
+
+Every attack runs `csdctl` with limits of memory and of CPU time that are far above what a refusal needs.
+"""
+
+import resource
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.emulated.running import CSDCTL
+
+MEMORY_BYTES = 2 << 30
+CPU_S = 60
+"""Of one command; a refusal takes about a second, nearly all of it for imports."""
+MAX_MESSAGE = 2500
+
+FLEET = "nodes:\n- {name: csd0, address: 192.0.2.1}\n"
+JOB = """\
+model: keras.applications:MobileNetV2
+data: {public: {path: data}}
+recipe: {epochs: 1, learning_rate: 0.1}
+"""
+
+
+def run_limited(directory: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+
+    return subprocess.run(
+        [str(CSDCTL), *arguments],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+        preexec_fn=limit,
+    )
+
+
+def assert_refused(done: "subprocess.CompletedProcess[str]", *words: str) -> None:
+    """One error with exit code 2, and no defect: neither a traceback nor a request to report one."""
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert done.stderr.startswith("error:")
+    assert "bug in csdctl" not in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr) < MAX_MESSAGE
+    for word in words:
+        assert word in done.stderr.replace("\n", " ")
+
+
+def bomb(first: str, levels: int, use: str) -> str:
+    """Lines of which each is nine times as large as the one before."""
+    lines = [f"  a0: &a0 {first}"]
+    for number in range(1, levels):
+        aliases = ", ".join([f"*a{number - 1}"] * 9)
+        lines.append(f"  a{number}: &a{number} {use.format(aliases)}")
+    return "\n".join(lines) + "\n"
+
+
+JOBS = {
+    "aliases in a free part": (
+        JOB + "model_args:\n" + bomb("[x, x, x, x, x, x, x, x, x]", 10, "[{}]"),
+        "aliases",
+    ),
+    "merge keys": (JOB + "model_args:\n" + bomb("{k: 1}", 9, "{{<<: [{}]}}"), "aliases"),
+    "aliases of a long text": (JOB + "model_args:\n" + bomb("x" * 4000, 5, "[{}]"), "characters"),
+    "aliases that nest": (
+        JOB
+        + "model_args:\n  a0: &a0 [x]\n"
+        + "".join(f"  a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
+        "levels of nesting",
+    ),
+    "alias of itself": (JOB + "model_args: {x: &a [*a]}\n", "`*a` is part of what it stands for"),
+    "20 MB of text": (JOB.replace("data}", "x" * 20_000_000 + "}"), "2,097,152 bytes"),
+    "30,000 unknown keys": (JOB + "".join(f"k{n}: 1\n" for n in range(30_000)), "29,980 more problems"),
+    "200,000 values": (JOB + "model_args: {x: [" + "0," * 200_000 + "]}\n", "expected at most 100,000"),
+    "sexagesimal number": (JOB.replace("epochs: 1", "epochs: 1" + ":1" * 1500), "recipe.epochs"),
+    "no number": (JOB.replace("0.1", ".nan"), "recipe.learning_rate"),
+    "tag of Python": (JOB + "model_args: {a: !!python/object/apply:os.abort []}\n", "python/object/apply"),
+    "directive that renames a tag": (
+        "%TAG ! tag:yaml.org,2002:python/\n---\n" + JOB + "a: !object/apply:os.abort []\n",
+        "python/object/apply",
+    ),
+    "escape of a terminal": (JOB.replace("data}", '"\\e]52;c;eA==\\a"}'), "U+001B"),
+}
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize("attack", JOBS)
+def test_job_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
+    text, word = JOBS[attack]
+    (tmp_path / "job.yaml").write_text(text)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    assert_refused(run_limited(tmp_path, "train"), "job.yaml", word)
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize("content", [JOB.encode("utf-16"), b"\xff\xfe" * 100, b"\x00" * 100])
+def test_job_that_is_no_text_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "job.yaml").write_bytes(content)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    assert_refused(run_limited(tmp_path, "train"), "job.yaml")
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize("name", ["job.yaml", "fleet.yaml", ".csdctl/plans/job.yaml"])
+def test_link_to_a_device_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).symlink_to("/dev/zero")
+    command = ("forecast", "--nodes", "1") if "plans" in name else ("train",)
+    assert_refused(run_limited(tmp_path, *command), name, "not a regular file")
+
+
+FLEETS = {
+    "ranges": ("nodes:\n" + '- {name: "a[0-99999]", address: "b[0-99999]"}\n' * 500, "50,000,000 nodes"),
+    "ranges of ranges": ('nodes:\n- {name: "a' + "[0-0]" * 800 + '", address: b}\n', "4,001 characters"),
+    "aliases": (
+        "nodes:\n- &a {name: a, address: b, group: [" + "g," * 300 + "]}\n" + "- *a\n" * 400,
+        "aliases",
+    ),
+    "jump hosts behind each other": (
+        "jump_hosts:\n"
+        + "".join(f"- {{name: j{n}, address: x, jump: j{n + 1}}}\n" for n in range(3000))
+        + "nodes: [{name: a, address: b, jump: j0}]\n",
+        "more than 8 jump hosts",
+    ),
+    "program that is an option": ("nodes: [{name: a, address: b, python: -c}]\n", "nodes.0.python"),
+}
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize("attack", FLEETS)
+def test_fleet_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
+    text, word = FLEETS[attack]
+    (tmp_path / "fleet.yaml").write_text(text)
+    assert_refused(run_limited(tmp_path, "inventory"), "fleet.yaml", word)
+
+
+INVENTORIES = {
+    "hosts.ini: ranges": ("a[0:99999]\n" * 500, "1,000,000 hosts in groups"),
+    "hosts.ini: range without end": (f"a[0:{10**30}]\n", "more than 100,000 hosts"),
+    "hosts.ini: groups": ("".join(f"[g{n}:children]\ng{n + 1}\n" for n in range(3000)), "1,000 groups"),
+    "hosts.yml: aliases": (
+        "all:\n  vars:\n" + bomb("[x, x, x]", 10, "[{}]").replace("  a", "    a"),
+        "aliases",
+    ),
+    "hosts.yml: merge keys": (
+        "all:\n  vars:\n" + bomb("{k: 1}", 10, "{{<<: [{}]}}").replace("  a", "    a"),
+        "aliases",
+    ),
+    "hosts.yml: group of itself": ("all: &a {children: {g: *a}}\n", "`*a` is part of what it stands for"),
+    "hosts.json: brackets": ('{"_meta": {"hostvars": {"h": ' + "[" * 50_000, "nesting"),
+}
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize("attack", INVENTORIES)
+def test_inventory_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, attack: str) -> None:
+    name = attack.partition(":")[0]
+    (tmp_path / name).write_text(INVENTORIES[attack][0])
+    assert_refused(run_limited(tmp_path, "discover", "--inventory", name), INVENTORIES[attack][1])
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("Include /dev/zero\n", "not a regular file"),
+        ("Include config\n" * 4, "16 levels"),
+        ("H" * 50_000, "10,000"),
+    ],
+)
+def test_ssh_config_that_is_a_bomb_is_refused_in_one_sentence(tmp_path: Path, text: str, word: str) -> None:
+    (tmp_path / "config").write_text(text.replace("config", str(tmp_path / "config")) + "Host a\n")
+    assert_refused(run_limited(tmp_path, "discover", "--ssh-config", "config"), word)
+
+
+@pytest.mark.attack(16)
+@pytest.mark.parametrize(
+    ("job", "problem"),
+    [
+        (
+            JOB.replace("keras.applications:MobileNetV2", "keras.applications:__class__"),
+            "not a valid reference",
+        ),
+        (JOB.replace("keras.applications:MobileNetV2", "~nobody-here/m.keras"), "cannot be used"),
+        (JOB.replace("keras.applications:MobileNetV2", "$HOME/m.keras"), "$HOME/m.keras does not exist"),
+        (JOB.replace("keras.applications:MobileNetV2", "-m.keras"), "-m.keras does not exist"),
+        (JOB.replace("keras.applications:MobileNetV2", "link.keras"), "is a link to"),
+        (JOB.replace("data}", "data, function: link.py:load}"), "is a link to"),
+        (JOB.replace("data}", "data, function: ../../etc/passwd:load}"), "was not found"),
+        (JOB.replace("data}", "data, function: 'link.py:load;x'}"), "was not found"),
+        (JOB.replace("0.1", "0.1, metrics: [link.py:load]"), "is a link to"),
+    ],
+)
+def test_reference_that_leads_elsewhere_is_refused(tmp_path: Path, job: str, problem: str) -> None:
+    """A link of the job's author would send any file of the user, such as a key, to every node."""
+    (tmp_path / "id_ed25519").write_text("a key of the user")
+    for name in ("link.keras", "link.py"):
+        (tmp_path / name).symlink_to(tmp_path / "id_ed25519")
+    (tmp_path / "job.yaml").write_text(job)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    assert_refused(run_limited(tmp_path, "train"), problem)
+
+
+@pytest.mark.attack(17)
+@pytest.mark.parametrize(
+    ("edit", "problem"),
+    [
+        ("batch_size: 8 -> batch_size: 1000000000000", "`ranks.0.batch_size`"),
+        ("batch_size: 8 -> batch_size: -8", "`ranks.0.batch_size`"),
+        ("node: host -> node: csd1", "first rank is not `host`"),
+        ("node: csd0 -> node: host", "host is listed more than once"),
+        ("step_time_s: 0.5 -> step_time_s: .nan", "`ranks.0.step_time_s`"),
+        ("global_batch: 16 -> global_batch: 17", "batch_sizes add up to 16"),
+    ],
+)
+def test_edited_plan_is_refused_with_its_field(tmp_path: Path, edit: str, problem: str) -> None:
+    plan = (
+        "schema_version: 1\njob: job\njob_fingerprint: '0'\nmethod: fit\nnum_probes: 1\n"
+        "predicted: {global_batch: 16, batch_sizes: [8, 8], step_s: 1.0, samples_per_s: 16.0,\n"
+        "  compute_share: 1.0, imbalance_share: 0.0, communication_share: 0.0}\n"
+        "ranks:\n- {node: host, batch_size: 8, threads: 1, step_time_s: 0.5}\n"
+        "- {node: csd0, batch_size: 8, threads: 1, step_time_s: 0.5}\n"
+    )
+    written, _, edited = edit.partition(" -> ")
+    (tmp_path / "job.yaml").write_text(JOB)
+    (tmp_path / "fleet.yaml").write_text(FLEET)
+    (tmp_path / ".csdctl" / "plans").mkdir(parents=True)
+    (tmp_path / ".csdctl" / "plans" / "job.yaml").write_text(plan.replace(written, edited, 1))
+    assert_refused(run_limited(tmp_path, "forecast"), problem)
+
+
+@pytest.mark.attack(17)
+def test_node_with_a_name_of_the_host_is_refused(tmp_path: Path) -> None:
+    """mpirun would start its link here."""
+    hostname = socket.gethostname()
+    for name in (hostname, hostname.upper(), f"{hostname}.example.com", "127.0.0.1", "localhost.lab", "Host"):
+        (tmp_path / "fleet.yaml").write_text(f"nodes: [{{name: {name}, address: 192.0.2.1}}]\n")
+        assert_refused(
+            run_limited(tmp_path, "inventory"), f"'{name}' is not allowed as a node name", "another `name`"
+        )
+    (tmp_path / "fleet.yaml").write_text(
+        "nodes: [{name: csd0.a, address: 192.0.2.1}, {name: csd0.b, address: 192.0.2.2}]\n"
+    )
+    assert_refused(run_limited(tmp_path, "inventory"), "'csd0.a' and 'csd0.b' for one node")

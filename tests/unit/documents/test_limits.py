@@ -1,0 +1,252 @@
+"""Documents from strangers: what is refused, and that it costs little to refuse it."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field
+
+from csdctl.documents import Document, check_values, load_json, load_text, parse_document, parse_json
+from csdctl.documents.json_text import MAX_JSON_DEPTH, MAX_JSON_VALUES
+from csdctl.documents.models import MAX_PROBLEMS
+from csdctl.documents.text import MAX_TEXT_BYTES
+from csdctl.documents.tree import MAX_CHARACTERS, MAX_DEPTH, MAX_SCALAR, MAX_VALUES
+from csdctl.errors import InputError
+
+
+class Open(Document):
+    """A document with a part of any shape."""
+
+    seed: int = 0
+    rate: float = 0.0
+    args: dict[str, Any] = {}
+
+
+class Counted(Document):
+    counts: list[int] = Field(default=[])
+
+
+def parse(text: str) -> Open:
+    return parse_document(text, Open, name="job.yaml")
+
+
+def refused(text: str) -> str:
+    with pytest.raises(InputError) as raised:
+        parse(text)
+    return raised.value.message
+
+
+def bomb(levels: int, first: str = "[x, x, x]") -> str:
+    """Aliases of aliases, nine times as large with every level."""
+    lines = [f"  a0: &a0 {first}"]
+    lines += [f"  a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, levels)]
+    return "args:\n" + "\n".join(lines)
+
+
+class TestLimits:
+    def test_aliases_count_as_often_as_they_are_used(self) -> None:
+        assert len(parse(bomb(4)).args["a3"]) == 9
+        message = refused(bomb(10))
+        assert message.startswith("job.yaml:7: not valid YAML: ")
+        assert f"values with all aliases expanded, expected at most {MAX_VALUES:,}" in message
+
+    def test_characters_of_aliases_count_as_often_as_they_are_used(self) -> None:
+        text = (
+            f"args:\n  a: &a {'x' * MAX_SCALAR}\n  b: [{', '.join(['*a'] * (MAX_CHARACTERS // MAX_SCALAR))}]"
+        )
+        assert "characters of keys and values" in refused(text)
+
+    def test_depth_is_bounded(self) -> None:
+        levels = MAX_DEPTH - 1  # besides the document and `args`
+        assert parse("args: {a: " + "[" * (levels - 1) + "]" * (levels - 1) + "}")
+        assert f"expected at most {MAX_DEPTH}" in refused("args: {a: " + "[" * levels + "]" * levels + "}")
+        assert f"expected at most {MAX_DEPTH}" in refused("[" * 5000)
+        assert f"expected at most {MAX_DEPTH}" in refused("- " * 5000)
+
+    def test_depth_through_aliases_is_bounded(self) -> None:
+        lines = [f"  a{n}: &a{n} [*a{n - 1}]" for n in range(1, 100)]
+        assert f"expected at most {MAX_DEPTH}" in refused("\n".join(["args:", "  a0: &a0 [x]", *lines]))
+
+    @pytest.mark.parametrize("text", ["args: &a {b: *a}", "args: {b: &a [*a]}", "args: {b: &a [[{c: *a}]]}"])
+    def test_alias_within_itself_is_refused(self, text: str) -> None:
+        assert refused(text) == "job.yaml:1: not valid YAML: alias `*a` is part of what it stands for"
+
+    def test_long_text_is_refused(self) -> None:
+        assert refused(f"args: {{a: {'x' * (MAX_SCALAR + 1)}}}").endswith("expected at most 4,096")
+        assert refused(f"? {'x' * (MAX_SCALAR + 1)}\n: 1").endswith("expected at most 4,096")
+
+    def test_only_the_first_problems_are_reported(self) -> None:
+        lines = refused("".join(f"k{n}: 1\n" for n in range(1000))).splitlines()
+        assert len(lines) == MAX_PROBLEMS + 1
+        assert lines[-1] == f"job.yaml: and {1000 - MAX_PROBLEMS} more problems"
+
+    def test_long_values_are_shortened_in_messages(self) -> None:
+        assert len(refused(f"seed: {'x' * MAX_SCALAR}")) < 300
+        assert len(refused(f"{'x' * 1000}: 1")) < 300
+
+    def test_file_is_not_read_beyond_the_limit(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_bytes(b"#" * MAX_TEXT_BYTES)
+        assert len(load_text(tmp_path / "a")) == MAX_TEXT_BYTES
+        with (tmp_path / "a").open("ab") as file:
+            file.truncate(1 << 40)
+        with pytest.raises(InputError, match="has more than 2,097,152 bytes"):
+            load_text(tmp_path / "a")
+
+
+class TestFilesThatAreNone:
+    @pytest.mark.parametrize("device", ["/dev/zero", "/dev/null", "/dev/tty", "/proc/self"])
+    def test_device_or_directory_is_refused(self, tmp_path: Path, device: str) -> None:
+        (tmp_path / "job.yaml").symlink_to(device)
+        with pytest.raises(InputError, match="job.yaml cannot be read"):
+            load_text(tmp_path / "job.yaml")
+
+    def test_named_pipe_is_refused_without_waiting_for_its_writer(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "job.yaml")
+        with pytest.raises(InputError, match="not a regular file"):
+            load_text(tmp_path / "job.yaml")
+
+    def test_output_of_a_command_is_read(self) -> None:
+        reader, writer = os.pipe()
+        with os.fdopen(writer, "w") as file:
+            file.write("seed: 1")
+        assert load_text(Path(f"/dev/fd/{reader}")) == "seed: 1"
+        os.close(reader)
+
+    def test_path_that_no_file_can_have_is_reported(self) -> None:
+        with pytest.raises(InputError, match="cannot be read"):
+            load_text(Path("a\0b"))
+
+
+class TestValues:
+    """The values of JSON; everything else of YAML is text or refused."""
+
+    @pytest.mark.parametrize(
+        "written", ["1:30", "1:2:3", "010", "0x10", "0b1", "1_000", "2026-01-02", "yes", "on", "=", "1e3"]
+    )
+    def test_what_yaml_1_1_would_convert_is_text(self, written: str) -> None:
+        assert parse(f"args: {{a: {written}}}").args == {"a": written}
+
+    def test_sexagesimal_number_is_not_a_number(self) -> None:
+        assert refused("seed: 1:30").endswith("(received '1:30')")
+
+    @pytest.mark.parametrize(("written", "value"), [("-5", -5), ("1.5e-3", 0.0015), (".5", 0.5), ("~", None)])
+    def test_numbers_and_null(self, written: str, value: object) -> None:
+        assert parse(f"args: {{a: {written}, b: !!str {written}}}").args == {"a": value, "b": written}
+
+    @pytest.mark.parametrize("number", [".nan", ".inf", "-.inf", "1.0e+999"])
+    def test_number_that_is_not_finite_is_refused(self, number: str) -> None:
+        assert refused(f"rate: {number}").startswith("job.yaml:1: `rate`: Input should be a finite number")
+
+    def test_number_with_many_digits_is_refused(self) -> None:
+        assert refused("seed: 1" + "0" * 4000).endswith("a number of 4,001 digits, expected at most 18")
+
+    @pytest.mark.parametrize("key", ["1", "1.5", "true", "~", "[a]", "{a: b}", "? [a]\n"])
+    def test_key_that_is_not_text_is_refused(self, key: str) -> None:
+        assert "is not text: write it in quotes" in refused(f"{key}: one\n")
+
+    @pytest.mark.parametrize(
+        "tag",
+        ["!!python/object/apply:os.system", "!!binary", "!!timestamp", "!!set", "!!omap", "!own", "!!merge"],
+    )
+    @pytest.mark.parametrize("value", ["x", "[x]", "{x: x}"])
+    def test_other_tags_are_refused(self, tag: str, value: str) -> None:
+        assert "only values that JSON has are allowed" in refused(f"args: {{a: {tag} {value}}}")
+
+    @pytest.mark.parametrize(
+        "value",
+        ["!!int many", "!!int ''", "!!float ''", "!!bool maybe", "!!null x", "!!int 1:30", "!!str [x]"],
+    )
+    def test_value_that_does_not_fit_its_tag_is_refused(self, value: str) -> None:
+        assert refused(f"args:\n  a: {value}\n").startswith("job.yaml:2: not valid YAML: ")
+
+    def test_merge_keys_are_refused(self) -> None:
+        assert "merge keys (`<<`) are not supported" in refused("args: {<<: {a: 1}}")
+
+    def test_duplicate_keys_are_refused(self) -> None:
+        assert refused('args: {a: 1, "a": 2}').endswith("duplicate key `a`")
+
+    @pytest.mark.parametrize("escape", [r"\0", r"\e", r"\a", r"\x9b", r"\uD800", r"\x7f", r"\r"])
+    def test_control_characters_are_refused(self, escape: str) -> None:
+        assert refused(f'args: {{a: "{escape}]52;c"}}').endswith("is not allowed")
+
+    @pytest.mark.parametrize(
+        "text",
+        ["a: \0", "a: \x1b[2J", 'a: "\\UFFFFFFFF"', "a: *b", "%YAML 9.9\n---\na: 1", "a: 1\n---\nb: 1"],
+    )
+    def test_text_that_is_no_yaml_is_refused(self, text: str) -> None:
+        assert "not valid YAML: " in refused(text)
+
+    def test_byte_order_mark_is_skipped_and_utf_16_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "a").write_bytes("seed: 1".encode("utf-8-sig"))
+        assert load_text(tmp_path / "a") == "seed: 1"
+        (tmp_path / "a").write_bytes("seed: 1".encode("utf-16"))
+        with pytest.raises(InputError, match="byte 0 is not UTF-8"):
+            load_text(tmp_path / "a")
+
+    @given(
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers(-(2**59), 2**59)
+            | st.floats(allow_nan=False, allow_infinity=False)
+            | st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=20)
+            | st.from_regex(r"[-+]?[0-9]{1,4}[.eE:x_-]?[0-9]{0,4}", fullmatch=True),
+            lambda inner: (
+                st.lists(inner, max_size=4)
+                | st.dictionaries(
+                    st.text(st.characters(exclude_categories=["Cc", "Cs"]), max_size=8), inner, max_size=4
+                )
+            ),
+            max_leaves=10,
+        )
+    )
+    def test_what_csdctl_writes_is_read_as_it_was(self, value: Any) -> None:
+        if "<<" in json.dumps(value):
+            return
+        assert parse(yaml.safe_dump({"args": {"a": value}}, sort_keys=False, allow_unicode=True)).args == {
+            "a": value
+        }
+
+
+class TestJson:
+    @pytest.mark.parametrize(
+        ("text", "problem"),
+        [
+            ('{"a": 1, "a": 2}', "duplicate name 'a'"),
+            ("[NaN]", "NaN is not a finite number"),
+            ("[-Infinity]", "-Infinity is not a finite number"),
+            ("[1e999]", "1e999 is not a finite number"),
+            ("[1" + "0" * 30 + "]", "a number of 31 digits"),
+            ("[" * 100_000, "nested too deeply"),
+            ("[" * 100 + "]" * 100, f"nested more than {MAX_JSON_DEPTH} levels deep"),
+            ('{"a":' * 100 + "1" + "}" * 100, f"nested more than {MAX_JSON_DEPTH} levels deep"),
+            ("[" + "0," * MAX_JSON_VALUES + "0]", "has more than 1,000,000 values"),
+            ('{"a": ', "cannot be read"),
+        ],
+    )
+    def test_damaged_text_is_one_sentence(self, text: str, problem: str) -> None:
+        with pytest.raises(InputError) as raised:
+            parse_json(text, "facts.json")
+        assert problem in raised.value.message
+        assert raised.value.message.startswith("facts.json ")
+        assert "\n" not in raised.value.message
+
+    def test_depth_within_the_limit_is_read(self) -> None:
+        assert parse_json("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH, "x")
+
+    def test_device_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "facts.json").symlink_to("/dev/zero")
+        with pytest.raises(InputError, match="not a regular file"):
+            load_json(tmp_path / "facts.json")
+
+    def test_wrong_value_is_named(self) -> None:
+        assert check_values({"counts": [1]}, Counted, "facts.json") == Counted(counts=[1])
+        with pytest.raises(InputError, match=r"facts.json: `counts.1`: .* \(received 'x'\)"):
+            check_values({"counts": [1, "x"]}, Counted, "facts.json")
+        with pytest.raises(InputError, match="facts.json: unknown key `more`"):
+            check_values({"more": 1}, Counted, "facts.json")

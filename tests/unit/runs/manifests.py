@@ -1,0 +1,34 @@
+"""The manifest of a run, as `csdctl train` writes it, with the fields that csdctl reads."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from csdctl.tuning.plan import Plan, RankPlan
+
+SAMPLES_OF_A_RANK = 100
+BATCH_SIZE = 4
+
+
+def manifest_of(nodes: Sequence[str] = ("host", "csd0"), job: str = "job") -> dict[str, Any]:
+    """Return the manifest of a run with equal shards of public samples."""
+    ranks = [RankPlan(node=node, batch_size=BATCH_SIZE, threads=1) for node in nodes]
+    plan = Plan(job=job, job_fingerprint="0" * 16, method="equal", ranks=ranks)
+    starts = range(0, SAMPLES_OF_A_RANK * len(nodes), SAMPLES_OF_A_RANK)
+    return {
+        "schema": 1,
+        "plan": plan.model_dump(),
+        "placed": [
+            {
+                "name": node,
+                "batch_size": BATCH_SIZE,
+                "num_private": 0,
+                "public_start": start,
+                "public_stop": start + SAMPLES_OF_A_RANK,
+                "num_repeated": 0,
+            }
+            for node, start in zip(nodes, starts, strict=True)
+        ],
+        "placement": [{"node": node, "num_private": 0, "num_public": SAMPLES_OF_A_RANK} for node in nodes],
+        "data": {"public": "f" * 32, "private": {}},
+        "noise": None,
+    }

@@ -1,0 +1,91 @@
+"""A run's files that were edited, or come from a stranger."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
+from csdctl.worker.protocol.events import Joined
+from tests.unit.runs.manifests import manifest_of
+
+JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4, "1": 4}, "star", 0.1)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return ProjectDirectory(tmp_path).new_run()
+
+
+def edit(path: str, value: object) -> Callable[[dict[str, Any]], None]:
+    """Return a function that sets the value at a path such as `placed.0.name`."""
+
+    def change(content: Any) -> None:
+        *parents, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+        for part in parents:
+            content = content[part]
+        content[last] = value
+
+    change.__name__ = f"{path} = {value!r}"
+    return change
+
+
+class TestManifest:
+    @pytest.mark.parametrize(
+        ("path", "value", "problem"),
+        [
+            ("schema", 2, "`schema`"),
+            ("plan", None, "`plan`"),
+            ("plan.ranks.1.batch_size", 10**12, "`plan.ranks.1.batch_size`: .*less than or equal to 1048576"),
+            ("plan.ranks.0.node", "csd1", "`plan.ranks`: .*first rank is not `host`"),
+            ("plan.ranks.1.node", "host", "`plan.ranks`: .*host is listed more than once"),
+            ("plan.ranks.1.node", "csd1", "plan.ranks has csd1 where placed has csd0"),
+            ("plan.ranks.1.step_time_s", -1.0, "`plan.ranks.1.step_time_s`"),
+            ("plan.ranks.1.batch_size", 5, "placed: batch_size of csd0 is 4, in plan 5"),
+            ("placed.1.batch_size", True, "placed: batch_size of csd0 is 1, in plan 4"),
+            ("placed.1.num_private", -1, "`placed.1.num_private`"),
+            ("placed.1.num_private", 7, "placement: the samples of csd0 are not those in placed"),
+            ("placed.1.num_repeated", 7, "`placed.1`: .*num_repeated 7 is above num_private 0"),
+            ("placed.1.public_start", 99, "placed: public_start of csd0 is 99, expected 100"),
+            ("placed.0.public_stop", 101, "placement: the samples of host are not those in placed"),
+            ("placed.0.public_stop", -1, "`placed.0.public_stop`"),
+            ("placed.0.name", "../../etc/passwd", "`placed.0.name`"),
+            ("placed", [], "different numbers of ranks"),
+            ("placement.1.num_public", 10**30, "a number of 31 digits"),
+            ("placement.1.node", "csd9", "placement csd9"),
+            ("noise", {"l2_norm_clip": 0, "noise_multiplier": 1, "delta": 0.1}, "`noise.l2_norm_clip`"),
+            ("predicted_samples_per_s", -1.0, "`predicted_samples_per_s`"),
+            ("predicted_samples_per_s", float("nan"), "NaN is not a finite number"),
+            ("data.private", {"csd0": 5}, "`data.private.csd0`"),
+        ],
+    )
+    def test_edited_value_is_named(self, run: RunDirectory, path: str, value: object, problem: str) -> None:
+        content = deepcopy(manifest_of())
+        edit(path, value)(content)
+        run.save_manifest(content)
+        with pytest.raises(InputError, match=f"manifest.json.*{problem}") as raised:
+            run.load_manifest()
+        assert "\n" not in raised.value.message
+
+    @pytest.mark.parametrize("text", ["", "5", "[]", "null", "{}", "[" * 5000, '{"plan": 1, "plan": 2}'])
+    def test_text_that_is_no_manifest_is_reported(self, run: RunDirectory, text: str) -> None:
+        run.manifest.write_text(text)
+        with pytest.raises(InputError, match="manifest.json"):
+            run.load_manifest()
+
+
+class TestLinks:
+    @pytest.mark.parametrize("place", ["manifest.json", "events.jsonl", "logs/rank-0.log", "checkpoints"])
+    def test_link_in_a_run_is_refused(self, tmp_path: Path, run: RunDirectory, place: str) -> None:
+        (run.path / place).symlink_to("/etc")
+        for run_id in (None, run.run_id):
+            with pytest.raises(InputError, match=f"{place} is a symbolic link"):
+                ProjectDirectory(tmp_path).find_run(run_id)
+
+    def test_run_that_is_a_link_is_refused(self, tmp_path: Path, run: RunDirectory) -> None:
+        (run.path.parent / "99990101-000000-000000").symlink_to(run.path)
+        with pytest.raises(InputError, match="99990101-000000-000000 is a symbolic link"):
+            ProjectDirectory(tmp_path).find_run(None)

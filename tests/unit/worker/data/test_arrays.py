@@ -1,0 +1,120 @@
+"""The .npy files of prepared data: headers that lie, and files that were swapped."""
+
+import hashlib
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.data.arrays import MAX_HEADER_BYTES, CheckedArray, map_array
+from csdctl.worker.process.errors import WorkerError
+
+SAMPLES = np.arange(60, dtype=np.uint8).reshape(10, 2, 3)
+
+
+def with_header(path: Path, header: str, body: bytes = bytes(60), version: int = 1) -> Path:
+    """Write a .npy file with any header."""
+    text = header.encode("latin1")
+    length = struct.pack("<H" if version == 1 else "<I", len(text))
+    path.write_bytes(b"\x93NUMPY" + bytes([version, 0]) + length + text + body)
+    return path
+
+
+def header(descr: str = "'|u1'", shape: str = "(10, 2, 3)", order: str = "False") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}, }}\n"
+
+
+def test_array_is_mapped(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", SAMPLES)
+    array = map_array(tmp_path / "a.npy")
+    assert isinstance(array, np.memmap)
+    assert np.array_equal(array, SAMPLES)
+    np.save(tmp_path / "b.npy", np.asfortranarray(SAMPLES))
+    assert np.array_equal(map_array(tmp_path / "b.npy"), SAMPLES)
+    np.save(tmp_path / "c.npy", np.zeros((0, 4), np.float32))
+    assert map_array(tmp_path / "c.npy").shape == (0, 4)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        header(shape="(11, 2, 3)"),
+        header(shape="(9, 2, 3)"),
+        header(shape="(-10, -2, 3)"),
+        header(shape="(True, 60)"),
+        header(shape="(10**9,)"),
+        header(shape=f"({10**30},)"),
+        header(shape="()"),
+        header(shape="60"),
+        header(descr="'|O'", shape="(10,)"),
+        header(descr="'|V6'", shape="(10,)"),
+        header(descr="'<M8[s]'", shape="(10,)"),
+        header(descr="[('a', '|O')]", shape="(10,)"),
+        header(descr="'no type'"),
+        header(order="5"),
+        "{'descr': '|u1'}\n",
+        "__import__('os').abort()\n",
+        "(" * (MAX_HEADER_BYTES - 10),
+        "-" * (MAX_HEADER_BYTES - 10) + "1",
+        "[0]" * 3000,
+        "x" * (MAX_HEADER_BYTES + 10),
+        "",
+    ],
+)
+@pytest.mark.parametrize("version", [1, 2])
+def test_header_that_lies_is_refused(tmp_path: Path, text: str, version: int) -> None:
+    path = with_header(tmp_path / "a.npy", text, version=version)
+    with pytest.raises(WorkerError, match="cannot be read: ValueError"):
+        CheckedArray(str(path), sha256_of(path))
+
+
+def test_other_versions_are_refused(tmp_path: Path) -> None:
+    for version in (0, 3, 255):
+        with pytest.raises(ValueError, match="header cannot be read"):
+            map_array(with_header(tmp_path / "a.npy", header(), version=version))
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+class TestSwappedFile:
+    def test_file_with_another_hash_is_refused_with_both_hashes(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npy"
+        np.save(path, SAMPLES)
+        before = sha256_of(path)
+        np.save(path, SAMPLES + 1)
+        with pytest.raises(WorkerError) as raised:
+            CheckedArray(str(path), before)
+        assert raised.value.message == (
+            f"{path} is not what was prepared: expected SHA-256 {before}, found {sha256_of(path)}"
+        )
+        assert raised.value.remedy == "run `csdctl prepare`"
+
+    def test_file_without_a_recorded_hash_is_refused(self, tmp_path: Path) -> None:
+        np.save(tmp_path / "a.npy", SAMPLES)
+        with pytest.raises(WorkerError, match="is not what was prepared"):
+            CheckedArray(str(tmp_path / "a.npy"), "")
+
+    def test_file_that_is_changed_while_it_is_mapped_is_noticed(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npy"
+        np.save(path, SAMPLES)
+        checked = CheckedArray(str(path), sha256_of(path))
+        status = path.stat()
+        checked.check()
+        with path.open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff")
+        os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+        with pytest.raises(WorkerError, match="is not what was prepared"):
+            checked.check()
+
+    def test_file_that_is_replaced_after_the_check_is_not_read(self, tmp_path: Path) -> None:
+        path = tmp_path / "a.npy"
+        np.save(path, SAMPLES)
+        checked = CheckedArray(str(path), sha256_of(path))
+        np.save(tmp_path / "b.npy", SAMPLES + 1)
+        (tmp_path / "b.npy").replace(path)
+        assert np.array_equal(checked.array, SAMPLES)

@@ -1,0 +1,121 @@
+"""The hash of a data file is computed again whenever the file may have changed."""
+
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from csdctl.worker.data.file_hash import MAX_ENTRIES, hash_file, open_regular
+
+CONTENT = b"a" * 5000
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "images.npy").write_bytes(CONTENT)
+    (tmp_path / ".csdctl").mkdir()
+    return tmp_path / "images.npy"
+
+
+def remembered(path: Path) -> Path:
+    return path.parent / ".csdctl" / "hashes.json"
+
+
+def hash_of(path: Path) -> str:
+    with open_regular(path) as file:
+        return hash_file(file, "images.npy", remembered(path))
+
+
+def forge(path: Path) -> None:
+    """Write another hash for every file, which shows whether the hash is remembered or computed."""
+    content = json.loads(remembered(path).read_text())
+    remembered(path).write_text(json.dumps({key: [*entry[:3], "forged"] for key, entry in content.items()}))
+
+
+def test_hash_is_that_of_the_content(path: Path) -> None:
+    assert hash_of(path) == hashlib.sha256(CONTENT).hexdigest()
+
+
+def test_hash_is_remembered_in_a_file_for_this_user_alone(path: Path) -> None:
+    hash_of(path)
+    assert stat.S_IMODE(remembered(path).stat().st_mode) == 0o600
+    forge(path)
+    assert hash_of(path) == "forged"
+
+
+def overwrite(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.write(b"b")
+
+
+def replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(b"b" + CONTENT[1:])
+    other.replace(path)
+
+
+@pytest.mark.parametrize("change", [overwrite, replace])
+def test_changed_file_of_the_same_size_and_time_is_hashed_again(
+    path: Path, change: Callable[[Path], None]
+) -> None:
+    before = path.stat()
+    hash_of(path)
+    change(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = path.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert hash_of(path) == hashlib.sha256(b"b" + CONTENT[1:]).hexdigest()
+
+
+def shared(path: Path) -> None:
+    path.chmod(0o640)
+
+
+def linked(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def no_json(path: Path) -> None:
+    path.write_text("[" * 100_000)
+
+
+def other_shape(path: Path) -> None:
+    path.write_text(json.dumps(dict.fromkeys(json.loads(path.read_text()), 5)))
+
+
+@pytest.mark.parametrize("change", [shared, linked, no_json, other_shape])
+def test_hashes_that_others_could_have_written_are_not_believed(
+    path: Path, change: Callable[[Path], None]
+) -> None:
+    hash_of(path)
+    forge(path)
+    change(remembered(path))
+    assert hash_of(path) == hashlib.sha256(CONTENT).hexdigest()
+
+
+def test_nothing_is_written_where_csdctl_has_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "images.npy").write_bytes(CONTENT)
+    hash_of(tmp_path / "images.npy")
+    assert [path.name for path in tmp_path.iterdir()] == ["images.npy"]
+
+
+def test_few_hashes_are_remembered(path: Path) -> None:
+    many = {f"1:{number}": [1, 1, 1, "x"] for number in range(2 * MAX_ENTRIES)}
+    remembered(path).write_text(json.dumps(many))
+    remembered(path).chmod(0o600)
+    hash_of(path)
+    assert len(json.loads(remembered(path).read_text())) == MAX_ENTRIES
+
+
+def test_pipe_and_device_are_refused_without_waiting(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        open_regular(path)
+    with pytest.raises(ValueError, match="not a regular file"):
+        open_regular("/dev/zero")

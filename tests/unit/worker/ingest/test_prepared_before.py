@@ -1,0 +1,104 @@
+"""Data that was prepared before: it is described as it was, or prepared again."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+
+
+@pytest.fixture(params=["copied", "in place"])
+def spec(request: pytest.FixtureRequest, tmp_path: Path) -> PrepareSpec:
+    """Data that is copied, because it lacks an axis of channels, or used where it is."""
+    shape = (20, 4, 4) if request.param == "copied" else (20, 4, 4, 1)
+    (tmp_path / "source").mkdir()
+    np.save(tmp_path / "source" / "images.npy", np.arange(320, dtype=np.float32).reshape(shape))
+    np.save(tmp_path / "source" / "labels.npy", np.arange(20) % 3)
+    return PrepareSpec(str(tmp_path / "source"), str(tmp_path / "store"))
+
+
+def files_of(info: DatasetInfo) -> list[Path]:
+    return [Path(info.path, name) for name in ("images.npy", "labels.npy")]
+
+
+def hashes_of(info: DatasetInfo) -> list[str]:
+    return [hashlib.sha256(path.read_bytes()).hexdigest() for path in files_of(info)]
+
+
+def swap(path: Path) -> None:
+    """Change the content of a file, with its size and time as before."""
+    status = path.stat()
+    content = bytearray(path.read_bytes())
+    content[-4:] = b"\x01\x02\x03\x04"
+    path.write_bytes(content)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def description_of(spec: PrepareSpec, info: DatasetInfo) -> Path:
+    return Path(spec.store, info.fingerprint, "dataset.json")
+
+
+def test_description_has_the_hashes_of_the_files(spec: PrepareSpec) -> None:
+    info = prepare(spec)
+    assert [info.images_sha256, info.labels_sha256] == hashes_of(info)
+    assert prepare(spec) == info
+    assert prepare(replace(spec, is_checked=True)) == info
+
+
+def test_swapped_file_is_noticed_when_the_data_is_checked(spec: PrepareSpec) -> None:
+    info = prepare(spec)
+    for path in files_of(info):
+        swap(path)
+        assert prepare(spec) == info  # whoever reads it compares the hashes
+        again = prepare(replace(spec, is_checked=True))
+        assert [again.images_sha256, again.labels_sha256] == hashes_of(again)
+        is_copied = info.path.startswith(spec.store)
+        assert (again == info) is is_copied  # a copy is made again; there is no other source in place
+        info = again
+
+
+def edit(**values: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+    return change
+
+
+def to_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        edit(path="../../../etc"),
+        edit(path="/etc"),
+        edit(fingerprint="0" * 32),
+        edit(images_sha256=""),
+        edit(unknown=1),
+        lambda path: path.write_text("[" * 100_000),
+        lambda path: path.write_bytes(b"\xff\xfe"),
+        to_pipe,
+        to_device,
+    ],
+)
+def test_description_that_was_edited_is_written_again(
+    spec: PrepareSpec, change: Callable[[Path], None]
+) -> None:
+    info = prepare(spec)
+    change(description_of(spec, info))
+    assert prepare(spec) == info
+    assert json.loads(description_of(spec, info).read_text())["path"] == info.path
