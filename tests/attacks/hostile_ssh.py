@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import paramiko
-from paramiko.packet import Packetizer
 
 from csdctl.fleet.model import Node
 
@@ -114,6 +113,12 @@ class _Host(paramiko.ServerInterface):
         return paramiko.AUTH_SUCCESSFUL if is_accepted else paramiko.AUTH_FAILED
 
     def check_channel_request(self, kind: str, chanid: int) -> int:
+        self._attack.on_channel(self._transport)
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_direct_tcpip_request(
+        self, chanid: int, origin: tuple[str, int], destination: tuple[str, int]
+    ) -> int:
         self._attack.on_channel(self._transport)
         return paramiko.OPEN_SUCCEEDED
 

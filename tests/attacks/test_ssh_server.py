@@ -1,6 +1,6 @@
 """A node's SSH server attacks after the login: it ignores windows and lengths, and floods the connection.
 
-The node is lost, with a message that says what its server did; the other nodes go on, and memory stays bounded.
+The node is lost, with a message that says what its server did; the others go on, and memory stays bounded.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from pathlib import Path
 import paramiko
 import pytest
 
-from csdctl.errors import CsdctlError, DeadlineError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.orderly import OrderlyTransport
@@ -313,7 +313,14 @@ def test_random_messages_are_errors_of_the_node_and_nothing_else(tmp_path: Path,
         session.close()
 
 
-def test_lost_is_what_the_transport_expects() -> None:
-    from csdctl.transport.orderly import LOST as expected
+@pytest.mark.attack(4)
+def test_jump_host_that_breaks_the_protocol_is_named(tmp_path: Path) -> None:
+    def flood(transport: HostileTransport) -> None:
+        transport.send_endlessly(BULK, kind=2)
 
-    assert set(LOST) == set(expected)
+    with hostile_server(tmp_path / "evil", Attack(on_channel=flood)) as server:
+        node = Node("behind", "127.0.0.1", 22, USER, server.key, jump=server.node())
+        said = "jump host evil was lost .its SSH server sends too much"
+        with pytest.raises(JumpHostError, match=said) as caught:
+            connect(node, [server.known_hosts], connect_deadline_s=60)
+    assert caught.value.node == "behind"
