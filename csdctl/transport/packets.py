@@ -67,10 +67,9 @@ class GreedyPacketizer(Packetizer):
             kind, message = super().read_message()
         except (EOFError, OSError, NeedRekeyException, ProtocolError):
             raise
-        except (
-            Exception
-        ) as error:  # of paramiko and of the ciphers, which check nothing but the packet's code
-            self.refuse(f"sent a damaged packet ({type(error).__name__})")
+        except Exception as error:  # of paramiko's parser and of the ciphers
+            reason = str(error) if isinstance(error, paramiko.SSHException) else type(error).__name__
+            self.refuse(f"sent a damaged packet ({reason})")
         self.check(kind, message)
         return kind, message
 
