@@ -25,7 +25,7 @@ MAX_EARLY_PACKET_BYTES = 35_000
 MAX_BANNER_LINE_BYTES = 8192
 """The same as OpenSSH's limit for the version and for each line before it."""
 
-WRITE_DEADLINE_S = 30.0
+WRITE_DEADLINE_S = 15.0
 """How long a packet may take to leave: only a server that hardly reads exceeds it."""
 
 _RECEIVE_BYTES = 1 << 17

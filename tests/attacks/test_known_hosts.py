@@ -12,8 +12,12 @@ from pathlib import Path
 import asyncssh
 import pytest
 
+from csdctl.emulation.known_hosts import add_host_keys, remove_host_keys
 from csdctl.errors import HostKeyError
+from csdctl.fleet.model import Node
+from csdctl.runs.directory import ProjectDirectory
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
+from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, forget_keys
 
 ADDRESS = "10.0.0.1"
 LINE_BREAKS_OF_PYTHON = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\r"
@@ -103,6 +107,21 @@ def test_comment_never_becomes_a_key(tmp_path: Path, mark: str) -> None:
     evil = base64.b64decode(EVIL_BODY)
     with pytest.raises(HostKeyError, match="is unknown"):
         KnownHosts.load([path]).check("csd0", ADDRESS, 22, "ssh-ed25519", evil)
+
+
+@pytest.mark.attack(18)
+@pytest.mark.parametrize("mark", LINE_BREAKS_OF_PYTHON)
+def test_comment_does_not_become_a_line_when_the_file_is_written_again(tmp_path: Path, mark: str) -> None:
+    project = ProjectDirectory(tmp_path)
+    project.known_hosts.parent.mkdir(parents=True)
+    project.known_hosts.write_bytes(f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\nold {TRUSTED}\n".encode())
+    key = ShownKey(Node("csd1", "10.0.0.2"), "ssh-ed25519", base64.b64decode(BODY), KeyState.NEW)
+    accept_keys([key], project)
+    assert forget_keys([Node("csd2", "old")], project) == {"csd2": 1}
+    add_host_keys(project.known_hosts, {2222: TRUSTED}, "fleet")
+    remove_host_keys(project.known_hosts, [TRUSTED.replace(BODY, "gone")], "fleet")
+    assert found_by_openssh(project.known_hosts) == found_by_csdctl(project.known_hosts) == set()
+    assert len(found_by_openssh(project.known_hosts, "10.0.0.2")) == 1
 
 
 @pytest.mark.attack(18)

@@ -4,6 +4,7 @@ Whatever it does ends within the connect deadline, and what it writes does not f
 """
 
 import contextlib
+import random
 import socket
 import threading
 import time
@@ -18,6 +19,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from csdctl.errors import AuthenticationError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.many import run_on_all
 from csdctl.transport.ssh import connect
 from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts
 from tests.attacks.hostile_ssh import (
@@ -199,6 +201,47 @@ def test_login_ends_whatever_the_server_does(
     assert time.monotonic() - started_s < SLOW_S / 2
     assert caught.value.node == "evil"
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+@pytest.mark.attack(5)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(10))
+def test_random_bytes_after_the_version_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        packets = [chance.randbytes(chance.choice((1, 20, 200))) for _ in range(50)]
+        content = b"".join((len(packet) + 1).to_bytes(4, "big") + b"\4" + packet for packet in packets)
+        connection.sendall(VERSION + (content if seed % 2 else chance.randbytes(5000)))
+        connection.close()
+
+    with raw_server(talk) as port, pytest.raises(UnreachableError) as caught:
+        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=2)
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+class _Mutator(HostileTransport):
+    """Damages what it sends, sometimes, before it is encrypted."""
+
+    chance: random.Random
+
+    def _send_message(self, data: paramiko.Message) -> None:
+        content = bytearray(data.asbytes())
+        if self.chance.random() < 0.3:
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+        super()._send_message(paramiko.Message(bytes(content)))
+
+
+@pytest.mark.attack(5)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_messages_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
+    attack = Attack(transport_class=_Mutator, changes={"chance": random.Random(seed)})
+    with hostile_server(tmp_path / "evil", attack) as server:
+        error = run_on_all({"evil": server}, lambda server: log_in(server, 3))["evil"].error
+    assert error is None or error.node == "evil"
+    assert "unexpected" not in str(error)
+    assert len(str(error)) < MAX_MESSAGE_CHARS
 
 
 class _StrictBreaker(HostileTransport):
