@@ -37,8 +37,9 @@ MAX_IDLE_COST = 100_000.0
 IDLE_COST_PER_S = 1_000.0
 """Allowed for ever: about a hundredth of a CPU."""
 
-KEY_EXCHANGE_COST = 1_000.0
-"""For a key exchange that csdctl did not ask for: about 10 ms of CPU time."""
+KEY_EXCHANGE_COST = 250.0
+"""For a key exchange that csdctl did not ask for: about 10 ms of CPU time. Data pays for it, 1 for each KiB,
+in either direction: a server with a small RekeyLimit is honest."""
 
 SMALL_WINDOW_BYTES = 1024
 
@@ -67,6 +68,8 @@ class ServerRules:
         self._connection = connection
         self._cost_left = MAX_IDLE_COST
         self._counted_s = time.monotonic()
+        self._num_sent_before = 0
+        self._num_useful = 0
 
     def check(self, kind: int, message: paramiko.Message) -> None:
         """Raise ProtocolError for a message that the server may not send now."""
@@ -89,15 +92,18 @@ class ServerRules:
             is_of_use = int.from_bytes(head[4:], "big") >= SMALL_WINDOW_BYTES
         else:
             is_of_use = size > _HEADER_BYTES.get(kind, size) and connection.has_channel(channel)
-        if not is_of_use:
+        if is_of_use:
+            self._num_useful += size
+        else:
             self._charge(kind, size)
 
     def _charge(self, kind: int, size: int) -> None:
         is_unasked = kind == Kind.KEXINIT and not self._connection.packetizer.need_rekey()
-        now_s = time.monotonic()
+        now_s, num_sent = time.monotonic(), self._connection.packetizer.meter.num_sent
         earned = (now_s - self._counted_s) * IDLE_COST_PER_S
+        earned += (num_sent - self._num_sent_before + self._num_useful) / 1024
         self._cost_left = min(MAX_IDLE_COST, self._cost_left + earned)
-        self._counted_s = now_s
+        self._counted_s, self._num_sent_before, self._num_useful = now_s, num_sent, 0
         self._cost_left -= 1 + size // 1024 + (KEY_EXCHANGE_COST if is_unasked else 0)
         if self._cost_left < 0:
             self._connection.packetizer.refuse(f"sends too much that is of no use, at last {_name(kind)}")

@@ -74,7 +74,7 @@ def lose(transport: OrderlyTransport, session: SshSession) -> UnreachableError:
     """Start a command; when the connection is closed, return the error of the next."""
     with contextlib.suppress(CsdctlError):
         session.run(["true"], deadline_s=100)
-    assert eventually(lambda: not transport.is_active(), 100)
+    assert eventually(lambda: not transport.is_active(), 150)
     with pytest.raises(UnreachableError) as caught:
         session.run(["true"])
     return caught.value
@@ -267,6 +267,19 @@ def test_errors_without_end_do_not_outlast_the_deadline(tmp_path: Path) -> None:
         session = open_session(server)
         with pytest.raises(DeadlineError):
             session.run(["true"], deadline_s=1)
+        session.close()
+
+
+@pytest.mark.attack(4)
+def test_server_that_stops_reading_does_not_hold_the_command(tmp_path: Path) -> None:
+    def stop(transport: HostileTransport, channel: Channel, line: str) -> None:
+        transport.packetizer.read_message = transport.stopping.wait
+
+    windows = {"default_window_size": 0xFFFFFFFF}
+    with hostile_server(tmp_path / "evil", Attack(on_command=stop, changes=windows)) as server:
+        session = open_session(server)
+        with pytest.raises(DeadlineError):
+            session.run(["cat"], stdin=bytes(60_000_000), deadline_s=1)
         session.close()
 
 

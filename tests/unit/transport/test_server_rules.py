@@ -82,6 +82,19 @@ def test_keepalives_and_notices_of_a_long_run_are_accepted() -> None:
         rules.check(80, message(data=b"keepalive@openssh.com"))
 
 
+def test_key_exchanges_are_paid_for_by_data() -> None:
+    rules = ServerRules(Connection())
+    for _ in range(2000):
+        rules.check(Kind.KEXINIT, message(data=bytes(1000)))
+        for _ in range(32):
+            rules.check(Kind.DATA, message(3, data=bytes(8192)))
+
+
+def test_key_exchanges_without_data_are_counted() -> None:
+    with pytest.raises(ProtocolError, match="of no use"):
+        send_too_many(ServerRules(Connection()), Kind.KEXINIT, message(data=bytes(1000)))
+
+
 def test_each_login_is_signed_once() -> None:
     rules = ServerRules(Connection(has_logged_in=False))
     rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
