@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from csdctl.documents import save_text
+from csdctl.transport.known_hosts import load_lines
 
 
 def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
     """Write the host key (`ssh-ed25519 AAAA…`) of every port; remove older keys of the same ports."""
     ports = {f"[127.0.0.1]:{port}" for port in keys}
-    kept = [line for line in _load_lines(path) if not ports & set(_first_word(line).split(","))]
+    kept = [line for line in _existing_lines(path) if not ports & set(_first_word(line).split(","))]
     added = [
         f"[127.0.0.1]:{port} {' '.join(key.split()[:2])} {_comment(fleet_id)}" for port, key in keys.items()
     ]
@@ -21,7 +22,7 @@ def add_host_keys(path: Path, keys: Mapping[int, str], fleet_id: str) -> None:
 
 def remove_host_keys(path: Path, public_keys: Iterable[str], fleet_id: str) -> None:
     """Remove the lines of a fleet, identified by their comment or, without it, by the key."""
-    lines = _load_lines(path)
+    lines = _existing_lines(path)
     bodies = {key.split()[1] for key in public_keys if len(key.split()) > 1}
     kept = [
         line for line in lines if not line.endswith(_comment(fleet_id)) and not bodies & set(line.split())
@@ -42,5 +43,5 @@ def _first_word(line: str) -> str:
     return line.split(maxsplit=1)[0] if line.split() else ""
 
 
-def _load_lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _existing_lines(path: Path) -> list[str]:
+    return load_lines(path) if path.exists() else []

@@ -11,7 +11,7 @@ def parse_local_addresses(fib_trie: str) -> list[str]:
     """Return the IPv4 addresses of all interfaces, from the content of /proc/net/fib_trie."""
     found: dict[str, None] = {}
     address = ""
-    for line in fib_trie.splitlines():
+    for line in fib_trie.split("\n"):
         if match := _LEAF.match(line):
             address = match[1]
         elif "/32 host LOCAL" in line and address:

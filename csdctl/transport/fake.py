@@ -100,7 +100,8 @@ class FakeConversation:
         self._name = name
         self._command = command
         self._response = response
-        self._lines = deque(response.stdout.decode(errors="replace").splitlines())
+        text = response.stdout.decode(errors="replace")
+        self._lines = deque(text.removesuffix("\n").split("\n") if text else ())
         self._has_ended = response.exit_code != 0
 
     def send_line(self, line: str) -> None:

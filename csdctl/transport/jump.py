@@ -16,8 +16,9 @@ import paramiko
 from csdctl.errors import CsdctlError, JumpHostError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.meter import Meter
-from csdctl.transport.orderly import OrderlyTransport
+from csdctl.transport.orderly import LOST, OrderlyTransport
 from csdctl.transport.process import Deadline
+from csdctl.transport.session import bounded
 
 MAX_CONNECTING = 32
 """Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
@@ -69,27 +70,34 @@ class JumpHosts:
         except paramiko.ChannelException as error:
             if error.code == _PROHIBITED:
                 raise JumpHostError(
-                    f"jump host {jump.name} does not forward connections ({error.text})",
+                    f"jump host {jump.name} does not forward connections ({bounded(error.text)})",
                     node=node.name,
                     remedy=f"allow it in {jump.name}'s sshd_config: AllowTcpForwarding, PermitOpen",
                 ) from None
             raise UnreachableError(
-                f"{node.address} port {node.port} cannot be reached through {jump.name} ({error.text})",
+                f"{node.address} port {node.port} cannot be reached through {jump.name} "
+                f"({bounded(error.text)})",
                 node=node.name,
                 remedy="check that the machine is on, its address and port, and the network behind it",
             ) from None
-        except (paramiko.SSHException, EOFError, OSError):
+        except LOST:
             if deadline.left_s < 0.1:
                 raise _timed_out(node, jump, deadline) from None
-            raise JumpHostError(f"the connection to jump host {jump.name} was lost", node=node.name) from None
+            violation = transport.packetizer.violation
+            reason = f" (its SSH server {violation})" if violation else ""
+            raise JumpHostError(
+                f"the connection to jump host {jump.name} was lost{reason}", node=node.name
+            ) from None
 
     def close(self) -> None:
         """Close the connections to all jump hosts, and with them the connections that they forward."""
         for transport in self._transports.values():
             transport.close()
 
-    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> paramiko.Transport:
-        with self._locks[jump]:
+    def _connected(self, node: Node, jump: Node, deadline: Deadline) -> OrderlyTransport:
+        if not self._locks[jump].acquire(timeout=deadline.left_s):
+            raise _timed_out(node, jump, deadline)
+        try:
             if jump in self._errors:
                 raise _behind(node, jump, self._errors[jump])
             if jump not in self._transports:
@@ -99,6 +107,8 @@ class JumpHosts:
                     self._errors[jump] = error
                     raise _behind(node, jump, error) from None
             return self._transports[jump]
+        finally:
+            self._locks[jump].release()
 
 
 @dataclass(frozen=True)
@@ -117,8 +127,9 @@ def watch_peer(transport: paramiko.Transport, keepalive: Keepalive) -> None:
     requested_s: list[float] = []
 
     def request() -> None:
-        transport.global_request("keepalive@openssh.com", wait=True)
-        requested_s.clear()
+        with contextlib.suppress(*LOST):
+            transport.global_request("keepalive@openssh.com", wait=True)
+            requested_s.clear()
 
     def when_idle() -> None:
         if not requested_s:

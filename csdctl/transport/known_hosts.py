@@ -1,6 +1,7 @@
-"""Known host keys: a fast parser of OpenSSH's known_hosts files.
+"""Known host keys: a fast parser of OpenSSH's known_hosts files, with its rules for lines, fields and names.
 
-Plain names are looked up in a dictionary; only hashed names and patterns are matched individually.
+Lines end at \\n and fields at spaces and tabs, and nowhere else: what follows the key is a comment, which may
+be anybody's. Plain names are found in a dictionary; only hashed names and patterns are matched one by one.
 Certificate authorities (`@cert-authority`) are not supported and are ignored.
 """
 
@@ -9,6 +10,7 @@ import binascii
 import fnmatch
 import hashlib
 import hmac
+import string
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +18,11 @@ from pathlib import Path
 from csdctl.errors import HostKeyError
 
 SSH_PORT = 22
+
+_LOWER = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
+
+_IGNORED = dict.fromkeys(map(ord, "\v\f\r"))
+"""White space that OpenSSH ignores within a key in base64, such as the end of a line that ends in \\r\\n."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +50,10 @@ class KnownHosts:
         known = cls(tuple(paths))
         for path in known.paths:
             try:
-                text = path.read_text(encoding="utf-8", errors="replace")
+                lines = load_lines(path)
             except OSError:
                 continue
-            for number, line in enumerate(text.splitlines(), start=1):
+            for number, line in enumerate(lines, start=1):
                 known._add_line(line, path, number)
         return known
 
@@ -84,17 +91,20 @@ class KnownHosts:
         )
 
     def _add_line(self, line: str, path: Path, number: int) -> None:
-        fields = line.split()
+        fields = [part for part in line.replace("\t", " ").split(" ") if part]
         marker = fields.pop(0) if fields and fields[0].startswith("@") else ""
         if len(fields) < 3 or fields[0].startswith("#") or marker not in ("", "@revoked"):
             return
         try:
-            blob = base64.b64decode(fields[2], validate=True)
+            blob = base64.b64decode(fields[2].translate(_IGNORED), validate=True)
         except (binascii.Error, ValueError):
             return
+        if not blob.startswith(len(fields[1]).to_bytes(4, "big") + fields[1].encode()):
+            return  # not a key of this type
         key = HostKey(fields[1], blob, path, number, is_revoked=bool(marker))
-        names = tuple(fields[0].lower().split(",")) if not fields[0].startswith("|") else (fields[0],)
-        if any(name[0:1] in ("|", "!") or "*" in name or "?" in name for name in names):
+        is_hashed = fields[0].startswith("|")
+        names = (fields[0],) if is_hashed else tuple(fields[0].translate(_LOWER).split(","))
+        if is_hashed or any(name.startswith("!") or "*" in name or "?" in name for name in names):
             self._by_pattern.append((names, key))
             return
         for name in names:
@@ -105,6 +115,12 @@ def known_hosts_paths(*directories: Path) -> tuple[Path, ...]:
     """Return csdctl's own known_hosts in each of `directories`, then the user's."""
     own = [directory.absolute() / ".csdctl" / "known_hosts" for directory in directories]
     return tuple(dict.fromkeys([*own, Path.home() / ".ssh" / "known_hosts"]))
+
+
+def load_lines(path: Path) -> list[str]:
+    """Return the lines of a known_hosts file; raises OSError."""
+    text = path.read_bytes().decode(errors="replace")  # reading as text would end lines at \r as well
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def build_host_name(address: str, port: int) -> str:

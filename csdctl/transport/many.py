@@ -26,7 +26,7 @@ from csdctl.fleet.model import HOST_NAME, Fleet, Node
 from csdctl.transport.known_hosts import KnownHosts, known_hosts_paths
 from csdctl.transport.local import LocalSession
 from csdctl.transport.meter import LinkBytes, add_up
-from csdctl.transport.session import Session
+from csdctl.transport.session import Session, bounded
 
 ItemT = TypeVar("ItemT")
 ResultT = TypeVar("ResultT")
@@ -289,7 +289,7 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
     except CsdctlError as error:
         return Outcome(name, error=error)
     except Exception as cause:
-        unexpected = NodeError(f"unexpected {type(cause).__name__}: {cause}", node=name)
+        unexpected = NodeError(bounded(f"unexpected {type(cause).__name__}: {cause}"), node=name)
         unexpected.__cause__ = cause
         return Outcome(name, error=unexpected)
 

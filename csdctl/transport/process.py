@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import BinaryIO, Protocol
 
 from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
-from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed
+from csdctl.transport.session import MAX_OUTPUT_BYTES, Completed, last_line
 from csdctl.transport.shell_wrapper import MarkedOutput, WrappedCommand
 
 SLICE_BYTES = 256 * 1024
@@ -167,11 +167,9 @@ class Running:
             pass  # the command ended without reading all of its input; its exit code reports why
 
     def _never_started(self, exit_code: int) -> RemoteCommandError:
-        text = bytes(self.stderr.preamble + self.stdout.preamble).decode(errors="replace").strip()
-        last_line = text.splitlines()[-1] if text else "no output"
+        said = last_line(bytes(self.stderr.preamble + self.stdout.preamble)) or "no output"
         return RemoteCommandError(
-            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: "
-            f"{last_line}",
+            f"the login shell ended with exit code {exit_code} before `{self.command[0]}` started: {said}",
             node=self.name,
             remedy="check the login shell of the user on that machine and its start-up files",
         )
@@ -255,16 +253,22 @@ class LineConversation:
                 node=self._running.name,
             ) from None
         self._is_at_end = not chunk
-        *lines, rest = (self._partial + self._running.stdout.feed(chunk)).split(b"\n")
-        if self._is_at_end and rest:
-            lines, rest = [*lines, rest], bytearray()
-        self._lines += lines
-        self._partial = rest
-        if len(rest) > MAX_OUTPUT_BYTES:
+        self._add_lines(self._running.stdout.feed(chunk))
+        if self._is_at_end and self._partial:
+            self._lines.append(self._partial)
+            self._partial = bytearray()
+        if len(self._partial) > MAX_OUTPUT_BYTES:
             raise RemoteCommandError(
                 f"`{self._running.command[0]}` wrote a line of more than {MAX_OUTPUT_BYTES} bytes",
                 node=self._running.name,
             )
+
+    def _add_lines(self, data: bytes) -> None:
+        first, *others = data.split(b"\n")
+        self._partial += first  # in place: a long line may come byte by byte
+        for line in others:
+            self._lines.append(self._partial)
+            self._partial = bytearray(line)
 
 
 def _slices(stdin: bytes | BinaryIO) -> Iterator[bytes]:

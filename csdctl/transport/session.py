@@ -15,6 +15,19 @@ from csdctl.transport.meter import Meter
 
 MAX_OUTPUT_BYTES = 1 << 20
 
+MAX_QUOTED_CHARS = 300
+
+
+def bounded(foreign: object) -> str:
+    """Return text of a machine in a length that fits into a message; whoever shows it escapes it."""
+    text = str(foreign)
+    return text if len(text) <= MAX_QUOTED_CHARS else f"{text[:MAX_QUOTED_CHARS]} …"
+
+
+def last_line(output: bytes) -> str:
+    """Return the last line of `output` that is not empty, bounded, or ''."""
+    return bounded(output.strip().rpartition(b"\n")[2].decode(errors="replace").strip())
+
 
 @dataclass(frozen=True)
 class Completed:
@@ -34,8 +47,7 @@ class Completed:
     @property
     def last_error_line(self) -> str:
         """The last non-empty line of standard error, or ''."""
-        lines = self.stderr.decode(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        return last_line(self.stderr)
 
     def check(self, node: str, *, doing: str, remedy: str = "") -> "Completed":
         """Return self; raise RemoteCommandError with `doing` in its message when the command failed."""

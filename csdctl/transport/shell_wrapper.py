@@ -10,6 +10,7 @@ begins; earlier output is dropped.
 """
 
 import math
+import re
 import secrets
 import shlex
 from collections.abc import Sequence
@@ -47,6 +48,9 @@ fi
 csdctl_code=$?
 if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
 exit $csdctl_code"""
+
+_GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
+"""What follows the token: a process group's id, 0 where there is none, or nothing. 1 is never csdctl's."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,7 @@ class MarkedOutput:
         self._max_bytes = max_bytes
         self._keep_end = keep_end
         self._kept = bytearray()
+        self._line_start = 0
         self.preamble = bytearray()
         self.has_started = False
         self.group = 0
@@ -113,30 +118,34 @@ class MarkedOutput:
     def feed(self, data: bytes) -> bytes:
         """Take the next bytes of the stream; return those written by the command."""
         if not self.has_started:
-            self.preamble += data
-            start, end = self._find_marker()
+            start, end = self._find_marker(data)
             if not end:
-                del self.preamble[: -self.MAX_PREAMBLE_BYTES]
                 return b""
             self.has_started = True
-            self.group = int(self.preamble[start + len(self._token) : end].strip() or 0)
             data = bytes(self.preamble[end:])
             del self.preamble[start:]
         self._keep(data)
         return data
 
-    def _find_marker(self) -> tuple[int, int]:
-        """Return start and end of the token's line, (0, 0) if it is missing; its end is never 0.
+    def _find_marker(self, data: bytes) -> tuple[int, int]:
+        """Add `data` to the preamble; return start and end of the token and its line's rest.
 
-        A shell that traces commands (`set -x`) prints the token too, followed by other text.
+        Both are 0 when it is missing.
+
+        A shell that traces commands (`set -x`) prints the token too, followed by other text. Each line is
+        searched once, when it is complete: a server may send it byte by byte.
         """
-        start = self.preamble.find(self._token)
-        while start >= 0:
-            end = self.preamble.find(b"\n", start) + 1
-            rest = self.preamble[start + len(self._token) : end].strip()
-            if end and (not rest or rest.isdigit()):
-                return start, end
-            start = self.preamble.find(self._token, start + 1)
+        searched = len(self.preamble)
+        self.preamble += data
+        while end := self.preamble.find(b"\n", searched) + 1:
+            before, token, rest = bytes(self.preamble[self._line_start : end]).rpartition(self._token)
+            if token and _GROUP.fullmatch(rest.strip()):
+                self.group = int(rest.strip() or 0)
+                return self._line_start + len(before), end
+            searched = self._line_start = end
+        num_dropped = max(0, len(self.preamble) - self.MAX_PREAMBLE_BYTES)
+        del self.preamble[:num_dropped]
+        self._line_start = max(0, self._line_start - num_dropped)
         return 0, 0
 
     @property

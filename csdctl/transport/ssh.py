@@ -13,15 +13,15 @@ from typing import BinaryIO
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
 from csdctl.fleet.model import Node
 from csdctl.transport.jump import JumpHosts, Keepalive
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
-from csdctl.transport.orderly import OrderlyTransport, request_exec
+from csdctl.transport.orderly import LOST, OrderlyTransport, request_exec
 from csdctl.transport.process import Deadline, LineConversation, Running
-from csdctl.transport.session import Completed
+from csdctl.transport.session import Completed, bounded
 from csdctl.transport.shell_wrapper import WrappedCommand, build_kill_command_line, build_wrapped_command
-from csdctl.transport.ssh_connect import KEEPALIVE, make_jump_hosts, open_transport
+from csdctl.transport.ssh_connect import KEEPALIVE, lost_connection_error, make_jump_hosts, open_transport
 
 MAX_CHANNELS = 8
 """Concurrent commands on one connection: sshd allows 10 (MaxSessions), one is reserved for kills."""
@@ -29,6 +29,7 @@ MAX_CHANNELS = 8
 KILL_DEADLINE_S = 5.0
 
 _READ_BYTES = 1 << 16
+_MAX_READ_AT_ONCE_BYTES = 1 << 22  # more than the window of a channel
 _GOING_DOWN_S = 0.5
 _MAX_QUEUE_S = 10.0
 _SEND_POLL_S = 0.5
@@ -79,9 +80,7 @@ class SshSession:
         for running in list(self._running):
             with contextlib.suppress(CsdctlError):
                 running.kill()
-        # Behind a jump host, closing sends a message, and that connection may be lost already.
-        with contextlib.suppress(paramiko.SSHException, EOFError, OSError):
-            self._transport.close()
+        self._transport.close()
 
     def _run(self, wrapped: WrappedCommand, stdin: bytes | BinaryIO, deadline: Deadline) -> Completed:
         running = self._start(wrapped, deadline)
@@ -103,7 +102,7 @@ class SshSession:
         except BaseException:
             self._free_channels.release()
             raise
-        running = Running(self.name, wrapped, ChannelProcess(self.name, channel))
+        running = Running(self.name, wrapped, ChannelProcess(self.name, self._transport, channel))
         self._running.add(running)
         return running
 
@@ -132,8 +131,9 @@ class ChannelProcess:
     Channel.
     """
 
-    def __init__(self, name: str, channel: paramiko.Channel) -> None:
+    def __init__(self, name: str, transport: OrderlyTransport, channel: paramiko.Channel) -> None:
         self._name = name
+        self._transport = transport
         self._channel = channel
         self._channel.settimeout(_SEND_POLL_S)  # applies to sending only
         self._take_stderr: Callable[[bytes], object] = lambda data: None
@@ -152,11 +152,11 @@ class ChannelProcess:
             self._activity.clear()
             self._drain_stderr()
             if self._channel.in_buffer.read_ready() or self._is_at_end():
-                with contextlib.suppress(paramiko.SSHException, EOFError):
+                with contextlib.suppress(*LOST):
                     return self._channel.recv(_READ_BYTES)
                 return b""  # the connection is lost; `exit_code` reports it
             has_just_ended = wakes_at_exit and not had_ended and self._channel.status_event.is_set()
-            if has_just_ended or not self._activity.wait(deadline.left_s):
+            if has_just_ended or not self._activity.wait(deadline.left_s) or deadline.has_passed:
                 raise TimeoutError
 
     def start_stderr(self, take: Callable[[bytes], object]) -> None:
@@ -170,7 +170,7 @@ class ChannelProcess:
             self._activity.clear()
             is_at_end = self._is_at_end()
             self._drain_stderr()
-            if is_at_end or not self._activity.wait(deadline.left_s):
+            if is_at_end or not self._activity.wait(deadline.left_s) or deadline.has_passed:
                 break
         self._activity.set()  # another thread may wait for the event that was just cleared
 
@@ -178,9 +178,14 @@ class ChannelProcess:
         return bool(self._channel.eof_received or self._channel.closed)
 
     def _drain_stderr(self) -> None:
-        with self._stderr_lock, contextlib.suppress(paramiko.SSHException, EOFError, OSError):
-            while self._channel.in_stderr_buffer.read_ready():
-                self._take_stderr(self._channel.recv_stderr(_READ_BYTES))
+        num_left = _MAX_READ_AT_ONCE_BYTES  # a server that sends without pause must not hold the caller here
+        with self._stderr_lock, contextlib.suppress(*LOST):
+            while num_left > 0 and self._channel.in_stderr_buffer.read_ready():
+                data = self._channel.recv_stderr(_READ_BYTES)
+                num_left -= len(data)
+                self._take_stderr(data)
+        if num_left <= 0:
+            self._activity.set()
 
     def write_stdin(self, data: bytes, timeout_s: float) -> None:
         """Write all of `data`; raises TimeoutError, or OSError when the channel is closed."""
@@ -200,7 +205,7 @@ class ChannelProcess:
 
     def close_stdin(self) -> None:
         """Signal the end of input to the command."""
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(*LOST):
             self._channel.shutdown_write()
 
     def exit_code(self, timeout_s: float) -> int:
@@ -209,39 +214,32 @@ class ChannelProcess:
             raise TimeoutError
         code = self._channel.exit_status
         if code >= 0:
-            return code
+            return min(code, 255)
         # No code: a signal ended the command, or the connection is being lost, and then its thread ends.
-        transport = self._channel.get_transport()
-        transport.join(_GOING_DOWN_S)
-        if transport.is_active():
+        self._transport.join(_GOING_DOWN_S)
+        if self._transport.is_active():
             return 255
-        raise UnreachableError(
-            "the connection was lost while a command ran",
-            node=self._name,
-            remedy="check that the machine is on, and the network; it may have restarted",
-        )
+        raise lost_connection_error(self._name, self._transport, " while a command ran")
 
     def kill_group(self, group: int) -> bool:
         """End process group `group` on the node, over a separate channel."""
         deadline = Deadline(KILL_DEADLINE_S)
         try:
-            channel = _open_channel(
-                self._name, self._channel.get_transport(), build_kill_command_line(group), deadline
-            )
+            channel = _open_channel(self._name, self._transport, build_kill_command_line(group), deadline)
         except CsdctlError:
             return False
         try:
             return channel.status_event.wait(deadline.left_s)
         finally:
-            channel.close()
+            _close(channel)
 
     def release(self) -> None:
         """Close the channel."""
-        self._channel.close()
+        _close(self._channel)
 
 
 def _open_channel(
-    name: str, transport: paramiko.Transport, command_line: str, deadline: Deadline
+    name: str, transport: OrderlyTransport, command_line: str, deadline: Deadline
 ) -> paramiko.Channel:
     """Open a channel and start `command_line` on it; waits while the server has too many channels."""
     queue_deadline = Deadline(min(_MAX_QUEUE_S, deadline.left_s))
@@ -250,7 +248,7 @@ def _open_channel(
         try:
             channel = transport.open_session(timeout=max(0.1, deadline.left_s))
             break
-        except (paramiko.SSHException, EOFError, OSError) as error:
+        except LOST as error:
             if not transport.is_active() or queue_deadline.left_s < pause_s:
                 raise _channel_error(
                     name, transport, "does not open more channels", error, deadline
@@ -259,27 +257,28 @@ def _open_channel(
         pause_s = min(1.0, 2 * pause_s)
     try:
         request_exec(channel, command_line.encode(errors="surrogateescape"), max(0.1, deadline.left_s))
-    except (paramiko.SSHException, EOFError, OSError) as error:
-        channel.close()
+    except LOST as error:
+        _close(channel)
         raise _channel_error(name, transport, "does not start commands", error, deadline) from None
     return channel
 
 
+def _close(channel: paramiko.Channel) -> None:
+    with contextlib.suppress(*LOST):
+        channel.close()
+
+
 def _channel_error(
-    name: str, transport: paramiko.Transport, what: str, error: Exception, deadline: Deadline
+    name: str, transport: OrderlyTransport, what: str, error: Exception, deadline: Deadline
 ) -> CsdctlError:
     if not transport.is_active():
-        return UnreachableError(
-            "the connection was lost",
-            node=name,
-            remedy="check that the machine is on, and the network",
-        )
+        return lost_connection_error(name, transport)
     if deadline.left_s < 0.1:
         return DeadlineError(
             f"the SSH server did not start a command within {deadline.seconds:g} s", node=name
         )
     return RemoteCommandError(
-        f"the SSH server {what} ({error})",
+        f"the SSH server {what} ({bounded(error)})",
         node=name,
         remedy="check MaxSessions and ForceCommand in its sshd_config",
     )

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import logging
+import math
 import queue
 import random
 import socket
@@ -22,10 +23,12 @@ import paramiko
 
 from csdctl.errors import AuthenticationError, NodeError, UnreachableError
 from csdctl.fleet.model import Node
+from csdctl.transport.algorithms import check_strength, choose_algorithms
 from csdctl.transport.jump import JumpHosts, Keepalive, watch_peer
 from csdctl.transport.known_hosts import KnownHosts
-from csdctl.transport.orderly import OrderlyTransport
+from csdctl.transport.orderly import LOST, OrderlyTransport
 from csdctl.transport.process import Deadline
+from csdctl.transport.session import bounded
 
 MAX_TRIES = 3
 """Attempts to connect to a server that drops connections (sshd's MaxStartups)."""
@@ -37,8 +40,6 @@ KEEPALIVE_INTERVAL_S = 3
 
 KEEPALIVE = Keepalive(KEEPALIVE_INTERVAL_S, DEAD_PEER_S)
 
-# AES-GCM needs no separate MAC and is hardware-accelerated on both sides: large uploads take half the time.
-_CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _OPENSSH_KEY = b"openssh-key-v1\0"
 _DEFAULT_KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
 
@@ -88,6 +89,7 @@ def open_transport(
             known_hosts.check(node.name, node.address, node.port, key.get_name(), key.asbytes())
             keys = load_keys(node) if keys is None else keys
             if _authenticate(node, transport, keys, deadline):
+                transport.packetizer.writes_end_s = math.inf
                 if node.jump:
                     watch_peer(transport, keepalive)
                 return transport
@@ -112,10 +114,30 @@ def _started(
                 raise _dropped_error(node, num_drops, str(dropped)) from None
             time.sleep(pause_s)
     try:
+        check_strength(node.name, transport.get_remote_server_key())
         yield transport
     except BaseException:
         transport.close()
         raise
+
+
+def lost_connection_error(name: str, transport: OrderlyTransport, when: str = "") -> UnreachableError:
+    """Return the error for a connection that has ended, with what the server did against the protocol."""
+    if violation := transport.packetizer.violation:
+        return _violation_error(name, violation)
+    return UnreachableError(
+        f"the connection was lost{when}",
+        node=name,
+        remedy="check that the machine is on, and the network; it may have restarted",
+    )
+
+
+def _violation_error(name: str, violation: str) -> UnreachableError:
+    return UnreachableError(
+        f"the connection was closed, because its SSH server {violation}",
+        node=name,
+        remedy="no sound SSH server does that: check what runs there before you use the machine again",
+    )
 
 
 def open_socket(node: Node, deadline: Deadline) -> socket.socket:
@@ -214,16 +236,15 @@ def _start_transport(
     connection = jumps.open_channel(node, deadline) if node.jump else open_socket(node, deadline)
     transport = OrderlyTransport(connection)
     jumps.opened.append((node, transport.packetizer.meter))
-    options = transport.get_security_options()
-    options.ciphers = [cipher for cipher in _CIPHERS if cipher in options.ciphers]
     known_types = {key.type for key in known_hosts.lookup(node.address, node.port)}
-    # Prefer a key type that known_hosts has, as ssh does; the server may have keys of several types.
-    options.key_types = sorted(options.key_types, key=lambda name: _known_hosts_type(name) not in known_types)
-    transport.banner_timeout = max(0.1, deadline.left_s)
+    choose_algorithms(transport.get_security_options(), known_types)
+    transport.packetizer.writes_end_s = time.monotonic() + deadline.left_s
     try:
         transport.exchange_keys(max(0.1, deadline.left_s))
-    except (paramiko.SSHException, EOFError, OSError) as error:
+    except LOST as error:
         transport.close()
+        if violation := transport.packetizer.violation:
+            raise _violation_error(node.name, violation) from None
         if deadline.left_s < 0.1 or isinstance(error, TimeoutError):
             raise UnreachableError(
                 f"{node.address} port {node.port} accepts connections but its SSH server did not respond "
@@ -231,13 +252,13 @@ def _start_transport(
                 node=node.name,
                 remedy="the machine may hang or be out of memory: check its console, or restart it",
             ) from None
-        if "Indecipherable" in str(error) or isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
+        if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
             raise UnreachableError(
-                f"no compatible SSH server at {node.address} port {node.port} ({error})",
+                f"no compatible SSH server at {node.address} port {node.port} ({bounded(error)})",
                 node=node.name,
                 remedy="check the port in fleet.yaml",
             ) from None
-        raise _ConnectionDropped(str(error) or "connection closed") from None
+        raise _ConnectionDropped(bounded(error) or "connection closed") from None
     return transport
 
 
@@ -272,10 +293,12 @@ def _authenticate(
             keys.pop(0)  # refused; or accepted, but the server wants a second factor: not supported
             if not transport.is_active() and keys:
                 return False
-        except (paramiko.SSHException, EOFError, OSError):
+        except LOST:
             keys.pop(0)
             if not transport.is_active() and keys:
                 return False
+    if violation := transport.packetizer.violation:
+        raise _violation_error(node.name, violation)
     if deadline.has_passed:
         raise UnreachableError(
             f"{node.address} port {node.port} did not finish authentication within {deadline.seconds:g} s",
@@ -337,8 +360,3 @@ def _read_public_blob(path: Path) -> bytes:
             fields.get_int()  # the number of keys: always 1
             return fields.get_binary()
     return b""
-
-
-def _known_hosts_type(algorithm: str) -> str:
-    """Return the key type in known_hosts for a signature algorithm."""
-    return "ssh-rsa" if algorithm.startswith("rsa-sha2-") else algorithm

@@ -16,7 +16,7 @@ from csdctl.errors import HostKeyError
 from csdctl.fleet.model import Fleet, Node
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.ledger import record_traffic
-from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint
+from csdctl.transport.known_hosts import KnownHosts, build_host_name, fingerprint, load_lines
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, run_on_all
 from csdctl.transport.meter import add_up
 
@@ -125,4 +125,4 @@ def _num_jumps(node: Node) -> int:
 def _own_lines(project: ProjectDirectory) -> Sequence[str]:
     if not project.known_hosts.exists():
         return ()
-    return project.known_hosts.read_text(encoding="utf-8").splitlines()
+    return load_lines(project.known_hosts)

@@ -76,13 +76,13 @@ class SshServer:
 @pytest.fixture
 def gate(tmp_path: Path) -> Iterator[SshServer]:
     """A second server, for a jump host."""
-    with _running_server(tmp_path / "gate") as running:
+    with running_server(tmp_path / "gate") as running:
         yield running
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[SshServer]:
-    with _running_server(tmp_path / "server") as running:
+    with running_server(tmp_path / "server") as running:
         yield running
 
 
@@ -106,7 +106,7 @@ def machine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[An
 
 
 @contextlib.contextmanager
-def _running_server(directory: Path) -> Iterator[SshServer]:
+def running_server(directory: Path) -> Iterator[SshServer]:
     """Start a server with keys and home in `directory`."""
     server = SshServer(directory)
     server.home.mkdir(parents=True)

@@ -23,7 +23,10 @@ from csdctl.errors import (
     RemoteCommandError,
     UnreachableError,
 )
-from csdctl.transport.ssh import MAX_CHANNELS, connect
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.process import Deadline
+from csdctl.transport.ssh import MAX_CHANNELS, SshSession, connect
+from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
 
 Server = Any
 
@@ -328,3 +331,24 @@ def test_too_long_command_line_is_refused_with_a_remedy(ssh: Any) -> None:
     with pytest.raises(InputError, match="longer than") as caught:
         ssh.run(["echo", "x" * 200_000])
     assert "standard input" in caught.value.remedy
+
+
+def test_commands_go_on_while_keys_are_exchanged_again(server: Server) -> None:
+    """Channels close meanwhile, which the reading thread must answer; it must not wait for itself."""
+    known = KnownHosts.load([server.known_hosts])
+    transport = open_transport(server.node(), known, Deadline(10), make_jump_hosts(known))
+    transport.packetizer.REKEY_BYTES = 1 << 16
+    session = SshSession(server.node(), transport)
+    ended: list[int] = []
+
+    def run() -> None:
+        for _ in range(20):
+            ended.append(len(session.run(["head", "-c", "20000", "/dev/zero"], deadline_s=60).stdout))
+
+    threads = [threading.Thread(target=run) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(200)
+    session.close()
+    assert ended == [20_000] * 120

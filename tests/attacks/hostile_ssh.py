@@ -1,0 +1,279 @@
+"""An SSH server that breaks the protocol: what a compromised node may run.
+
+Key exchange and login are real, by paramiko's server side; then an attack sends what it likes. `csdctl` is a
+process of its own, whose peak of memory is measured.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import paramiko
+
+from csdctl.fleet.model import Node
+
+USER = "tester"
+LOST = (EOFError, OSError, paramiko.SSHException)
+"""What sending raises when the client has closed the connection."""
+
+Command = Callable[["HostileTransport", paramiko.Channel, str], None]
+
+
+@dataclass
+class Attack:
+    """What the server does instead of its duty."""
+
+    on_command: Command = lambda transport, channel, line: None
+    """In a thread of its own, for every command."""
+    on_login: Callable[["HostileTransport"], bool] = lambda transport: True
+    """In the thread of the connection, when a key is offered; returns whether it is accepted."""
+    on_channel: Callable[["HostileTransport"], None] = lambda transport: None
+    """Before a channel is confirmed."""
+    host_key: paramiko.PKey | None = None
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Attributes of paramiko's Transport, such as the algorithms to offer."""
+    transport_class: type["HostileTransport"] | None = None
+
+
+class HostileTransport(paramiko.Transport):
+    """The server's end of a connection, with means to send anything."""
+
+    stopping: threading.Event
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.has_confirmed = threading.Event()
+        """Set when the client has been told that its command runs."""
+
+    def _send_user_message(self, data: paramiko.Message) -> None:
+        super()._send_user_message(data)
+        if data.asbytes()[:1] == bytes([99]):  # SSH_MSG_CHANNEL_SUCCESS
+            self.has_confirmed.set()
+
+    def send(self, *parts: int | bool | bytes | str, kind: int) -> None:
+        """Send a message of any kind; integers are 32 bits."""
+        message = paramiko.Message()
+        message.add_byte(bytes([kind]))
+        for part in parts:
+            if isinstance(part, bool):
+                message.add_boolean(part)
+            elif isinstance(part, int):
+                message.add_int(part)
+            else:
+                message.add_string(part)
+        self.packetizer.send_message(message)
+
+    def send_endlessly(self, *parts: int | bool | bytes | str, kind: int) -> int:
+        """Send a message until the client closes the connection; return how many were sent."""
+        num_sent = 0
+        with contextlib.suppress(*LOST):
+            while not self.stopping.is_set():
+                self.send(*parts, kind=kind)
+                num_sent += 1
+        return num_sent
+
+    def send_bytes_endlessly(self, first: bytes, chunk: bytes) -> int:
+        """Send raw bytes until the client closes the connection; return how many were sent."""
+        num_sent = 0
+        with contextlib.suppress(*LOST):
+            self.sock.settimeout(None)
+            self.sock.sendall(first)
+            while not self.stopping.is_set():
+                self.sock.sendall(chunk)
+                num_sent += len(chunk)
+        return num_sent
+
+    def encrypted_header(self, packet_bytes: int) -> bytes:
+        """The first bytes of a packet that claims this length, for the cipher in use."""
+        header = packet_bytes.to_bytes(4, "big") + bytes(12)
+        packetizer: Any = self.packetizer
+        engine = packetizer._Packetizer__block_engine_out
+        length_is_open = self.local_cipher.endswith("gcm@openssh.com") or "etm" in self.local_mac
+        return header if engine is None or length_is_open else bytes(engine.update(header))
+
+
+class _Host(paramiko.ServerInterface):
+    def __init__(self, transport: HostileTransport, attack: Attack) -> None:
+        self._transport = transport
+        self._attack = attack
+
+    def get_allowed_auths(self, username: str) -> str:
+        return "publickey"
+
+    def check_auth_publickey(self, username: str, key: paramiko.PKey) -> int:
+        is_accepted = self._attack.on_login(self._transport)
+        return paramiko.AUTH_SUCCESSFUL if is_accepted else paramiko.AUTH_FAILED
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        self._attack.on_channel(self._transport)
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_direct_tcpip_request(
+        self, chanid: int, origin: tuple[str, int], destination: tuple[str, int]
+    ) -> int:
+        self._attack.on_channel(self._transport)
+        return paramiko.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        def run() -> None:
+            assert self._transport.has_confirmed.wait(20)
+            self._attack.on_command(self._transport, channel, command.decode())
+
+        threading.Thread(target=run, daemon=True).start()
+        return True
+
+
+@dataclass
+class HostileServer:
+    """A listening hostile server; its files are in `directory`."""
+
+    directory: Path
+    attack: Attack
+    port: int = 0
+    transports: list[HostileTransport] = field(default_factory=list)
+    num_connections: int = 0
+    stopping: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def known_hosts(self) -> Path:
+        return self.directory / "known_hosts"
+
+    @property
+    def key(self) -> Path:
+        return self.directory / "id_user"
+
+    def node(self, **changes: Any) -> Node:
+        values = {"name": "evil", "address": "127.0.0.1", "port": self.port, "user": USER, "key": self.key}
+        return Node(**{**values, **changes})
+
+    def serve(self, listening: socket.socket, host_key: paramiko.PKey) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listening.accept()
+                self.num_connections += 1
+                transport = (self.attack.transport_class or HostileTransport)(connection)
+                transport.stopping = self.stopping
+                for name, value in self.attack.changes.items():
+                    setattr(transport, name, value)
+                transport.add_server_key(host_key)
+                self.transports.append(transport)
+                transport.start_server(threading.Event(), _Host(transport, self.attack))
+
+
+@contextlib.contextmanager
+def hostile_server(directory: Path, attack: Attack) -> Iterator[HostileServer]:
+    """Run a server that makes `attack`; its host key is known and it accepts every user's key."""
+    directory.mkdir()
+    server = HostileServer(directory, attack)
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", server.key], check=True)
+    host_key = attack.host_key or paramiko.ECDSAKey.generate()
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listening:
+        server.port = listening.getsockname()[1]
+        server.known_hosts.write_text(
+            f"[127.0.0.1]:{server.port} {host_key.get_name()} {host_key.get_base64()}\n"
+        )
+        thread = threading.Thread(target=server.serve, args=(listening, host_key), daemon=True)
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.stopping.set()
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+            for transport in server.transports:
+                transport.close()
+
+
+@contextlib.contextmanager
+def raw_server(talk: Callable[[socket.socket, threading.Event], None]) -> Iterator[int]:
+    """Listen on a port that is returned; call `talk` for every connection, in a thread of its own."""
+    stopping = threading.Event()
+    kept: list[socket.socket] = []
+
+    def run(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            talk(connection, stopping)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listening.accept()
+                    kept.append(connection)
+                    threading.Thread(target=run, args=(connection,), daemon=True).start()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            stopping.set()
+            listening.shutdown(socket.SHUT_RDWR)
+            thread.join(20)
+            for connection in kept:
+                connection.close()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A finished csdctl process."""
+
+    code: int
+    stdout: str
+    stderr: str
+    peak_bytes: int
+
+    @property
+    def shown(self) -> str:
+        """All text that it printed."""
+        return self.stdout + self.stderr
+
+
+_PROGRAM = """\
+import atexit, re, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (4 << 30, resource.getrlimit(resource.RLIMIT_AS)[1]))
+def tell():
+    status = open("/proc/self/status").read()
+    open(sys.argv.pop(), "w").write(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
+atexit.register(tell)
+from csdctl.cli.app import main
+arguments = sys.argv[:-1]
+sys.argv, kept = arguments, sys.argv
+try: main()
+finally: sys.argv = kept
+"""
+
+
+def run_csdctl(directory: Path, *arguments: str, timeout_s: float = 120.0) -> Ended:
+    """Run csdctl in `directory`."""
+    peak = directory / "peak"
+    ended = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, *arguments, str(peak)],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=timeout_s,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "SSH_AUTH_SOCK": ""},
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr, int(peak.read_text()) * 1024)
+
+
+def write_project(directory: Path, nodes: Sequence[Node], known_hosts: Sequence[Path]) -> Path:
+    """Write fleet.yaml and the known host keys of a project; return its directory."""
+    (directory / ".csdctl").mkdir(parents=True)
+    (directory / ".csdctl" / "known_hosts").write_text("".join(path.read_text() for path in known_hosts))
+    keys = ("name", "address", "port", "user", "key")
+    described = [{key: str(getattr(node, key)) for key in keys} | {"port": node.port} for node in nodes]
+    (directory / "fleet.yaml").write_text(json.dumps({"nodes": described}))  # JSON is YAML
+    return directory

@@ -1,0 +1,134 @@
+"""A line of known_hosts whose comment, or any other part, pretends to be another line.
+
+OpenSSH is the judge: csdctl knows exactly the keys that `ssh-keygen -F` finds.
+"""
+
+import base64
+import hmac
+import re
+import subprocess
+from pathlib import Path
+
+import asyncssh
+import pytest
+
+from csdctl.emulation.known_hosts import add_host_keys, remove_host_keys
+from csdctl.errors import HostKeyError
+from csdctl.fleet.model import Node
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.transport.known_hosts import KnownHosts, fingerprint
+from csdctl.workflows.discovery.trust import KeyState, ShownKey, accept_keys, forget_keys
+
+ADDRESS = "10.0.0.1"
+LINE_BREAKS_OF_PYTHON = "\v\f\x1c\x1d\x1e\x85\u2028\u2029\r"
+
+
+def new_key() -> str:
+    return str(asyncssh.generate_private_key("ssh-ed25519").export_public_key().decode().strip())
+
+
+TRUSTED, EVIL = new_key(), new_key()
+BODY, EVIL_BODY = TRUSTED.split()[1], EVIL.split()[1]
+
+
+def found_by_openssh(path: Path, name: str = ADDRESS) -> set[str]:
+    """The fingerprints of the keys that are not revoked."""
+    printed = subprocess.run(
+        ["ssh-keygen", "-l", "-F", name, "-f", path], capture_output=True, check=False
+    ).stdout.decode(errors="replace")
+    blocks = [part for part in printed.split(f"# Host {name} found: line ") if part]
+    accepted = [part for part in blocks if not re.match(r"\d+ (REVOKED|CA)", part)]
+    return set(re.findall(r"SHA256:[A-Za-z0-9+/]{43}", "".join(accepted)))
+
+
+def found_by_csdctl(path: Path, port: int = 22) -> set[str]:
+    keys = KnownHosts.load([path]).lookup(ADDRESS, port)
+    return {fingerprint(key.blob) for key in keys if not key.is_revoked}
+
+
+def hashed(name: str) -> str:
+    salt = bytes(20)
+    digest = hmac.digest(salt, name.encode(), "sha1")
+    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
+
+
+CRAFTED = {
+    **{
+        f"U+{ord(mark):04X} in a comment": f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\n"
+        for mark in LINE_BREAKS_OF_PYTHON
+    },
+    **{
+        f"U+{ord(mark):04X} between fields": f"{ADDRESS}{mark}{EVIL}\n{ADDRESS} {EVIL.replace(' ', mark)}\n"
+        for mark in LINE_BREAKS_OF_PYTHON + "\xa0\u3000"
+    },
+    **{
+        f"U+{ord(mark):04X} before the name": f"{mark}{ADDRESS} {EVIL}\n"
+        for mark in LINE_BREAKS_OF_PYTHON + "\xa0\ufeff"
+    },
+    **{
+        f"U+{ord(mark):04X} in the key": f"{ADDRESS} ssh-ed25519 {BODY[:9]}{mark}{BODY[9:]}\n"
+        for mark in LINE_BREAKS_OF_PYTHON + "\xa0"
+    },
+    **{
+        f"U+{ord(mark):04X} in a revoked key": f"@revoked * ssh-ed25519 {BODY[:9]}{mark}{BODY[9:]}\n"
+        for mark in LINE_BREAKS_OF_PYTHON
+    },
+    "lines of Windows": f"{ADDRESS} {TRUSTED}\r\nother {EVIL}\r\n",
+    "lines of old Macs": f"other {TRUSTED}\r{ADDRESS} {EVIL}\r",
+    "no line end": f"other {EVIL}\n{ADDRESS} {TRUSTED}",
+    "tabs": f"\t {ADDRESS}\t \tssh-ed25519\t{BODY}\tcomment\n",
+    "a comment line": f"#{ADDRESS} {EVIL}\n # {ADDRESS} {EVIL}\n",
+    "another type than the key's": f"{ADDRESS} ssh-rsa {EVIL_BODY}\n{ADDRESS} {TRUSTED}\n",
+    "an unknown type": f"{ADDRESS} ssh-evil {EVIL_BODY}\n",
+    "an unknown marker": f"@trusted {ADDRESS} {EVIL}\n",
+    "a revoked key": f"@revoked {ADDRESS} {EVIL}\n{ADDRESS} {TRUSTED}\n",
+    "a certificate authority": f"@cert-authority {ADDRESS} {EVIL}\n{ADDRESS} {TRUSTED}\n",
+    "patterns": f"10.0.*,!10.0.0.9 {TRUSTED}\n10.0.0.?,!10.0.0.1 {EVIL}\n[10].0.0.1 {EVIL}\n",
+    "a hashed name": f"{hashed(ADDRESS)} {TRUSTED}\n{hashed('other')} {EVIL}\n",
+    "a hashed name in a list": f"other,{hashed(ADDRESS)} {EVIL}\n{ADDRESS},{hashed('other')} {TRUSTED}\n",
+    "another port": f"[{ADDRESS}]:2222 {EVIL}\n",
+    "a zero byte": f"other {TRUSTED}\0{ADDRESS} {EVIL}\n",
+}
+
+
+@pytest.mark.attack(18)
+@pytest.mark.parametrize("name", CRAFTED)
+def test_csdctl_finds_the_keys_that_openssh_finds(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_bytes(CRAFTED[name].encode())
+    assert found_by_csdctl(path) == found_by_openssh(path)
+
+
+@pytest.mark.attack(18)
+@pytest.mark.parametrize("mark", LINE_BREAKS_OF_PYTHON)
+def test_comment_never_becomes_a_key(tmp_path: Path, mark: str) -> None:
+    path = tmp_path / "known_hosts"
+    path.write_bytes(f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\n".encode())
+    evil = base64.b64decode(EVIL_BODY)
+    with pytest.raises(HostKeyError, match="is unknown"):
+        KnownHosts.load([path]).check("csd0", ADDRESS, 22, "ssh-ed25519", evil)
+
+
+@pytest.mark.attack(18)
+@pytest.mark.parametrize("mark", LINE_BREAKS_OF_PYTHON)
+def test_comment_does_not_become_a_line_when_the_file_is_written_again(tmp_path: Path, mark: str) -> None:
+    project = ProjectDirectory(tmp_path)
+    project.known_hosts.parent.mkdir(parents=True)
+    project.known_hosts.write_bytes(f"other {TRUSTED} by{mark}{ADDRESS} {EVIL}\nold {TRUSTED}\n".encode())
+    key = ShownKey(Node("csd1", "10.0.0.2"), "ssh-ed25519", base64.b64decode(BODY), KeyState.NEW)
+    accept_keys([key], project)
+    assert forget_keys([Node("csd2", "old")], project) == {"csd2": 1}
+    add_host_keys(project.known_hosts, {2222: TRUSTED}, "fleet")
+    remove_host_keys(project.known_hosts, [TRUSTED.replace(BODY, "gone")], "fleet")
+    assert found_by_openssh(project.known_hosts) == found_by_csdctl(project.known_hosts) == set()
+    assert len(found_by_openssh(project.known_hosts, "10.0.0.2")) == 1
+
+
+@pytest.mark.attack(18)
+def test_names_are_compared_as_openssh_compares_them(tmp_path: Path) -> None:
+    # Python's lower() turns the sign of Kelvin, U+212A, into a plain k.
+    path = tmp_path / "known_hosts"
+    path.write_bytes(f"\u212aoala {EVIL}\nKOALA {TRUSTED}\n".encode())
+    keys = KnownHosts.load([path]).lookup("koala", 22)
+    assert {fingerprint(key.blob) for key in keys} == found_by_openssh(path, "koala")
+    assert len(keys) == 1

@@ -1,0 +1,325 @@
+"""A node's SSH server attacks before the login is complete: endless greetings, prompts, lengths, slowness.
+
+Whatever it does ends within the connect deadline, and what it writes does not fill the screen.
+"""
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import paramiko
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from csdctl.errors import AuthenticationError, HostKeyError, NodeError, UnreachableError
+from csdctl.fleet.model import Node
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.many import run_on_all
+from csdctl.transport.ssh import connect
+from csdctl.transport.ssh_connect import fetch_host_key, make_jump_hosts
+from tests.attacks.hostile_ssh import (
+    LOST,
+    Attack,
+    HostileServer,
+    HostileTransport,
+    hostile_server,
+    raw_server,
+    run_csdctl,
+    write_project,
+)
+
+SLOW_S = 60.0
+"""Far more than any deadline here: what takes so long has no deadline."""
+
+MAX_MESSAGE_CHARS = 1000
+MAX_ACCEPTED_BYTES = 64 << 20
+VERSION = b"SSH-2.0-evil\r\n"
+ESCAPES = "\x1b]52;c;ZXZpbA==\x07\x1b[2J"
+
+Talk = Callable[[socket.socket, threading.Event], None]
+
+
+def always(data: bytes) -> Talk:
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        while not stopping.is_set():
+            connection.sendall(data)
+
+    return talk
+
+
+def once(data: bytes) -> Talk:
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        connection.sendall(data)
+        stopping.wait(SLOW_S)
+
+    return talk
+
+
+def trickled(first: bytes, data: bytes) -> Talk:
+    """Send `first`, and then byte by byte, so slowly that it takes ages."""
+
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        connection.sendall(first)
+        for number in range(100_000):
+            connection.sendall(data[number % len(data) :][:1])
+            if stopping.wait(0.02):
+                return
+
+    return talk
+
+
+KEXINIT_HEAD = (1500).to_bytes(4, "big") + bytes([10, 20])
+
+
+@pytest.mark.attack(5)
+@pytest.mark.parametrize(
+    ("talk", "said"),
+    [
+        pytest.param(
+            always(b"x" * 65536), "a line of more than 8192 bytes before the SSH version", id="no line end"
+        ),
+        pytest.param(always(b"hello\r\n" * 9999), "no SSH version in 1024 lines", id="no version"),
+        pytest.param(once(b"\xff\xfe\n"), "not UTF-8", id="no text"),
+        pytest.param(
+            once(VERSION + b"\x7f\xff\xff\xf4" * 2), "a packet of more than 35000 bytes", id="long packet"
+        ),
+        pytest.param(
+            once(VERSION + b"\x00\x00\x00\x00" * 2), "a damaged packet .Invalid packet", id="empty packet"
+        ),
+        pytest.param(once(VERSION + b"\x00\x00\x00\x04" * 9), "of unknown kind 0", id="packet of padding"),
+        pytest.param(trickled(b"", b"x"), "did not respond within 1 s", id="slow line"),
+        pytest.param(trickled(b"", b"x\n"), "did not respond within 1 s", id="slow lines"),
+        pytest.param(
+            trickled(VERSION, KEXINIT_HEAD + bytes(100)), "did not respond within 1 s", id="slow packet"
+        ),
+    ],
+)
+def test_server_that_never_gets_to_the_point_is_left(tmp_path: Path, talk: Talk, said: str) -> None:
+    started_s = time.monotonic()
+    with raw_server(talk) as port, pytest.raises(UnreachableError, match=said) as caught:
+        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=1)
+    assert time.monotonic() - started_s < SLOW_S / 2
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+@pytest.mark.attack(5)
+def test_greeting_without_end_takes_no_memory(tmp_path: Path) -> None:
+    accepted: list[int] = []
+
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        num_sent = 0
+        with contextlib.suppress(OSError):
+            while not stopping.is_set():
+                num_sent += connection.send(b"x" * 65536)
+        accepted.append(num_sent)
+
+    with raw_server(talk) as port:
+        project = write_project(tmp_path / "project", [Node("evil", "127.0.0.1", port, "root", tmp_path)], [])
+        ended = run_csdctl(project, "trust")
+    assert ended.code == 4, ended.shown
+    assert "a line of more than 8192 bytes" in ended.shown
+    assert ended.peak_bytes < 250 << 20
+    assert sum(accepted) < MAX_ACCEPTED_BYTES
+
+
+@pytest.mark.attack(10)
+@pytest.mark.parametrize("version", ["SSH-1.0-", "SSH-3.7-"])
+def test_text_of_the_server_is_short_in_messages(tmp_path: Path, version: str) -> None:
+    with (
+        raw_server(once(f"{version}{ESCAPES}{'x' * 8000}\r\n".encode())) as port,
+        pytest.raises(UnreachableError, match="no compatible SSH server") as caught,
+    ):
+        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"])
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+def log_in(server: HostileServer, deadline_s: float = 20.0) -> None:
+    connect(server.node(), [server.known_hosts], connect_deadline_s=deadline_s).close()
+
+
+def flood(*parts: int | bytes | bool, kind: int) -> Callable[[HostileTransport], bool]:
+    def attack(transport: HostileTransport) -> bool:
+        transport.send_endlessly(*parts, kind=kind)
+        return False
+
+    return attack
+
+
+def stay_silent(transport: HostileTransport) -> bool:
+    transport.stopping.wait(SLOW_S)
+    return True
+
+
+def drip(transport: HostileTransport) -> bool:
+    """Send something, again and again, so that it never looks dead."""
+    with contextlib.suppress(*LOST):
+        while not transport.stopping.wait(0.02):
+            transport.send(b"x", kind=2)
+    return True
+
+
+BULK = b"x" * 30_000
+
+
+@pytest.mark.attack(5)
+@pytest.mark.parametrize(
+    ("attack", "said"),
+    [
+        pytest.param(flood(BULK, b"", kind=53), "sends too much that is of no use", id="greetings"),
+        pytest.param(flood(BULK, kind=2), "sends too much that is of no use", id="ignored messages"),
+        pytest.param(flood(True, BULK, b"", kind=4), "sends too much that is of no use", id="debug messages"),
+        pytest.param(flood(b"x" * 36_000, kind=2), "a packet of more than 35000 bytes", id="long messages"),
+        pytest.param(flood(0xFFFFFFFF, kind=7), "more than 64 extensions", id="4 billion extensions"),
+        pytest.param(flood(0, BULK, kind=94), "before the login", id="data"),
+        pytest.param(flood(b"session", 0, 0, 0, kind=90), "before the login", id="channels"),
+        pytest.param(flood(b"x", True, kind=80), "before the login", id="global requests"),
+        pytest.param(flood(b"ssh-userauth", kind=6), "that nobody asked for", id="logins to sign"),
+        pytest.param(
+            flood(b"", b"", b"", 0xFFFFFFFF, kind=60),
+            "accepts none of the offered keys",
+            id="4 billion prompts",
+        ),
+        pytest.param(flood(b"publickey", True, kind=51), "accepts none of the offered keys", id="refusals"),
+        pytest.param(stay_silent, "did not finish authentication within 1 s", id="silence"),
+        pytest.param(drip, "did not finish authentication within 1 s", id="slowness"),
+    ],
+)
+def test_login_ends_whatever_the_server_does(
+    tmp_path: Path, attack: Callable[[HostileTransport], bool], said: str
+) -> None:
+    started_s = time.monotonic()
+    with (
+        hostile_server(tmp_path / "evil", Attack(on_login=attack)) as server,
+        pytest.raises((UnreachableError, AuthenticationError), match=said) as caught,
+    ):
+        log_in(server, deadline_s=1 if "within 1 s" in said else 60)
+    assert time.monotonic() - started_s < SLOW_S / 2
+    assert caught.value.node == "evil"
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+@pytest.mark.attack(5)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(10))
+def test_random_bytes_after_the_version_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def talk(connection: socket.socket, stopping: threading.Event) -> None:
+        packets = [chance.randbytes(chance.choice((1, 20, 200))) for _ in range(50)]
+        content = b"".join((len(packet) + 1).to_bytes(4, "big") + b"\4" + packet for packet in packets)
+        connection.sendall(VERSION + (content if seed % 2 else chance.randbytes(5000)))
+        connection.close()
+
+    with raw_server(talk) as port, pytest.raises(UnreachableError) as caught:
+        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=2)
+    assert len(str(caught.value)) < MAX_MESSAGE_CHARS
+
+
+class _Mutator(HostileTransport):
+    """Damages what it sends, sometimes, before it is encrypted."""
+
+    chance: random.Random
+
+    def _send_message(self, data: paramiko.Message) -> None:
+        content = bytearray(data.asbytes())
+        if self.chance.random() < 0.3:
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+        super()._send_message(paramiko.Message(bytes(content)))
+
+
+@pytest.mark.attack(5)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(30))
+def test_damaged_messages_are_errors_of_the_node(tmp_path: Path, seed: int) -> None:
+    attack = Attack(transport_class=_Mutator, changes={"chance": random.Random(seed)})
+    with hostile_server(tmp_path / "evil", attack) as server:
+        error = run_on_all({"evil": server}, lambda server: log_in(server, 3))["evil"].error
+    assert error is None or error.node == "evil"
+    assert "unexpected" not in str(error)
+    assert len(str(error)) < MAX_MESSAGE_CHARS
+
+
+class _StrictBreaker(HostileTransport):
+    """Sends a message in a key exchange that allows none."""
+
+    def _send_kex_init(self) -> None:
+        super()._send_kex_init()
+        self.send(b"x", kind=2)
+
+
+class _Flooder(HostileTransport):
+    """Never finishes the key exchange."""
+
+    def _send_kex_init(self) -> None:
+        super()._send_kex_init()
+        self.send_endlessly(BULK, kind=2)
+
+
+@pytest.mark.attack(5)
+@pytest.mark.parametrize(
+    ("breaker", "changes", "said"),
+    [
+        pytest.param(_StrictBreaker, {}, "strict-kex mode", id="strict"),
+        pytest.param(
+            _Flooder, {"advertise_strict_kex": False}, "sends too much that is of no use", id="flood"
+        ),
+        pytest.param(None, {"_preferred_compression": ("zlib",)}, "no acceptable compression", id="zlib"),
+        pytest.param(None, {"_preferred_macs": ("hmac-md5",)}, "no acceptable macs", id="md5"),
+        pytest.param(None, {"_preferred_ciphers": ("aes128-cbc",)}, "no acceptable ciphers", id="cbc"),
+    ],
+)
+def test_key_exchange_keeps_to_the_protocol(
+    tmp_path: Path, breaker: type[HostileTransport] | None, changes: dict[str, Any], said: str
+) -> None:
+    attack = Attack(transport_class=breaker, changes=changes)
+    with (
+        hostile_server(tmp_path / "evil", attack) as server,
+        pytest.raises(UnreachableError, match=said),
+    ):
+        log_in(server)
+
+
+def short_rsa_key(prime: int, other: int) -> paramiko.RSAKey:
+    """A key that generators refuse to make."""
+    exponent = 65537
+    secret = pow(exponent, -1, (prime - 1) * (other - 1))
+    numbers = rsa.RSAPrivateNumbers(
+        p=prime,
+        q=other,
+        d=secret,
+        dmp1=secret % (prime - 1),
+        dmq1=secret % (other - 1),
+        iqmp=pow(other, -1, prime),
+        public_numbers=rsa.RSAPublicNumbers(exponent, prime * other),
+    )
+    return paramiko.RSAKey(key=numbers.private_key(unsafe_skip_rsa_key_validation=True))
+
+
+@pytest.mark.attack(5)
+def test_short_rsa_host_keys_are_refused_as_by_openssh(tmp_path: Path) -> None:
+    key = short_rsa_key(2**521 - 1, 2**255 - 19)  # 776 bits: a signature with SHA-512 takes 752 at least
+    with hostile_server(tmp_path / "evil", Attack(host_key=key)) as server:
+        with pytest.raises(HostKeyError, match="RSA with 776 bits, but 1024 are the least"):
+            log_in(server)
+        jumps = make_jump_hosts(KnownHosts())
+        with pytest.raises(HostKeyError, match="1024"):
+            fetch_host_key(server.node(), KnownHosts(), jumps, connect_deadline_s=10)
+
+
+@pytest.mark.attack(5)
+@pytest.mark.parametrize("algorithm", ["ssh-rsa", "ssh-dss"])
+def test_host_keys_of_old_algorithms_are_refused_as_by_openssh(tmp_path: Path, algorithm: str) -> None:
+    key = paramiko.RSAKey.generate(1024)
+    attack = Attack(
+        host_key=key, changes={"_preferred_keys": (algorithm,), "server_key_dict": {algorithm: key}}
+    )
+    with (
+        hostile_server(tmp_path / "evil", attack) as server,
+        pytest.raises(NodeError, match="no acceptable host key"),
+    ):
+        log_in(server)

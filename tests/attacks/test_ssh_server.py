@@ -1,0 +1,339 @@
+"""A node's SSH server attacks after the login: it ignores windows and lengths, and floods the connection.
+
+The node is lost, with a message that says what its server did; the others go on, and memory stays bounded.
+"""
+
+import contextlib
+import random
+import re
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import paramiko
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, JumpHostError, UnreachableError
+from csdctl.fleet.model import Node
+from csdctl.transport.known_hosts import KnownHosts
+from csdctl.transport.orderly import OrderlyTransport
+from csdctl.transport.process import Deadline
+from csdctl.transport.ssh import SshSession, connect
+from csdctl.transport.ssh_connect import make_jump_hosts, open_transport
+from tests.attacks.hostile_ssh import (
+    LOST,
+    USER,
+    Attack,
+    HostileServer,
+    HostileTransport,
+    hostile_server,
+    run_csdctl,
+    write_project,
+)
+from tests.unit.transport.conftest import SshServer, running_server
+from tests.waiting import eventually
+
+MAX_PEAK_BYTES = 250 << 20
+"""csdctl itself takes about 60 MiB."""
+
+MAX_ACCEPTED_BYTES = 64 << 20
+"""What a server gets rid of before it is disconnected, with all buffers of the system between."""
+
+BULK = b"x" * 30_000
+Channel = paramiko.Channel
+OPENS = (b"forwarded-tcpip", b"x11", b"auth-agent@openssh.com", b"session")
+
+
+def endless(*parts: int | bytes | bool, kind: int) -> Callable[[HostileTransport, Channel, str], None]:
+    """An attack that sends one message for ever; -1 stands for the channel."""
+
+    def attack(transport: HostileTransport, channel: Channel, line: str) -> None:
+        filled = [channel.remote_chanid if part == -1 else part for part in parts]
+        transport.send_endlessly(*filled, kind=kind)
+
+    return attack
+
+
+@pytest.fixture
+def honest(tmp_path: Path) -> Iterator[SshServer]:
+    """A second node, which keeps to the protocol."""
+    with running_server(tmp_path / "honest") as server:
+        yield server
+
+
+def open_session(server: HostileServer) -> SshSession:
+    return connect(server.node(), [server.known_hosts])
+
+
+def open_transport_of(server: HostileServer) -> OrderlyTransport:
+    known = KnownHosts.load([server.known_hosts])
+    return open_transport(server.node(), known, Deadline(20), make_jump_hosts(known))
+
+
+def lose(transport: OrderlyTransport, session: SshSession) -> UnreachableError:
+    """Start a command; when the connection is closed, return the error of the next."""
+    with contextlib.suppress(CsdctlError):
+        session.run(["true"], deadline_s=100)
+    assert eventually(lambda: not transport.is_active(), 150)
+    with pytest.raises(UnreachableError) as caught:
+        session.run(["true"])
+    return caught.value
+
+
+def run_beside(honest: SshServer, attack: Attack, directory: Path) -> str:
+    """Let csdctl discover a hostile and an honest node; return what it says about the hostile one."""
+    with hostile_server(directory / "evil", attack) as evil:
+        nodes: list[Node] = [evil.node(), honest.node(name="good", user=USER)]
+        project = write_project(directory / "project", nodes, [evil.known_hosts, honest.known_hosts])
+        ended = run_csdctl(project, "discover")
+    assert ended.code == 3, ended.shown
+    assert "Traceback" not in ended.shown
+    assert "problem: good" not in ended.shown
+    assert ended.peak_bytes < MAX_PEAK_BYTES, ended.shown
+    return next(line for line in ended.stdout.splitlines() if line.startswith("evil: "))
+
+
+@pytest.mark.attack(4)
+@pytest.mark.parametrize("kind", ["output", "errors"])
+def test_data_beyond_the_window_costs_the_connection(tmp_path: Path, honest: SshServer, kind: str) -> None:
+    flood = endless(-1, BULK, kind=94) if kind == "output" else endless(-1, 1, BULK, kind=95)
+    said = run_beside(honest, Attack(on_command=flood), tmp_path)
+    # A server that is slower than csdctl reads never gets ahead of the window.
+    assert "more than the receive window of a channel allows" in said or "did not finish within" in said
+
+
+@pytest.mark.attack(4)
+@pytest.mark.parametrize("kind", [94, 95])
+def test_data_that_nobody_reads_ends_with_the_window(tmp_path: Path, kind: int) -> None:
+    accepted: list[int] = []
+
+    def flood(transport: HostileTransport, channel: Channel, line: str) -> None:
+        head = (channel.remote_chanid,) if kind == 94 else (channel.remote_chanid, 1)
+        accepted.append(transport.send_endlessly(*head, BULK, kind=kind) * len(BULK))
+
+    with hostile_server(tmp_path / "evil", Attack(on_command=flood)) as server:
+        transport = open_transport_of(server)
+        session = SshSession(server.node(), transport)
+        talk = session.converse(["cat"])
+        assert eventually(lambda: not transport.is_active() and accepted, 60)
+        with pytest.raises(UnreachableError, match="more than the receive window"):
+            session.run(["true"])
+        talk.close()
+        session.close()
+    assert accepted[0] < MAX_ACCEPTED_BYTES
+
+
+@pytest.mark.attack(5)
+@pytest.mark.parametrize(
+    ("cipher", "mac"),
+    [
+        ("aes128-gcm@openssh.com", "hmac-sha2-256"),
+        ("aes128-ctr", "hmac-sha2-256-etm@openssh.com"),
+        ("aes128-ctr", "hmac-sha2-256"),
+    ],
+)
+def test_long_packets_are_refused_by_their_length(
+    tmp_path: Path, honest: SshServer, cipher: str, mac: str
+) -> None:
+    accepted: list[int] = []
+
+    def flood(transport: HostileTransport, channel: Channel, line: str) -> None:
+        # Without a MAC over the whole packet, length and block size must fit each other.
+        length = 0x7FFFFFFC if mac == "hmac-sha2-256" and "ctr" in cipher else 0x7FFFFFF0
+        header = transport.encrypted_header(length)
+        accepted.append(transport.send_bytes_endlessly(header, b"x" * 65536))
+
+    algorithms = {"_preferred_ciphers": (cipher,), "_preferred_macs": (mac,)}
+    said = run_beside(honest, Attack(on_command=flood, changes=algorithms), tmp_path)
+    assert "its SSH server sent a packet of more than 262144 bytes" in said
+    assert max(accepted) < MAX_ACCEPTED_BYTES
+
+
+def renegotiate(transport: HostileTransport, channel: Channel, line: str) -> None:
+    with contextlib.suppress(*LOST):
+        while transport.is_active():
+            transport.renegotiate_keys()
+
+
+def change_key(transport: HostileTransport, channel: Channel, line: str) -> None:
+    key = paramiko.ECDSAKey.generate()
+    transport.server_key_dict = dict.fromkeys(transport.server_key_dict, key)
+    with contextlib.suppress(*LOST):
+        transport.renegotiate_keys()
+
+
+def close_and_go_on(transport: HostileTransport, channel: Channel, line: str) -> None:
+    number = channel.remote_chanid
+    transport.send(number, b"exit-status", False, 0, kind=98)
+    transport.send(number, kind=97)
+    transport.send_endlessly(number, BULK, kind=94)
+
+
+NO_USE = "sends too much that is of no use"
+VIOLATIONS = {
+    "data of an unknown type": (endless(-1, 7, BULK, kind=95), "receive window"),
+    "data shorter than it claims": (endless(-1, 0xFFFFF, kind=94), "receive window"),
+    "data for an unknown channel": (endless(77, b"x", kind=94), "for a channel that does not exist"),
+    "the end of an unknown channel": (endless(77, kind=97), "for a channel that does not exist"),
+    "data for a closed channel": (close_and_go_on, NO_USE),
+    "empty data": (endless(-1, b"", kind=94), NO_USE),
+    "windows beyond 2^32": (endless(-1, 0xFFFFFFFF, kind=93), r"beyond 2\^32 - 1 bytes"),
+    "windows of nothing": (endless(-1, 0, kind=93), NO_USE),
+    "ignored messages": (endless(BULK, kind=2), NO_USE),
+    "debug messages": (endless(True, BULK, b"en", kind=4), NO_USE),
+    "greetings": (endless(BULK, b"", kind=53), NO_USE),
+    "global requests": (endless(b"more@example.org", True, BULK, kind=80), NO_USE),
+    "requests of the channel": (endless(-1, b"shell", True, BULK, kind=98), NO_USE),
+    "exit codes": (endless(-1, b"exit-status", False, 0xFFFFFFFF, kind=98), NO_USE),
+    "repeated confirmations": (endless(-1, 0, 0xFFFFFFFF, 0xFFFFFFFF, kind=91), NO_USE),
+    "channels": (endless(b"forwarded-tcpip", 1, 0xFFFFFFFF, 0, BULK, 22, b"", 0, kind=90), NO_USE),
+    "4 billion extensions": (endless(0xFFFFFFFF, kind=7), "a list of more than 64 extensions"),
+    "logins to sign": (endless(b"ssh-userauth", kind=6), "that nobody asked for"),
+    "an unknown message": (endless(kind=200), "of unknown kind 200"),
+    "a long key exchange": (endless(b"x" * 40_000, kind=20), "more than 35000 bytes in a message of a key"),
+    "key exchanges": (renegotiate, NO_USE),
+    "another host key": (change_key, "has changed its host key"),
+}
+
+
+@pytest.mark.attack(4)
+@pytest.mark.parametrize("name", VIOLATIONS)
+def test_server_that_breaks_the_protocol_is_disconnected(tmp_path: Path, name: str) -> None:
+    attack, violation = VIOLATIONS[name]
+    with hostile_server(tmp_path / "evil", Attack(on_command=attack)) as server:
+        transport = open_transport_of(server)
+        session = SshSession(server.node(), transport)
+        error = lose(transport, session)
+        session.close()
+    assert re.search(f"because its SSH server .*{violation}", error.message), error
+    assert error.node == "evil"
+
+
+@pytest.mark.attack(4)
+def test_channels_that_the_server_opens_are_all_refused(tmp_path: Path) -> None:
+    refused: list[int] = []
+    done = threading.Event()
+
+    def open_some(transport: HostileTransport, channel: Channel, line: str) -> None:
+        def note(message: paramiko.Message) -> None:
+            refused.append(message.get_int())
+            if len(refused) == 1000 * len(OPENS):
+                done.set()
+
+        transport._handler_table[92] = note  # CHANNEL_OPEN_FAILURE
+        for number in range(1000):
+            for name in OPENS:
+                transport.send(name, number, 1 << 20, 1 << 15, b"127.0.0.1", 22, b"127.0.0.1", 22, kind=90)
+
+    with hostile_server(tmp_path / "evil", Attack(on_command=open_some)) as server:
+        session = open_session(server)
+        talk = session.converse(["cat"])
+        assert done.wait(60)
+        assert sorted(refused) == sorted([*range(1000)] * len(OPENS))
+        talk.close()
+        session.close()
+
+
+@pytest.mark.attack(4)
+@pytest.mark.parametrize("window", [0, 1, 0xFFFFFFFF])
+@pytest.mark.parametrize("packet", [0, 0xFFFFFFFF])
+def test_absurd_windows_and_packet_sizes_of_the_server_are_harmless(
+    tmp_path: Path, window: int, packet: int
+) -> None:
+    received: list[int] = []
+
+    def swallow(transport: HostileTransport, channel: Channel, line: str) -> None:
+        with contextlib.suppress(*LOST):
+            while data := channel.recv(1 << 20):
+                received.append(len(data))
+
+    sizes = {"default_window_size": window, "default_max_packet_size": packet}
+    with hostile_server(tmp_path / "evil", Attack(on_command=swallow, changes=sizes)) as server:
+        session = open_session(server)
+        with pytest.raises(CsdctlError):
+            session.run(["cat"], stdin=bytes(3_000_000), deadline_s=2)
+        session.close()
+    assert sum(received) <= 3_000_000
+
+
+@pytest.mark.attack(4)
+def test_errors_without_end_do_not_outlast_the_deadline(tmp_path: Path) -> None:
+    def print_errors(transport: HostileTransport, channel: Channel, line: str) -> None:
+        with contextlib.suppress(*LOST):
+            while not transport.stopping.is_set():
+                channel.sendall_stderr(b"x" * 32_000)
+
+    with hostile_server(tmp_path / "evil", Attack(on_command=print_errors)) as server:
+        session = open_session(server)
+        with pytest.raises(DeadlineError):
+            session.run(["true"], deadline_s=1)
+        session.close()
+
+
+@pytest.mark.attack(4)
+def test_server_that_stops_reading_does_not_hold_the_command(tmp_path: Path) -> None:
+    def stop(transport: HostileTransport, channel: Channel, line: str) -> None:
+        transport.packetizer.read_message = transport.stopping.wait
+
+    windows = {"default_window_size": 0xFFFFFFFF}
+    with hostile_server(tmp_path / "evil", Attack(on_command=stop, changes=windows)) as server:
+        session = open_session(server)
+        with pytest.raises(DeadlineError):
+            session.run(["cat"], stdin=bytes(60_000_000), deadline_s=1)
+        session.close()
+
+
+@pytest.mark.attack(4)
+def test_key_exchange_that_never_ends_costs_the_connection(tmp_path: Path) -> None:
+    def stall(transport: HostileTransport, channel: Channel, line: str) -> None:
+        transport.packetizer.read_message = transport.stopping.wait
+        transport._send_kex_init()
+
+    with hostile_server(tmp_path / "evil", Attack(on_command=stall)) as server:
+        transport = open_transport_of(server)
+        transport.clear_to_send_timeout = 0.5
+        session = SshSession(server.node(), transport)
+        with pytest.raises(CsdctlError):
+            session.run(["true"], deadline_s=1)
+        with pytest.raises(UnreachableError, match="did not finish a key exchange"):
+            session.run(["true"], deadline_s=1)
+        session.close()
+
+
+@pytest.mark.attack(4)
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("seed", range(25))
+def test_random_messages_are_errors_of_the_node_and_nothing_else(tmp_path: Path, seed: int) -> None:
+    chance = random.Random(seed)
+
+    def babble(transport: HostileTransport, channel: Channel, line: str) -> None:
+        with contextlib.suppress(*LOST):
+            for _ in range(200):
+                content = chance.randbytes(chance.choice((0, 1, 4, 40, 4000)))
+                head = channel.remote_chanid.to_bytes(4, "big") if chance.random() < 0.5 else b""
+                message = paramiko.Message()
+                message.add_bytes(bytes([chance.choice((chance.randrange(256), chance.randrange(90, 101)))]))
+                message.add_bytes(head + content)
+                transport.packetizer.send_message(message)
+            transport.close()
+
+    with hostile_server(tmp_path / "evil", Attack(on_command=babble)) as server:
+        session = open_session(server)
+        with pytest.raises(CsdctlError) as caught:
+            session.run(["true"], stdin=b"x" * 1000, deadline_s=30)
+        assert caught.value.node == "evil"
+        assert len(str(caught.value)) < 2000
+        session.close()
+
+
+@pytest.mark.attack(4)
+def test_jump_host_that_breaks_the_protocol_is_named(tmp_path: Path) -> None:
+    def flood(transport: HostileTransport) -> None:
+        transport.send_endlessly(BULK, kind=2)
+
+    with hostile_server(tmp_path / "evil", Attack(on_channel=flood)) as server:
+        node = Node("behind", "127.0.0.1", 22, USER, server.key, jump=server.node())
+        said = "jump host evil was lost .its SSH server sends too much"
+        with pytest.raises(JumpHostError, match=said) as caught:
+            connect(node, [server.known_hosts], connect_deadline_s=60)
+    assert caught.value.node == "behind"

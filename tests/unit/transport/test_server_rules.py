@@ -1,0 +1,117 @@
+"""What a server may send: what honest servers send is never refused."""
+
+import socket
+from dataclasses import dataclass, field
+
+import paramiko
+import pytest
+
+from csdctl.transport.packets import GreedyPacketizer, ProtocolError
+from csdctl.transport.server_rules import MAX_IDLE_COST, Kind, ServerRules
+
+
+@dataclass
+class Connection:
+    """A connection with one open channel, 3, and one that was closed, 4."""
+
+    packetizer: GreedyPacketizer = field(default_factory=lambda: GreedyPacketizer(socket.socket()))
+    channels_seen: dict[int, bool] = field(default_factory=lambda: {3: True, 4: True})
+    num_logins_requested: int = 1
+    has_logged_in: bool = True
+
+    def is_authenticated(self) -> bool:
+        return self.has_logged_in
+
+    def has_channel(self, number: int) -> bool:
+        return number == 3
+
+
+def message(*numbers: int, data: bytes | None = None) -> paramiko.Message:
+    """A message as it arrives: positioned at its beginning."""
+    built = paramiko.Message()
+    for number in numbers:
+        built.add_int(number)
+    if data is not None:
+        built.add_string(data)
+    return paramiko.Message(built.asbytes())
+
+
+def send_too_many(rules: ServerRules, kind: int, content: paramiko.Message) -> None:
+    for _ in range(2 * int(MAX_IDLE_COST)):
+        rules.check(kind, content)
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (Kind.DATA, message(3, data=b"x")),
+        (Kind.EXTENDED_DATA, message(3, 1, data=b"x")),
+        (Kind.WINDOW_ADJUST, message(3, 8192)),
+    ],
+)
+def test_data_of_a_command_is_free(kind: Kind, content: paramiko.Message) -> None:
+    send_too_many(ServerRules(Connection()), kind, content)
+    assert content.get_int() == 3  # it can still be read
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (Kind.DATA, message(3, data=b"")),
+        (Kind.DATA, message(4, data=b"x")),
+        (Kind.WINDOW_ADJUST, message(3, 1)),
+        (Kind.CLOSE, message(4)),
+        (2, message(data=b"x")),
+    ],
+)
+def test_messages_of_no_use_are_counted(kind: int, content: paramiko.Message) -> None:
+    rules = ServerRules(Connection())
+    with pytest.raises(ProtocolError, match="of no use"):
+        send_too_many(rules, kind, content)
+
+
+def test_window_of_data_for_a_channel_that_was_just_closed_is_accepted() -> None:
+    rules = ServerRules(Connection())
+    for _ in range((2 << 20) // 64):
+        rules.check(Kind.DATA, message(4, data=bytes(64)))
+
+
+def test_keepalives_and_notices_of_a_long_run_are_accepted() -> None:
+    rules = ServerRules(Connection())
+    for _ in range(50_000):
+        rules.check(80, message(data=b"keepalive@openssh.com"))
+
+
+def test_key_exchanges_are_paid_for_by_data() -> None:
+    rules = ServerRules(Connection())
+    for _ in range(2000):
+        rules.check(Kind.KEXINIT, message(data=bytes(1000)))
+        for _ in range(32):
+            rules.check(Kind.DATA, message(3, data=bytes(8192)))
+
+
+def test_key_exchanges_without_data_are_counted() -> None:
+    with pytest.raises(ProtocolError, match="of no use"):
+        send_too_many(ServerRules(Connection()), Kind.KEXINIT, message(data=bytes(1000)))
+
+
+def test_each_login_is_signed_once() -> None:
+    rules = ServerRules(Connection(has_logged_in=False))
+    rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
+    with pytest.raises(ProtocolError, match="that nobody asked for"):
+        rules.check(Kind.SERVICE_ACCEPT, message(data=b"ssh-userauth"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [(Kind.DATA, message(3, data=b"x")), (Kind.OPEN, message(data=b"x11")), (80, message(data=b"x"))],
+)
+def test_commands_come_after_the_login(kind: int, content: paramiko.Message) -> None:
+    with pytest.raises(ProtocolError, match="before the login"):
+        ServerRules(Connection(has_logged_in=False)).check(kind, content)
+
+
+@pytest.mark.parametrize("kind", range(91, 101))
+def test_channels_must_exist(kind: int) -> None:
+    with pytest.raises(ProtocolError, match="for a channel that does not exist"):
+        ServerRules(Connection()).check(kind, message(5, 0, 0, 0))
