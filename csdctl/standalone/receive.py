@@ -612,7 +612,9 @@ def main() -> int:
         return 1
     except OSError as error:
         path = error.filename if isinstance(error.filename, bytes) else b""
-        respond(failed="system", errno=error.errno, words=error.strerror or str(error), path=printable(path))
+        respond(
+            failed="system", errno=error.errno or 0, words=error.strerror or str(error), path=printable(path)
+        )
         return 1
     return 0
 

@@ -93,7 +93,7 @@ class TestFiles:
 
     def test_invalid_response_is_an_error_of_the_node(self, host: Path) -> None:
         session = FakeSession("csd4").on("sh", stdout="Welcome!\n")
-        with pytest.raises(RemoteCommandError, match="invalid response 'Welcome!'"):
+        with pytest.raises(RemoteCommandError, match="received 'Welcome!', expected a JSON object"):
             send(session, store_bytes(b"x", "", host))
 
     def test_python3_is_used_where_the_nodes_python_is_missing(self, node: Machine, host: Path) -> None:

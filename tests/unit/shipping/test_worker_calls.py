@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
-from csdctl.shipping.worker_calls import build_worker_command, run_worker, watch_worker
+from csdctl.shipping.worker_calls import WorkPatience, build_worker_command, run_worker, watch_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
@@ -114,7 +114,7 @@ class TestWatching:
                 DatasetInfo,
                 news.append,
                 doing="preparing data",
-                silence_deadline_s=deadline_s,
+                patience=WorkPatience(silence_s=deadline_s),
             )
         return info, news
 
