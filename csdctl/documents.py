@@ -108,7 +108,7 @@ def save_bytes(path: Path, content: bytes) -> None:
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[BinaryIO]:
     """Yield a temporary file, synced and renamed to `path` on exit; after an error `path` is unchanged."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(path.parent)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -121,19 +121,25 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def make_directory(directory: Path) -> None:
+    """Create `directory` and its missing parents, for this user alone, whatever the umask is."""
+    if not directory.is_dir():
+        make_directory(directory.parent)
+        directory.mkdir(mode=0o700, exist_ok=True)
+
+
 @contextlib.contextmanager
 def build_atomically(directory: Path) -> Iterator[Path]:
     """Yield an empty directory whose files are synced and which replaces `directory` on exit.
 
     After an error `directory` is unchanged.
     """
-    directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(directory.parent)
     temporary = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}."))
     try:
         yield temporary
         for file in temporary.rglob("*"):
             _sync(file)
-        temporary.chmod(0o755)  # mkdtemp creates it with mode 0700
         shutil.rmtree(directory, ignore_errors=True)
         temporary.rename(directory)
     finally:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import load_json, make_directory, save_json
 from csdctl.errors import InputError
+from csdctl.runs.private import STATE_DIRECTORY
 from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 
@@ -25,7 +26,7 @@ class ProjectDirectory:
     @property
     def state(self) -> Path:
         """The directory of all files that csdctl writes."""
-        return self.root / ".csdctl"
+        return self.root / STATE_DIRECTORY
 
     @property
     def known_hosts(self) -> Path:
@@ -190,7 +191,7 @@ class RunDirectory:
 
 def _new_directory(parent: Path) -> RunDirectory:
     run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
-    run.logs.mkdir(parents=True)
+    make_directory(run.logs)
     return run
 
 
@@ -198,7 +199,8 @@ class EventLog:
     """Appends events to events.jsonl, one per line."""
 
     def __init__(self, run: RunDirectory) -> None:
-        self._file = run.events.open("a", encoding="utf-8")
+        handle = os.open(run.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(handle, "a", encoding="utf-8")
 
     def append(self, time_s: float, event: Event) -> None:
         """Write one event; `time_s` is Unix time."""

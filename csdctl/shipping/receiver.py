@@ -40,7 +40,7 @@ _PARSING = threading.Lock()
 
 
 def receiver_source() -> str:
-    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 6 kB."""
+    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 7 kB."""
     with _PARSING:
         return _pack_source()
 
@@ -54,6 +54,7 @@ def _pack_source() -> str:
             assert node.end_lineno
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             lines[node.lineno - 1] = " " * node.col_offset + "pass" if node.col_offset else ""
-    code = "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    code = "\n".join(" " * ((len(line) - len(line.lstrip())) // 4) + line.lstrip() for line in kept)
     packed = base64.b85encode(zlib.compress(code.encode(), 9)).decode()
     return f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'

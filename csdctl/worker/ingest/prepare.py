@@ -12,6 +12,7 @@ from pathlib import Path
 
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
+from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, is_open_to_change, make_store, set_access
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
     IngestRecord,
@@ -47,9 +48,11 @@ def prepare(
     source_format = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
-    description = target / "dataset.json"
-    if description.exists():
-        return from_json(DatasetInfo, description.read_text())
+    with convert_write_errors():
+        make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
+    if prepared := _find_prepared(target):
+        set_access(target, tree, is_shared=spec.is_shared)
+        return prepared
     if source_format == "npy":
         samples, labels = open_npy_pair(tree.root, spec)
         if samples.ndim != 3:
@@ -58,13 +61,14 @@ def prepare(
     directory = _partial_directory(tree, spec)
     partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
     try:
-        if description.exists():  # the process that held the lock has prepared it
+        if prepared := _find_prepared(target):  # the process that held the lock has prepared it
             partial.discard()
-            return from_json(DatasetInfo, description.read_text())
+            return prepared
         _check_free_space(source, partial.record, spec.store)
         _fill(partial, source, limits, on_progress)
         info = _describe(partial.record, source.class_names, source.files_of_class, spec, str(target))
         partial.finish(target, to_json(info))
+        set_access(target, tree, is_shared=spec.is_shared)
     except WorkerError:
         partial.discard()
         raise
@@ -72,6 +76,14 @@ def prepare(
         partial.close()
         raise
     return info
+
+
+def _find_prepared(target: Path) -> DatasetInfo | None:
+    """Return the description of a data set that was prepared before, and that no other user could change."""
+    description = target / "dataset.json"
+    if not description.exists() or is_open_to_change(target):
+        return None
+    return from_json(DatasetInfo, description.read_text())
 
 
 def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
@@ -92,10 +104,11 @@ def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, 
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir(mode=PRIVATE_DIRECTORY)
         save_atomically(aside / "dataset.json", to_json(info))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
+        set_access(target, tree, is_shared=spec.is_shared)
     return info
 
 

@@ -71,6 +71,8 @@ class PrepareSpec:
     """FILE.py:NAME of the user's function that reads `source`; '' if csdctl reads it."""
     is_private: bool = False
     """If True, errors of the user's function are reported by type only."""
+    is_shared: bool = False
+    """If True, `store` is on a shared file system, for whoever may read all of `source`."""
 
 
 @dataclass(frozen=True)

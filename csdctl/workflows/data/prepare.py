@@ -255,6 +255,7 @@ class _Preparing:
             store=store,
             function=_stored_name(stored, function),
             names_classes=name == "public",
+            is_shared=store != DATA_STORE,
         )
         return self._prepare(name, sessions[HOST_NAME], spec)
 

@@ -58,7 +58,7 @@ class TestFiles:
             pytest.param(lambda path: path.write_bytes(b"cont"), id="cut short"),
             pytest.param(lambda path: path.write_bytes(b""), id="empty"),
             pytest.param(lambda path: path.unlink(), id="gone"),
-            pytest.param(lambda path: path.chmod(0o600), id="other permissions"),
+            pytest.param(lambda path: path.chmod(0o644), id="other permissions"),
             pytest.param(lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), id="a link"),
         ],
     )
