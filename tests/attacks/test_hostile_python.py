@@ -26,7 +26,8 @@ import keras
 
 
 def build():
-    return keras.Sequential([keras.Input((4, 4, 1)), keras.layers.Flatten(), keras.layers.Dense(3)])
+    output = keras.layers.Dense(3, activation="softmax")
+    return keras.Sequential([keras.Input((4, 4, 1)), keras.layers.Flatten(), output])
 """
 # What csdctl asks for is known from the text of the program that it sends.
 PYTHON = """\
