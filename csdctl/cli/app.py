@@ -1,6 +1,7 @@
 """The command tree, and the one place where an error becomes a message and an exit code."""
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from csdctl import __version__
 from csdctl.cli.lazy import CommandTable, lazy_group
 from csdctl.cli.streams import VERBOSE, Streams, protect_standard_streams
 from csdctl.errors import CsdctlError, ExitCode
+from csdctl.runs.private import STATE_DIRECTORY, check_private
 
 COMMANDS: CommandTable = {
     "The fleet": {
@@ -73,6 +75,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPER
 
 def main() -> None:
     """Run csdctl with the arguments of this process, and exit with its exit code."""
+    os.umask(0o077)  # whatever csdctl writes is for this user alone
     signal.signal(signal.SIGTERM, _interrupt)
     protect_standard_streams()
     sys.exit(run_command(sys.argv[1:], Streams()))
@@ -81,6 +84,7 @@ def main() -> None:
 def run_command(arguments: Sequence[str], streams: Streams) -> int:
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
+        check_private(streams.directory / STATE_DIRECTORY)
         code = app([argument for argument in arguments if argument not in VERBOSE], standalone_mode=False)
     except CsdctlError as error:
         _show_error(streams, error)

@@ -7,6 +7,7 @@ lost or a server was killed, the marker in the environment and the names of cont
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -125,9 +126,10 @@ def _remove_directory(paths: FleetPaths) -> None:
 
 
 def _remove_short_tmp(paths: FleetPaths) -> None:
-    """Remove the short TMPDIRs at the target of the link, and at the default path if the link is lost."""
+    """Remove the short TMPDIRs: the target of the link, and those with the fleet's name if it is lost."""
     linked = [paths.short_tmp.readlink()] if paths.short_tmp.is_symlink() else []
-    for path in {*linked, paths.default_short_tmp}:
+    named = Path(tempfile.gettempdir()).glob(f"{paths.short_tmp_prefix}*")
+    for path in {*linked, *named}:
         if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid():
             _remove_tree(path)
 

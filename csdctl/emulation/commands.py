@@ -21,6 +21,8 @@ GRACE_S = 1.0
 """From SIGTERM to SIGKILL for a command after its client has disconnected."""
 CHECK_INTERVAL_S = 1.0
 CHUNK_BYTES = 1 << 16
+LOGIN_UMASK = 0o022
+"""What a login usually has: a node does not inherit the stricter one of `csdctl emulate up`."""
 
 
 class Commands:
@@ -59,6 +61,7 @@ class Commands:
             bufsize=0,
             cwd=self._home,
             env=self._environment,
+            umask=LOGIN_UMASK,
             start_new_session=True,
         )
 

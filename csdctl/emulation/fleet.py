@@ -13,13 +13,14 @@ import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import csdctl
-from csdctl.documents import load_json, save_text
+from csdctl.documents import load_json, make_directory, save_bytes, save_text
 from csdctl.emulation.cleanup import StoppedFleet, remove_fleet
 from csdctl.emulation.fleet_file import check_may_write, save_fleet_file
 from csdctl.emulation.known_hosts import add_host_keys
@@ -163,29 +164,28 @@ def _create_nodes(paths: FleetPaths, state: FleetState) -> None:
 
     def create_key(path: Path) -> None:
         key = asyncssh.generate_private_key("ssh-ed25519")
-        path.touch(mode=0o600)
-        path.write_bytes(key.export_private_key())
-        path.with_name(f"{path.name}.pub").write_bytes(key.export_public_key())
+        save_bytes(path, key.export_private_key())
+        save_bytes(path.with_name(f"{path.name}.pub"), key.export_public_key())
 
     create_key(paths.key)
     short = _create_short_tmp(paths)
     for name in state.node_names:
         node = paths.node(name)
-        node.private.mkdir(parents=True)
+        make_directory(node.private)
         create_key(node.host_key)
         if short is None:
-            node.tmp.mkdir()
+            node.tmp.mkdir(mode=0o700)
         else:
-            (short / name).mkdir()
+            (short / name).mkdir(mode=0o700)
             node.tmp.symlink_to(short / name)
 
 
 def _create_short_tmp(paths: FleetPaths) -> Path | None:
     if len(str(paths.node("csd0").tmp)) <= MAX_NODE_PATH_LENGTH:
         return None
-    paths.short_tmp.symlink_to(paths.default_short_tmp)
-    paths.default_short_tmp.mkdir(mode=0o700)  # fails if it exists, so that no other user can prepare it
-    return paths.default_short_tmp
+    short = Path(tempfile.mkdtemp(prefix=paths.short_tmp_prefix))
+    paths.short_tmp.symlink_to(short)
+    return short
 
 
 def _launch(paths: FleetPaths) -> dict[str, int]:
@@ -255,7 +255,7 @@ def _user() -> str:
 @contextlib.contextmanager
 def _locked(paths: FleetPaths) -> Iterator[None]:
     """Serialize `up` and `down`: a lock on the parent directory, which leaves no file."""
-    paths.directory.parent.mkdir(parents=True, exist_ok=True)
+    make_directory(paths.directory.parent)
     handle = os.open(paths.directory.parent, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -5,7 +5,6 @@ marker in the environment of its processes and by the names of its control group
 """
 
 import hashlib
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ class FleetPaths:
         self.default_fleet = self.directory / "fleet.yaml"
         self.short_tmp = self.directory / "tmp"
         """A link to the short directory for the nodes' TMPDIRs, if one is needed."""
-        self.default_short_tmp = Path(tempfile.gettempdir(), f"csdctl-{self.fleet_id[:6]}")
+        self.short_tmp_prefix = f"csdctl-{self.fleet_id}-"
+        """The name of that directory begins with this; the rest is random, so that nobody can take it."""
         self.known_hosts = self.directory.parent / "known_hosts"
 
     @property

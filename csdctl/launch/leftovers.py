@@ -3,16 +3,18 @@
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
-from csdctl.errors import RemoteCommandError
-from csdctl.launch.machine_lock import MachineLockedError, is_gone
+from csdctl.launch.machine_lock import MachineLockedError, is_gone, read_holder
+from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all
 from csdctl.transport.session import Session
 from csdctl.transport.standalone import build_program_command
 
 CLEAN_DEADLINE_S = 120.0
 END_DEADLINE_S = 30.0
+MAX_FOUND = 100_000
+"""Processes or paths of one machine; the transport cuts a longer answer anyway."""
+
 _DOING = "looking for leftovers"
 
 
@@ -51,14 +53,18 @@ def clean_machine(
 
     Raises MachineLockedError where another csdctl is running, RemoteCommandError when the program fails.
     """
-    response = _run_cleanup(session, python, options, deadline_s)
-    holder = response["holder"]
+    answer = _run_cleanup(session, python, options, deadline_s)
+    holder = answer.part_or_none("holder")
     if holder is not None and not options.is_forced:
-        if not is_gone(holder):
-            raise MachineLockedError(session.name, holder)
-        response = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
-    runs = dict.fromkeys(process["run"] for process in response["processes"] if process["run"])
-    return Leftovers(len(response["processes"]), tuple(runs), tuple(response["paths"]), response["num_bytes"])
+        described = read_holder(holder.content)
+        if not is_gone(described):
+            raise MachineLockedError(session.name, described)
+        answer = _run_cleanup(session, python, replace(options, is_forced=True), deadline_s)
+    runs = [process.text("run") for process in answer.objects("processes", MAX_FOUND)]
+    paths = answer.texts("paths", MAX_FOUND)
+    return Leftovers(
+        len(runs), tuple(filter(None, dict.fromkeys(runs))), tuple(paths), answer.number("num_bytes")
+    )
 
 
 def end_run(run_id: str, sessions: Mapping[str, Session], pythons: Mapping[str, str]) -> list[str]:
@@ -80,13 +86,8 @@ def end_rank(run_id: str, session: Session, python: str) -> None:
     clean_machine(session, python, options, deadline_s=END_DEADLINE_S)
 
 
-def _run_cleanup(session: Session, python: str, options: CleanupOptions, deadline_s: float) -> dict[str, Any]:
+def _run_cleanup(session: Session, python: str, options: CleanupOptions, deadline_s: float) -> Answer:
     request = json.dumps(asdict(options)).encode() + b"\n"
     done = session.run(build_program_command(python, "leftovers"), stdin=request, deadline_s=deadline_s)
     done.check(session.name, doing=_DOING)
-    try:
-        return dict(json.loads(done.output))
-    except ValueError:
-        raise RemoteCommandError(
-            f"{_DOING} gave an unreadable response: {done.output[:80]!r}", node=session.name
-        ) from None
+    return Answer.parse(done.output, session.name, _DOING)

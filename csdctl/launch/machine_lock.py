@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,11 @@ from csdctl.transport.session import Conversation, Session
 from csdctl.transport.standalone import build_program_command
 
 RESPONSE_DEADLINE_S = 30.0
+_DOING = "locking the machine"
+_TEXTS = ("command", "host", "machine", "boot", "started", "directory", "since")
+_PIDS = ("pid", "holding_pid")
+_MAX_TEXT = 200
+_PID_RANGE = range(2, 1 << 22)
 _STARTTIME = 19
 """Index of starttime in /proc/PID/stat, counted from the state."""
 
@@ -118,27 +123,49 @@ def is_gone(holder: Holder) -> bool:
     return isinstance(pid, int) and _start_time(pid) != holder.get("started")
 
 
+def read_holder(content: object) -> Holder:
+    """Return the known parts of a holder's description that a machine sent; {} without any.
+
+    A description is input: a value of another type, or a process id that cannot be one, is left out.
+    """
+    if not isinstance(content, dict):
+        return {}
+    texts = {key: content[key][:_MAX_TEXT] for key in _TEXTS if isinstance(content.get(key), str)}
+    pids = {
+        key: content[key] for key in _PIDS if type(content.get(key)) is int and content[key] in _PID_RANGE
+    }
+    return {**texts, **pids}
+
+
 def _lock(session: Session, python: str, this_process: Holder) -> Conversation:
     try:
         return _request_lock(session, python, this_process)
     except MachineLockedError as error:
-        if not is_gone(error.holder):
+        holding_pid = error.holder.get("holding_pid")
+        if not is_gone(error.holder) or holding_pid is None:
             raise
-        session.run(["kill", "-KILL", str(error.holder["holding_pid"])], deadline_s=RESPONSE_DEADLINE_S)
-        return _request_lock(session, python, this_process)
+        return _request_lock(session, python, this_process, [str(holding_pid)])
 
 
-def _request_lock(session: Session, python: str, this_process: Holder) -> Conversation:
-    conversation = session.converse(build_program_command(python, "lock"))
+def _request_lock(
+    session: Session, python: str, this_process: Holder, arguments: Sequence[str] = ()
+) -> Conversation:
+    conversation = session.converse(build_program_command(python, "lock", arguments))
     try:
         conversation.send_line(json.dumps(this_process))
         response, _, rest = conversation.read_line(deadline_s=RESPONSE_DEADLINE_S).partition(" ")
         if response == "mine":
             return conversation
+        if response != "held":
+            raise RemoteCommandError(
+                f"{_DOING}: received {response[:80]!r}, expected `mine` or `held`",
+                node=session.name,
+                remedy="check its Python, and what the start-up files of its shell print",
+            )
         raise MachineLockedError(session.name, _parse_holder(rest))
     except EOFError:
-        conversation.wait(deadline_s=RESPONSE_DEADLINE_S).check(session.name, doing="locking the machine")
-        raise RemoteCommandError("locking the machine gave no response", node=session.name) from None
+        conversation.wait(deadline_s=RESPONSE_DEADLINE_S).check(session.name, doing=_DOING)
+        raise RemoteCommandError(f"{_DOING} gave no response", node=session.name) from None
     except CsdctlError:
         conversation.close()
         raise
@@ -146,10 +173,8 @@ def _request_lock(session: Session, python: str, this_process: Holder) -> Conver
 
 def _parse_holder(text: str) -> Holder:
     """Return the content of the lock file; {} while its owner is still writing it."""
-    with contextlib.suppress(ValueError):
-        holder = json.loads(text)
-        if isinstance(holder, dict):
-            return holder
+    with contextlib.suppress(ValueError, RecursionError):
+        return read_holder(json.loads(text))
     return {}
 
 

@@ -10,13 +10,18 @@ from csdctl.probes.machine import NUM_CLOCK_TRIPS, PROBES, measure_clock_trip, p
 from csdctl.probes.probe import MAX_NOTE, FactProbe, FactValues, build_command, build_known, parse_outputs
 from csdctl.transport.session import Session
 
-# Free space alone does not reveal quotas, read-only file systems and missing permissions.
+# Free space alone does not reveal quotas, read-only file systems and missing permissions. Other users may
+# write to TMPDIR: in a new directory with a random name, nothing is written through a link of theirs.
 _PLACES_SCRIPT = """\
 for place in "$PWD" "${TMPDIR:-/tmp}"; do
   echo "place $place"
-  file=$place/.csdctl-doctor-$$
-  error=$( { printf '%4096s' x >"$file"; } 2>&1 ) || echo "refused ${error:-cannot be written}"
-  rm -f "$file"
+  umask 077
+  if aside=$(mktemp -d "$place/.csdctl-doctor-XXXXXXXX" 2>&1); then
+    error=$( { printf '%4096s' x >"$aside/file"; } 2>&1 ) || echo "refused ${error:-cannot be written}"
+    rm -rf "$aside"
+  else
+    echo "refused ${aside:-cannot be written}"
+  fi
   df -Pk "$place" | sed -n '2s/^/space /p'
   df -Pi "$place" | sed -n '2s/^/inodes /p'
 done"""

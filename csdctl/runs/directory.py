@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from csdctl.documents import check_values, load_json, save_json
+from csdctl.documents import check_values, load_json, make_directory, save_json
 from csdctl.errors import InputError
 from csdctl.runs.capped_log import CappedLog
 from csdctl.runs.manifest import Manifest, check_links
+from csdctl.runs.private import STATE_DIRECTORY
 from csdctl.runs.step_file import private_memory
 from csdctl.runs.stored_events import StoredEvents
 from csdctl.worker.protocol.events import Event, Progress, WaitingFor, event_to_line
@@ -29,7 +30,7 @@ class ProjectDirectory:
     @property
     def state(self) -> Path:
         """The directory of all files that csdctl writes."""
-        return self.root / ".csdctl"
+        return self.root / STATE_DIRECTORY
 
     @property
     def known_hosts(self) -> Path:
@@ -184,7 +185,7 @@ class RunDirectory:
 
 def _new_directory(parent: Path) -> RunDirectory:
     run = RunDirectory(parent / f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}")
-    run.logs.mkdir(parents=True)
+    make_directory(run.logs)
     return run
 
 
@@ -202,7 +203,8 @@ class EventLog:
 
     def __init__(self, run: RunDirectory, max_bytes: int = MAX_EVENTS_BYTES) -> None:
         self._run, self._max_bytes = run, max_bytes
-        self._file = run.events.open("a", encoding="utf-8")
+        handle = os.open(run.events, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.fdopen(handle, "a", encoding="utf-8")
         self._num_bytes = self._file.tell()
         self._limited: set[int] = set()
         """Ranks whose frequent events are no longer stored."""

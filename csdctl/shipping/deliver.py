@@ -4,22 +4,31 @@ If nothing is missing, this takes one round trip. The other end is `standalone/r
 """
 
 import errno
-import json
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
-from csdctl.errors import CsdctlError, InputError, NodeError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
 from csdctl.shipping.chunks import CHUNK_BYTES, SharedChunks, changed
 from csdctl.shipping.parcel import Parcel, StoreObject
 from csdctl.shipping.receiver import build_receiver_command
+from csdctl.shipping.receiver_answers import (
+    Damaged,
+    Done,
+    ManifestWanted,
+    Missing,
+    ReceiverAnswer,
+    ReceiverAnswers,
+    Refused,
+    SystemFailure,
+)
+from csdctl.transport.answer import Answer
+from csdctl.transport.process import Deadline
 from csdctl.transport.session import Conversation, Session
 
-RESPONSE_DEADLINE_S = 60.0
-"""The receiver sends a heartbeat every second, so this only detects a machine that hangs."""
-
 SEND_BYTES = 256 * 1024
+
+_DOING = "receiving files"
 
 _REMEDIES = {
     errno.ENOSPC: "free disk space there: `df -h`, `csdctl clean`",
@@ -29,6 +38,26 @@ _REMEDIES = {
     errno.EPERM: "fix the permissions there, or deploy as another user",
     errno.EIO: "the disk there reports errors: check `dmesg`",
 }
+
+
+@dataclass(frozen=True)
+class DeliveryPatience:
+    """How long a machine may take; whatever it answers, the delivery then ends."""
+
+    response_s: float = 60.0
+    """For one answer: the receiver sends a heartbeat every second, so this only detects one that hangs."""
+    whole_s: float = 900.0
+    """For the whole delivery: more than the receiver waits for another deploy to end (LOCK_WAIT_S there)."""
+    bytes_per_s: float = 128 * 1024
+    """Added to the whole: the time for all bytes at this rate, which is slower than a usable link or disk."""
+
+    def start(self, parcel: Parcel) -> Deadline:
+        """Return the deadline of a delivery that begins now."""
+        num_bytes = sum(stored.source.size for stored in parcel.objects) + len(parcel.packed)
+        return Deadline(self.whole_s + num_bytes / self.bytes_per_s)
+
+
+PATIENCE = DeliveryPatience()
 
 
 @dataclass(frozen=True)
@@ -60,19 +89,20 @@ def deliver(
     python: str = "python3",
     dry_run: bool = False,
     on_progress: OnDeliveryProgress = lambda progress: None,
+    patience: DeliveryPatience = PATIENCE,
 ) -> Delivery:
     """Send the machine the missing part of `parcel`; with `dry_run`, only determine that part.
 
     Sources are read through `chunks`, which all machines of one deploy share. Raises InputError for a source
     that changes meanwhile or an occupied destination, RemoteCommandError with the machine's own message when
-    it cannot write, UnreachableError and DeadlineError. The next deploy then continues partial objects; an
-    incomplete object never has its final name.
+    it cannot write, or for an answer that breaks the rules, UnreachableError, and DeadlineError after
+    `patience`. The next deploy then continues partial objects; an incomplete object never has its final name.
     """
     if not parcel.objects and not parcel.trees:
         return Delivery(0, 0, 0)
     command = build_receiver_command(python, parcel.build_request(dry_run=dry_run))
     with closing(session.converse(command)) as conversation:
-        return _Exchange(session, parcel, conversation, chunks, dry_run, on_progress).run()
+        return _Exchange(session, parcel, conversation, chunks, dry_run, on_progress, patience).run()
 
 
 class _Exchange:
@@ -86,6 +116,7 @@ class _Exchange:
         chunks: SharedChunks,
         dry_run: bool,
         on_progress: OnDeliveryProgress,
+        patience: DeliveryPatience,
     ) -> None:
         self._node = session.name
         self._meter = session.meter
@@ -94,54 +125,59 @@ class _Exchange:
         self._chunks = chunks
         self._dry_run = dry_run
         self._on_progress = on_progress
-        self._missing: dict[StoreObject, int] = {}
-        """The objects of the latest request, with the byte to start from."""
+        self._patience = patience
+        self._clock = patience.start(parcel)
+        sizes = [stored.source.size for stored in parcel.objects]
+        self._answers = ReceiverAnswers(sizes, has_manifest=bool(parcel.packed), is_dry_run=dry_run)
         self._sent: set[StoreObject] = set()
         self._bytes_sent = 0
 
     def run(self) -> Delivery:
         """Serve the receiver's requests until it is done."""
         while True:
-            response = self._read()
-            if "done" in response:
-                self._conversation.wait(deadline_s=RESPONSE_DEADLINE_S)
-                num_sent = len(self._sent)
-                return Delivery(num_sent, self._bytes_sent, len(self._parcel.objects) - num_sent)
-            if "refused" in response:
-                raise InputError(response["refused"], remedy=response.get("remedy", ""), node=self._node)
-            if "failed" in response:
-                raise self._failure(response)
-            if "need" in response:
-                self._send(iter([self._parcel.packed]))
-            elif "missing" in response:
-                self._record_missing(response)
-                if not response["more"]:
-                    self._send_missing()
+            match self._read():
+                case Done():
+                    self._conversation.wait(deadline_s=self._patience.response_s)
+                    num_sent = len(self._sent)
+                    return Delivery(num_sent, self._bytes_sent, len(self._parcel.objects) - num_sent)
+                case Refused(message, remedy):
+                    raise InputError(message, remedy=remedy, node=self._node)
+                case Damaged(numbers):
+                    raise self._damaged([self._parcel.objects[number] for number in numbers])
+                case SystemFailure() as failure:
+                    raise self._failure(failure)
+                case ManifestWanted():
+                    self._send(iter([self._parcel.packed]))
+                case Missing(offsets):
+                    self._send_missing(
+                        {self._parcel.objects[number]: start for number, start in offsets.items()}
+                    )
 
-    def _read(self) -> dict[str, Any]:
-        """Return the next response that is not a heartbeat; raises NodeError when the receiver ends."""
+    def _read(self) -> ReceiverAnswer:
+        """Return the next answer that is not a heartbeat; raises CsdctlError when the receiver ends."""
         while True:
+            self._check_clock()
             try:
-                line = self._conversation.read_line(deadline_s=RESPONSE_DEADLINE_S)
+                line = self._conversation.read_line(
+                    deadline_s=min(self._patience.response_s, self._clock.left_s)
+                )
             except EOFError:
                 raise self._ended() from None
-            try:
-                response = json.loads(line)
-                if "busy" not in response:
-                    return dict(response)
-            except (ValueError, TypeError):
-                raise RemoteCommandError(
-                    f"receiving files: invalid response {line[:200]!r}", node=self._node
-                ) from None
+            elapsed_s = self._clock.seconds - self._clock.left_s
+            answer = self._answers.read(Answer.parse(line, self._node, _DOING), elapsed_s)
+            if answer is not None:
+                return answer
 
-    def _record_missing(self, response: dict[str, Any]) -> None:
-        for first, last in response["missing"]:
-            for number in range(first, last + 1):
-                start = response["resume"].get(str(number), 0)
-                self._missing[self._parcel.objects[number]] = start
+    def _check_clock(self) -> None:
+        if self._clock.has_passed:
+            raise DeadlineError(
+                f"{_DOING} took more than {self._clock.seconds:.0f} s",
+                node=self._node,
+                remedy="check its disk and its network, or leave it out: --exclude",
+            )
 
-    def _send_missing(self) -> None:
-        missing, self._missing = self._missing, {}
+    def _send_missing(self, missing: dict[StoreObject, int]) -> None:
+        """Send each object of `missing` from its byte on; in a dry run only count them."""
         self._sent |= missing.keys()
         if self._dry_run:
             self._bytes_sent = sum(stored.source.size for stored in missing)
@@ -171,6 +207,7 @@ class _Exchange:
         for chunk in content:
             try:
                 for start in range(0, len(chunk), SEND_BYTES):
+                    self._check_clock()
                     part = chunk[start : start + SEND_BYTES]
                     self._conversation.send_bytes(part)
                     sent += len(part)
@@ -180,15 +217,12 @@ class _Exchange:
         if num_bytes:
             self._bytes_sent += sent
 
-    def _failure(self, response: dict[str, Any]) -> CsdctlError:
-        """Return the receiver's failure as an error: damaged objects, or a system error."""
-        if response["failed"] == "damaged":
-            return self._damaged([self._parcel.objects[number] for number in response["numbers"]])
-        where = f" at {response['path']}" if response["path"] else ""
+    def _failure(self, failure: SystemFailure) -> RemoteCommandError:
+        where = f" at {failure.path}" if failure.path else ""
         return RemoteCommandError(
-            f"receiving files failed{where}: {response['words']}",
+            f"{_DOING} failed{where}: {failure.words}",
             node=self._node,
-            remedy=_REMEDIES.get(response["errno"], "check the disk there: `df -h`, `mount`"),
+            remedy=_REMEDIES.get(failure.error_number, "check the disk there: `df -h`, `mount`"),
         )
 
     def _damaged(self, damaged: list[StoreObject]) -> CsdctlError:
@@ -203,13 +237,13 @@ class _Exchange:
 
     def _ended(self) -> CsdctlError:
         """Return why the receiver ended without a response; raises UnreachableError for a lost connection."""
-        done = self._conversation.wait(deadline_s=RESPONSE_DEADLINE_S)
+        done = self._conversation.wait(deadline_s=self._patience.response_s)
         try:
             done.check(
                 self._node,
-                doing="receiving files",
+                doing=_DOING,
                 remedy="the machine needs Python 3.8 or newer: set `python:` in fleet.yaml",
             )
         except RemoteCommandError as error:
             return error
-        return RemoteCommandError("receiving files ended without a response", node=self._node)
+        return RemoteCommandError(f"{_DOING} ended without a response", node=self._node)

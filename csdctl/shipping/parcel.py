@@ -17,10 +17,11 @@ from csdctl.errors import InputError
 from csdctl.shipping.chunks import SourceFile, printable
 from csdctl.transport.meter import TrafficClass
 
-MAX_INLINE_BYTES = 1000
+MAX_INLINE_BYTES = 900
 """Up to this size a manifest is sent in the command line; dropbear accepts 9000 bytes in all."""
 
-PLAIN_MODE = 0o644
+PLAIN_MODE = 0o600
+"""The mode of a file without another one in its name; deployed trees keep the modes of their source."""
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,12 @@ import threading
 import zlib
 from functools import cache
 
-from csdctl.errors import RemoteCommandError
+from csdctl.transport.answer import Answer
 from csdctl.transport.session import Session
 from csdctl.transport.standalone import read_program
 
 PRUNE_DEADLINE_S = 900.0
+_DOING = "removing unused files"
 
 # A node gets its first files before its own Python is installed; until then python3 is used.
 _START = 'command -v -- "$1" >/dev/null 2>&1 || { shift; set -- python3 "$@"; }; exec "$@"'
@@ -29,13 +30,9 @@ def prune_store(session: Session, python: str) -> int:
     """
     command = build_receiver_command(python, json.dumps({"prune": True}))
     done = session.run(command, deadline_s=PRUNE_DEADLINE_S)
-    done.check(session.name, doing="removing unused files")
-    try:
-        return int(json.loads(done.output.splitlines()[-1])["done"]["num_removed"])
-    except (ValueError, KeyError, IndexError, TypeError):
-        raise RemoteCommandError(
-            f"removing unused files returned no result: {done.output[-80:]!r}", node=session.name
-        ) from None
+    done.check(session.name, doing=_DOING)
+    answer = Answer.parse((done.output.splitlines() or [""])[-1], session.name, _DOING)
+    return answer.part("done").number("num_removed")
 
 
 _PARSING = threading.Lock()
@@ -43,7 +40,7 @@ _PARSING = threading.Lock()
 
 
 def receiver_source() -> str:
-    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 6 kB."""
+    """Return `standalone/receive.py` as one line of Python, without docstrings and comments; 7 kB."""
     with _PARSING:
         return _pack_source()
 
@@ -57,6 +54,7 @@ def _pack_source() -> str:
             assert node.end_lineno
             lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
             lines[node.lineno - 1] = " " * node.col_offset + "pass" if node.col_offset else ""
-    code = "\n".join(line for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    kept = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    code = "\n".join(" " * ((len(line) - len(line.lstrip())) // 4) + line.lstrip() for line in kept)
     packed = base64.b85encode(zlib.compress(code.encode(), 9)).decode()
     return f'import base64,zlib;exec(zlib.decompress(base64.b85decode("{packed}")))'

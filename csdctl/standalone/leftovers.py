@@ -33,15 +33,16 @@ TREE_LINKS = ".csdctl/trees/*.link"
 
 def main() -> None:
     """Serve one request: for one run, or for everything in this directory."""
+    os.umask(0o077)
     request = json.loads(sys.stdin.readline())
     run_id = request["run_id"]
     holder = None if run_id else find_holder()
     is_allowed = holder is None or request["is_forced"]
     processes = find_processes(os.getcwd(), run_id, request["node"]) if is_allowed else []
     if is_allowed and request["is_ending"]:
-        end_all([*processes, *([{"pid": holder.get("holding_pid")}] if holder else [])])
+        end_all([*processes, *find_lock_processes(holder)])
         for process in processes:
-            for path in glob.glob(scratch_directories(process["pid"])):
+            for path in filter(is_own, glob.glob(scratch_directories(process["pid"]))):
                 remove(path)
     paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
@@ -55,16 +56,29 @@ def main() -> None:
 
 def find_holder() -> "dict[str, object] | None":
     """Return the description of the lock's holder; {} if it is unreadable, None if there is no holder."""
-    if not os.path.exists(LOCK):
+    try:
+        lock = os.fdopen(os.open(LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError:
         return None
-    with open(LOCK) as lock:
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
-            with contextlib.suppress(ValueError):
-                return dict(json.loads(lock.read()))
+            with contextlib.suppress(ValueError, TypeError):
+                return dict(json.loads(lock.read(4096)))
             return {}
+
+
+def find_lock_processes(holder: "dict[str, object] | None") -> "list[dict[str, Any]]":
+    """Return the process that `holder` names, if it has the lock's file open."""
+    pid = holder.get("holding_pid") if holder else None
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd") if isinstance(pid, int) else []:
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if os.path.samefile(f"/proc/{pid}/fd/{name}", LOCK):
+                    return [{"pid": pid}]
+    return []
 
 
 def find_processes(home: str, run_id: str, node: str) -> "list[dict[str, Any]]":
@@ -148,11 +162,17 @@ def find_paths(is_all: bool) -> "list[str]":
     # A sandbox that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
         pid = path.split("-")[-2]
-        with contextlib.suppress(OSError):
-            is_own = os.lstat(path).st_uid in (os.getuid(), SANDBOX_USER if os.getuid() == 0 else -1)
-            if pid.isdigit() and is_own and not os.path.exists(f"/proc/{pid}"):
-                paths.append(path)
-    return [path for path in paths if os.path.lexists(path)]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}"):
+            paths.append(path)
+    return [path for path in paths if os.path.lexists(path) and is_own(path)]
+
+
+def is_own(path: str) -> bool:
+    """Return whether `path` is this user's or its sandboxes', in a directory where everyone creates names."""
+    try:
+        return os.lstat(path).st_uid in (os.geteuid(), SANDBOX_USER if os.geteuid() == 0 else os.geteuid())
+    except OSError:
+        return False
 
 
 def scratch_directories(pid: object) -> str:

@@ -228,7 +228,7 @@ def matches(path: bytes, expected: ManifestObject) -> bool:
         return False
     try:
         found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != expected.size:
+        if not is_own_file(found) or found.st_size != expected.size:
             return False
         has_mode = stat.S_IMODE(found.st_mode) == expected.mode
         return has_mode and hash_of(handle, expected.size).hexdigest() == expected.sha256
@@ -236,6 +236,11 @@ def matches(path: bytes, expected: ManifestObject) -> bool:
         return False
     finally:
         os.close(handle)
+
+
+def is_own_file(found: os.stat_result) -> bool:
+    """Return whether this is a regular file of this user: another owner could change it later."""
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def hash_of(handle: int, num_bytes: int) -> Any:
@@ -261,6 +266,31 @@ def read_input(num_bytes: int) -> Iterator[bytes]:
             raise HostLostError
         num_bytes -= len(chunk)
         yield chunk
+
+
+def check_store() -> None:
+    """Narrow what exists of the store to this user; refuse one that another user could change."""
+    around = os.stat(".").st_mode
+    if around & stat.S_IWOTH and not around & stat.S_ISVTX:
+        raise RefusedError(f"{os.getcwd()} can be changed by every user", "run `chmod o-w` on it")
+    for directory in (STATE, OBJECTS, TREES, MANIFESTS):
+        if os.path.lexists(directory):
+            check_own(directory)
+
+
+def check_own(directory: bytes) -> None:
+    """Narrow a directory to this user; refuse another user's, and a link of another user."""
+    if {os.lstat(directory).st_uid, os.stat(directory).st_uid} != {os.geteuid()}:
+        raise RefusedError(f"{printable(os.path.abspath(directory))} belongs to another user", "remove it")
+    if os.stat(directory).st_mode & 0o077:
+        os.chmod(directory, 0o700)
+
+
+def make_private(directory: bytes) -> None:
+    """Create a directory of the store, for this user alone."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(directory, 0o700)
+    check_own(directory)
 
 
 def load_manifest(request: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +324,7 @@ def stored_manifest(digest: str) -> bytes:
 def store_manifest(request: dict[str, Any]) -> None:
     """Store a received manifest, so that the next check takes one round trip."""
     if "packed" in request:
-        os.makedirs(MANIFESTS, exist_ok=True)
+        make_private(MANIFESTS)
         path = MANIFESTS + b"/" + request["digest"].encode()
         with open(path + b".part", "wb") as file:
             file.write(request["packed"])
@@ -333,7 +363,7 @@ class Receiver:
 
         After a full disk, nothing of them remains; after a lost connection, their parts remain.
         """
-        os.makedirs(OBJECTS, exist_ok=True)
+        make_private(OBJECTS)
         arrived = list(missing)
         offsets = {number: self.resume_offset(self.objects[number]) for number in missing}
         missing = [n for n in arrived if not offsets[n] or offsets[n] < self.objects[n].size]
@@ -360,8 +390,15 @@ class Receiver:
         """Return the size of the part from an interrupted deploy; its hash is checked at the end."""
         if expected.part not in self.found:
             return 0
-        with open(os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
+        try:
+            handle = os.open(expected.part, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # a link, or nothing that can be read: it is replaced
+            return 0
+        with open(handle, "rb") as file:
+            found = os.fstat(file.fileno())
+            size = found.st_size
+            if not is_own_file(found):
+                return 0
             if size == expected.size and hash_of(file.fileno(), size).hexdigest() == expected.sha256:
                 os.chmod(expected.part, expected.mode)
                 return size
@@ -399,7 +436,11 @@ def report_damaged(missing: list[int]) -> None:
 
 def receive_object(expected: ManifestObject, offset: int) -> bool:
     """Read an object from `offset` on into its part; return whether its hash is right."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (0 if offset else os.O_TRUNC)
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not offset:
+        flags |= os.O_CREAT | os.O_EXCL
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(expected.part)
     with open(os.open(expected.part, flags, 0o600), "r+b", buffering=0) as part:
         digest = hashlib.sha256()
         if offset:
@@ -464,7 +505,7 @@ def build_tree(tree: ManifestTree) -> bytes:
     """Build the tree in a new directory and return its path; leave nothing after a failure."""
     name = tree.id.encode() + b"-" + os.urandom(4).hex().encode()
     directory = os.path.realpath(TREES) + b"/" + name
-    os.makedirs(TREES, exist_ok=True)
+    make_private(TREES)
     aside = TREES + b"/.part-" + name
     try:
         fill_tree(tree, aside)
@@ -522,8 +563,8 @@ def switch(destination: bytes, directory: bytes) -> None:
 @contextlib.contextmanager
 def locked() -> Iterator[None]:
     """Hold the store's lock, which serializes deploys; a dead process holds no lock."""
-    os.makedirs(STATE, exist_ok=True)
-    with open(LOCK, "a+") as file:
+    make_private(STATE)
+    with open(os.open(LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600), "r+") as file:
         end_s = time.monotonic() + LOCK_WAIT_S
         while True:
             try:
@@ -600,8 +641,9 @@ def serve(request: dict[str, Any]) -> None:
 
 def main() -> int:
     """Serve the request on the command line; report errors as one line."""
-    os.umask(0o022)
+    os.umask(0o077)
     try:
+        check_store()
         serve(json.loads(sys.argv[1]))
     except RefusedError as refused:
         respond(refused=str(refused), remedy=refused.remedy)
@@ -612,7 +654,9 @@ def main() -> int:
         return 1
     except OSError as error:
         path = error.filename if isinstance(error.filename, bytes) else b""
-        respond(failed="system", errno=error.errno, words=error.strerror or str(error), path=printable(path))
+        respond(
+            failed="system", errno=error.errno or 0, words=error.strerror or str(error), path=printable(path)
+        )
         return 1
     return 0
 

@@ -26,6 +26,7 @@ WATCHDOG_GRACE_S = 2
 
 # Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
+umask 077
 csdctl_inner=$1; shift
 read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
 csdctl_stat=${csdctl_stat#* }; csdctl_stat=${csdctl_stat#* }; csdctl_group=${csdctl_stat%% *}

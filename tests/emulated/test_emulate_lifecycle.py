@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -44,7 +45,7 @@ def assert_nothing_is_left(directory: Path) -> None:
     assert list_cgroups(f"csdctl-{paths.fleet_id}") == []
     assert not directory.exists()
     assert not paths.known_hosts.exists()
-    assert not paths.default_short_tmp.exists()
+    assert not list(Path(tempfile.gettempdir()).glob(f"{paths.short_tmp_prefix}*"))
 
 
 def test_a_running_fleet_is_reused_and_another_is_refused(directory: Path) -> None:

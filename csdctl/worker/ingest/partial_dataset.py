@@ -9,6 +9,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
 from csdctl.worker.data.file_hash import hash_file, open_regular
+from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, open_private
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
@@ -67,7 +69,7 @@ class PartialDataset:
             if self.record.num_read == 0:
                 self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
             self._files: list[IO[bytes]] = [
-                (directory / name).open("r+b" if self.record.num_samples else "w+b")
+                open_private(directory / name, is_new=not self.record.num_samples)
                 for name in ("images.npy", "labels.npy")
             ]
             self._truncate_to_record()
@@ -204,16 +206,23 @@ def convert_write_errors() -> Iterator[None]:
 def _lock_directory(directory: Path, deadline_s: float) -> int:
     """Create `directory` and lock it. The kernel releases the lock when this process ends.
 
-    Raises WorkerError if another process has the lock until `deadline_s` has passed.
+    Raises WorkerError if another process has the lock until `deadline_s` has passed, or if it belongs to
+    another user. What is in a directory that others could change is removed.
     """
     deadline = time.monotonic() + deadline_s
     while True:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(directory, os.O_RDONLY)
+        directory.mkdir(mode=PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+        lock = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         with suppress(BlockingIOError, FileNotFoundError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(lock), directory.stat()):  # not renamed by the previous holder
-                return lock
+            found = os.fstat(lock)
+            if os.path.samestat(found, directory.stat()):  # not renamed by the previous holder
+                if found.st_uid != os.geteuid():
+                    os.close(lock)
+                    raise WorkerError(f"{directory} belongs to another user", remedy="remove it")
+                if not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                    return lock
+                shutil.rmtree(directory)
         os.close(lock)
         if time.monotonic() > deadline:
             raise WorkerError(

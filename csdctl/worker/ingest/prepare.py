@@ -13,6 +13,7 @@ from pathlib import Path
 from csdctl.worker.data.arrays import Array, as_labels
 from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.data.file_hash import open_regular
+from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, is_open_to_change, make_store, set_access
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.partial_dataset import (
     IngestRecord,
@@ -50,7 +51,10 @@ def prepare(
     source_format = detect_format(tree, spec)
     fingerprint = tree.fingerprint(fingerprint_settings(source_format, tree, spec))
     target = Path(spec.store) / fingerprint
+    with convert_write_errors():
+        make_store(Path(spec.store), tree.root, is_shared=spec.is_shared)
     if done := _find_prepared(target, tree, spec):
+        set_access(target, tree, is_shared=spec.is_shared)
         return done
     if source_format == "npy":
         samples, labels = open_npy_pair(tree.root, spec)
@@ -66,7 +70,9 @@ def prepare(
         _check_free_space(source, partial.record, spec.store)
         _fill(partial, source, limits, on_progress)
         info = _describe(partial.record, source.class_names, source.files_of_class, spec, str(target))
-        return partial.finish(target, info)
+        finished = partial.finish(target, info)
+        set_access(target, tree, is_shared=spec.is_shared)
+        return finished
     except WorkerError:
         partial.discard()
         raise
@@ -76,8 +82,13 @@ def prepare(
 
 
 def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo | None:
-    """Return the description of data that was prepared before; None if it is missing, damaged or edited."""
+    """Return the description of data that was prepared before; None if it is missing, damaged or edited.
+
+    Data that another user could change is prepared again.
+    """
     try:
+        if is_open_to_change(target):
+            return None
         with open_regular(target / "dataset.json") as file:
             info = from_json(DatasetInfo, file.read(_MAX_DESCRIPTION_BYTES).decode())
         if info.fingerprint != target.name or info.path not in (str(target), str(tree.root)):
@@ -107,10 +118,11 @@ def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, 
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        aside.mkdir(mode=PRIVATE_DIRECTORY)
         save_atomically(aside / "dataset.json", to_json(info))
         shutil.rmtree(target, ignore_errors=True)
         aside.rename(target)
+        set_access(target, tree, is_shared=spec.is_shared)
     return info
 
 

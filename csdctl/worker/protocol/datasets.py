@@ -79,6 +79,8 @@ class PrepareSpec:
     """If True, errors of the user's function are reported by type only."""
     is_checked: bool = False
     """If True, data that was prepared before is compared with its hashes, and prepared again if damaged."""
+    is_shared: bool = False
+    """If True, `store` is on a shared file system, for whoever may read all of `source`."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from csdctl.shipping.parcel import pack_parcel
 from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.answer import Answer
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -35,6 +36,7 @@ from csdctl.tuning.measurements import ModelFeatures, describe_model
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
 DATA_STORE = ".csdctl/data"
@@ -42,10 +44,8 @@ SHARED_STORE = ".csdctl-data"
 """Beside public data on a shared file system: every node must see the prepared data too."""
 
 DIGEST_DEADLINE_S = 300.0
-SILENCE_DEADLINE_S = 120.0
-"""A worker that prepares data sends a heartbeat every second."""
-
 BUILD_DEADLINE_S = 300.0
+_DOING = "preparing data"
 
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
 
@@ -278,6 +278,7 @@ class _Preparing:
             store=store,
             function=_stored_name(stored, function),
             names_classes=name == "public",
+            is_shared=store != DATA_STORE,
         )
         return self._prepare(name, sessions[HOST_NAME], spec)
 
@@ -302,7 +303,7 @@ class _Preparing:
         return store_file(Path(function.rpartition(":")[0]), self._project.root, TrafficClass.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
-        return watch_worker(
+        info = watch_worker(
             session,
             self._fleet.python_of(session.name),
             self._worker.path,
@@ -310,9 +311,10 @@ class _Preparing:
             spec,
             DatasetInfo,
             lambda progress: self._on_progress(name, progress),
-            doing="preparing data",
-            silence_deadline_s=SILENCE_DEADLINE_S,
+            doing=_DOING,
         )
+        check_info(Answer.parse(to_json(info), session.name, _DOING))
+        return info
 
 
 def _stored_name(stored: StoredFile | None, function: str) -> str:

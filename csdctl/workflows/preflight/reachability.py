@@ -9,7 +9,6 @@ import secrets
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from csdctl.errors import DeadlineError, RemoteCommandError
 from csdctl.fleet.checks import Check, Status, judge_error
@@ -17,12 +16,16 @@ from csdctl.fleet.condition import Condition
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import addresses_in
 from csdctl.fleet.reachability import ConnectAttempt, judge_attempts, pairs_to_try
+from csdctl.transport.answer import MAX_TEXT_LENGTH, Answer
 from csdctl.transport.many import Outcome, run_on_all
 from csdctl.transport.session import Conversation, Session
 from csdctl.transport.standalone import build_program_command
 
 CONNECT_DEADLINE_S = 3.0
 EXIT_DEADLINE_S = 5.0
+MAX_LISTENERS = 2
+FIRST_PORT, LAST_PORT = 1024, 65535
+_DOING = "connecting to the other machines"
 
 
 @dataclass(frozen=True)
@@ -76,15 +79,17 @@ def _start_listener(
             "address": address,
             "is_host": session.name == HOST_NAME,
         }
-        response = _request(conversation, session.name, request, deadline_s)
-        if "error" in response:
+        answer = _request(conversation, session.name, request, deadline_s)
+        if "error" in answer:
             raise RemoteCommandError(
-                response["error"], node=session.name, remedy="check which ports are in use"
+                answer.text("error"), node=session.name, remedy="check which ports are in use"
             )
+        # The other machines connect to these: never to a port below those that ranks use.
+        ports = answer.numbers("ports", MAX_LISTENERS, FIRST_PORT, LAST_PORT)
     except BaseException:
         conversation.close()
         raise
-    return PortListener(conversation, address, tuple(response["ports"]))
+    return PortListener(conversation, address, tuple(ports))
 
 
 def _connect(
@@ -92,29 +97,36 @@ def _connect(
 ) -> list[ConnectAttempt]:
     listeners = [(server, other.address, port) for server, other in others.items() for port in other.ports]
     request = {"listeners": listeners, "deadline_s": min(CONNECT_DEADLINE_S, deadline_s)}
-    response = _request(client.conversation, name, request, deadline_s)
+    answer = _request(client.conversation, name, request, deadline_s)
+    attempts = answer.items("attempts", len(listeners))
+    tried = [list(listener[::2]) for listener in listeners]
+    if [attempt[:2] for attempt in attempts if _is_attempt(attempt)] != tried:
+        raise answer.error(
+            f"received {len(attempts)} attempts to connect that are not the {len(tried)} wanted"
+        )
     return [
-        ConnectAttempt(name, server, address, port, reason)
-        for (server, address, port), (_, _, reason) in zip(listeners, response["attempts"], strict=True)
+        ConnectAttempt(name, server, address, port, reason[:MAX_TEXT_LENGTH])
+        for (server, address, port), (_, _, reason) in zip(listeners, attempts, strict=True)
     ]
 
 
-def _request(conversation: Conversation, name: str, request: object, deadline_s: float) -> dict[str, Any]:
-    """Send one line and return the response; raises RemoteCommandError or DeadlineError."""
+def _is_attempt(attempt: object) -> bool:
+    return isinstance(attempt, list) and [type(value) for value in attempt] == [str, int, str]
+
+
+def _request(conversation: Conversation, name: str, request: object, deadline_s: float) -> Answer:
+    """Send one line and return the answer; raises RemoteCommandError or DeadlineError."""
     remedy = "check its Python: `python3 -I -S -c 'import socket'`"
     try:
         conversation.send_line(json.dumps(request))
-        response: dict[str, Any] = json.loads(conversation.read_line(deadline_s=deadline_s))
-        return response
+        return Answer.parse(conversation.read_line(deadline_s=deadline_s), name, _DOING, remedy=remedy)
     except EOFError:
         cause = conversation.wait(deadline_s=EXIT_DEADLINE_S).last_error_line
-        message = f"connecting to the other machines failed: {cause or 'no message'}"
+        message = f"{_DOING} failed: {cause or 'no message'}"
         raise RemoteCommandError(message, node=name, remedy=remedy) from None
     except DeadlineError:
-        message = f"connecting to the other machines took more than {deadline_s:g} s"
+        message = f"{_DOING} took more than {deadline_s:g} s"
         raise DeadlineError(message, node=name, remedy=remedy) from None
-    except ValueError as error:
-        raise RemoteCommandError(f"unreadable response: {error}", node=name, remedy=remedy) from None
 
 
 def _listen_address(name: str, fleet: Fleet, conditions: Mapping[str, Condition]) -> str:

@@ -17,6 +17,7 @@ from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.shipping.worker_calls import build_worker_command, worker_error
 from csdctl.supervision.rank_process import AttachRank
+from csdctl.transport.process import Deadline
 from csdctl.transport.session import Conversation, Session
 from csdctl.tuning.memory import predict_peak_bytes, rank_memory_bytes
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
@@ -29,6 +30,8 @@ from csdctl.workflows.workspace.workspace import Workspace
 START_DEADLINE_S = 300.0
 ALIVE_INTERVAL_S = 10.0
 OUT_OF_MEMORY_CODE = 137
+MAX_PRINTED_LINES = 100_000
+MAX_MEMORY_BYTES = 1 << 50
 BUSY_STEP_S = 0.5
 """About the time of a step of machines that only keep busy: a round ends when the last of them is done."""
 
@@ -197,6 +200,20 @@ def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:
     return replace(request, batch_size=size, min_steps=1, min_duration_s=0.0, warm_up_steps=0)
 
 
+def _check_result(result: ProbeResult, request: ProbeRequest) -> None:
+    """Raise ProtocolError for numbers that no measurement of `request` gives."""
+    numbers = (result.step_time_s, result.num_steps, result.peak_memory_bytes)
+    are_numbers = all(type(number) in (int, float) for number in numbers)
+    if not (
+        are_numbers
+        and result.batch_size == request.batch_size
+        and 0 < result.step_time_s <= PROBE_DEADLINE_S
+        and result.num_steps >= 1
+        and 0 <= result.peak_memory_bytes <= MAX_MEMORY_BYTES
+    ):
+        raise ProtocolError(f"received {str(result)[:200]} for batch size {request.batch_size}")
+
+
 class Prober:
     """One machine's probe session; restarts the worker after it was killed for memory."""
 
@@ -233,9 +250,16 @@ class Prober:
     def start(self) -> None:
         """Start the worker, and wait until it is ready for requests; raises CsdctlError."""
         self._conversation = self._session.converse(self._command)
+        starting = Deadline(START_DEADLINE_S)
         try:
-            while self._read_line(START_DEADLINE_S) != READY:  # a model may print while it is loaded
-                pass
+            for _ in range(MAX_PRINTED_LINES):  # a model may print while it is loaded
+                if self._read_line(starting.left_s) == READY:
+                    return
+            raise RemoteCommandError(
+                f"received {MAX_PRINTED_LINES} lines before the first measurement, expected {READY!r}",
+                node=self.name,
+                remedy="check what the model prints, and what runs on that machine",
+            )
         except EOFError:
             raise self._end_error() from None
 
@@ -271,13 +295,14 @@ class Prober:
         try:
             self._conversation.send_line(to_json(request))
             result = from_json(ProbeResult, self._read_line(PROBE_DEADLINE_S))
+            _check_result(result, request)
         except EOFError:
             if self._was_killed_for_memory():
                 self.oom_sizes.add(request.batch_size)
                 self.close()
                 return None
             raise self._end_error() from None
-        except ProtocolError as error:
+        except (ProtocolError, RecursionError) as error:
             raise RemoteCommandError(
                 f"unreadable probe result: {error}",
                 node=self._session.name,

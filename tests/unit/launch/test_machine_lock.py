@@ -17,6 +17,7 @@ from csdctl.launch.machine_lock import (
     describe_holder,
     is_gone,
     lock_machines,
+    read_holder,
     relock_machine,
 )
 from csdctl.transport.local import LocalSession
@@ -144,6 +145,19 @@ def test_holder_on_another_machine_never_counts_as_gone(tmp_path: Path) -> None:
     assert is_gone({**me, "boot": "an earlier one"})
     assert is_gone({**me, "started": "0"}), "the process id was reused"
     assert not is_gone({})
+
+
+@pytest.mark.attack(13)
+def test_only_known_parts_of_a_holder_are_read(tmp_path: Path) -> None:
+    me = describe_holder("train", tmp_path)
+    assert read_holder({**me, "holding_pid": 77}) == {**me, "holding_pid": 77}
+    for pid in ("-1", -1, 0, 1, True, 1 << 40, 2.0, [2], None):
+        assert "holding_pid" not in read_holder({**me, "holding_pid": pid})
+        assert "pid" not in read_holder({**me, "pid": pid})
+    assert read_holder({"command": {"a": 1}, "host": ["b"], "other": "c"}) == {}
+    assert len(str(read_holder({"command": "x" * 10_000})["command"])) == 200
+    for other in (None, 5, "text", [me]):
+        assert read_holder(other) == {}
 
 
 @pytest.mark.fault(21)

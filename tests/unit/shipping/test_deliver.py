@@ -58,7 +58,7 @@ class TestFiles:
             pytest.param(lambda path: path.write_bytes(b"cont"), id="cut short"),
             pytest.param(lambda path: path.write_bytes(b""), id="empty"),
             pytest.param(lambda path: path.unlink(), id="gone"),
-            pytest.param(lambda path: path.chmod(0o600), id="other permissions"),
+            pytest.param(lambda path: path.chmod(0o644), id="other permissions"),
             pytest.param(lambda path: (path.unlink(), path.symlink_to("/etc/passwd")), id="a link"),
         ],
     )
@@ -93,7 +93,7 @@ class TestFiles:
 
     def test_invalid_response_is_an_error_of_the_node(self, host: Path) -> None:
         session = FakeSession("csd4").on("sh", stdout="Welcome!\n")
-        with pytest.raises(RemoteCommandError, match="invalid response 'Welcome!'"):
+        with pytest.raises(RemoteCommandError, match="received 'Welcome!', expected a JSON object"):
             send(session, store_bytes(b"x", "", host))
 
     def test_python3_is_used_where_the_nodes_python_is_missing(self, node: Machine, host: Path) -> None:

@@ -1,5 +1,7 @@
+import hashlib
 import json
 import sys
+import zipfile
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,9 @@ from typing import Any
 import pytest
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError, RemoteCommandError
-from csdctl.shipping.worker_calls import build_worker_command, run_worker, watch_worker
+from csdctl.shipping.store import store_bytes
+from csdctl.shipping.worker_calls import WorkPatience, build_worker_command, run_worker, watch_worker
+from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.fake import FakeSession
 from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
@@ -27,7 +31,7 @@ def call(**answer: Any) -> DatasetInfo:
     found = run_worker(
         session, "python3", "worker.pyz", ["prepare"], DatasetInfo, doing="preparing data", deadline_s=1
     )
-    assert session.commands == [("python3", "-u", "worker.pyz", "prepare")]
+    assert session.commands == [tuple(build_worker_command("python3", "worker.pyz", ["prepare"]))]
     return found
 
 
@@ -44,9 +48,30 @@ def error_line(exit_code: int, message: str = "there is no data", remedy: str = 
 
 
 def test_command_is_unbuffered() -> None:
-    assert build_worker_command("/venv/bin/python", "a/w.pyz", ["rank", "--spec", "s"]) == [
-        *("/venv/bin/python", "-u", "a/w.pyz", "rank", "--spec", "s")
-    ]
+    command = build_worker_command("/venv/bin/python", "a/w.pyz", ["rank", "--spec", "s"])
+    assert command[:4] == ["/venv/bin/python", "-P", "-u", "-c"]
+    assert command[5:] == ["a/w.pyz", "rank", "--spec", "s"]
+    assert "\n" not in command[4]
+
+
+def test_worker_runs_from_the_zip_that_was_checked(tmp_path: Path) -> None:
+    worker = store_bytes(pack_worker(), ".pyz", tmp_path)
+    (tmp_path / "hashlib.py").write_text("raise SystemExit('a module of the working directory was imported')")
+    with closing(LocalSession("csd2", tmp_path)) as session:
+        done = session.run(build_worker_command(sys.executable, worker.path, ["--help"]))
+    assert "usage: csdctl.worker" in done.output, done.stderr
+
+
+@pytest.mark.attack(7)
+def test_worker_that_was_changed_does_not_run(tmp_path: Path) -> None:
+    worker = store_bytes(pack_worker(), ".pyz", tmp_path)
+    with zipfile.ZipFile(worker.source, "w") as changed:
+        changed.writestr("__main__.py", "print('the neighbour was here')")
+    with closing(LocalSession("csd2", tmp_path)) as session:
+        done = session.run(build_worker_command(sys.executable, worker.path, ["--help"]))
+    assert done.exit_code == 1
+    assert done.last_error_line.endswith("has been changed since csdctl sent it: deploy again")
+    assert not done.output
 
 
 def test_response_is_found_in_any_output_of_a_users_model() -> None:
@@ -102,19 +127,20 @@ class TestWatching:
     def watch(
         directory: Path, program: str, deadline_s: float = 20
     ) -> tuple[DatasetInfo, list[PrepareProgress]]:
-        (directory / "worker.py").write_text(program)
+        path = f"{hashlib.sha256(program.encode()).hexdigest()}.py"
+        (directory / path).write_text(program)
         news: list[PrepareProgress] = []
         with closing(LocalSession("csd2", directory)) as session:
             info = watch_worker(
                 session,
                 sys.executable,
-                "worker.py",
+                path,
                 "prepare",
                 PrepareSpec("/data", "store"),
                 DatasetInfo,
                 news.append,
                 doing="preparing data",
-                silence_deadline_s=deadline_s,
+                patience=WorkPatience(silence_s=deadline_s),
             )
         return info, news
 

@@ -1,9 +1,11 @@
 """The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples."""
 
-import importlib.util
+import hashlib
 import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     Raises WorkerError, exit code 2, if it fails or returns something else.
     """
     function = UserFunction(spec)
+    function.check_content()
     returned = function.guard(lambda: function.load()(str(tree.root)))
     if (
         isinstance(returned, tuple)
@@ -48,16 +51,23 @@ class UserFunction:
     """The user's function; all its failures become a WorkerError that exposes no private data."""
 
     def __init__(self, spec: PrepareSpec) -> None:
-        self._path, _, self._name = spec.function.rpartition(":")
+        path, _, self._name = spec.function.rpartition(":")
+        self._path = Path(path)
+        self._source = b""
         self._is_private = spec.is_private
+
+    def check_content(self) -> None:
+        """Raise WorkerError if the file, whose name in the store begins with its hash, was changed."""
+        self._source = self._path.read_bytes()
+        stated = re.match(r"[0-9a-f]{64}", self._path.name)
+        if stated and stated[0] != hashlib.sha256(self._source).hexdigest():
+            raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
 
     def load(self) -> Callable[[str], Any]:
         """Import the function; raises whatever its file raises."""
-        specification = importlib.util.spec_from_file_location("csdctl_users_data", Path(self._path))
-        assert specification is not None
-        assert specification.loader is not None
-        module = importlib.util.module_from_spec(specification)
-        specification.loader.exec_module(module)
+        module = ModuleType("csdctl_users_data")
+        module.__file__ = str(self._path)
+        exec(compile(self._source, self._path, "exec"), module.__dict__)  # no __pycache__ is read or written
         function: Callable[[str], Any] = getattr(module, self._name)
         return function
 

@@ -1,0 +1,3 @@
+"""What the attacks share."""
+
+from tests.unit.transport.conftest import server  # noqa: F401

@@ -1,0 +1,327 @@
+"""Other users of the machine: links in shared directories, files that they read, programs that they swap."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import csdctl
+from csdctl.emulation.fleet import EmulatedSpec, start_fleet, stop_fleet
+from csdctl.emulation.state import FleetPaths
+from csdctl.errors import CsdctlError, InputError, RemoteCommandError
+from csdctl.launch.machine_lock import lock_machines
+from csdctl.probes.condition import CONDITION_PROBES, parse_condition
+from csdctl.probes.probe import build_command
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import Delivery, deliver
+from csdctl.shipping.parcel import pack_parcel
+from csdctl.shipping.store import OBJECTS, StoredFile, store_bytes
+from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.shipping.worker_zip import pack_worker
+from csdctl.transport.local import LocalSession
+from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
+
+OTHER_USER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+PROGRAM = "from csdctl.cli.app import main; main()"
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def give(path: Path) -> Path:
+    """Let `path` belong to another user."""
+    os.chown(path, OTHER_USER, OTHER_USER, follow_symlinks=False)
+    return path
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "home").mkdir(mode=0o700)
+    return tmp_path / "home"
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> StoredFile:
+    return store_bytes(b"content", ".bin", tmp_path / "of-host")
+
+
+def send(home: Path, stored: StoredFile) -> Delivery:
+    with closing(LocalSession("csd0", home)) as session:
+        return deliver(session, pack_parcel([stored.as_object()]), SharedChunks())
+
+
+def lock(home: Path) -> None:
+    with (
+        closing(LocalSession("csd0", home)) as session,
+        lock_machines({"csd0": session}, {"csd0": sys.executable}, doing="tune", directory=home),
+    ):
+        pass
+
+
+class TestSharedDirectories:
+    @pytest.mark.attack(6)
+    @pytest.mark.parametrize("kind", ["link", "pipe", "directory", "dangling link"])
+    def test_doctor_writes_to_nothing_that_another_user_has_prepared(
+        self, home: Path, tmp_path: Path, kind: str
+    ) -> None:
+        shared, victim, created = tmp_path / "shared", tmp_path / "victim", tmp_path / "created"
+        shared.mkdir()
+        shared.chmod(0o1777)
+        victim.write_text("precious")
+
+        def prepare() -> None:
+            """The probe's process id is known here, as it is to whoever fills the directory with all ids."""
+            for place in (shared, home):
+                taken = place / f".csdctl-doctor-{os.getpid()}"
+                if kind == "pipe":
+                    os.mkfifo(taken)
+                elif kind == "directory":
+                    taken.mkdir()
+                else:
+                    taken.symlink_to(victim if kind == "link" else created)
+
+        done = subprocess.run(
+            build_command(CONDITION_PROBES, sys.executable),
+            cwd=home,
+            env={"PATH": os.environ["PATH"], "TMPDIR": str(shared)},
+            preexec_fn=prepare,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        assert victim.read_text() == "precious"
+        assert not created.exists()
+        found = parse_condition("host", done.stdout)
+        assert found.home is not None
+        assert found.temporary is not None
+        assert (found.home.refusal, found.temporary.refusal) == ("", "")
+        assert len(list(shared.iterdir())) == len(list(home.iterdir())) == 1
+
+    @pytest.mark.attack(6)
+    def test_no_code_makes_up_a_name_in_a_shared_directory(self) -> None:
+        """Names there come from mkdtemp or mktemp. What else mentions such a directory is listed here."""
+        known = {
+            "launch/mpi_job.py": "removes the directory of its own mpirun",
+            "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
+            "runs/directory.py": "the step file",
+            "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
+            "probes/condition.py": "mktemp -d in TMPDIR",
+        }
+        root = Path(csdctl.__file__).parent
+        place = re.compile(r"gettempdir\(|\bmktemp\(|/dev/shm|[\"'{ =:-]/tmp\b|/var/tmp|NamedTemporaryFile")
+        mentioning = {
+            str(path.relative_to(root)) for path in root.rglob("*.py") if place.search(path.read_text())
+        }
+        assert mentioning <= set(known)
+
+    @pytest.mark.attack(6)
+    @pytest.mark.emulated
+    def test_directory_of_an_emulated_fleet_cannot_be_taken(self, tmp_path: Path) -> None:
+        directory = tmp_path / ("long" * 12) / ".csdctl" / "emulated"
+        paths = FleetPaths(directory)
+        taken = [Path("/tmp", name) for name in (f"csdctl-{paths.fleet_id[:6]}", f"csdctl-{paths.fleet_id}")]
+        try:
+            for path in taken:
+                path.symlink_to(tmp_path)
+            start_fleet(directory, EmulatedSpec(1, 0.5, 160 << 20))
+            tmp = paths.node("csd0").tmp.resolve()
+            assert mode_of(tmp) == mode_of(tmp.parent) == 0o700
+            assert tmp.parent not in taken
+            stop_fleet(directory)
+            assert not tmp.exists()
+        finally:
+            for path in taken:
+                path.unlink()
+
+
+class TestStore:
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+    def test_wider_directory_is_narrowed(
+        self, home: Path, stored: StoredFile, use: Callable[[Path, StoredFile], object]
+    ) -> None:
+        (home / ".csdctl").mkdir()
+        (home / ".csdctl").chmod(0o777)
+        use(home, stored)
+        assert mode_of(home / ".csdctl") == 0o700
+
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("umask", [0o000, 0o022])
+    def test_what_is_deployed_is_readable_by_its_user_alone(
+        self, home: Path, stored: StoredFile, umask: int
+    ) -> None:
+        before = os.umask(umask)
+        try:
+            send(home, stored)
+            lock(home)
+        finally:
+            os.umask(before)
+        found = {str(path.relative_to(home)): oct(mode_of(path)) for path in home.rglob("*")}
+        assert {path: mode for path, mode in found.items() if int(mode, 8) & 0o077} == {}
+
+    @needs_root
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+    @pytest.mark.parametrize("kind", ["directory", "link", "link to another user's"])
+    def test_directory_of_another_user_is_refused(
+        self, home: Path, tmp_path: Path, stored: StoredFile, use: Callable[..., object], kind: str
+    ) -> None:
+        state, aside = home / ".csdctl", tmp_path / "aside"
+        aside.mkdir(mode=0o700)
+        if kind == "directory":
+            state.mkdir()
+            give(state)
+        else:
+            state.symlink_to(aside)
+            give(state if kind == "link" else aside)
+        with pytest.raises(CsdctlError, match="belongs to another user") as raised:
+            use(home, stored)
+        assert "csd0" in str(raised.value)
+        assert list(aside.iterdir()) == []
+
+    def test_link_of_ones_own_is_followed(self, home: Path, tmp_path: Path, stored: StoredFile) -> None:
+        (tmp_path / "large-disk").mkdir()
+        (home / ".csdctl").symlink_to(tmp_path / "large-disk")
+        assert send(home, stored).num_sent == 1
+        lock(home)
+        assert mode_of(tmp_path / "large-disk") == 0o700
+
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("use", [send, lambda home, stored: lock(home)], ids=["deploy", "lock"])
+    def test_home_that_every_user_can_change_is_refused(
+        self, home: Path, stored: StoredFile, use: Callable[..., object]
+    ) -> None:
+        home.chmod(0o777)
+        with pytest.raises(CsdctlError, match="can be changed by every user"):
+            use(home, stored)
+        home.chmod(0o1777)  # as /tmp: nobody can rename what belongs to others
+        use(home, stored)
+
+    @needs_root
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("name", ["objects", "trees", "manifests"])
+    def test_part_of_the_store_that_belongs_to_another_user_is_refused(
+        self, home: Path, stored: StoredFile, name: str
+    ) -> None:
+        send(home, stored)
+        (home / ".csdctl" / name).mkdir(exist_ok=True)
+        give(home / ".csdctl" / name)
+        with pytest.raises(InputError, match=f"/.csdctl/{name} belongs to another user"):
+            send(home, stored)
+
+    @needs_root
+    @pytest.mark.attack(7)
+    @pytest.mark.parametrize("suffix", ["", ".part"])
+    def test_file_of_another_user_is_replaced_even_with_the_right_content(
+        self, home: Path, stored: StoredFile, suffix: str
+    ) -> None:
+        """Its owner could change it after it was checked."""
+        (home / OBJECTS).mkdir(parents=True)
+        planted = home / f"{stored.path}{suffix}"
+        planted.write_bytes(b"content")
+        planted.chmod(0o600)
+        give(planted)
+        with planted.open("r+b") as kept_open:
+            assert send(home, stored).num_sent == 1
+            kept_open.write(b"CHANGED")
+        assert (home / stored.path).read_bytes() == b"content"
+        assert (home / stored.path).stat().st_uid == os.geteuid()
+
+    @pytest.mark.attack(7)
+    def test_part_that_is_a_link_is_not_written_through(
+        self, home: Path, tmp_path: Path, stored: StoredFile
+    ) -> None:
+        (tmp_path / "victim").write_text("precious")
+        (home / OBJECTS).mkdir(parents=True)
+        (home / f"{stored.path}.part").symlink_to(tmp_path / "victim")
+        send(home, stored)
+        assert (tmp_path / "victim").read_text() == "precious"
+        assert (home / stored.path).read_bytes() == b"content"
+
+    @pytest.mark.attack(6)
+    @pytest.mark.parametrize("name", ["lock", "receive.lock"])
+    def test_lock_is_not_opened_through_a_link(
+        self, home: Path, tmp_path: Path, stored: StoredFile, name: str
+    ) -> None:
+        (tmp_path / "victim").write_text("precious")
+        (home / ".csdctl").mkdir(mode=0o700)
+        (home / ".csdctl" / name).symlink_to(tmp_path / "victim")
+        with pytest.raises(RemoteCommandError):
+            lock(home) if name == "lock" else send(home, stored)
+        assert (tmp_path / "victim").read_text() == "precious"
+        assert mode_of(tmp_path / "victim") & 0o044
+
+    @needs_root
+    @pytest.mark.attack(6)
+    def test_lock_of_another_user_is_refused(self, home: Path) -> None:
+        (home / ".csdctl").mkdir(mode=0o700)
+        (home / ".csdctl" / "lock").write_text("{}")
+        give(home / ".csdctl" / "lock")
+        with pytest.raises(RemoteCommandError, match="belongs to another user"):
+            lock(home)
+
+    @pytest.mark.attack(7)
+    def test_worker_and_function_that_were_swapped_do_not_run(self, tmp_path: Path) -> None:
+        worker = store_bytes(pack_worker(), ".pyz", tmp_path)
+        function = store_bytes(b"def load(path):\n    return []\n", ".py", tmp_path)
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "sample").write_text("x")
+        function.source.write_text("print('the neighbour was here')\ndef load(path):\n    return []\n")
+        spec = PrepareSpec("data", "store", function=f"{function.path}:load", is_private=True)
+        with closing(LocalSession("csd0", tmp_path)) as session:
+            prepare = build_worker_command(sys.executable, worker.path, ["prepare"])
+            done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
+            assert b"has been changed since csdctl sent it" in done.stderr
+            assert done.exit_code == 1
+            worker.source.write_bytes(b"print('the neighbour was here')")
+            done = session.run(prepare, stdin=to_json(spec).encode() + b"\n")
+        assert b"has been changed since csdctl sent it" in done.stderr
+        assert "neighbour" not in done.output
+
+
+class TestProject:
+    @staticmethod
+    def call(directory: Path, *arguments: str, umask: int = 0o022) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", PROGRAM, *arguments],
+            cwd=directory,
+            umask=umask,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    @pytest.mark.attack(15)
+    def test_files_that_the_user_names_are_private_too(self, tmp_path: Path) -> None:
+        (tmp_path / "fleet.yaml").write_text("nodes: [{name: csd0, address: 10.9.8.7}]\n")
+        done = self.call(tmp_path, "inventory", "--output", "out/hosts.ini", umask=0)
+        assert done.returncode == 0, done.stderr
+        assert (mode_of(tmp_path / "out"), mode_of(tmp_path / "out" / "hosts.ini")) == (0o700, 0o600)
+
+    @pytest.mark.attack(15)
+    def test_wider_state_is_narrowed_by_any_command(self, tmp_path: Path) -> None:
+        (tmp_path / ".csdctl").mkdir()
+        (tmp_path / ".csdctl").chmod(0o775)
+        self.call(tmp_path, "report")
+        assert mode_of(tmp_path / ".csdctl") == 0o700
+
+    @needs_root
+    @pytest.mark.attack(15)
+    def test_state_of_another_user_is_refused_by_any_command(self, tmp_path: Path) -> None:
+        """As in /tmp, where a neighbour may have prepared host keys, plans and runs."""
+        (tmp_path / ".csdctl").mkdir(mode=0o700)
+        give(tmp_path / ".csdctl")
+        done = self.call(tmp_path, "report")
+        assert done.returncode == 2
+        assert "belongs to another user" in done.stderr.replace("\n", " ")

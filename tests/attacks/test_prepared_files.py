@@ -1,0 +1,145 @@
+"""Prepared data: nobody reads what may not be read where it comes from, and nobody else writes it."""
+
+import hashlib
+import json
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.shipping.store import store_bytes
+from csdctl.shipping.worker_calls import build_worker_command
+from csdctl.shipping.worker_zip import pack_worker
+from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
+
+pytestmark = pytest.mark.attack(7)
+
+OTHER_USER = 65534
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def prepare(directory: Path, umask: int = 0o022, **changes: object) -> Path:
+    """Prepare `directory`/data with a real worker; return the data set."""
+    worker = store_bytes(pack_worker(), ".pyz", directory)
+    spec = PrepareSpec(**{"source": "data", "store": ".csdctl/data", **changes})  # type: ignore[arg-type]
+    done = subprocess.run(
+        build_worker_command(sys.executable, worker.path, ["prepare"]),
+        cwd=directory,
+        umask=umask,
+        input=to_json(spec) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = done.stdout.splitlines()[-1]
+    return directory / json.loads(answer[answer.index("{") :])["path"]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    data = tmp_path / "data"
+    data.mkdir(mode=0o700)
+    np.save(data / "images.npy", np.zeros((6, 4, 4), np.uint8))
+    np.save(data / "labels.npy", np.zeros(6, np.int32))
+    for path in data.iterdir():
+        path.chmod(0o600)
+    return tmp_path
+
+
+def modes(dataset: Path) -> set[str]:
+    return {oct(mode_of(path)) for path in (dataset, dataset.parent, *dataset.rglob("*"))}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022])
+def test_prepared_private_samples_are_readable_by_their_user_alone(project: Path, umask: int) -> None:
+    assert modes(prepare(project, umask, is_private=True)) == {"0o700", "0o600"}
+
+
+def test_data_of_an_earlier_version_is_narrowed(project: Path) -> None:
+    dataset = prepare(project)
+    before = (dataset / "images.npy").stat().st_ino
+    for path in (dataset.parent, dataset, *dataset.iterdir()):
+        path.chmod(0o755)
+    assert prepare(project) == dataset
+    assert modes(dataset) == {"0o700", "0o600"}
+    assert (dataset / "images.npy").stat().st_ino == before
+
+
+@pytest.mark.parametrize("name", [".", "labels.npy"])
+def test_data_that_others_could_change_is_prepared_again(project: Path, name: str) -> None:
+    dataset = prepare(project)
+    (dataset / "labels.npy").write_bytes((dataset / "labels.npy").read_bytes()[:-4] + b"\1\0\0\0")
+    (dataset / name).chmod(0o777)
+    assert prepare(project) == dataset
+    assert np.load(dataset / "labels.npy").tolist() == [0] * 6
+    assert modes(dataset) == {"0o700", "0o600"}
+
+
+@pytest.mark.parametrize(
+    ("directory", "file", "expected"),
+    [
+        (0o755, 0o644, (0o755, 0o644)),
+        (0o755, 0o640, (0o750, 0o640)),
+        (0o750, 0o644, (0o750, 0o640)),
+        (0o755, 0o600, (0o700, 0o600)),
+        (0o711, 0o644, (0o700, 0o600)),
+    ],
+)
+def test_shared_data_is_never_wider_than_its_source(
+    project: Path, directory: int, file: int, expected: tuple[int, int]
+) -> None:
+    (project / "data").chmod(directory)
+    (project / "data" / "labels.npy").chmod(0o644)
+    (project / "data" / "images.npy").chmod(file)
+    dataset = prepare(project, store=str(project / ".csdctl-data"), is_shared=True)
+    assert (mode_of(dataset), mode_of(dataset / "images.npy")) == expected
+    (project / "data" / "labels.npy").chmod(0o600)
+    prepare(project, store=str(project / ".csdctl-data"), is_shared=True)
+    assert (mode_of(dataset), mode_of(dataset / "images.npy")) == (0o700, 0o600)
+
+
+@needs_root
+def test_shared_store_of_a_neighbour_is_not_used(project: Path) -> None:
+    (project / "store").mkdir()
+    os.chown(project / "store", OTHER_USER, OTHER_USER)
+    with pytest.raises(AssertionError, match="belongs to another user"):
+        prepare(project, store=str(project / "store"), is_shared=True)
+
+
+def part_of(project: Path) -> Path:
+    """The directory of data that an interrupted call has not finished."""
+    place = hashlib.sha256(os.fsencode((project / "data").resolve())).hexdigest()[:32]
+    return project / ".csdctl" / "data" / f".part-{place}"
+
+
+@needs_root
+def test_unfinished_data_of_a_neighbour_is_refused(project: Path) -> None:
+    part_of(project).mkdir(parents=True)
+    os.chown(part_of(project), OTHER_USER, OTHER_USER)
+    with pytest.raises(AssertionError, match="belongs to another user"):
+        prepare(project)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_unfinished_data_is_not_written_through_a_link(project: Path, mode: int) -> None:
+    (project / "victim").write_text("precious")
+    part_of(project).mkdir(parents=True)
+    (part_of(project) / "images.npy").symlink_to(project / "victim")
+    part_of(project).chmod(mode)
+    if mode == 0o777:  # others could have filled it: it is removed, and begun again
+        assert modes(prepare(project)) == {"0o700", "0o600"}
+    else:
+        with pytest.raises(AssertionError, match="cannot be written"):
+            prepare(project)
+    assert (project / "victim").read_text() == "precious"

@@ -1,0 +1,368 @@
+"""Nodes that answer csdctl's programs with whatever they like: without end, out of range, of another type."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NodeError, RemoteCommandError
+from csdctl.launch.leftovers import CleanupOptions, clean_machine
+from csdctl.launch.machine_lock import describe_holder, lock_machines
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.deliver import DeliveryPatience, deliver
+from csdctl.shipping.parcel import MAX_INLINE_BYTES, pack_parcel
+from csdctl.shipping.receiver import prune_store
+from csdctl.shipping.store import store_bytes
+from csdctl.shipping.worker_calls import WorkPatience, run_worker, watch_worker
+from csdctl.transport.many import run_on_all
+from csdctl.transport.ssh import SshSession, connect
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, PROGRESS_PREFIX, WORKER_ERROR_PREFIX
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.workflows.preflight.reachability import PortListener, _connect, _start_listener
+from csdctl.workflows.tune.probing import Prober
+from tests.attacks.hostile_python import write_hostile_python
+
+pytestmark = pytest.mark.attack(13)
+
+BOMB = "print('[' * 900_000, flush=True); time.sleep(60)"
+ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"
+QUICK = DeliveryPatience(response_s=5.0, whole_s=3.0)
+"""So short that the whole ends first where every answer comes in time."""
+
+FOR_EVER = {
+    "busy": "while True: say(busy='hashing'); time.sleep(0.6)",
+    "busy without pause": "while True: say(busy='hashing')",
+    "need": "while True: say(need='manifest'); sys.stdin.buffer.read1(1)",
+    "more": "while True: say(missing=[[0, 0]], resume={}, more=True)",
+    "more of nothing": "while True: say(missing=[], resume={}, more=True)",
+    "the same again": "while True: say(missing=[[0, 0]], resume={}, more=False); sys.stdin.buffer.read(9)",
+    "nothing": "while True: say()",
+    "a list": "while True: print('[\"busy\"]', flush=True)",
+    "a line without end": ENDLESS_LINE,
+    "silence": "time.sleep(60)",
+    "no reading": "say(missing=[[0, 0]], resume={}, more=False); time.sleep(60)",
+}
+WRONG = {
+    "refused an object": "say(refused={'a': 1})",
+    "remedy a list": "say(refused='no', remedy=[1])",
+    "numbers that were not offered": "say(missing=[[0, 10**12]], resume={}, more=False); time.sleep(60)",
+    "negative numbers": "say(missing=[[-1, 0]], resume={}, more=False); time.sleep(60)",
+    "numbers twice": "say(missing=[[0, 0], [0, 0]], resume={}, more=False); time.sleep(60)",
+    "texts for numbers": "say(missing=[['a', 'b']], resume={}, more=False); time.sleep(60)",
+    "true for a number": "say(missing=[[False, False]], resume={}, more=False); time.sleep(60)",
+    "an offset before the start": "say(missing=[[0, 0]], resume={'0': -5}, more=False); time.sleep(60)",
+    "an offset behind the end": "say(missing=[[0, 0]], resume={'0': 999}, more=False); time.sleep(60)",
+    "an offset of nothing": "say(missing=[], resume={'0': 1}, more=False); time.sleep(60)",
+    "not a number": "say(missing=[[0, 0]], resume={'0': float('nan')}, more=False); time.sleep(60)",
+    "failed without numbers": "say(failed='damaged')",
+    "damage of what was not offered": "say(failed='damaged', numbers=[7])",
+    "failed without a reason": "say(failed='system')",
+    "a bomb": BOMB,
+    "a huge number": "print('9' * 100_000, flush=True); time.sleep(60)",
+}
+
+
+@pytest.fixture
+def session(server: Any) -> Iterator[SshSession]:
+    """A real SSH session to a node whose Python is the attacker's."""
+    with closing(connect(server.node(name="csd1"), [server.known_hosts])) as opened:
+        yield opened
+
+
+@pytest.fixture
+def hostile(tmp_path: Path) -> Callable[[str], str]:
+    return lambda body: write_hostile_python(tmp_path / "python", body)
+
+
+def send(session: SshSession, directory: Path, python: str, patience: DeliveryPatience = QUICK) -> Any:
+    stored = store_bytes(b"123456789", ".bin", directory)
+    parcel = pack_parcel([stored.as_object()])
+    return deliver(session, parcel, SharedChunks(), python=python, patience=patience)
+
+
+@pytest.mark.parametrize("name", FOR_EVER)
+def test_receiver_that_goes_on_for_ever_is_left(
+    session: SshSession, tmp_path: Path, hostile: Callable[[str], str], name: str
+) -> None:
+    with pytest.raises((RemoteCommandError, DeadlineError)) as raised:
+        send(session, tmp_path, hostile(FOR_EVER[name]))
+    assert raised.value.node == "csd1"
+    assert len(raised.value.message) < 400
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_answer_of_a_receiver_is_typed_and_in_range(
+    session: SshSession, tmp_path: Path, hostile: Callable[[str], str], name: str
+) -> None:
+    with pytest.raises(RemoteCommandError) as raised:
+        send(session, tmp_path, hostile(WRONG[name]))
+    assert raised.value.node == "csd1"
+    assert raised.value.message.startswith("receiving files")
+    assert len(raised.value.message) < 400
+
+
+def test_manifest_is_sent_once(session: SshSession, tmp_path: Path, hostile: Callable[[str], str]) -> None:
+    stored = [store_bytes(str(number).encode(), ".bin", tmp_path) for number in range(99)]
+    parcel = pack_parcel([file.as_object() for file in stored])
+    assert parcel.packed, MAX_INLINE_BYTES
+    python = hostile("while True: say(need='manifest'); sys.stdin.buffer.read1(1)")
+    with pytest.raises(RemoteCommandError, match="manifest, which was sent already"):
+        deliver(session, parcel, SharedChunks(), python=python, patience=QUICK)
+
+
+def test_receiver_that_reads_a_byte_a_second_is_left(
+    session: SshSession, tmp_path: Path, hostile: Callable[[str], str]
+) -> None:
+    stored = store_bytes(bytes(8 << 20), ".bin", tmp_path)
+    patience = DeliveryPatience(response_s=5.0, whole_s=2.0, bytes_per_s=1e9)
+    body = (
+        "say(missing=[[0, 0]], resume={}, more=False)\nwhile True: sys.stdin.buffer.read1(1); time.sleep(0.1)"
+    )
+    with pytest.raises(DeadlineError) as raised:
+        deliver(
+            session,
+            pack_parcel([stored.as_object()]),
+            SharedChunks(),
+            python=hostile(body),
+            patience=patience,
+        )
+    assert raised.value.node == "csd1"
+
+
+def test_refusal_of_one_node_is_not_that_of_the_others(
+    server: Any, tmp_path: Path, hostile: Callable[[str], str]
+) -> None:
+    """A refusal with an object as its text once ended the command for all nodes."""
+    pythons = {"csd0": sys.executable, "csd1": hostile("say(refused={'a': 1})")}
+    parcel = pack_parcel([store_bytes(b"123456789", ".bin", tmp_path).as_object()])
+
+    def send_to(name: str) -> Any:
+        with closing(connect(server.node(name=name), [server.known_hosts])) as session:
+            return deliver(session, parcel, SharedChunks(), python=pythons[name])
+
+    outcomes = run_on_all({name: name for name in pythons}, send_to)
+    assert outcomes["csd0"].value
+    assert isinstance(outcomes["csd1"].error, RemoteCommandError)
+    assert "received dict as `refused`, expected a text" in str(outcomes["csd1"].error)
+
+
+ANSWERS = ["{}", "5", "[]", "null", '"text"', "[" * 100_000, '{"done": 5}', '{"done": {"num_removed": -1}}']
+
+
+@pytest.mark.parametrize("answer", ANSWERS, ids=lambda answer: answer[:9])
+def test_answer_about_pruning_is_typed(
+    session: SshSession, hostile: Callable[[str], str], answer: str
+) -> None:
+    with pytest.raises(RemoteCommandError):
+        prune_store(session, hostile(f"print({answer!r})"))
+
+
+FOUND: dict[str, Any] = {"holder": None, "processes": [], "paths": [], "num_bytes": 0}
+LEFTOVERS = [
+    *ANSWERS,
+    json.dumps({**FOUND, "holder": 5}),
+    json.dumps({**FOUND, "processes": 7}),
+    json.dumps({**FOUND, "processes": [{"pid": 1, "run": {}}]}),
+    json.dumps({**FOUND, "paths": [[1]]}),
+    json.dumps({**FOUND, "num_bytes": "x"}),
+    json.dumps({**FOUND, "num_bytes": -1}),
+    json.dumps({**FOUND, "paths": ["x" * 5_000_000]}),
+]
+
+
+@pytest.mark.parametrize("answer", LEFTOVERS, ids=range(len(LEFTOVERS)))
+def test_answer_about_leftovers_is_typed(
+    session: SshSession, hostile: Callable[[str], str], answer: str
+) -> None:
+    with pytest.raises(RemoteCommandError) as raised:
+        clean_machine(session, hostile(f"print({answer!r})"), CleanupOptions())
+    assert raised.value.node == "csd1"
+    assert len(raised.value.message) < 400
+
+
+LOCKS = [
+    "held",
+    "held 5",
+    "held " + "[" * 900_000,
+    "mined",
+    "",
+    'held {"command": {"a": 1}}',
+    "held " + "x" * 999_000,
+]
+
+
+@pytest.mark.parametrize("answer", LOCKS, ids=range(len(LOCKS)))
+def test_answer_about_the_lock_is_typed(
+    session: SshSession, tmp_path: Path, hostile: Callable[[str], str], answer: str
+) -> None:
+    python = hostile(f"print({answer!r}, flush=True); time.sleep(60)")
+    with (
+        pytest.raises(CsdctlError) as raised,
+        lock_machines({"csd1": session}, {"csd1": python}, doing="tune", directory=tmp_path),
+    ):
+        pass
+    assert "unexpected" not in str(raised.value)
+    assert "csd1" in str(raised.value)
+    assert len(str(raised.value)) < 900
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_process_that_a_lock_only_names_is_not_ended(
+    session: SshSession, server: Any, tmp_path: Path, as_text: bool
+) -> None:
+    """The file of the lock says who holds it; a process is ended only if it has that file open."""
+    victim = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    state = server.home / ".csdctl"
+    state.mkdir(mode=0o700)
+    (state / "lock").write_text(
+        json.dumps(
+            {
+                **describe_holder("train", tmp_path),
+                "boot": "an earlier one",
+                "holding_pid": str(victim.pid) if as_text else victim.pid,
+            }
+        )
+    )
+    with subprocess.Popen(["flock", state / "lock", "sleep", "60"], start_new_session=True) as holding:
+        try:
+            while subprocess.run(["flock", "-n", state / "lock", "true"], check=False).returncode == 0:
+                pass
+            with (
+                pytest.raises(CsdctlError, match="another csdctl is running here"),
+                lock_machines({"csd1": session}, {"csd1": sys.executable}, doing="tune", directory=tmp_path),
+            ):
+                pass
+            assert victim.poll() is None
+        finally:
+            victim.kill()
+            victim.wait()
+            os.killpg(holding.pid, signal.SIGKILL)
+
+
+REACHABILITY = [
+    *ANSWERS,
+    '{"ports": [22]}',
+    '{"ports": [70000]}',
+    '{"ports": ["1024"]}',
+    '{"ports": [1024, 1025, 1026]}',
+    '{"error": {"a": 1}}',
+]
+
+
+@pytest.mark.parametrize("answer", REACHABILITY, ids=range(len(REACHABILITY)))
+def test_answer_about_listeners_is_typed(
+    session: SshSession, hostile: Callable[[str], str], answer: str
+) -> None:
+    with pytest.raises(RemoteCommandError) as raised:
+        _start_listener(session, hostile(f"print({answer!r})"), "127.0.0.1", "token", 20)
+    assert raised.value.node == "csd1"
+
+
+def working(**numbers: object) -> str:
+    return PROGRESS_PREFIX + json.dumps({"num_done": 0, "num_total": 9, "num_skipped": 0, **numbers})
+
+
+STEADY = WorkPatience(silence_s=5.0, standstill_s=2.0, whole_s=4.0)
+COUNT = "dict(num_done=n, num_total=0, num_skipped=0)"
+TELL = f"print({PROGRESS_PREFIX!r} + json.dumps({COUNT}), flush=True); time.sleep(0.3)"
+ERROR = "dict(message=[1], remedy=dict(), exit_code=2)"
+PREPARING = {
+    "no progress": f"while True: print({working()!r}, flush=True); time.sleep(0.3)",
+    "progress backward": f"n = 9\nwhile True: n = max(0, n - 1); {TELL}",
+    "progress without end": f"n = 0\nwhile True: n += 1; {TELL}",
+    "without pause": f"while True: print({working()!r})",
+    "noise": "while True: print('noise')",
+    "a text as a number": f"print({working(num_done='9')!r}); time.sleep(60)",
+    "a bomb": f"print({PROGRESS_PREFIX!r} + '[' * 900_000); time.sleep(60)",
+    "a bomb as the answer": f"print({ANSWER_PREFIX!r} + '[' * 900_000)",
+    "a line without end": ENDLESS_LINE,
+    "an object as the error": f"sys.exit({WORKER_ERROR_PREFIX!r} + json.dumps({ERROR}))",
+}
+
+
+@pytest.mark.parametrize("name", PREPARING)
+def test_worker_that_prepares_for_ever_is_left(
+    session: SshSession, hostile: Callable[[str], str], name: str
+) -> None:
+    with pytest.raises((RemoteCommandError, DeadlineError)) as raised:
+        watch_worker(
+            session,
+            hostile(PREPARING[name]),
+            "worker.pyz",
+            "prepare",
+            PrepareSpec("data", "store"),
+            DatasetInfo,
+            lambda progress: None,
+            doing="preparing data",
+            patience=STEADY,
+        )
+    assert raised.value.node == "csd1"
+    assert len(raised.value.message) < 400
+
+
+def test_worker_that_fails_with_an_object_as_its_message_fails_as_its_node(
+    session: SshSession, hostile: Callable[[str], str]
+) -> None:
+    python = hostile(PREPARING["an object as the error"])
+    with pytest.raises(NodeError, match="csd1: preparing data failed with exit code 1") as raised:
+        run_worker(
+            session, python, "worker.pyz", ["digest"], DatasetInfo, doing="preparing data", deadline_s=30
+        )
+    assert not isinstance(raised.value, InputError)
+
+
+PROBES = {
+    "noise before": "while True: print('noise')",
+    "a bomb": f"print('ready', flush=True); {BOMB}",
+    "a time that is negative": (-1.0, 5, 1000),
+    "a time of nothing": (0.0, 5, 1000),
+    "not a number": (float("nan"), 5, 1000),
+    "a time without end": (float("inf"), 5, 1000),
+    "a text": ("1.0", 5, 1000),
+    "no steps": (0.1, 0, 1000),
+    "memory without end": (0.1, 5, 1 << 80),
+}
+
+
+@pytest.mark.parametrize("name", PROBES)
+def test_measurement_of_a_node_is_typed_and_in_range(
+    session: SshSession, hostile: Callable[[str], str], name: str
+) -> None:
+    body = PROBES[name]
+    if isinstance(body, tuple):
+        step_time_s, num_steps, peak = body
+        content = {
+            "batch_size": 8,
+            "step_time_s": step_time_s,
+            "num_steps": num_steps,
+            "peak_memory_bytes": peak,
+        }
+        body = f"print('ready', flush=True); sys.stdin.readline(); print({json.dumps(content)!r}, flush=True)"
+    prober = Prober(session, [hostile(body), "probe"], Runtime(), None)
+    with closing(prober), pytest.raises(RemoteCommandError) as raised:
+        prober.measure(ProbeRequest(8))
+    assert raised.value.node == "csd1"
+    assert len(raised.value.message) < 400
+
+
+def test_attempts_to_connect_must_be_those_that_were_wanted(
+    session: SshSession, hostile: Callable[[str], str]
+) -> None:
+    for attempts in ("5", "[]", "[[1, 2, 3]]", '[["csd0", 1, ""]]', '[["csd0", 1025, {}]]', "[[[]]]"):
+        python = hostile(f"sys.stdin.readline(); print('{{\"attempts\": {attempts}}}', flush=True)")
+        with closing(session.converse([python])) as conversation, pytest.raises(RemoteCommandError):
+            _connect(
+                "csd1",
+                PortListener(conversation, "127.0.0.1", (1024,)),
+                {"csd0": PortListener(conversation, "127.0.0.1", (1025,))},
+                20,
+            )

@@ -1,0 +1,61 @@
+"""What a node says about its prepared data: types and ranges."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from csdctl.errors import RemoteCommandError
+from csdctl.transport.answer import Answer
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.workflows.data.info_answer import check_info
+
+FIELDS = json.dumps([["left", "float32", [28, 28]], ["right", "uint8", []]])
+INFO = DatasetInfo(
+    "data/x", 10, (28, 28, 1), "uint8", (), 9, "0123456789abcdef", {"undecodable": 2}, {"ant": 10}
+)
+
+
+def check(info: DatasetInfo) -> None:
+    check_info(Answer.parse(to_json(info), "csd0", "preparing data"))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32", "bool", ">f4", FIELDS])
+def test_descriptions_of_prepared_data_are_accepted(dtype: str) -> None:
+    check(replace(INFO, dtype=dtype))
+
+
+@pytest.mark.attack(13)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": ""},
+        {"path": 5},
+        {"fingerprint": "../../etc"},
+        {"num_samples": 0},
+        {"num_samples": 1 << 60},
+        {"num_samples": "10"},
+        {"sample_shape": (-1,)},
+        {"sample_shape": ("28",)},
+        {"sample_shape": (1,) * 100},
+        {"label_shape": (1.5,)},
+        {"dtype": "[" * 5000},
+        {"dtype": '[["a", "float32", [-1]]]'},
+        {"dtype": '[["a", "float32"]]'},
+        {"dtype": "O; import os"},
+        {"dtype": None},
+        {"max_label": -2},
+        {"max_label": 1e300},
+        {"num_skipped": {"too large": -1}},
+        {"num_skipped": [1]},
+        {"class_counts": {"ant": "ten"}},
+        {"unusable_classes": ({},)},
+    ],
+    ids=str,
+)
+def test_other_types_and_ranges_are_an_error_of_the_node(change: dict[str, Any]) -> None:
+    with pytest.raises(RemoteCommandError) as raised:
+        check(replace(INFO, **change))
+    assert raised.value.node == "csd0"
