@@ -10,6 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := build/docs
+AUDIT := build/audit
 LOWEST := build/lowest
 UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
@@ -26,7 +27,7 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test lab check bench coverage lowest docs lock build clean
+.PHONY: help setup demo test lab check bench coverage lowest docs audit lock build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -42,12 +43,12 @@ test: $(STAMP) ## run all tests in parallel
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)
 
-check: $(STAMP) ## check style, formatting, types, import rules and docs
+check: $(STAMP) ## check style, formatting, types, import rules, docs and licences
 	@echo "== ruff check";        $(BIN)/ruff check .
 	echo "== ruff format --check"; $(BIN)/ruff format --check .
 	echo "== mypy";                $(BIN)/mypy
 	echo "== lint-imports";        $(BIN)/lint-imports --no-logo --no-cache
-	echo "== docs";                $(BIN)/pytest -q tests/unit/test_docs.py
+	echo "== docs, licences";      $(BIN)/pytest -q tests/unit/test_docs.py tests/unit/requirements/test_licences.py
 
 bench: $(STAMP) ## run the benchmarks; they print measurements and assert nothing about them
 	@$(BIN)/pytest -s tests/bench $(ARGS)
@@ -57,8 +58,9 @@ coverage: $(STAMP) ## measure the coverage of the unit tests; HTML in build/cove
 	$(BIN)/pytest -n $(WORKERS) -q tests/unit --cov --cov-report=term --cov-report=html:build/coverage $(ARGS)
 
 lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that pyproject.toml allows
-	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) --deselect \
-	  tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree # depends on Typer's version
+	@$(LOWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) \
+	  --deselect tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree \
+	  --deselect tests/unit/requirements/test_licences.py::TestPage # these depend on the versions of others
 
 docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
@@ -66,6 +68,9 @@ docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken
 	  echo "These pages load something from elsewhere; the site must work offline." >&2; exit 1
 	fi
 	echo "build/site/index.html"
+
+audit: $(AUDIT)/.installed ## look up known vulnerabilities of every version that requirements/*.txt pin
+	@$(AUDIT)/bin/python requirements/advisories.py $(ARGS)
 
 lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgrade)
 	@run() {
@@ -78,6 +83,8 @@ lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgr
 	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --group dev --constraints requirements/runtime.txt
 	echo "requirements/docs.txt: the site generator"
 	run --group docs --output-file requirements/docs.txt
+	echo "requirements/audit.txt: pip-audit"
+	run --group audit --output-file requirements/audit.txt
 	echo "requirements/lowest.txt: the lowest versions that pyproject.toml allows"
 	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --group test
 
@@ -128,6 +135,11 @@ $(LOWEST)/.installed: requirements/lowest.txt
 $(DOCS)/.installed: requirements/docs.txt
 	@$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/docs.txt
+	touch $@
+
+$(AUDIT)/.installed: requirements/audit.txt
+	@$(PYTHON) -m venv --clear $(AUDIT)
+	$(AUDIT)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/audit.txt
 	touch $@
 
 $(UV):

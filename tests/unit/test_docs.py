@@ -235,7 +235,7 @@ class TestPages:
             )
 
     @pytest.mark.parametrize(
-        ("name", "num_least"), [("runtime", 40), ("dev", 40), ("lowest", 40), ("docs", 20)]
+        ("name", "num_least"), [("runtime", 40), ("dev", 40), ("lowest", 40), ("docs", 20), ("audit", 20)]
     )
     def test_locked_requirements_have_hashes_and_no_index(self, name: str, num_least: int) -> None:
         text = (ROOT / "requirements" / f"{name}.txt").read_text()

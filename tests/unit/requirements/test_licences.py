@@ -1,0 +1,142 @@
+"""The licences of what csdctl installs: the page, the rule, and metadata as packages write it."""
+
+import re
+from importlib.metadata import Distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from requirements import licences
+
+ROOT = Path(__file__).parents[3]
+
+
+def make_package(directory: Path, name: str, *fields: str) -> Distribution:
+    """Write the metadata of an installed package."""
+    info = directory / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "\n".join(["Metadata-Version: 2.4", f"Name: {name}", "Version: 1.0", *fields])
+    )
+    return Distribution.at(info)
+
+
+def locked_on_linux(file: str) -> set[str]:
+    """Return the packages of a lock file that some platform of csdctl's installs."""
+    lines = re.findall(r"^([a-z0-9][^\\\n]*)", (ROOT / "requirements" / file).read_text(), re.MULTILINE)
+    pinned = [Requirement(line) for line in lines]
+    return {
+        one.name
+        for one in pinned
+        if not one.marker or any(one.marker.evaluate({**platform}) for platform in licences.PLATFORMS)
+    }
+
+
+class TestPage:
+    def test_page_matches_the_installed_packages(self) -> None:
+        page = (ROOT / "docs" / "reference" / "licences.md").read_text()
+        assert page == licences.render_page(*licences.list_licences()), (
+            "docs/reference/licences.md does not match what is installed. If that is intended, accept it:\n"
+            "    .venv/bin/python requirements/licences.py > docs/reference/licences.md"
+        )
+
+    def test_every_licence_is_known_and_allowed(self) -> None:
+        assert licences.find_problems(licences.list_licences()[0]) == []
+
+    def test_page_lists_all_locked_packages_and_those_of_the_extras(self) -> None:
+        listed, installed_with = licences.list_licences()
+        assert {name for name in listed if installed_with[name] == ["csdctl"]} == locked_on_linux(
+            "runtime.txt"
+        )
+        assert set(listed) <= locked_on_linux("dev.txt")
+        assert {extra for extras in installed_with.values() for extra in extras} == set(
+            licences.list_requirements()
+        )
+
+    def test_exceptions_are_all_needed(self) -> None:
+        """A package that is no longer installed, or that names its licence by now, is no exception."""
+        listed = licences.list_licences()[0]
+        assert set(licences.COPYLEFT) <= set(listed)
+        for name, stated in licences.READ_IN_THE_TEXT:
+            package = licences.find_distribution(name)
+            assert package is not None
+            assert licences.read_statement(package) == stated
+
+
+class TestMetadata:
+    @pytest.mark.parametrize(
+        ("fields", "licence"),
+        [
+            (["License-Expression: mit OR apache-2.0"], "MIT OR Apache-2.0"),
+            (["License: MIT", "Classifier: License :: OSI Approved :: BSD License"], "MIT"),
+            (["License: Apache 2.0"], "Apache-2.0"),
+            (["Classifier: License :: OSI Approved :: MIT License"], "MIT"),
+        ],
+    )
+    def test_licence_is_an_expression(self, tmp_path: Path, fields: list[str], licence: str) -> None:
+        assert licences.read_licence("new", make_package(tmp_path, "new", *fields)) == licence
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            [],
+            ["License: BSD"],  # which one?
+            ["License: see LICENSE"],
+            ["Classifier: License :: OSI Approved"],
+            [
+                "Classifier: License :: OSI Approved :: MIT License",
+                "Classifier: License :: OSI Approved :: Apache Software License",  # both, or either?
+            ],
+        ],
+    )
+    def test_ambiguous_licence_is_unknown(self, tmp_path: Path, fields: list[str]) -> None:
+        assert licences.read_licence("new", make_package(tmp_path, "new", *fields)) == ""
+
+    def test_licence_that_was_read_is_read_again_when_the_metadata_changes(self, tmp_path: Path) -> None:
+        (tmp_path / "newer").mkdir()
+        known = make_package(tmp_path, "astunparse", "License: BSD")
+        changed = make_package(tmp_path / "newer", "astunparse", "License: Other")
+        assert licences.read_licence("astunparse", known) == "BSD-3-Clause"
+        assert licences.read_licence("astunparse", changed) == ""
+
+
+class TestRule:
+    @pytest.mark.parametrize(
+        ("name", "licence"),
+        [
+            ("new", "MIT"),
+            ("new", "BSD-3-Clause AND Zlib"),
+            ("new", "GPL-3.0-only OR MIT"),
+            ("new", "GPL-3.0-only OR MIT AND Zlib"),
+            ("paramiko", "LGPL-2.1"),
+            ("asyncssh", "EPL-2.0 OR GPL-2.0-or-later"),
+        ],
+    )
+    def test_permissive_alternative_is_allowed(self, name: str, licence: str) -> None:
+        assert licences.is_allowed(name, licence)
+
+    @pytest.mark.parametrize(
+        ("name", "licence"),
+        [
+            ("new", "GPL-3.0-only"),
+            ("new", "LGPL-2.1"),  # allowed for paramiko, not for others
+            ("new", "MIT AND GPL-3.0-only"),
+            ("new", "(GPL-3.0-only OR MIT) AND AGPL-3.0-only"),
+            ("new", "LicenseRef-Proprietary"),
+            ("paramiko", "GPL-3.0-only"),
+            ("new", ""),
+        ],
+    )
+    def test_any_other_licence_is_not_allowed(self, name: str, licence: str) -> None:
+        assert not licences.is_allowed(name, licence)
+
+    def test_problem_says_what_to_do(self) -> None:
+        unknown, refused, missing = licences.find_problems(
+            {"astunparse": "", "certifi": "GPL-3.0-only", "not-installed": ""}
+        )
+        assert "'BSD'" in unknown
+        assert "READ_IN_THE_TEXT in requirements/licences.py" in unknown
+        assert "certifi: the licence is GPL-3.0-only; expected one of 0BSD, Apache-2.0" in refused
+        assert "COPYLEFT in requirements/licences.py" in refused
+        assert missing == "not-installed: not installed, so its licence is unknown.\n  → make setup"
