@@ -30,6 +30,8 @@ EVENTS_PER_S, MAX_EVENTS_AT_ONCE = 100, 10_000
 is stopped arrives at once."""
 CHARS_PER_EVENT = 1000
 """An event of this length counts twice."""
+WAITING_PER_S, MAX_WAITING_AT_ONCE = 1, 100
+"""A worker says every five seconds that it waits; csdctl then tells the user, and asks the other ranks."""
 
 
 class Conduct:
@@ -40,6 +42,7 @@ class Conduct:
         self._rank, self._nodes = rank, nodes
         self._num_epochs = num_epochs
         self._allowance = Allowance(EVENTS_PER_S, MAX_EVENTS_AT_ONCE)
+        self._waiting_allowance = Allowance(WAITING_PER_S, MAX_WAITING_AT_ONCE)
         self._groups: dict[int, tuple[int, ...]] = {}
         """The ranks of every group that was ordered, by generation."""
         self._pings: Counter[int] = Counter()
@@ -62,6 +65,8 @@ class Conduct:
             raise _violation(
                 event, f"at most {EVENTS_PER_S} events of {CHARS_PER_EVENT} characters per second"
             )
+        if isinstance(event, WaitingFor) and self._waiting_allowance.spend(1, now) > 0:
+            raise _violation(event, f"at most {WAITING_PER_S} per second")
         check_sender(event, self._rank, self._nodes)
         if isinstance(event, FROM_CSDCTL + FROM_MPI):
             raise _violation(event, "an event of a rank that trains")

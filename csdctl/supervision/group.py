@@ -15,10 +15,8 @@ from csdctl.worker.protocol.events import (
     Ready,
 )
 
-PROGRESS = (Progress, Evaluating, EpochEnd)
-"""Events of rank 0 that show that the run does not hang: all ranks train in step, and it is on the host."""
-PHASES = (Ready, Joined, Finished, Paused)
-"""Events of any rank that show it: each comes once in a process or a group."""
+PROGRESS = (Ready, Joined, Progress, Evaluating, EpochEnd, Finished, Paused)
+"""Events of rank 0 that show that the run does not hang."""
 
 
 @dataclass
@@ -34,8 +32,10 @@ class GroupState:
     """
     joined: set[int] = field(default_factory=set)
     paused: set[int] = field(default_factory=set)
-    unlinked: list[int] = field(default_factory=list)
-    """Members that lost the connection to the others, in the order in which they said so."""
+    unlinked: set[int] = field(default_factory=set)
+    """Members that lost the connection to the others."""
+    first_unlinked: int | None = None
+    """The one that said so first."""
     is_pausing: bool = False
     """Whether the group was ordered to end with the epoch."""
     pinged: dict[int, float] = field(default_factory=dict)
@@ -47,14 +47,15 @@ class GroupState:
 
     def record_arrival(self, event: Event, now: float) -> None:
         """Update the state that depends only on the arrival of `event`, before it is handled."""
-        if isinstance(event, PHASES) or (isinstance(event, PROGRESS) and event.rank == 0):
+        if isinstance(event, PROGRESS) and event.rank == 0:
             self.last_progress = now
         if isinstance(event, PROGRESS) and event.rank == 0:
             self.awaited = set()
         if isinstance(event, Ready | Pong):
             self.answered[event.rank] = now
         elif isinstance(event, LinkLost) and event.generation == self.generation:
-            self.unlinked.append(event.rank)
+            self.unlinked.add(event.rank)
+            self.first_unlinked = event.rank if self.first_unlinked is None else self.first_unlinked
 
     @property
     def have_all_joined(self) -> bool:

@@ -9,7 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, OutOfMemoryError
 from csdctl.launch.diagnosis import MEMORY_REMEDY, is_noise
@@ -19,7 +19,7 @@ from csdctl.supervision.allowance import Allowance
 from csdctl.supervision.conduct import Conduct
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Completed, Conversation, Session
-from csdctl.worker.protocol.events import Event, Finished, event_from_line
+from csdctl.worker.protocol.events import UNKNOWN_NODE, Event, Failed, Finished, event_from_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 from csdctl.worker.protocol.orders import Order, Release, order_to_line
 from csdctl.worker.protocol.probe import READY
@@ -144,6 +144,8 @@ class RankProcess:
         event = event_from_line(line)
         if event is None:
             return False
+        if isinstance(event, Failed) and event.node == UNKNOWN_NODE:
+            event = replace(event, node=self.node)
         self._conduct.check(event, len(line), time.monotonic())
         self._on_message(event)
         if self._is_attached and isinstance(event, Finished):

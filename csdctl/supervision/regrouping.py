@@ -13,8 +13,11 @@ from csdctl.supervision.rank_process import ProcessEnded, RankMessage
 from csdctl.supervision.rank_processes import RankProcesses
 from csdctl.supervision.roster import Roster
 from csdctl.supervision.run_setup import RunSetup
-from csdctl.worker.protocol.events import Failed, Finished, Misbehaved, Ready
+from csdctl.worker.protocol.events import Failed, Finished, Misbehaved, Progress, Ready
 from csdctl.worker.protocol.orders import Ping
+
+LATE_REPORTS = 5
+"""Reports of rank 0 that cannot all have waited in a pipe: it trains after others have finished."""
 
 
 class Regrouping:
@@ -66,15 +69,21 @@ class Regrouping:
     def settle_completion(self, group: GroupState) -> None:
         """Mark the ranks as lost that reported their completion while rank 0 was still training.
 
-        All links are closed before any rank reports its completion: when rank 0, which is on the host, has
-        lost its link, the others have left too early. Wait until it tells.
+        All ranks end their last step together, and close their links together, before any rank reports its
+        completion. Rank 0 is on the host: when it has lost its link or goes on training, the others have left
+        too early. Wait until it tells.
         """
         deadline = time.monotonic() + self._patience.mpirun_exit_s
+        num_steps = 0
         while self._roster.finished and self._is_undecided(group) and time.monotonic() < deadline:
-            self._handle(self._inbox.next(self._patience.poll_s))
-        if 0 in group.unlinked and 0 not in self._roster.finished:
+            message = self._inbox.next(self._patience.poll_s)
+            self._handle(message)
+            num_steps += isinstance(message, Progress) and message.rank == 0
+            if num_steps == LATE_REPORTS:
+                break
+        if 0 not in self._roster.finished and (0 in group.unlinked or num_steps == LATE_REPORTS):
             for rank in sorted(self._roster.finished):
-                self._roster.withdraw(rank, failures.finished_early(rank, self._roster.nodes[rank]))
+                self._roster.withdraw(rank)
 
     def _is_undecided(self, group: GroupState) -> bool:
         """Return whether rank 0 has neither finished nor lost its link, and can still do either."""
@@ -116,12 +125,14 @@ class Regrouping:
         elif isinstance(message, Failed):
             if message.rank == 0:
                 raise failures.as_run_failure(message)
+            if message.rank in self._roster.finished:
+                self._roster.note_late_failure(message.rank, failures.as_loss(message))
             self._roster.mark_lost(message.rank, failures.as_loss(message))
         elif isinstance(message, Misbehaved):
             if self._roster.handle_misbehaved(message):
                 self.record_progress()
         elif isinstance(message, Finished):
-            self._roster.finished.add(message.rank)
+            self._roster.mark_finished(message.rank)
         elif isinstance(message, Ready) and message.rank in self._roster.restarting:
             self._roster.readmit(message)
 
@@ -168,4 +179,4 @@ def _find_suspects(group: GroupState) -> set[int]:
     missing = set(group.ranks) - group.joined
     if missing:
         return set() if 0 in missing else missing
-    return set(group.unlinked[:1]) - {0}
+    return {group.first_unlinked} if group.first_unlinked else set()

@@ -36,6 +36,8 @@ class Roster:
         self._losses: dict[int, CsdctlError] = {}
         """Why each rank is lost, the latest loss last."""
         self._num_losses: dict[int, int] = {}
+        self._late_failures: dict[int, CsdctlError] = {}
+        """What went wrong in ranks after they had reported completion."""
 
     @property
     def losses(self) -> list[CsdctlError]:
@@ -61,10 +63,26 @@ class Roster:
         if rank in self._processes.ranks and rank not in self.finished:
             self._lose(rank, error)
 
-    def withdraw(self, rank: int, error: CsdctlError) -> None:
+    def mark_finished(self, rank: int) -> None:
+        """Record that a rank has reported completion; raise RunError if one crashed afterwards.
+
+        Only when rank 0 has finished too is it certain that they had nothing left to do.
+        """
+        self.finished.add(rank)
+        if 0 in self.finished:
+            for error in self._late_failures.values():
+                raise failures.as_run_error(error)
+
+    def note_late_failure(self, rank: int, error: CsdctlError) -> None:
+        """Record what went wrong in a rank after it had reported completion."""
+        self._late_failures.setdefault(rank, error)
+        self.mark_finished(rank)
+
+    def withdraw(self, rank: int) -> None:
         """Mark a rank as lost whose completion record is not true, whether it still runs or not."""
         self.finished.discard(rank)
-        self._lose(rank, error)
+        error = self._late_failures.pop(rank, None)
+        self._lose(rank, error or failures.finished_early(rank, self.nodes[rank]))
 
     def _lose(self, rank: int, error: CsdctlError) -> None:
         self._processes.drop(rank)
@@ -101,7 +119,7 @@ class Roster:
         """Drop a rank that finished, or mark it as lost; raise RunError if it crashed after it finished."""
         if ended.rank not in self.finished:
             self.mark_lost(ended.rank, ended.error)
-        elif ended.is_clean:
-            self._processes.drop(ended.rank)
-        else:
-            raise failures.as_run_error(ended.error)
+            return
+        self._processes.drop(ended.rank)
+        if not ended.is_clean:
+            self.note_late_failure(ended.rank, ended.error)

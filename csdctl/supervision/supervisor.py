@@ -153,7 +153,7 @@ class Supervisor:
         elif isinstance(message, Progress | EpochEnd) and message.rank == 0:
             self._regrouping.record_progress()
         elif isinstance(message, Finished):
-            self._roster.finished.add(message.rank)
+            self._roster.mark_finished(message.rank)
         elif isinstance(message, Paused) and message.generation == self._group.generation:
             self._handle_paused(message)
         elif isinstance(message, LinkLost) and message.rank in self._group.unlinked:
@@ -174,6 +174,9 @@ class Supervisor:
 
     def _handle_failure(self, failed: Failed) -> None:
         """Continue without a rank that failed on its own, unless all ranks would fail for the same reason."""
+        if failed.rank in self._roster.finished:
+            self._roster.note_late_failure(failed.rank, failures.as_loss(failed))
+            return
         if failed.rank not in self._group.ranks:  # it has restarted, and the others train without it
             self._roster.mark_lost(failed.rank, failures.as_loss(failed))
             return

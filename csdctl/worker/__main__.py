@@ -15,6 +15,7 @@ from pathlib import Path
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     PROGRESS_PREFIX,
@@ -143,7 +144,7 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _rank(options: argparse.Namespace) -> int:
-    node, private_log = "?", ""
+    node, private_log = UNKNOWN_NODE, ""
     try:
         spec = from_json(RunSpec, options.spec.read_text())
         me = spec.ranks[options.rank]

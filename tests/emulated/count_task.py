@@ -38,7 +38,6 @@ class Count:
         """Report how many samples were summed, and how many the schedule has."""
         totals = self._progress.position.totals
         me = self._me
-        emit(
-            EpochEnd(me.rank, me.node, 1, totals.steps, int(totals.weight), 0.0, 0.0, 0.0, "", totals.samples)
-        )
+        of_all = totals.samples if me.rank == 0 else 0
+        emit(EpochEnd(me.rank, me.node, 1, totals.steps, int(totals.weight), 0.0, 0.0, 0.0, "", of_all))
         self._reporter.finished(self._progress.position, "", None, reason)

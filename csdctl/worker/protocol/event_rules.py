@@ -6,12 +6,14 @@ Pure. What arrives from a rank (supervision, launch) and what was stored (runs) 
 from collections.abc import Iterable, Sequence
 
 from csdctl.worker.protocol.events import (
+    UNKNOWN_NODE,
     CheckpointSaved,
     CollectiveTimed,
     EpochEnd,
     Evaluating,
     Event,
     Exited,
+    Failed,
     Finished,
     Joined,
     Misbehaved,
@@ -47,7 +49,8 @@ _UNSET: tuple[object, ...] = (None, 0, {})
 def check_event(event: Event, nodes: Sequence[str]) -> None:
     """Raise ProtocolError unless a rank of the run whose ranks are on `nodes` may have sent `event`."""
     name = type(event).__name__
-    if event.rank >= len(nodes) or event.node != nodes[event.rank]:
+    is_lost = isinstance(event, Failed) and event.node == UNKNOWN_NODE
+    if event.rank >= len(nodes) or not (event.node == nodes[event.rank] or is_lost):
         raise ProtocolError(
             f"{name}: expected one of {len(nodes)} ranks and its node, "
             f"received rank {event.rank} on {shorten(event.node)}"

@@ -28,6 +28,10 @@ EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 
 
+UNKNOWN_NODE = "?"
+"""`Failed.node` of a rank that could not read its spec, and does not know where it is."""
+
+
 SUMS, SAMPLES, STATE = "sums", "samples", "state"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run."""
 

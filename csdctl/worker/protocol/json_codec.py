@@ -13,7 +13,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -109,10 +109,14 @@ def from_dict(message_type: Any, content: Any) -> Any:
         raise ProtocolError(f"expected a {name}, received {shorten(content)}")
     readers, required = _readers_of(message_type)
     if unknown := content.keys() - readers.keys():
-        raise ProtocolError(f"{name}: unknown {shorten(', '.join(sorted(unknown)))}")
+        raise ProtocolError(f"{name}: unknown {shorten(_names(unknown))}, expected {_names(readers)}")
     if missing := required - content.keys():
-        raise ProtocolError(f"{name}: {', '.join(sorted(missing))} is missing")
+        raise ProtocolError(f"{name}: expected {_names(missing)}, received none")
     return message_type(**{field: readers[field](value) for field, value in content.items()})
+
+
+def _names(fields: Iterable[str]) -> str:
+    return ", ".join(sorted(fields))
 
 
 Reader = Callable[[Any], Any]

@@ -18,6 +18,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
 from csdctl.worker.process.events import exit_with_failure
 from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.probe import (
     READY,
@@ -63,7 +64,7 @@ def _copies(step: Step, spec: ProbeSpec, batch_size: int) -> Array | None:
 
 def _take_part(request: AttachRequest, step: Step) -> None:
     """Be a rank, with the graphs that are already traced."""
-    node = "?"
+    node = UNKNOWN_NODE
     try:
         spec = from_json(RunSpec, Path(request.spec).read_text())
         node = spec.ranks[request.rank].node

@@ -106,16 +106,16 @@ def _rank_specs(
 
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
-    joined = [event for event in events if isinstance(event, Joined)]
+    joined = [event for event in events if isinstance(event, Joined) and event.rank == 0]
     whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
-    missing = [node for rank, node in enumerate(nodes) if rank not in whole]
-    if missing or len({event.generation for event in joined}) > 1:
-        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
-        raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
     first: dict[int, Progress] = {}
     for event in events:
         if isinstance(event, Progress):
             first.setdefault(event.rank, event)
+    missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, whole, first)]
+    if missing or len({event.generation for event in joined}) > 1:
+        what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
+        raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
     counted = [_skip(whole[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]
     wall_s = host.compute_s + host.wait_s
@@ -128,6 +128,14 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
     )
+
+
+def _has_taken_part(rank: int, whole: Mapping[int, EpochEnd], first: Mapping[int, Progress]) -> bool:
+    """Return whether a rank has reported all steps of rank 0, and that it computed in them."""
+    if rank not in whole or 0 not in whole or whole[rank].steps != whole[0].steps:
+        return False
+    counted = _skip(whole[rank], first.get(rank))
+    return counted.steps > 0 and (counted.compute_s > 0 or rank == 0)  # the host may sit out
 
 
 def _skip(whole: EpochEnd, first: Progress | None) -> EpochEnd:

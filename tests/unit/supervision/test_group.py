@@ -38,4 +38,4 @@ def test_rank_that_becomes_ready_has_answered(group: GroupState) -> None:
 def test_lost_link_of_an_earlier_generation_does_not_count(group: GroupState) -> None:
     group.record_arrival(LinkLost(1, "csd0", 1, 1, 3), now=101.0)
     group.record_arrival(LinkLost(2, "csd1", 2, 1, 3), now=101.0)
-    assert group.unlinked == [2]
+    assert (group.unlinked, group.first_unlinked) == ({2}, 2)

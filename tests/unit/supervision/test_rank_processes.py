@@ -7,9 +7,10 @@ import pytest
 
 from csdctl.errors import NodeError, UnreachableError
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded
-from csdctl.supervision.rank_processes import RankProcesses, Restarted
+from csdctl.supervision.rank_processes import MAX_WAITING, RankProcesses, Restarted
 from csdctl.worker.protocol.events import Pong
 from csdctl.worker.protocol.orders import Order, Ping
+from tests.waiting import eventually
 
 WAIT_S = 5.0
 """Only a test that fails waits this long."""
@@ -69,6 +70,29 @@ def test_messages_of_a_process_arrive_in_order(processes: RankProcesses, machine
     machine.started[0].answer(2)
     assert [processes.next(0.0), processes.next(0.0)] == [Pong(1, "csd0", 1), Pong(1, "csd0", 2)]
     assert processes.next(0.0) is None
+
+
+def test_process_waits_while_too_many_of_its_messages_are_not_handled(
+    processes: RankProcesses, machine: Machine
+) -> None:
+    processes.start(1)
+    answered: list[int] = []
+
+    def answer() -> None:
+        for number in range(MAX_WAITING + 2):
+            machine.started[0].answer(number)
+            answered.append(number)
+
+    reader = threading.Thread(target=answer, daemon=True)
+    reader.start()
+    assert eventually(lambda: len(answered) == MAX_WAITING)
+    reader.join(0.1)
+    assert reader.is_alive()
+    assert processes.next(0.0) == Pong(1, "csd0", 0)
+    assert eventually(lambda: len(answered) == MAX_WAITING + 1)
+    processes.drop(1)  # nobody will handle the rest
+    reader.join(WAIT_S)
+    assert not reader.is_alive()
 
 
 def test_order_to_a_rank_without_a_process_is_ignored(processes: RankProcesses, machine: Machine) -> None:

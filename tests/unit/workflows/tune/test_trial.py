@@ -1,5 +1,7 @@
 """The result of a trial, from the events of its ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from csdctl.errors import RunError
@@ -51,6 +53,21 @@ def test_trial_that_lost_its_links_is_an_error() -> None:
     events: list[Event] = [joined(0), joined(1), joined(0, 2), joined(1, 2), epoch_end(0), epoch_end(1)]
     with pytest.raises(RunError, match="lost its links"):
         read_trial(events, NODES)
+
+
+@pytest.mark.parametrize(
+    ("begin", "end"),
+    [
+        (first_progress(1), epoch_end(1, 19)),
+        (first_progress(1), replace(epoch_end(1), steps=0)),
+        (first_progress(1), replace(epoch_end(1), compute_s=0.0)),
+        (replace(first_progress(1), steps=21), epoch_end(1)),
+        (replace(first_progress(1), compute_s=99.0), epoch_end(1)),
+    ],
+)
+def test_node_with_impossible_steps_is_named(begin: Progress, end: EpochEnd) -> None:
+    with pytest.raises(RunError, match="before csd0 had done all steps"):
+        read_trial([joined(0), joined(1), begin, epoch_end(0), end], NODES)
 
 
 def test_node_with_missing_steps_is_named() -> None:

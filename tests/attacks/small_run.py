@@ -1,0 +1,160 @@
+"""A run of three real processes on this machine, one of which is hostile: supervised, shown and stored."""
+
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from csdctl.cli.render.live import TrainingView
+from csdctl.errors import UnreachableError
+from csdctl.fleet.model import Fleet, Node
+from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.mpirun import Mpirun
+from csdctl.launch.traffic import add_rank_traffic
+from csdctl.reporting.differential_privacy import plan_privacy
+from csdctl.reporting.summary import RunSummary
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.supervision.links import Links
+from csdctl.supervision.patience import Patience
+from csdctl.supervision.rank_process import OnMessage, RankProcess
+from csdctl.supervision.rank_starter import RankStarter
+from csdctl.supervision.run_setup import RunSetup
+from csdctl.supervision.supervisor import Supervisor
+from csdctl.transport.local import LocalSession
+from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Traffic
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.workflows.reporting.report import report
+
+NODES = ("host", "csd0", "csd1")
+HOSTILE = 1
+PROGRAM = Path(__file__).with_name("rank_program.py")
+RANKS = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
+SPEC = RunSpec("run", "", "", Recipe(), RANKS, None, None, "", noise=Noise(1.0, 8.0, 1e-5))
+PATIENCE = Patience(start_s=60, silence_s=60, answer_s=20, settle_s=0.05, max_restarts=0)
+MANIFEST: dict[str, Any] = {
+    "plan": {
+        "method": "stannis",
+        "ranks": [{"node": node, "batch_size": 8, "samples_per_s": None} for node in NODES],
+    },
+    "placement": [{"node": node, "num_private": 8, "num_public": 0} for node in NODES],
+    "placed": [{"name": node, "num_private": 8, "num_repeated": 0} for node in NODES],
+    "noise": asdict(SPEC.noise) if SPEC.noise else None,
+}
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What the hostile rank prints.
+
+    `when` is 'start', 'group' (where it does not join) or 'training' (when all have joined).
+    """
+
+    lines: Sequence[str]
+    when: str = "training"
+    forever: str = ""
+    """A line that is printed again and again after them."""
+    leaves: bool = False
+    """The rank exits afterwards, as if it were done."""
+
+
+class SmallRun:
+    """Supervises host, csd0 (hostile) and csd1 with everything that consumes their events."""
+
+    def __init__(self, directory: Path) -> None:
+        self.project = ProjectDirectory(directory)
+        self.run_directory: RunDirectory = self.project.new_run()
+        self.run_directory.save_manifest(MANIFEST)
+        self.events: list[Event] = []
+        self.shown = io.StringIO()
+        self._joined: set[int] = set()
+        self._directory = directory
+
+    def supervise(self, attack: Attack) -> None:
+        """Run to the end; raises what ends the run."""
+        content = {"nodes": NODES, "hostile": HOSTILE, **asdict(attack)}
+        (self._directory / "spec").write_text(json.dumps(content))
+        sessions = {node: LocalSession(node, self._directory) for node in NODES}
+        fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
+        mpirun = Mpirun(fleet, {}, self.run_directory, self._directory, self._directory)
+        spec = replace(SPEC, run_id=self.run_directory.run_id)
+        with ExitStack() as stack:
+            starter = RankStarter(
+                spec,
+                "spec",
+                str(PROGRAM),
+                fleet,
+                sessions,
+                mpirun,
+                self._directory,
+                stack,
+                {},
+                lambda _: None,
+            )
+            setup = RunSetup(
+                spec.run_id,
+                NODES,
+                starter.start,
+                self._do_not_restart,
+                self._start_links,
+                self.run_directory.logs,
+                0,
+                is_resumable=True,
+                patience=PATIENCE,
+            )
+            self._consume(Supervisor(setup, self._record), spec)
+
+    def report(self) -> RunSummary:
+        """Return what `csdctl report` reads from the stored events."""
+        return report(self.project, self.run_directory.run_id)[1]
+
+    def lost(self) -> list[str]:
+        return [event.node for event in self.events if isinstance(event, NodeLost)]
+
+    def why_lost(self) -> str:
+        """Return why the hostile rank is lost."""
+        (lost,) = (event for event in self.events if isinstance(event, NodeLost))
+        return lost.message
+
+    def log(self, rank: int = HOSTILE) -> str:
+        return self.run_directory.rank_log(rank).read_text()
+
+    def _consume(self, supervisor: Supervisor, spec: RunSpec) -> None:
+        self._log = EventLog(self.run_directory)
+        console = Console(file=self.shown, width=200)
+        with TrainingView(console, spec, 1, emulated=True) as self._view:
+            try:
+                supervisor.run()
+            finally:
+                self._log.close()
+                add_rank_traffic([event for event in self.events if isinstance(event, Traffic)], NODES)
+                plan_privacy(spec, self.events)
+
+    def _record(self, event: Event) -> None:
+        self.events.append(event)
+        self._log.append(1.0, event)
+        self._view.show(event)
+        if isinstance(event, Joined):
+            self._joined.add(event.rank)
+            if len(self._joined) == len(NODES):  # handled before anything that the hostile rank now prints
+                (self._directory / "training").touch()
+        if isinstance(event, Finished) and event.rank == HOSTILE:
+            (self._directory / "finished").touch()  # rank 0 loses its link
+
+    def _do_not_restart(self, rank: int, on_message: OnMessage) -> RankProcess:
+        raise UnreachableError("is away", node=NODES[rank])
+
+    def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
+        nodes = [NODES[rank] for rank in ranks]
+        job = MpiJob(["/bin/sleep", "600"], nodes, self._log_path, self._directory, os.environ)
+        return Links(job)
+
+    def _log_path(self, rank: int | None) -> Path:
+        return self._directory / "links.log"

@@ -1,0 +1,265 @@
+"""A node that sends anything in place of events: it is lost, and named, and the others go on.
+
+The ranks are processes of this machine, started, supervised, shown and stored as csdctl does it.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import CsdctlError, RunError
+from csdctl.runs.capped_log import MAX_LOG_BYTES
+from csdctl.runs.directory import EventLog
+from csdctl.supervision.conduct import MAX_EVENTS_AT_ONCE
+from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
+from tests.attacks.rank_program import END, STEP
+from tests.attacks.small_run import MANIFEST, NODES, Attack, SmallRun
+
+HOST, ME, OTHER = range(3)
+FINISHED = {"epochs": 1, "steps": 1, "weights_hash": "h", "peak_memory_bytes": 1}
+JOINED: dict[str, Any] = {
+    "generation": 1,
+    "epoch": 1,
+    "step": 0,
+    "steps_per_epoch": 1,
+    "total_steps": 0,
+    "batch_sizes": {"0": 8, "1": 8, "2": 8},
+    "collective": "star",
+    "sum_s": 0.01,
+}
+VERIFIED = {
+    "global_batch": 1,
+    "batch_sizes": [1],
+    "by_parts": 0.0,
+    "as_one_batch": None,
+    "weights_hash": "",
+    "collective": "star",
+}
+
+
+def event(name: str, rank: Any = ME, node: Any = NODES[ME], **fields: Any) -> str:
+    return "@csdctl " + json.dumps({"event": name, "rank": rank, "node": node, **fields})
+
+
+def progress(**changes: Any) -> str:
+    return event("Progress", **STEP | changes)
+
+
+def sent(what: str, sender: int) -> str:
+    row = {"what": what, "sender": sender, "receiver": 0, "num_bytes": 1}
+    return event("Traffic", generation=1, sent=[row])
+
+
+CRAFTED = {
+    # as somebody else
+    "progress of another rank": event("Progress", OTHER, NODES[OTHER], **STEP),
+    "progress of rank 0": event("Progress", HOST, NODES[HOST], **STEP),
+    "failure with another node's name": event("Failed", ME, NODES[OTHER], message="disk full"),
+    "failure of another rank": event("Failed", OTHER, NODES[OTHER], message="disk full"),
+    "rank that does not exist": event("Progress", 99, **STEP),
+    "negative rank": event("Progress", -1, **STEP),
+    "loss of another node": event("NodeLost", OTHER, NODES[OTHER], message="gone"),
+    "its own loss": event("NodeLost", message="gone"),
+    "its own return": event("NodeBack"),
+    "exit code from a shell": event("Exited", code=1),
+    "event of an MPI check": event("Started", hostname="x"),
+    # what only rank 0 knows
+    "batch sizes": event("Rebalanced", epoch=1, step=1, slowest="csd9", slowdown=2, batch_sizes={"99": 1}),
+    "traffic of a rank that does not exist": sent("sums", 99),
+    "traffic of an unknown kind": sent("rumours", 0),
+    "verification": event("Verified", **VERIFIED),
+    "checkpoint": event("CheckpointSaved", epoch=1, step=1, path="/etc/passwd"),
+    "loss of all ranks": progress(loss=0.0),
+    "samples of all ranks": event("EpochEnd", **END, global_samples=10**9),
+    "path of the model": event("Finished", **FINISHED, model_path="/etc/passwd"),
+    # of another type
+    "rank as text": event("Progress", "x", **STEP),
+    "rank as true": event("Progress", True, **STEP),
+    "node as a number": event("Progress", ME, 5, **STEP),
+    "steps as text": progress(steps="many"),
+    "message as an object": event("Failed", message={"text": "disk full"}),
+    "metrics in metrics": progress(metrics={"a": {"b": []}}),
+    "nodes as a number": event("WaitingFor", nodes=5),
+    "batch sizes by name": event("Joined", **JOINED | {"batch_sizes": {"x": 8}}),
+    # out of range
+    "no steps": progress(steps=0),
+    "negative seconds": progress(compute_s=-1),
+    "endless seconds": progress(wall_s=math.inf),
+    "seconds that are no number": progress(wait_s=math.nan),
+    "seconds beyond the largest float": progress().replace("0.2", "1e400"),
+    "epoch 10**18": event("EpochEnd", **END | {"epoch": 10**18}),
+    "epoch 10**400": event("EpochEnd", **END | {"epoch": 10**400}),
+    "epoch after the last": event("EpochEnd", **END | {"epoch": 2}),
+    "integer of 5000 digits": progress().replace('"samples": 8', '"samples": ' + "9" * 5000),
+    "message of 1 MB": event("Failed", message="x" * 10**6),
+    "exit code 10**6": event("Failed", message="x", exit_code=10**6),
+    # names that do not exist
+    "unknown collective": event("Joined", **JOINED | {"collective": "gossip"}),
+    "batch sizes of a rank that does not exist": event("Joined", **JOINED | {"batch_sizes": {"99": 8}}),
+    "generation that does not exist": event("Joined", **JOINED | {"generation": 7}),
+    "lost link of a future group": event("LinkLost", generation=7, epoch=1, step=1),
+    "waiting for an unknown node": event("WaitingFor", nodes=["csd7"]),
+    "waiting for one node 1000 times": event("WaitingFor", nodes=[NODES[OTHER]] * 1000),
+    "unknown event": event("Dance"),
+    "unknown field": progress(colour="red"),
+    # at the wrong time
+    "ready twice": event("Ready", num_samples=1, setup_s=1),
+    "joined twice": event("Joined", **JOINED),
+    "pause without an order": event("Paused", generation=1),
+    "answer without a ping": event("Pong", number=5),
+    # no event at all
+    "brackets 100,000 deep": "@csdctl " + "[" * 100_000,
+    "objects 100,000 deep": "@csdctl " + '{"a":' * 100_000,
+    "string without an end": '@csdctl "' + '\\"' * 400_000 + "[" * 100,
+    "half an event": progress()[:40],
+    "list": "@csdctl [1]",
+    "nothing": "@csdctl ",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SmallRun:
+    return SmallRun(tmp_path)
+
+
+def assert_others_went_on(run: SmallRun) -> None:
+    assert run.lost() == [NODES[ME]]
+    assert {found.node for found in run.events if isinstance(found, Finished)} >= {"host", "csd1"}
+    summary = run.report()
+    assert (summary.state, summary.lost_nodes, summary.num_unreadable) == ("done", (NODES[ME],), 0)
+    assert summary.samples == 16
+
+
+@pytest.mark.attack(9)
+@pytest.mark.parametrize("name", CRAFTED)
+def test_node_that_sends_an_invalid_event_is_lost_alone(run: SmallRun, name: str) -> None:
+    run.supervise(Attack([CRAFTED[name]]))
+    assert_others_went_on(run)
+    found = run.why_lost()
+    assert found.startswith(f"{NODES[ME]}: ")
+    assert "expected" in found or "left the group without an order" in found
+    assert len(found) < 1000
+    assert found.replace("\n", "").isprintable()
+
+
+@pytest.mark.attack(9)
+@pytest.mark.parametrize("name", ["failure with another node's name", "brackets 100,000 deep", "no steps"])
+def test_invalid_event_before_training_ends_the_run_and_names_the_node(run: SmallRun, name: str) -> None:
+    with pytest.raises(CsdctlError) as caught:
+        run.supervise(Attack([CRAFTED[name]], when="start"))
+    assert type(caught.value) is RunError
+    assert caught.value.node == NODES[ME]
+    assert caught.value.message.startswith("sent an invalid event: ")
+    assert "check that machine" in caught.value.remedy
+    assert run.report().state == "failed"
+
+
+@pytest.mark.attack(9)
+def test_completion_before_joining_ends_the_run_and_names_the_node(run: SmallRun) -> None:
+    with pytest.raises(RunError, match="Finished: expected Joined first") as caught:
+        run.supervise(Attack([event("Finished", **FINISHED)], when="group", leaves=True))
+    assert caught.value.node == NODES[ME]
+
+
+@pytest.mark.attack(9)
+@pytest.mark.parametrize(
+    ("later", "why"),
+    [
+        ([], "reported its completion before the run was complete"),
+        ([event("Dance")], "sent an invalid event: expected an event"),
+        ([progress()], "Progress: expected nothing after Finished"),
+        ([event("Failed", message="disk full")], "disk full"),
+        ([event("Failed", message="disk full", exit_code=2)], "disk full"),
+    ],
+    ids=["then leaves", "then no event", "then a step", "then fails", "then fails for all"],
+)
+def test_node_that_reports_its_completion_early_is_lost_alone(
+    run: SmallRun, later: list[str], why: str
+) -> None:
+    run.supervise(Attack([event("Finished", **FINISHED), *later], leaves=True))
+    assert_others_went_on(run)
+    assert why in run.why_lost()
+
+
+@pytest.mark.attack(9)
+@pytest.mark.parametrize("exit_code", [1, 2])
+def test_node_that_fails_is_lost_alone_whatever_its_exit_code(run: SmallRun, exit_code: int) -> None:
+    """A lone surrogate is half of a character: no terminal and no file takes it."""
+    run.supervise(Attack([event("Failed", message="half \ud800 a character", exit_code=exit_code)]))
+    assert_others_went_on(run)
+    assert run.report().failures == ("csd0: half ? a character",)
+
+
+@pytest.mark.attack(9)
+@pytest.mark.attack(12)
+@pytest.mark.parametrize(
+    "line",
+    [progress(), event("WaitingFor", nodes=[NODES[OTHER]]), event("WaitingFor", nodes=[])],
+    ids=["progress", "waiting for a node", "waiting"],
+)
+def test_node_that_floods_csdctl_with_valid_events_is_lost_alone(run: SmallRun, line: str) -> None:
+    run.supervise(Attack([], forever=line))
+    assert_others_went_on(run)
+    assert "expected at most" in run.why_lost()
+    assert len(run.events) < MAX_EVENTS_AT_ONCE + 1000
+    assert run.run_directory.events.stat().st_size < 8 << 20
+
+
+@pytest.mark.attack(12)
+@pytest.mark.parametrize("length", [1000, 60_000])
+def test_output_without_end_is_dropped_after_a_limit(run: SmallRun, length: int) -> None:
+    """The node is not lost for what it prints; it ends the attack with an event that no rank sends."""
+    num_lines = (MAX_LOG_BYTES + (2 << 20)) // length
+    run.supervise(Attack(["x" * length] * num_lines + [event("Dance")]))
+    assert_others_went_on(run)
+    assert run.log().endswith("\n… further output of csd0 is dropped after 16 MiB\n")
+    assert len(run.log()) < MAX_LOG_BYTES + 200
+    assert run.log(OTHER) == ""
+
+
+REPORTER = """
+import resource, sys
+from pathlib import Path
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.workflows.reporting.report import report
+print(report(ProjectDirectory(Path(sys.argv[1])), None)[1].epochs, end=" ")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def report_memory_kib(run: SmallRun, num_epochs: int) -> int:
+    """Store so many epochs of three ranks, and return the memory of a process that reports them."""
+    run.run_directory.save_manifest({**MANIFEST, "noise": None})
+    log = EventLog(run.run_directory)
+    log.append(1.0, Progress(ME, NODES[ME], 1, 1, 1, 8, 0.1, 0.1, 0.2))
+    log.close()
+    step = run.run_directory.events.read_text()
+    with run.run_directory.events.open("w") as file:
+        for _ in range(num_epochs):
+            file.write(step * 300)
+    log = EventLog(run.run_directory)
+    for epoch in range(1, num_epochs + 1):
+        for rank, node in enumerate(NODES):
+            log.append(1.0, EpochEnd(rank, node, epoch, 10, 80, 1.0, 1.0, 2.0, f"h{epoch}"))
+    log.close()
+    command = [sys.executable, "-c", REPORTER, str(run.project.root)]
+    epochs, memory = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert int(epochs) == num_epochs
+    return int(memory)
+
+
+@pytest.mark.attack(12)
+def test_memory_of_a_report_does_not_grow_with_the_stored_events(tmp_path: Path) -> None:
+    """As objects, the 60,000 events of the long run take 40 MiB."""
+    for name in ("short", "long"):
+        (tmp_path / name).mkdir()
+    short, long = SmallRun(tmp_path / "short"), SmallRun(tmp_path / "long")
+    few = report_memory_kib(short, 2)
+    many = report_memory_kib(long, 200)
+    assert long.run_directory.events.stat().st_size > 10 << 20
+    assert many < few + (8 << 10)

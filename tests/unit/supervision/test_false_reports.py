@@ -1,0 +1,137 @@
+"""Nodes that report what is not so: that they are done, that they pause, that their link is lost."""
+
+from collections.abc import Callable
+
+import pytest
+
+from csdctl.worker.protocol.events import Event, Finished, NodeLost
+from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
+
+pytestmark = pytest.mark.timeout(10)
+EARLY = "rank 1 reported its completion before the run was complete"
+
+
+def finish_early(fleet: Fleet) -> None:
+    fleet.rank(1).finish()
+
+
+def after(fleet: Fleet, event_type: type[Event], rank: int, *actions: Callable[[], None]) -> None:
+    """Once an event of `rank` has been recorded, do `actions`."""
+
+    def act(event: Event) -> None:
+        if isinstance(event, event_type) and event.rank == rank:
+            fleet.on_event = lambda event: None
+            for action in actions:
+                action()
+
+    fleet.on_event = act
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_node_that_is_done_before_rank_0_loses_its_link_is_lost_alone(fleet: Fleet, leaves: bool) -> None:
+    if leaves:
+        after(
+            fleet, Finished, 1, lambda: fleet.rank(1).exit(is_clean=True), lambda: fleet.rank(0).lose_link(1)
+        )
+    else:
+        after(fleet, Finished, 1, lambda: fleet.rank(0).lose_link(1))
+    fleet.scripts = {1: finish_early, 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert EARLY in fleet.lost_messages()[0]
+
+
+def test_other_node_that_loses_its_link_first_is_not_lost(fleet: Fleet) -> None:
+    fleet.scripts = {1: finish_early, 2: Fleet.finish}
+    after(fleet, Finished, 1, lambda: fleet.rank(2).lose_link(1), lambda: fleet.rank(0).lose_link(1))
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert fleet.nodes_of(NodeLost) == ["csd0"]
+
+
+def test_rank_0_that_goes_on_training_shows_that_a_node_was_done_too_early(fleet: Fleet) -> None:
+    """Two nodes together: one is done too early, the other says that its link is lost."""
+
+    def train_on() -> None:
+        for _ in range(5):
+            fleet.rank(0).step()
+
+    fleet.set_patience(mpirun_exit_s=5.0)
+    fleet.scripts = {1: finish_early, 2: Fleet.finish}
+    after(fleet, Finished, 1, lambda: fleet.rank(2).lose_link(1), train_on)
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert EARLY in fleet.lost_messages()[0]
+
+
+def test_honest_node_lost_after_another_was_done_too_early_does_not_end_the_run(fleet: Fleet) -> None:
+    fleet.scripts = {1: finish_early, 2: Fleet.finish}
+    after(fleet, Finished, 1, lambda: fleet.rank(2).exit(), lambda: fleet.rank(0).lose_link(1))
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0,)]
+    assert sorted(fleet.nodes_of(NodeLost)) == ["csd0", "csd1"]
+
+
+@pytest.mark.parametrize(
+    "fail", [lambda rank: rank.exit("killed by signal 11"), lambda rank: rank.fail("disk full", exit_code=2)]
+)
+def test_failure_of_a_node_after_its_completion_waits_for_that_of_rank_0(
+    fleet: Fleet, fail: Callable[[ScriptedRank], None]
+) -> None:
+    def finish_others() -> None:
+        fail(fleet.rank(1))
+        for rank in (2, 0):
+            fleet.rank(rank).finish()
+            fleet.rank(rank).exit(is_clean=True)
+
+    fleet.scripts[1] = finish_early
+    after(fleet, Finished, 1, finish_others)
+    assert fleet.run_to_error().node == "csd0"
+    assert fleet.nodes_of(NodeLost) == []
+
+
+def test_node_that_pauses_without_an_order_is_lost_alone(fleet: Fleet) -> None:
+    fleet.scripts = {1: lambda fleet: fleet.rank(1).pause(), 2: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2), (0, 2)]
+    assert "left the group without an order" in fleet.lost_messages()[0]
+
+
+def test_node_that_says_again_and_again_that_its_link_is_lost_is_left_out(fleet: Fleet) -> None:
+    def lose_link(fleet: Fleet) -> None:
+        fleet.rank(1).lose_link(len(fleet.groups))
+
+    fleet.scripts = dict.fromkeys(range(1, fleet.patience.max_attempts + 1), lose_link)
+    fleet.scripts[fleet.patience.max_attempts + 1] = Fleet.finish
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * fleet.patience.max_attempts + [(0, 2)]
+    assert "loses its link again and again" in fleet.lost_messages()[0]
+
+
+def test_node_that_never_joins_is_left_out(fleet: Fleet) -> None:
+    def stop_joining(fleet: Fleet) -> None:
+        fleet.never_join = {1}
+        fleet.rank(0).lose_link(1)
+
+    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+    fleet.scripts = {1: stop_joining, 4: Fleet.finish}
+    fleet.run()
+    assert fleet.groups == [(0, 1, 2)] * 3 + [(0, 2)]
+    assert "does not join the others" in fleet.lost_messages()[0]
+
+
+def test_node_that_never_joins_the_first_group_is_named(fleet: Fleet) -> None:
+    fleet.set_patience(join_s=0.05, join_per_rank_s=0.0)
+    fleet.never_join = {1}
+    error = fleet.run_to_error()
+    assert (error.node, "does not join the others" in error.message) == ("csd0", True)
+
+
+def test_progress_that_only_a_node_reports_does_not_keep_failing_groups_alive(fleet: Fleet) -> None:
+    def step_and_break(fleet: Fleet) -> None:
+        fleet.rank(1).step()
+        fleet.rank(0).lose_link(len(fleet.groups))
+
+    fleet.scripts = dict.fromkeys(range(1, 9), step_and_break)
+    fleet.run_to_error()
+    assert len(fleet.groups) == 1 + fleet.patience.max_attempts
