@@ -120,5 +120,5 @@ def _choose_collective(run: RunDirectory, options: TrainOptions) -> str:
         return options.collective
     if not run.events.exists():
         return ""
-    joined = [event for _, event in run.read_events() if isinstance(event, Joined)]
+    joined = [event for _, event in run.read_events() if isinstance(event, Joined) and event.rank == 0]
     return joined[0].collective if joined and joined[0].collective in COLLECTIVES else ""
