@@ -33,7 +33,7 @@ def as_run_error(error: CsdctlError) -> CsdctlError:
 def at_fault(node: str, message: str) -> CsdctlError:
     """Return why a rank is lost that has sent the others what no rank may send."""
     return NodeError(
-        f"it {message}",
+        message,
         node=node,
         remedy="look for failing memory, another version of csdctl or TensorFlow, or an intruder there",
     )
@@ -86,7 +86,7 @@ def stalled(rank: int, node: str) -> CsdctlError:
 def nothing_sent(node: str) -> CsdctlError:
     """Return why a rank is lost that answers csdctl, but sends the other ranks nothing."""
     return NodeError(
-        "it has sent the other ranks nothing for too long, and all wait for it",
+        "has sent the other ranks nothing for too long, and all wait for it",
         node=node,
         remedy="look at the load of that machine, and at its network to the host; `csdctl doctor` tests it",
     )

@@ -195,7 +195,7 @@ class Supervisor:
 
     def _handle_joined(self, joined: Joined) -> None:
         self._group.joined.add(joined.rank)
-        if joined.rank == 0:
+        if joined.rank == 0:  # what a node says must not choose for all
             self._collectives[self._group.ranks] = joined.collective
         if self._group.have_all_joined:
             self._roster.has_trained = True

@@ -151,7 +151,7 @@ def test_node_that_sends_pickles_fails_the_first_group_and_is_named(project: Pro
     marker = project.directory / "marker"
     fleet = project.make_hostile("link", "import os\n" + SENDS_PICKLES.replace("{marker}", str(marker)))
     _, output = project.train("--fleet", str(fleet), code=1)
-    assert "csd1: it sent " in output
+    assert "csd1: sent " in output
     assert not marker.exists()
 
 
@@ -182,6 +182,25 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
     document = json.loads(project.run("report", run.run_id, "--json").stdout)
     assert (document["state"], document["lost_nodes"]) == ("done", ["csd1"])
     assert document["loss"] < 1
+
+
+@pytest.mark.attack(1)
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("time.sleep(3600)", id="nothing"),
+        pytest.param("self._world.start_send(bytes(5), 0, 1); time.sleep(3600)", id="a short chunk"),
+    ],
+)
+def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, code: str) -> None:
+    hostile = SENDS_VECTORS.partition("np.frombuffer")[0] + f"import time; {code}\n"
+    hostile += '        super().sum(on_wait, expected)\ncollective.COLLECTIVES["star"] = Hostile\n'
+    fleet = project.make_hostile("link", hostile)
+    run, output = project.train("--fleet", str(fleet), "--silence-deadline", "25")
+    assert lost_nodes(run) == {"csd1"}
+    assert "csd1" in output
+    assert ("sent 5 bytes" if "bytes(5)" in code else "sent the other ranks nothing") in output
+    assert set(finished(run)) == {"host", "csd0"}
 
 
 @pytest.mark.attack(8)

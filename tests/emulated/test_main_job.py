@@ -22,6 +22,7 @@ from tests.emulated.training import (
     events_of,
     hash_at_the_end,
     kill_daemon,
+    kill_host_rank,
     kill_mpirun,
     kill_rank,
     nothing_is_left,
@@ -199,6 +200,19 @@ def test_run_continues_bit_identically_after_mpi_breaks(
     assert events_of(run, "NodeLost") == []
     again = resumed_from(run)
     assert len(again["batch_sizes"]) == NUM_NODES + 1
+    assert hash_at_the_end(run) == expected_hash
+
+
+def test_run_continues_bit_identically_after_the_hosts_rank_is_killed(demo: Path, expected_hash: str) -> None:
+    """It is restarted, and goes on from its step file; the nodes take over its state, not it theirs."""
+    process, run = start_training(demo, "--no-rebalance")
+    kill_host_rank(demo, run)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+    assert "Traceback" not in output
+    assert nothing_is_left(demo, run)
+    assert [event["node"] for event in events_of(run, "NodeLost")] == ["host"]
+    assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES + 1
     assert hash_at_the_end(run) == expected_hash
 
 

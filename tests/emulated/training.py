@@ -78,6 +78,16 @@ def kill_rank(node: str) -> Callable[[Path, Path], None]:
     return kill
 
 
+def kill_host_rank(demo: Path, run: Path) -> None:
+    pids = [pid for pid in processes("rank --spec", f"csdctl-run={run.name}/host") if is_python(pid)]
+    assert len(pids) == 1
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def is_python(pid: int) -> bool:
+    return Path(os.readlink(f"/proc/{pid}/exe")).name.startswith("python")
+
+
 def kill_daemon(node: str) -> Callable[[Path, Path], None]:
     def kill(demo: Path, run: Path) -> None:
         pids = of_fleet(processes("prted"), demo, "prted", node)

@@ -41,7 +41,7 @@ from csdctl.worker.group.mpi import World, init_mpi
 from csdctl.worker.group.shared_vectors import map_vectors
 from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import list_connection_rows
-from csdctl.worker.group.waiting import FindMissing, wait_sleeping
+from csdctl.worker.group.waiting import FindMissing
 from csdctl.worker.process.errors import WorkerError, describe
 
 WAITING_INTERVAL_S = 5.0
@@ -68,7 +68,6 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
         channel.send(b"H", json.dumps(dataclasses.asdict(greeting)).encode())
         local, total = map_vectors(channel.receive_descriptor(), is_adding=world.rank == 0)
         _Link(world, channel, local, total).serve()
-        wait_sleeping(world.start_barrier())
         channel.send(DONE)
     except Exception as error:
         # Any error: a link that stayed in MPI would let all others wait for it.
@@ -99,7 +98,7 @@ class _Link:
         }
 
     def serve(self) -> None:
-        """Answer requests until the rank closes the link; raises LinkLostError."""
+        """Answer requests until all ranks close their links; raises LinkLostError."""
         try:
             while True:
                 self._progress()
@@ -107,6 +106,7 @@ class _Link:
                 if self._collective and letter not in (SUM, NOT_FINITE):
                     self._collective.flush(self._on_wait)
                 if letter == CLOSE:
+                    allgather(self._world, b"", 0, self._on_wait)
                     return
                 if letter not in self._requests:
                     raise LinkLostError

@@ -18,7 +18,7 @@ def test_others_continue_without_a_rank_that_rank_0_reports(fleet: Fleet) -> Non
     fleet.run()
     assert fleet.groups == [(0, 1, 2), (0, 1)]
     assert fleet.nodes_of(NodeLost) == ["csd1"]
-    assert "csd1: it sent 20 bytes, expected 100" in fleet.lost_messages()[0]
+    assert "csd1: sent 20 bytes, expected 100" in fleet.lost_messages()[0]
 
 
 def test_report_that_comes_after_the_others_lost_their_links_counts(fleet: Fleet) -> None:
