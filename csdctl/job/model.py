@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
@@ -288,7 +289,7 @@ def _function(written: str, directory: Path, job_path: Path) -> str:
     """Return FILE.py:NAME with an absolute path; raises InputError if it is invalid or missing."""
     file, _, name = written.rpartition(":")
     path = _resolve(directory, Path(file), job_path)
-    if not (file.endswith(".py") and name.isidentifier() and path.is_file()):
+    if not (file.endswith(".py") and name.isidentifier() and os.path.isfile(path)):
         raise InputError(
             f"{job_path}: function {written!r} was not found",
             remedy="expected PATH.py:FUNCTION, with a path relative to the job file",
@@ -329,7 +330,7 @@ def _model_reference(written: str, directory: Path, job_path: Path) -> str:
             remedy="expected keras.applications:NAME, PATH.keras or PATH.py:FUNCTION",
         )
     path = _resolve(directory, Path(file), job_path)
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, it takes any path
         raise InputError(
             f"{job_path}: model file {path} does not exist", remedy="fix `model` in the job file"
         )

@@ -3,7 +3,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from csdctl.errors import InputError
-from csdctl.fleet.ranges import expand_range, fold_names, fold_ordered, show_names
+from csdctl.fleet.ranges import (
+    MAX_PATTERN,
+    MAX_RANGE,
+    count_range,
+    expand_range,
+    fold_names,
+    fold_ordered,
+    range_ends,
+    show_names,
+)
 
 NAMES = st.from_regex(r"(csd|r0-n|[a-z]{0,2})([0-9]{1,3})?(\.lan|x)?", fullmatch=True).filter(bool)
 
@@ -51,3 +60,29 @@ def test_message_line_is_bounded() -> None:
 def test_reversed_range_is_refused() -> None:
     with pytest.raises(InputError, match="is invalid"):
         expand_range("csd[7-0]")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["csd", "csd[0-2]", "csd[08-11].lab", "r[1-2]n[0-3]", "[0-0]", "x[007-012][a]", "[0-1][0-1][0-1]"],
+)
+def test_count_and_ends_are_those_of_the_names(pattern: str) -> None:
+    names = expand_range(pattern)
+    assert count_range(pattern) == len(names)
+    assert range_ends(pattern) == (names[0], names[-1])
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        f"csd[0-{MAX_RANGE}]",
+        "csd[0-999][0-999]",
+        "csd[0-" + "9" * 200 + "]",
+        "[0-0]" * MAX_PATTERN,
+        "x" * (MAX_PATTERN + 1),
+    ],
+)
+def test_patterns_are_refused_before_they_are_expanded(pattern: str) -> None:
+    for function in (count_range, expand_range, range_ends):
+        with pytest.raises(InputError):
+            function(pattern)

@@ -103,6 +103,33 @@ class TestModelReferences:
             load_job(write((MODEL, name)))
         assert "PATH.py:FUNCTION" in raised.value.remedy
 
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "keras.applications:__class__",
+            "keras.applications:imagenet_utils.decode",
+            "keras.applications:",
+            "keras.applications:ResNet50;x",
+        ],
+    )
+    def test_application_that_is_no_name_is_refused(self, write: Write, name: str) -> None:
+        with pytest.raises(InputError, match="is not a valid reference"):
+            load_job(write((MODEL, f'"{name}"')))
+
+    @pytest.mark.parametrize(
+        "name", ["~nobody-here/m.keras", "$HOME/m.keras", "-m.keras", f"{'x' * 300}.keras", "../m.py:build"]
+    )
+    def test_path_is_taken_as_it_is_written(self, write: Write, name: str) -> None:
+        with pytest.raises(InputError, match="does not exist|cannot be used"):
+            load_job(write((MODEL, name)))
+
+    @pytest.mark.parametrize("name", ["link.keras", "link.py:build"])
+    def test_link_to_another_kind_of_file_is_refused(self, write: Write, tmp_path: Path, name: str) -> None:
+        (tmp_path / "key").write_text("secret")
+        (tmp_path / name.partition(":")[0]).symlink_to(tmp_path / "key")
+        with pytest.raises(InputError, match="is a link to"):
+            load_job(write((MODEL, name)))
+
 
 class TestFingerprint:
     def test_fingerprint_is_stable(self, write: Write) -> None:

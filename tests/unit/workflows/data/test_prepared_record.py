@@ -1,6 +1,7 @@
 """The record of prepared data is valid for the same data section only."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ import pytest
 from csdctl.job.model import Job, load_job
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.workflows.data.prepared_record import load_prepared, save_prepared
+from csdctl.workflows.data.prepared_record import find_changed, load_prepared, save_prepared
 
 PUBLIC = DatasetInfo("p", 60_000, (28, 28, 1), "uint8", (), 9, "f", {"undecodable": 2}, {"cat": 5})
 PRIVATE = {"csd0": DatasetInfo("q", 500, (28, 28, 1), "uint8", (), 9, "e")}
@@ -65,3 +66,34 @@ def test_function_that_changed_may_read_other_data(project: ProjectDirectory) ->
 def test_damaged_record_is_none(project: ProjectDirectory, text: str) -> None:
     project.prepared("job").write_text(text)
     assert load_prepared(project, written(project.root)) is None
+
+
+class TestChangedDescriptions:
+    def test_same_description_and_data_that_was_prepared_anew_are_accepted(
+        self, project: ProjectDirectory
+    ) -> None:
+        anew = replace(PRIVATE["csd0"], fingerprint="other", num_samples=7)
+        job = written(project.root)
+        assert find_changed(project, job, {"public": PUBLIC, **PRIVATE}) == []
+        assert find_changed(project, job, {"public": PUBLIC, "csd0": anew, "csd1": anew}) == []
+
+    @pytest.mark.parametrize(
+        "edit", [{"images_sha256": "0" * 64}, {"num_samples": 501}, {"path": "/etc"}, {"max_label": 8}]
+    )
+    def test_other_description_of_the_same_data_is_found(
+        self, project: ProjectDirectory, edit: dict[str, object]
+    ) -> None:
+        datasets = {"public": PUBLIC, "csd0": replace(PRIVATE["csd0"], **edit)}
+        assert find_changed(project, written(project.root), datasets) == ["csd0"]
+
+    def test_nodes_that_did_not_take_part_are_remembered(self, project: ProjectDirectory) -> None:
+        job = written(project.root)
+        save_prepared(project, job, {"public": PUBLIC}, {})
+        changed = {"csd0": replace(PRIVATE["csd0"], num_samples=1)}
+        assert find_changed(project, job, changed) == ["csd0"]
+
+    @pytest.mark.parametrize("text", ["", "[" * 100_000, '{"digests": 5}', '{"key": "k"}'])
+    def test_damaged_record_is_no_record(self, project: ProjectDirectory, text: str) -> None:
+        project.prepared("job").write_text(text)
+        assert find_changed(project, written(project.root), PRIVATE) == []
+        assert load_prepared(project, written(project.root)) is None

@@ -1,0 +1,94 @@
+"""Shards are cut from public data that is what was prepared, and kept with their hashes."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.job.model import Job
+from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.shipping.store import StoredFile, hash_file
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.workflows.data.deploy import cut_shards
+
+PLACED = place_shards([RankLoad("host", 10), RankLoad("csd0", 5), RankLoad("csd1", 5)], 40)
+
+
+def write(root: Path, first: int = 0) -> DatasetInfo:
+    """Write 40 samples and labels, counted from `first`."""
+    (root / "data").mkdir(exist_ok=True)
+    paths = [root / "data" / name for name in ("images.npy", "labels.npy")]
+    for path in paths:
+        np.save(path, np.arange(first, first + 40, dtype=np.int32))
+    hashes = [hash_file(path) for path in paths]
+    return DatasetInfo("data", 40, (), "int32", (), 39, "f", images_sha256=hashes[0], labels_sha256=hashes[1])
+
+
+@pytest.fixture
+def public(tmp_path: Path) -> DatasetInfo:
+    return write(tmp_path)
+
+
+def cut(root: Path, public: DatasetInfo) -> dict[str, tuple[StoredFile, StoredFile]]:
+    job = Job(root / "job.yaml", "model.keras", {}, root, None, None, Recipe(seed=3))
+    return cut_shards(PLACED, public, job, ProjectDirectory(root))
+
+
+def content(shards: dict[str, tuple[StoredFile, StoredFile]]) -> dict[str, list[list[int]]]:
+    return {name: [np.load(file.source).tolist() for file in files] for name, files in shards.items()}
+
+
+def test_hash_of_a_shard_is_that_of_its_file(tmp_path: Path, public: DatasetInfo) -> None:
+    shards = cut(tmp_path, public)
+    assert set(shards) == {"csd0", "csd1"}
+    for files in shards.values():
+        assert [file.sha256 for file in files] == [hash_file(file.source) for file in files]
+    assert cut(tmp_path, public) == shards
+
+
+def test_shard_that_was_swapped_is_cut_again(tmp_path: Path, public: DatasetInfo) -> None:
+    shards = cut(tmp_path, public)
+    before = content(shards)
+    np.save(shards["csd0"][0].source, np.zeros(10, np.int32))
+    shards["csd1"][1].source.unlink()
+    assert cut(tmp_path, public) == shards
+    assert content(shards) == before
+
+
+@pytest.mark.parametrize("text", ["", "[]", '["a", "b"]', "{}", "[" * 100_000])
+def test_shard_with_another_record_is_cut_again(tmp_path: Path, public: DatasetInfo, text: str) -> None:
+    shards = cut(tmp_path, public)
+    for record in ProjectDirectory(tmp_path).shards.glob("*.json"):
+        record.write_text(text)
+    assert cut(tmp_path, public) == shards
+
+
+def test_public_data_that_was_swapped_is_not_cut(tmp_path: Path, public: DatasetInfo) -> None:
+    other = write(tmp_path, first=100)
+    with pytest.raises(InputError, match="data/images.npy is not what was prepared") as raised:
+        cut(tmp_path, public)
+    assert public.images_sha256 in raised.value.message
+    assert other.images_sha256 in raised.value.message
+    assert raised.value.remedy == "run `csdctl prepare`"
+
+
+def test_shards_of_other_content_are_not_used(tmp_path: Path, public: DatasetInfo) -> None:
+    """Also where the fingerprint, which is that of names, sizes and times, is the same."""
+    before = content(cut(tmp_path, public))
+    assert content(cut(tmp_path, write(tmp_path, first=100))) != before
+
+
+def test_description_with_another_number_of_samples_is_refused(tmp_path: Path, public: DatasetInfo) -> None:
+    with pytest.raises(InputError, match="has 40 rows, expected 41"):
+        cut(tmp_path, replace(public, num_samples=41))
+
+
+def test_missing_and_special_files_are_refused(tmp_path: Path, public: DatasetInfo) -> None:
+    (tmp_path / "data" / "labels.npy").unlink()
+    (tmp_path / "data" / "labels.npy").symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="found no file"):
+        cut(tmp_path, public)
