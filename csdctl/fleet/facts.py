@@ -113,7 +113,7 @@ def save_facts(fleet: Fleet, facts: dict[str, Facts]) -> Path:
 def load_facts(fleet: Fleet) -> dict[str, Facts]:
     """Read the facts saved by `discover`; raises InputError if there are none."""
     path = facts_path(fleet)
-    content = load_json(path)
+    content = load_json(path, remedy=DISCOVER)
     try:
         if content["schema"] != SCHEMA:
             raise InputError(f"{path} has schema {content['schema']!r}, expected {SCHEMA}", remedy=DISCOVER)

@@ -20,7 +20,7 @@ MAX_ROWS = 40
 """With more machines than this, only those with a warning or a failure have a row."""
 
 COLUMNS = {
-    "reach": ("reach", "probe", "ssh", "deploy"),
+    "reach": ("reach", "probe", "deploy"),
     "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),

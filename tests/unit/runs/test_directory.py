@@ -44,7 +44,7 @@ def write_log(run: RunDirectory) -> None:
 class TestFindingRuns:
     def test_all_files_are_in_one_directory(self, project: ProjectDirectory) -> None:
         run = project.new_run()
-        files = [project.known_hosts, project.ssh_config, project.plan("job"), project.shards, run.manifest]
+        files = [project.known_hosts, project.plan("job"), project.shards, run.manifest]
         files += [project.models, project.emulated, run.events, run.model, run.rank_log(3), run.mpirun_log]
         assert all(path.is_relative_to(project.state) for path in files)
         assert len(set(files)) == len(files)

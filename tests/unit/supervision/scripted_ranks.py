@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.errors import CsdctlError, NodeError, RunError, UnreachableError
-from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.mpi_job import EndTimeouts, MpiJob
 from csdctl.supervision.links import Links
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage
@@ -276,7 +276,7 @@ class Fleet:
         self.linked.append(tuple(ranks))
         command = self.mpirun.get(generation, SLEEPING)
         nodes = [self.nodes[rank] for rank in ranks]
-        job = MpiJob(command, nodes, self._log_path, self.directory, os.environ)
+        job = MpiJob(command, nodes, self._log_path, self.directory, os.environ, EndTimeouts(sandbox_s=0.1))
         return self.links_type(job)
 
     def _log_path(self, rank: int | None) -> Path:

@@ -64,13 +64,3 @@ def test_attached_process_that_has_not_finished_is_ended_on_closing(tmp_path: Pa
     rank.process.close()
     assert rank.conversation.is_closed
     assert rank.conversation.sent[1:] == [order_to_line(order)]
-
-
-def test_control_codes_are_logged_as_escapes(tmp_path: Path) -> None:
-    messages: queue.Queue[RankMessage] = queue.Queue()
-    session = FakeSession("csd0").on(
-        "python", replies=lambda line: ["a\0\x1b[2J\x9b\u202e", event_to_line(FINISHED)]
-    )
-    RankProcess(1, session, session.converse(["python"]), tmp_path / "log", messages.put).send(Stop())
-    assert messages.get(timeout=10) == FINISHED
-    assert (tmp_path / "log").read_text() == "a\\x1b[2J\\x9b\\u202e\n"
