@@ -103,6 +103,7 @@ class Group:
 
     def __init__(self, run_id: str, hostile: Mapping[int, str] = {}) -> None:
         """`hostile` as for `start_links`."""
+        self.run_id = run_id
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],

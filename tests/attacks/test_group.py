@@ -1,5 +1,6 @@
 """A node whose link sends the other ranks what no rank may send: over real MPI, between real processes."""
 
+import mmap
 import os
 import pickle
 import time
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 from csdctl.worker.group.messages import MAX_VALUE_BYTES
-from tests.attacks.hostile_link import RUN_COMMAND, sends_messages, sends_value, sends_vector
+from tests.attacks.hostile_link import HEAD, RUN_COMMAND, SERVE, sends_messages, sends_value, sends_vector
+from tests.emulated.training import is_python, processes
 from tests.linked_ranks import SIZE, Group
 
 CULPRIT = 2
@@ -26,6 +28,14 @@ def group_with(link: str) -> Iterator[Group]:
         yield group
     finally:
         group.end()
+
+
+def resident_mib(pid: int) -> int:
+    """The memory of a process; 0 when it has ended."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE >> 20
+    except (OSError, IndexError):
+        return 0
 
 
 def answers_to(group: Group, request: str) -> list[Any]:
@@ -145,6 +155,28 @@ def test_receiver_allocates_what_it_expects_and_not_what_is_announced() -> None:
         }
 
 
+@pytest.mark.attack(1)
+@pytest.mark.parametrize("size", [1 << 20, 100])
+def test_messages_that_nobody_asks_for_do_not_fill_the_hosts_memory(size: int) -> None:
+    code = f"""
+for _ in range({MAX_FLOOD_BYTES} // {size}):
+    pass_on(comm.Isend(bytes({size}), 0, 99))
+"""
+    with group_with(ALIVE + sends_messages(code)) as group:
+        group.all("choose star")
+        (link,) = (pid for pid in processes(f"--run {group.run_id} --rank 0") if is_python(pid))
+        before_mib = largest_mib = resident_mib(link)
+        for rank in range(SIZE):
+            group.send(rank, "allgather")
+        while (now_mib := resident_mib(link)) and group.mpirun.poll() is None:
+            if now_mib == largest_mib > before_mib + 1000:  # it takes no more
+                break
+            largest_mib = max(largest_mib, now_mib)
+            time.sleep(0.2)
+        assert largest_mib - before_mib < 2000
+
+
+MAX_FLOOD_BYTES = 3 << 30
 VECTORS = {
     "a short chunk": ("comm.Isend(np.ones(5, np.float32), 0, 1)", "sent 20 bytes"),
     "a long chunk": ("comm.Isend(np.ones((1 << 18) + 1, np.float32), 0, 1)", "sent more than"),
@@ -201,7 +233,6 @@ vector[7] = 0
 @pytest.mark.attack(1)
 def test_time_of_a_sum_that_is_none_is_its_ranks_fault() -> None:
     """While the ranks choose a collective."""
-    from tests.attacks.hostile_link import HEAD, SERVE
 
     link = f"""{HEAD}
 honest = collective.allgather

@@ -8,6 +8,7 @@ import contextlib
 import os
 import socket
 import struct
+from collections.abc import Callable
 
 from csdctl.worker.protocol.sandbox import USER_VARIABLE, link_address
 
@@ -54,14 +55,18 @@ class Channel:
         except OSError:
             raise LinkLostError from None
 
-    def receive(self, max_bytes: int = 0) -> tuple[bytes, bytearray]:
+    def receive(
+        self, max_bytes: int = 0, make_room: Callable[[int], None] = lambda num_bytes: None
+    ) -> tuple[bytes, bytearray]:
         """Return the next message; raises LinkLostError at the end.
 
-        A message of more than `max_bytes` (and more than a note) is refused in the same way.
+        A message of more than `max_bytes` (and more than a note) is refused in the same way. `make_room` is
+        called with its length before memory is allocated.
         """
         letter, length = _HEAD.unpack(self._exactly(_HEAD.size))
         if length > max(max_bytes, MAX_NOTE_BYTES):
             raise LinkLostError
+        make_room(length)
         return letter, self._exactly(length)
 
     def send_descriptor(self, descriptor: int) -> None:

@@ -38,6 +38,7 @@ from csdctl.worker.group.collective import Collective, choose_collective
 from csdctl.worker.group.listener import LinkGreeting
 from csdctl.worker.group.messages import allgather, join_parts, receive, send
 from csdctl.worker.group.mpi import World, init_mpi
+from csdctl.worker.group.room import Room
 from csdctl.worker.group.shared_vectors import map_vectors
 from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import list_connection_rows
@@ -87,6 +88,7 @@ class _Link:
         self._vectors = local, total
         self._collective: Collective | None = None
         self._reported_s = 0.0
+        self._room = Room(world, memoryview(local).nbytes)
         self._requests: dict[bytes, Callable[[bytearray], bytes | bytearray]] = {
             CHOOSE: self._choose,
             SUM: self._sum,
@@ -102,7 +104,7 @@ class _Link:
         try:
             while True:
                 self._progress()
-                letter, content = self._channel.receive(MAX_REQUEST_BYTES)
+                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._room.make)
                 if self._collective and letter not in (SUM, NOT_FINITE):
                     self._collective.flush(self._on_wait)
                 if letter == CLOSE:
@@ -161,6 +163,7 @@ class _Link:
 
     def _receive(self, content: bytearray) -> bytearray:
         rank, max_bytes = struct.unpack("<qq", content)
+        self._room.make(max_bytes)
         return receive(self._world, rank, max_bytes, self._on_wait)
 
     def _list_connections(self, _: bytearray) -> bytes:

@@ -1,5 +1,6 @@
 """The MPI check: a rank that enters MPI and times sums, without a model."""
 
+import re
 import socket
 import time
 from typing import Any
@@ -10,6 +11,7 @@ from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.collective import choose_collective
 from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.mpi import World, init_mpi
+from csdctl.worker.group.room import Room
 from csdctl.worker.group.star import Star
 from csdctl.worker.group.traffic import gather_traffic, list_connection_rows
 from csdctl.worker.group.values import Check, T, decode_values, encode_value
@@ -59,13 +61,15 @@ def check_mpi(rank: int, size: int, node: str, sums: str = "") -> int:
 
 
 def _check_group(world: World, node: str, sums: str, began: float) -> int:
+    timed = [(int(num_ranks), int(num_bytes)) for num_ranks, num_bytes in re.findall(r"(\d+):(\d+)", sums)]
+    Room(world, max([4 * NUM_ELEMENTS, *(num_bytes for _, num_bytes in timed)]))
     wait_sleeping(world.start_barrier())
     emit(Ready(world.rank, node, 0, time.monotonic() - began))
     checked = _check_sum(world, node)
     emit(checked)
     if isinstance(checked, Failed):
         return 1
-    for num_ranks, num_bytes in (map(int, pair.split(":")) for pair in sums.split(",") if pair):
+    for num_ranks, num_bytes in timed:
         _time_sum(world, node, num_ranks, num_bytes)
 
     def gather(value: Any, check: Check[T]) -> list[T]:

@@ -102,7 +102,7 @@ EVENT_EXAMPLES = [
     CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),
     Joined(0, "host", 2, 1, 7, 40, 47, {"0": 32, "1": 4}, "star", 0.01, 500),
     LinkLost(1, "csd0", 2, 1, 7),
-    Misbehaved(0, "host", 1, "sent 20 bytes, expected 8"),
+    Misbehaved(0, "host", 1, "sent 20 bytes, expected 100"),
     Paused(1, "csd0", 2),
     Pong(1, "csd0", 3),
     WaitingFor(0, "host", ("csd0", "csd1")),

@@ -1,0 +1,52 @@
+"""Where the step file is while a run trains, and where it is afterwards."""
+
+import fnmatch
+import os
+from pathlib import Path
+
+import pytest
+
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.runs.step_file import SHARED_MEMORY, keep_step_file
+from csdctl.standalone.leftovers import step_files
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Path:
+    path = tmp_path / "memory"
+    path.write_bytes(b"state")
+    return path
+
+
+def test_step_file_of_a_run_that_failed_is_moved_to_disk(memory: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "run" / "step.state"
+    kept.parent.mkdir()
+    kept.write_text("of an earlier attempt")
+    kept.with_name("part-step.state").write_text("left by a csdctl that was killed")
+    keep_step_file(memory, kept)
+    assert kept.read_bytes() == b"state"
+    assert kept.stat().st_mode & 0o777 == 0o600
+    assert list(kept.parent.iterdir()) == [kept]
+    assert not memory.exists()
+
+
+def test_nothing_is_moved_when_there_is_no_step_file_or_it_is_on_disk(memory: Path, tmp_path: Path) -> None:
+    keep_step_file(tmp_path / "none", tmp_path / "kept")
+    assert not (tmp_path / "kept").exists()
+    keep_step_file(memory, memory)
+    assert memory.read_bytes() == b"state"
+
+
+def test_nothing_stays_in_memory_when_the_disk_takes_nothing(memory: Path, tmp_path: Path) -> None:
+    keep_step_file(memory, tmp_path / "no directory" / "step.state")
+    assert not memory.exists()
+
+
+@pytest.mark.skipif(not os.access(SHARED_MEMORY, os.W_OK), reason="needs /dev/shm")
+def test_clean_finds_the_step_files_of_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = ProjectDirectory(tmp_path)
+    path = project.step_file(project.new_run())
+    monkeypatch.chdir(tmp_path)
+    assert fnmatch.fnmatch(str(path), step_files())
+    monkeypatch.chdir(tmp_path.parent)
+    assert not fnmatch.fnmatch(str(path), step_files())
