@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from csdctl.documents import load_json, save_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.emulation.spec import EmulatedSpec
 from csdctl.errors import InputError
 
@@ -102,8 +102,6 @@ def load_state(paths: FleetPaths) -> FleetState | None:
         content: dict[str, Any] = load_json(paths.state)
         if content.pop("schema") != SCHEMA:
             return None
-        content["spec"] = EmulatedSpec(**content["spec"])
-        content["nodes"] = tuple(NodeState(**node) for node in content["nodes"])
-        return FleetState(**{**content, "fleet_path": Path(content["fleet_path"])})
+        return check_values(content, FleetState, str(paths.state))
     except (InputError, KeyError, TypeError, AttributeError):
         return None

@@ -86,7 +86,7 @@ def find_impossible_values(connection: Connection) -> Iterator[str]:
     """Yield a description of the first impossible value of every column."""
     for table, rules in _RULES.items():
         for column, rule in rules.items():
-            shown = f"quote(substr({column}, 1, 40))"
+            shown = f"substr(quote({column}), 1, 40)"
             wrong = f"({rule.format(column)}) IS NOT TRUE"
             for row, found in connection.execute(f"SELECT rowid, {shown} FROM {table} WHERE {wrong} LIMIT 1"):
                 yield f"row {row} of {table} has `{column}` {found}"

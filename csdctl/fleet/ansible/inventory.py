@@ -13,6 +13,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.ranges import MAX_PATTERN, MAX_RANGE
 
 ALL, UNGROUPED = "all", "ungrouped"
+MAX_HOSTS = 10_000
 MAX_GROUPS = 1000
 MAX_CHILDREN = 5000
 """Groups in groups."""
@@ -71,6 +72,8 @@ class Inventory:
 
     def add_host(self, name: str, group: str, variables: Mapping[str, Value]) -> None:
         """Add host `name` to `group`; merge `variables` into the host's variables."""
+        if name not in self.hosts:
+            self._count("hosts", 1, MAX_HOSTS)
         self._count("hosts in groups", 1, MAX_MEMBERS)
         self.group(group).hosts[name] = None
         self.hosts.setdefault(name, {}).update(variables)

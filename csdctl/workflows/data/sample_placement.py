@@ -4,7 +4,6 @@ Public and validation data go to the host's paths; the private part is written t
 node. csdctl never moves real private data: this is for sample data only.
 """
 
-import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from csdctl.documents import save_json, write_atomically
+from csdctl.documents import load_json, save_json, write_atomically
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
@@ -71,8 +70,8 @@ def _place_on_host(directory: Path, samples: SampleArrays, record: dict[str, obj
 
 def _is_same(path: Path, record: dict[str, object]) -> bool:
     try:
-        return bool(json.loads(path.read_text()) == record)
-    except (OSError, ValueError):
+        return bool(load_json(path) == record)
+    except InputError:
         return False
 
 
