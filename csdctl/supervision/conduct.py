@@ -16,6 +16,7 @@ from csdctl.worker.protocol.events import (
     Finished,
     Joined,
     LinkLost,
+    Misbehaved,
     Paused,
     Pong,
     Progress,
@@ -89,7 +90,7 @@ class Conduct:
             raise _violation(event, "nothing but Ready before a group is formed")
         elif isinstance(event, Joined | LinkLost | Paused):
             self._check_membership(event)
-        elif self._must_join and not isinstance(event, WaitingFor):
+        elif self._must_join and not isinstance(event, WaitingFor | Misbehaved):
             raise _violation(event, "Joined first")
         elif isinstance(event, Progress | EpochEnd):
             self._check_epoch(event)
