@@ -114,10 +114,10 @@ class Project:
         shutil.copy(self.directory / "fleet.facts.json", self.directory / "hostile.facts.json")
         return path
 
-    def train(self, *arguments: str, code: int = 0) -> tuple[RunDirectory, str]:
-        """Train with star sums; return the run and the output."""
+    def train(self, *arguments: str, code: int = 0, collective: str = "star") -> tuple[RunDirectory, str]:
+        """Train; return the run and the output."""
         done = self.run(
-            *("train", "job.yaml", "--batch-size", "20", "--skip-doctor", "--collective", "star"),
+            *("train", "job.yaml", "--batch-size", "20", "--skip-doctor", "--collective", collective),
             *arguments,
             code=code,
         )
@@ -182,6 +182,18 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
     document = json.loads(project.run("report", run.run_id, "--json").stdout)
     assert (document["state"], document["lost_nodes"]) == ("done", ["csd1"])
     assert document["loss"] < 1
+
+
+@pytest.mark.attack(8)
+@pytest.mark.parametrize(("element", "value"), [(-5, "1e20"), (-4, "1")])
+def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project, element: int, value: str) -> None:
+    """Nobody sees single vectors: the run ends, and says how to find the node."""
+    code = SENDS_VECTORS.replace("star.Star", "allreduce.Allreduce").replace('["star"]', '["allreduce"]')
+    code = code.replace("group.star as star", "group.allreduce as allreduce")
+    fleet = project.make_hostile("link", code.format(element=element, value=value))
+    run, output = project.train("--fleet", str(fleet), code=1, collective="allreduce")
+    assert "--collective star" in output
+    assert not finished(run)
 
 
 @pytest.mark.attack(1)
