@@ -21,7 +21,7 @@ class Between:
         return bool(self.minimum <= value <= self.maximum)
 
     def __str__(self) -> str:
-        return f"{self.minimum:g} to {self.maximum:g}"
+        return f"{self.minimum:,} to {self.maximum:,}"
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,10 @@ EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
 
 
+MAX_MESSAGE_CHARS = 4000
+"""The rest of a longer message of `Failed` is dropped; the log of the rank has it."""
+
+
 UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 
@@ -331,7 +335,14 @@ def event_from_line(line: str) -> Event | None:
     if not isinstance(name, str) or name not in EVENTS:
         raise ProtocolError(f"expected an event, received {shorten(text)}")
     event: Event = from_dict(EVENTS[name], content)
+    if isinstance(event, Failed):
+        event = dataclasses.replace(event, message=_cut(event.message), remedy=_cut(event.remedy))
     return event
+
+
+def _cut(text: str) -> str:
+    """Return text for people with at most MAX_MESSAGE_CHARS."""
+    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
 
 
 def _printable(content: Any) -> Any:

@@ -16,6 +16,7 @@ from csdctl.worker.protocol.event_rules import check_event, check_sender
 from csdctl.worker.protocol.events import (
     EVENT_PREFIX,
     EVENTS,
+    MAX_MESSAGE_CHARS,
     UNKNOWN_NODE,
     Event,
     Failed,
@@ -195,6 +196,11 @@ def test_any_json_is_an_event_or_refused(value: Any, name: str) -> None:
 def test_any_text_is_an_order_or_refused(text: str) -> None:
     with pytest.raises(ProtocolError):
         order_from_line(text)
+
+
+def test_long_message_of_a_failure_is_cut() -> None:
+    event = event_from_line(event_to_line(Failed(1, "csd0", "x" * 10_000, "y" * 4000)))
+    assert event == Failed(1, "csd0", "x" * (MAX_MESSAGE_CHARS - 1) + "…", "y" * 4000)
 
 
 def test_lone_surrogate_in_an_event_becomes_a_question_mark() -> None:
