@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 from csdctl.documents import check_values, load_json, save_json
 from csdctl.errors import InputError
-from csdctl.runs.manifest import Manifest, check_events, check_links
+from csdctl.runs.manifest import Manifest, check_links
 from csdctl.worker.protocol.events import Event, event_from_line, event_to_line
 from csdctl.worker.protocol.json_codec import ProtocolError
 
@@ -174,11 +174,6 @@ class RunDirectory:
         content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
         check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
         return content
-
-    def read_own_events(self, manifest: Mapping[str, Any]) -> Iterator[Event]:
-        """Yield the events in order; raises InputError for one that is not of the run of `manifest`."""
-        nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
-        return check_events((event for _, event in self.read_events()), nodes, str(self.events))
 
     def read_events(self) -> Iterator[tuple[float, Event]]:
         """Yield Unix time of arrival and event, in order; skip a line truncated by a crash."""

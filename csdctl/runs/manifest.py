@@ -1,11 +1,9 @@
 """Check the files of a run that was started earlier: they may have been edited, or come from a stranger.
 
-`Manifest` has the fields that csdctl reads, and checks that they belong together; `check_events` checks that
-events belong to the run of a manifest.
+`Manifest` has the fields that csdctl reads, and checks that they belong together.
 """
 
 import os
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -15,9 +13,7 @@ from csdctl.errors import InputError
 from csdctl.job.model import NoiseEntry
 from csdctl.placement.equation1 import Placed
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Machine, Plan
-from csdctl.worker.protocol.events import Event, Finished, Joined, Rebalanced
 
-MAX_EPOCHS = 1_000_000
 Samples = Annotated[int, Field(ge=0, le=10**15)]
 
 
@@ -110,27 +106,3 @@ def check_links(directory: Path) -> None:
                     f"{path} is a symbolic link, which csdctl does not create in a run",
                     remedy="replace it with the file itself, or remove it",
                 )
-
-
-def check_events(events: Iterable[Event], nodes: list[str], name: str) -> Iterator[Event]:
-    """Yield `events`; raises InputError for one that cannot be of a run with these `nodes`, by rank.
-
-    `name` identifies the events in messages.
-    """
-    for event in events:
-        what = f"{name}: {type(event).__name__} of {event.node}"
-        # A rank that cannot read its spec does not know its node.
-        if not 0 <= event.rank < len(nodes) or event.node not in (nodes[event.rank], "?"):
-            raise _foreign(f"{what}: `rank` is {event.rank}, which is another node in manifest.json")
-        epoch = event.epochs if isinstance(event, Finished) else getattr(event, "epoch", 0)
-        if not 0 <= epoch <= MAX_EPOCHS + 1:
-            raise _foreign(f"{what}: `epoch` is {epoch}, expected at most {MAX_EPOCHS:,}")
-        if isinstance(event, Joined | Rebalanced):
-            ranks = {str(number) for number in range(len(nodes))}
-            if unknown := sorted(set(event.batch_sizes) - ranks):
-                raise _foreign(f"{what}: `batch_sizes` has rank {unknown[0]}, which manifest.json has not")
-        yield event
-
-
-def _foreign(problem: str) -> InputError:
-    return InputError(problem, remedy="the files of the run were changed; restore them, or start a new run")

@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from csdctl.errors import InputError
 from csdctl.reporting.differential_privacy import Privacy, measure_privacy
-from csdctl.reporting.privacy import REMARKS, Flow, add_flows
+from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.reporting.summary import RunSummary, summarize
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
@@ -13,8 +12,7 @@ from csdctl.runs.ledger import read_ledger
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
     """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
-    manifest = run.load_manifest()
-    return run, summarize(run.run_id, manifest, run.read_own_events(manifest))
+    return run, summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
 
 
 @dataclass(frozen=True)
@@ -32,12 +30,6 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
     """Report on run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     entries = list(read_ledger(project.ledger))
-    for entry in entries:
-        if entry.kind not in REMARKS:
-            raise InputError(
-                f"{project.ledger}: unknown traffic class {entry.kind!r}",
-                remedy=f"remove the line; it is one of {', '.join(REMARKS)}",
-            )
-    manifest = run.load_manifest()
-    guarantee = measure_privacy(manifest, run.read_own_events(manifest) if run.events.exists() else ())
+    events = (event for _, event in run.read_events()) if run.events.exists() else ()
+    guarantee = measure_privacy(run.load_manifest(), events)
     return PrivacyReport(run.run_id, add_flows(entries, run.run_id), add_flows(entries), guarantee)

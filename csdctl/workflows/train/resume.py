@@ -55,7 +55,7 @@ def is_complete(run: RunDirectory, job: Job) -> bool:
     if not run.events.exists():
         return False
     last: Event | None = None
-    for event in run.read_own_events(run.load_manifest()):
+    for _, event in run.read_events():
         if event.rank == 0 and isinstance(event, Joined | Finished):
             last = event
     if not isinstance(last, Finished):

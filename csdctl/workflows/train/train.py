@@ -93,8 +93,7 @@ def run_to_end(
         is_stopped = True  # the ranks were ended at once; the state of the last completed step is kept
     finally:
         log.close()
-    manifest = run.load_manifest()
-    summary = summarize(run.run_id, manifest, run.read_own_events(manifest))
+    summary = summarize(run.run_id, run.load_manifest(), (event for _, event in run.read_events()))
     if is_stopped:
         raise RunStopped(run.run_id, summary)
     Path(inputs.spec.step_file).unlink(missing_ok=True)

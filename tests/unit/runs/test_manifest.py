@@ -1,20 +1,15 @@
 """A run's files that were edited, or come from a stranger."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
-from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Finished, Joined, Rebalanced
+from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from tests.unit.runs.manifests import manifest_of
-
-JOINED = Joined(0, "host", 1, 1, 0, 10, 0, {"0": 4, "1": 4}, "star", 0.1)
 
 
 @pytest.fixture
@@ -91,36 +86,3 @@ class TestLinks:
         (run.path.parent / "99990101-000000-000000").symlink_to(run.path)
         with pytest.raises(InputError, match="99990101-000000-000000 is a symbolic link"):
             ProjectDirectory(tmp_path).find_run(None)
-
-
-class TestEvents:
-    @pytest.mark.parametrize(
-        ("event", "problem"),
-        [
-            (replace(JOINED, rank=2), "Joined of host: `rank` is 2"),
-            (replace(JOINED, rank=-1), "Joined of host: `rank` is -1"),
-            (replace(JOINED, node="csd0"), "Joined of csd0: `rank` is 0"),
-            (replace(JOINED, epoch=10**17), "`epoch` is 100000000000000000, expected at most 1,000,000"),
-            (replace(JOINED, batch_sizes={"0": 4, "7": 4}), "`batch_sizes` has rank 7"),
-            (replace(JOINED, batch_sizes={"-1": 4}), "`batch_sizes` has rank -1"),
-            (Rebalanced(0, "host", 1, 1, "csd0", 1.5, {"x": 1}), "`batch_sizes` has rank x"),
-            (EpochEnd(0, "host", -1, 1, 1, 1.0, 1.0, 1.0, "hash"), "EpochEnd of host: `epoch` is -1"),
-            (Finished(0, "host", 10**17, 1, "hash", 1), "Finished of host: `epoch` is"),
-        ],
-    )
-    def test_event_of_another_run_is_refused(self, run: RunDirectory, event: Event, problem: str) -> None:
-        log = EventLog(run)
-        for each in (JOINED, event):
-            log.append(0.0, each)
-        log.close()
-        with pytest.raises(InputError, match=f"events.jsonl: .*{problem}"):
-            list(run.read_own_events(manifest_of()))
-
-    def test_events_of_the_run_are_read(self, run: RunDirectory) -> None:
-        events: list[Event] = [JOINED, Failed(1, "csd0", "x"), Failed(1, "?", "spec cannot be read")]
-        run.events.write_text("")
-        log = EventLog(run)
-        for each in events:
-            log.append(0.0, each)
-        log.close()
-        assert list(run.read_own_events(json.loads(json.dumps(manifest_of())))) == events
