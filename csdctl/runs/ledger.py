@@ -4,22 +4,20 @@ At the end of a command, `ledger.jsonl` gets one line for each link, direction a
 TCP payload, including encryption, without TCP and IP headers.
 """
 
+import itertools
 import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
 
-from pydantic import Field
-
-from csdctl.documents import check_values, parse_json
-from csdctl.documents.text import MAX_LINE
 from csdctl.errors import InputError
 from csdctl.runs.directory import ProjectDirectory
+from csdctl.worker.protocol.bounds import Count
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json
 
-REMOVE = "remove the line, or the whole file: only the report of what was sent needs it"
+MAX_LINE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class LedgerEntry:
     receiver: str
     kind: str
     """A `TrafficClass`."""
-    num_bytes: Annotated[int, Field(ge=0)]
+    num_bytes: Count
 
 
 class Ledger:
@@ -82,10 +80,12 @@ def read_ledger(path: Path) -> Iterator[LedgerEntry]:
     """Yield all entries in order; raises InputError for a damaged line."""
     if not path.exists():
         return
-    if not path.is_file():
-        raise InputError(f"{path} is not a regular file", remedy="remove it")
     with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE), ""), start=1):
-            where = f"{path}:{number}"
-            content = parse_json(line, where, remedy=REMOVE)
-            yield check_values(content, LedgerEntry, where, remedy=REMOVE)
+        for number in itertools.count(1):
+            line = file.readline(MAX_LINE_CHARS)
+            if not line:
+                return
+            try:
+                yield from_json(LedgerEntry, line)
+            except ProtocolError as error:
+                raise InputError(f"{path}:{number} is not a valid ledger entry: {error}") from None

@@ -14,7 +14,6 @@ from csdctl.job.model import NoiseEntry
 from csdctl.placement.equation1 import Placed
 from csdctl.tuning.plan import MAX_BATCH_SIZE, Machine, Plan
 
-MAX_EPOCHS = 1_000_000
 Samples = Annotated[int, Field(ge=0, le=10**15)]
 
 

@@ -154,14 +154,16 @@ def test_description_that_names_another_directory_is_not_followed(project: Path)
     assert json.loads((directory / "dataset.json").read_text())["path"] == f".csdctl/data/{directory.name}"
 
 
-def test_swapped_shard_is_cut_again(project: Path) -> None:
-    """It is also compared on the node: its name there is its hash."""
+def test_swapped_shard_and_model_are_made_again(project: Path) -> None:
+    """They are also compared on the node, where the name of a file begins with its hash."""
     [shard] = (project / ".csdctl" / "shards").glob("*.images.npy")
-    before = sha256_of(shard)
+    [weights] = (project / ".csdctl" / "models").glob("*/weights.npz")
+    before = sha256_of(shard), sha256_of(weights)
     swap(shard)
+    swap(weights)
     done = csdctl(project, *TRAIN, "--max-steps", "3")
     assert done.returncode == 0, done.stderr
-    assert sha256_of(shard) == before
+    assert (sha256_of(shard), sha256_of(weights)) == before
     runs = sorted((project / ".csdctl" / "runs").iterdir())
     assert hash_at_the_end(runs[-1]) == hash_at_the_end(first_run(project))
 
@@ -210,26 +212,6 @@ def test_edited_run_is_not_resumed(
     assert_error(done, 2, file, problem, "start a new run")
 
 
-EVENT = {"event": "EpochEnd", "rank": 0, "node": "host", "epoch": 1, "steps": 1, "samples": 1}
-EVENT |= {"compute_s": 1.0, "wait_s": 1.0, "wall_s": 1.0, "weights_hash": "0"}
-
-
-@pytest.mark.parametrize(
-    ("edit", "problem"),
-    [
-        ({"rank": 77}, "`rank` is 77"),
-        ({"node": "csd9"}, "EpochEnd of csd9"),
-        ({"epoch": 10**17}, "`epoch` is 100000000000000000"),
-    ],
-)
-def test_events_of_another_run_are_not_reported(
-    project: Path, run: Path, edit: dict[str, object], problem: str
-) -> None:
-    with (run / "events.jsonl").open("a") as file:
-        file.write(json.dumps({"time": 1.0, "line": "@csdctl " + json.dumps(EVENT | edit)}) + "\n")
-    assert_error(csdctl(project, "report", run.name), 2, "events.jsonl", problem)
-
-
 @pytest.mark.parametrize("name", ["manifest.json", "checkpoints"])
 def test_link_in_a_run_is_not_followed(project: Path, run: Path, name: str) -> None:
     (run / name).rename(run / "aside")
@@ -238,15 +220,11 @@ def test_link_in_a_run_is_not_followed(project: Path, run: Path, name: str) -> N
         assert_error(csdctl(project, *command), 2, f"{name} is a symbolic link")
 
 
-def test_edited_history_is_refused(project: Path) -> None:
+def test_edited_ledger_is_refused(project: Path) -> None:
     ledger = project / ".csdctl" / "ledger.jsonl"
     before = ledger.read_text()
-    for line in (
-        '{"time": 1}',
-        "[" * 9000,
-        "not JSON",
-        before.splitlines()[0].replace('"num_bytes": ', '"num_bytes": -'),
-    ):
+    entry = json.loads(before.splitlines()[0])
+    for line in ('{"time": 1}', "not JSON", json.dumps(entry | {"kind": "gossip"})):
         ledger.write_text(before + line + "\n")
-        assert_error(csdctl(project, "report", "--privacy"), 2, f"ledger.jsonl:{before.count(chr(10)) + 1}")
+        assert_error(csdctl(project, "report", "--privacy"), 2, "ledger")
     ledger.write_text(before)

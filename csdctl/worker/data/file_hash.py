@@ -8,6 +8,7 @@ ctime; only root can set ctime back.
 import hashlib
 import json
 import os
+import re
 import stat
 import tempfile
 import time
@@ -57,6 +58,23 @@ def hash_file(file: BufferedReader, name: str, remembered: Path = REMEMBERED) ->
         raise WorkerError(f"{name} was changed while it was read", remedy="run `csdctl prepare`")
     _save(remembered, {**dict(list(known.items())[1 - MAX_ENTRIES :]), key: [*state, found]})
     return found
+
+
+def check_stored(path: str) -> None:
+    """Raise WorkerError if a file of the store differs from the hash with which its name begins."""
+    stated = re.match(r"[0-9a-f]{64}", Path(path).name)
+    if stated is None:
+        return
+    try:
+        with open_regular(path) as file:
+            found = hash_file(file, path)
+    except (OSError, ValueError) as error:
+        raise WorkerError(f"{path} cannot be read: {error}", remedy="run `csdctl deploy`") from None
+    if found != stated[0]:
+        raise WorkerError(
+            f"{path} is not what csdctl sent: expected SHA-256 {stated[0]}, found {found}",
+            remedy="run `csdctl deploy`, and check who can write there",
+        )
 
 
 def state_of(status: os.stat_result) -> list[int]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, load_text, save_json
+from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json
 from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
@@ -24,7 +24,7 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.parcel import pack_parcel
-from csdctl.shipping.store import StoredFile, store_bytes, store_file
+from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.answer import Answer
@@ -39,6 +39,8 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
+MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
+HASHES = "hashes.json"
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
 """Beside public data on a shared file system: every node must see the prepared data too."""
@@ -155,8 +157,7 @@ def serialize_model(
     `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
-    record = directory / "info.json"
-    if not record.exists():
+    if not _is_as_built(directory):
         on_build()
         with build_atomically(directory) as aside:
             arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
@@ -171,11 +172,21 @@ def serialize_model(
                 deadline_s=BUILD_DEADLINE_S,
             )
             save_json(aside / "info.json", json.loads(to_json(info)))
+            save_json(aside / HASHES, {name: hash_file(aside / name) for name in MODEL_FILES})
     return SerializedModel(
-        from_json(ModelInfo, load_text(record, max_bytes=MAX_JSON_BYTES)),
+        from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES)),
         store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
     )
+
+
+def _is_as_built(directory: Path) -> bool:
+    """Return whether a model was built here, and its files have not changed since."""
+    try:
+        hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
+        return hashes == {name: hash_file(directory / name) for name in MODEL_FILES}
+    except (InputError, OSError):
+        return False
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from csdctl.errors import InputError
 from csdctl.reporting.differential_privacy import Privacy, count_passes, measure_privacy
-from csdctl.reporting.privacy import REMARKS, Flow, add_flows
+from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
@@ -32,12 +31,6 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
     """Report on run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
     entries = list(read_ledger(project.ledger))
-    for entry in entries:
-        if entry.kind not in REMARKS:
-            raise InputError(
-                f"{project.ledger}: unknown traffic class {entry.kind!r}",
-                remedy=f"remove the line; it is one of {', '.join(REMARKS)}",
-            )
     manifest: Any = run.load_manifest()
     nodes = [rank["node"] for rank in manifest["plan"]["ranks"]]
     events = run.read_events(nodes) if run.events.exists() else ()

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from csdctl.worker.data.file_hash import MAX_ENTRIES, hash_file, open_regular
+from csdctl.worker.data.file_hash import MAX_ENTRIES, check_stored, hash_file, open_regular
+from csdctl.worker.process.errors import WorkerError
 
 CONTENT = b"a" * 5000
 
@@ -119,3 +120,19 @@ def test_pipe_and_device_are_refused_without_waiting(path: Path) -> None:
         open_regular(path)
     with pytest.raises(ValueError, match="not a regular file"):
         open_regular("/dev/zero")
+
+
+class TestStoredFiles:
+    def test_file_is_compared_with_the_hash_in_its_name(self, tmp_path: Path) -> None:
+        name = tmp_path / f"{hashlib.sha256(CONTENT).hexdigest()}.npz"
+        name.write_bytes(CONTENT)
+        check_stored(str(name))
+        name.write_bytes(b"b" + CONTENT[1:])
+        with pytest.raises(WorkerError, match="is not what csdctl sent: expected SHA-256"):
+            check_stored(str(name))
+        name.unlink()
+        with pytest.raises(WorkerError, match="cannot be read"):
+            check_stored(str(name))
+
+    def test_file_without_a_hash_in_its_name_is_not_compared(self, tmp_path: Path) -> None:
+        check_stored(str(tmp_path / "weights.npz"))

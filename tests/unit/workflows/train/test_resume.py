@@ -62,7 +62,7 @@ def test_run_of_another_job_is_rejected(tmp_path: Path, run: RunDirectory, job: 
         ([JOINED, replace(FINISHED, epochs=1, reason=EARLY_STOPPING)], True),
         ([JOINED, replace(FINISHED, reason=STOPPED)], False),
         ([JOINED, FINISHED, JOINED], False),
-        ([JOINED, FINISHED, replace(JOINED, rank=1, node="csd0")], True),
+        ([JOINED, FINISHED, replace(JOINED, rank=1)], True),
     ],
 )
 def test_run_is_complete_when_rank_0_has_finished_all_epochs_or_stopped_early(
