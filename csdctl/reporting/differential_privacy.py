@@ -93,7 +93,8 @@ def plan_privacy(spec: RunSpec, events: Iterable[Event]) -> Privacy | None:
         counter.add(event)
         if isinstance(event, EpochEnd) and event.rank == 0:
             done = max(done, event.epoch)
-    passes = [count + max(0, spec.recipe.epochs - done) for count in counter.finish()]
+    # At least one, whatever the stored events say.
+    passes = [max(1, count + max(0, spec.recipe.epochs - done)) for count in counter.finish()]
     samples = [(rank.node, rank.num_private, rank.num_repeated) for rank in spec.ranks]
     return _privacy(spec.noise, samples, passes, has_accountant)
 
