@@ -91,12 +91,14 @@ class Star:
 
         After such a sum no rank has anything to send: a rank that does overwrites its vector.
         """
+        # In this order: messages arrive while requests are tested, and one that did before is complete.
+        is_finite = [bool(self._numpy.isfinite(vector).all()) for vector in self._received]
         waiting = Counter(rank for _, rank, request in self._arriving if not request.Test())
+        num_chunks = len(self._chunks) if self._has_posted else 0
         return [
             rank
-            for rank, vector in enumerate(self._received, start=1)
-            if not self._numpy.isfinite(vector).all()
-            or (self._has_posted and waiting[rank] < len(self._chunks))
+            for rank, is_right in enumerate(is_finite, start=1)
+            if not is_right or waiting[rank] < num_chunks
         ]
 
     def _add_next(self) -> None:
