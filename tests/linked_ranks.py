@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
+from csdctl.launch.process_session import kill_session
 
 SIZE = 3
 NUM_ELEMENTS = (1 << 18) + 5
@@ -95,6 +96,7 @@ def start_links(run_id: str, size: int, hostile: Mapping[int, str] = {}) -> "sub
         env={**os.environ, **ALLOW_ROOT},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 
@@ -141,6 +143,7 @@ class Group:
         return [self.receive(rank) for rank in range(SIZE)]
 
     def end(self) -> None:
+        kill_session(self.mpirun.pid)  # the links are mpirun's children, in groups of their own
         for process in [*self.ranks, self.mpirun]:
             process.kill()
             process.wait()
