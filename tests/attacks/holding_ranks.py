@@ -10,6 +10,7 @@ import sys
 import time
 from typing import Any
 
+from csdctl.launch.process_session import kill_session
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import FormGroup, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
@@ -93,7 +94,7 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
             for process in ranks:
                 outputs.append(_read(process))
         finally:
-            links.kill()
+            kill_session(links.pid)
             links.wait()
     finally:
         for process in ranks:
