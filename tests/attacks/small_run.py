@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from csdctl.cli.render.live import TrainingView
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.mpi_job import EndTimeouts, MpiJob
 from csdctl.launch.mpirun import Mpirun
 from csdctl.launch.traffic import add_rank_traffic
 from csdctl.reporting.differential_privacy import plan_privacy
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.shipping.store import store_bytes
 from csdctl.supervision.links import Links
 from csdctl.supervision.patience import Patience
 from csdctl.supervision.rank_process import OnMessage, RankProcess
@@ -32,6 +32,7 @@ from csdctl.worker.protocol.events import Event, Finished, Joined, NodeLost, Tra
 from csdctl.worker.protocol.recipe import Noise, Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.workflows.reporting.report import report
+from tests.unit.runs.manifests import manifest_of
 
 NODES = ("host", "csd0", "csd1")
 HOSTILE = 1
@@ -39,15 +40,7 @@ PROGRAM = Path(__file__).with_name("rank_program.py")
 RANKS = tuple(RankSpec(rank, node, 8, Runtime(), None, None, 8, 0) for rank, node in enumerate(NODES))
 SPEC = RunSpec("run", "", "", Recipe(), RANKS, None, None, "", noise=Noise(1.0, 8.0, 1e-5))
 PATIENCE = Patience(start_s=60, silence_s=60, answer_s=20, settle_s=0.05, max_restarts=0)
-MANIFEST: dict[str, Any] = {
-    "plan": {
-        "method": "stannis",
-        "ranks": [{"node": node, "batch_size": 8, "samples_per_s": None} for node in NODES],
-    },
-    "placement": [{"node": node, "num_private": 8, "num_public": 0} for node in NODES],
-    "placed": [{"name": node, "num_private": 8, "num_repeated": 0} for node in NODES],
-    "noise": asdict(SPEC.noise) if SPEC.noise else None,
-}
+MANIFEST = manifest_of(NODES) | {"noise": asdict(SPEC.noise) if SPEC.noise else None}
 
 
 @dataclass(frozen=True)
@@ -63,6 +56,9 @@ class Attack:
     """A line that is printed again and again after them."""
     leaves: bool = False
     """The rank exits afterwards, as if it were done."""
+
+
+ENDS_AT_ONCE = EndTimeouts(sandbox_s=0.1)
 
 
 class SmallRun:
@@ -83,13 +79,15 @@ class SmallRun:
         (self._directory / "spec").write_text(json.dumps(content))
         sessions = {node: LocalSession(node, self._directory) for node in NODES}
         fleet = Fleet(tuple(Node(node, "127.0.0.1", python=sys.executable) for node in NODES[1:]))
-        mpirun = Mpirun(fleet, {}, self.run_directory, self._directory, self._directory)
+        directory = self._directory
+        program = store_bytes(PROGRAM.read_bytes(), ".py", directory).path
+        mpirun = Mpirun(fleet, {}, self.run_directory, directory, sessions, program, lambda *_: [], {})
         spec = replace(SPEC, run_id=self.run_directory.run_id)
         with ExitStack() as stack:
             starter = RankStarter(
                 spec,
                 "spec",
-                str(PROGRAM),
+                program,
                 fleet,
                 sessions,
                 mpirun,
@@ -153,7 +151,7 @@ class SmallRun:
 
     def _start_links(self, ranks: Sequence[int], generation: int) -> Links:
         nodes = [NODES[rank] for rank in ranks]
-        job = MpiJob(["/bin/sleep", "600"], nodes, self._log_path, self._directory, os.environ)
+        job = MpiJob(["/bin/sleep", "600"], nodes, self._log_path, self._directory, os.environ, ENDS_AT_ONCE)
         return Links(job)
 
     def _log_path(self, rank: int | None) -> Path:
