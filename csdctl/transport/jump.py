@@ -23,6 +23,7 @@ from csdctl.transport.session import bounded
 MAX_CONNECTING = 32
 """Maximum number of nodes that connect through a jump host concurrently, limited by its CPU."""
 
+CAUSE_S = 1.0
 _PROHIBITED = 1
 """SSH_OPEN_ADMINISTRATIVELY_PROHIBITED, RFC 4254 section 5.1."""
 
@@ -95,7 +96,8 @@ class JumpHosts:
             transport.close()
 
     def _connected(self, node: Node, jump: Node, deadline: Deadline) -> OrderlyTransport:
-        if not self._locks[jump].acquire(timeout=deadline.left_s):
+        # Whoever connects to the jump host has the same deadline, and learns what is wrong with it.
+        if not self._locks[jump].acquire(timeout=deadline.left_s + CAUSE_S):
             raise _timed_out(node, jump, deadline)
         try:
             if jump in self._errors:

@@ -111,9 +111,8 @@ class TestSharedDirectories:
     def test_no_code_makes_up_a_name_in_a_shared_directory(self) -> None:
         """Names there come from mkdtemp or mktemp. What else mentions such a directory is listed here."""
         known = {
-            "launch/mpi_job.py": "removes the directory of its own mpirun",
             "standalone/leftovers.py": "finds what csdctl left there, and removes only its own",
-            "runs/directory.py": "the step file",
+            "runs/step_file.py": "the step file, in a directory of its user alone",
             "emulation/cleanup.py": "finds the directories of a fleet, and removes only its own",
             "probes/condition.py": "mktemp -d in TMPDIR",
         }
