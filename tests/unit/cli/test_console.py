@@ -33,7 +33,9 @@ ALLOWED = {
 
 def terminal(width: int = 100) -> tuple[PrintableConsole, io.StringIO]:
     file = io.StringIO()
-    return PrintableConsole(file=file, width=width, force_terminal=True, color_system="standard", no_color=False), file
+    return PrintableConsole(
+        file=file, width=width, force_terminal=True, color_system="standard", no_color=False
+    ), file
 
 
 def foreign(text: str) -> set[str]:
