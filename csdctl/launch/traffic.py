@@ -27,7 +27,7 @@ def add_rank_traffic(
 
 
 def add_mpirun_traffic(outcomes: Iterable[JobOutcome], fleet: Fleet) -> LinkBytes:
-    """Add up the bytes on the connections of mpirun and its ssh.
+    """Add up the bytes on the connections of mpirun.
 
     Nodes that share an address (an emulated fleet) differ in their SSH ports alone.
     """

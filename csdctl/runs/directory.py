@@ -165,7 +165,7 @@ class RunDirectory:
 
     @property
     def mpirun_log(self) -> Path:
-        """Output of mpirun and its ssh processes."""
+        """Output of mpirun and its daemons."""
         return self.logs / "mpirun.log"
 
     def save_manifest(self, content: dict[str, object]) -> None:
