@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from csdctl.emulation.cgroups import plan_quota
-from tests.bench.running import write_plan
+from tests.bench.running import CSDCTL, write_plan
 from tests.bench.slow_nodes import CPU, MOBILENET, NETWORK, write_fleet, write_job
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
@@ -91,15 +91,22 @@ class Running:
         self.wait_for(lambda: sum(event["steps"] for _, event in self.progress()) >= before + count)
 
 
-def start(project: Project, *options: str) -> Running:
+def start(
+    project: Project,
+    *options: str,
+    job: str = "job.yaml",
+    batch_sizes: tuple[int, int] = BATCH_SIZES,
+    program: Sequence[str] = (str(CSDCTL),),
+) -> Running:
     """Start `csdctl train`, and return after its first steps."""
     names = ["host", *(f"slow{n}" for n in range(NUM_NODES))]
-    sizes = [BATCH_SIZES[0]] + [BATCH_SIZES[1]] * NUM_NODES
+    sizes = [batch_sizes[0]] + [batch_sizes[1]] * NUM_NODES
     settings = {"threads": 1, "micro_batch_size": MICRO_BATCH}
     ranks = [{"node": name, "batch_size": size, **settings} for name, size in zip(names, sizes, strict=True)]
-    write_plan(project.path, "job.yaml", ranks)
+    write_plan(project.path, job, ranks)
     before = set((project.path / ".csdctl").glob("runs/*"))
-    process = project.start("train", "job.yaml", "--plan", "plan.yaml", "--skip-doctor", *options)
+    command = (*program, "train", job, "--plan", "plan.yaml", "--skip-doctor", *options)
+    process = project.lab.host.start(*command, cwd=project.path)
     end = time.monotonic() + 400
     new: set[Path] = set()
     while not new:
@@ -154,6 +161,20 @@ def pids_of(run: str, node: str) -> list[int]:
     return found
 
 
+def cpu_while_waiting(running: Running, nodes: Sequence[LabNode], frozen: LabNode) -> dict[str, float]:
+    """Return the share of a core that each machine's rank and link use while all wait for a frozen node."""
+    run = running.events_path.parent.name
+    with frozen.frozen():
+        time.sleep(1)
+        waiting = {
+            name: pids_of(run, name) for name in ["host", *(node.name for node in nodes if node != frozen)]
+        }
+        time.sleep(4)
+        before = {name: cpu_seconds(pids) for name, pids in waiting.items()}
+        time.sleep(10)
+        return {name: (cpu_seconds(pids) - before[name]) / 10 for name, pids in waiting.items()}
+
+
 def set_cpu(node: LabNode, cpu: float) -> None:
     assert node._cgroup
     quota, period = plan_quota(cpu)
@@ -168,7 +189,6 @@ def set_cpu(node: LabNode, cpu: float) -> None:
 @pytest.mark.timeout(3600)
 def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
     running = start(project)
-    run = running.events_path.parent.name
     try:
         running.wait_for_steps(22)
         start_time = time.time()
@@ -198,16 +218,7 @@ def test_engine_in_the_lab(project: Project, nodes: list[LabNode]) -> None:
         print(f"first rebalanced after {first[0] - slowed:.1f} s" if first else "never rebalanced")
         set_cpu(node, CPU)
 
-        with nodes[2].frozen():
-            time.sleep(1)
-            waiting = {
-                name: pids_of(run, name)
-                for name in ["host", *(node.name for node in nodes if node != nodes[2])]
-            }
-            time.sleep(4)
-            before = {name: cpu_seconds(pids) for name, pids in waiting.items()}
-            time.sleep(10)
-            used = {name: (cpu_seconds(pids) - before[name]) / 10 for name, pids in waiting.items()}
+        used = cpu_while_waiting(running, nodes, frozen=nodes[2])
         print("a waiting rank uses " + ", ".join(f"{name} {share:.1%}" for name, share in used.items()))
         running.wait_for_steps(3)
 
