@@ -45,6 +45,8 @@ class Mpirun:
     build_worker_command: BuildWorkerCommand
     obstacles: Mapping[str, str]
     """Machines that cannot run a sandbox, and why: there, MPI runs without."""
+    link_key: str = ""
+    """That of the ranks' spec."""
 
     def build_command(self, ranks: Sequence[RankCommand]) -> list[str]:
         """Return mpirun's argument list for `ranks`, in order of rank.
@@ -96,7 +98,7 @@ class Mpirun:
         return self.run.mpirun_log if rank is None else self.run.rank_log(rank)
 
     def _socket_of(self, rank: int) -> str:
-        return link_address(self.run.run_id, rank)
+        return link_address(self.run.run_id, rank, self.link_key)
 
     def _sandbox_command(self, machine: str) -> list[str]:
         marker = rank_marker(self.run.run_id, machine)
@@ -114,7 +116,7 @@ class Mpirun:
             tuple(command),
             machine not in self.obstacles,
             key,
-            _list_peers(self.fleet),
+            list_peers(self.fleet),
             sockets,
             (self.fleet.python_of(machine),),
             (self.worker_path,),
@@ -122,7 +124,7 @@ class Mpirun:
         )
 
 
-def _list_peers(fleet: Fleet) -> tuple[str, ...]:
+def list_peers(fleet: Fleet) -> tuple[str, ...]:
     """Return the networks in which the ranks connect to each other."""
     if not fleet.network:
         return ANY_NETWORK

@@ -58,7 +58,8 @@ def main(arguments: list[str]) -> int:
     mpi_check.add_argument("--node", required=True)
     mpi_check.add_argument("--sums", default="", help="sums to time, as RANKS:BYTES,…")
     mpi_check.add_argument("--marker", default="")
-    commands.add_parser("sandbox-check")
+    sandbox_check = commands.add_parser("sandbox-check")
+    sandbox_check.add_argument("--peers", default="", help="the networks of the other machines, as CIDR,…")
     sandbox = commands.add_parser("sandbox")
     sandbox.add_argument("--marker", default="")
     options = parser.parse_args(arguments)
@@ -187,10 +188,10 @@ def _check_mpi(options: argparse.Namespace) -> int:
     return code
 
 
-def _check_sandbox(_: argparse.Namespace) -> int:
+def _check_sandbox(options: argparse.Namespace) -> int:
     from csdctl.worker.sandbox.program import check_sandbox
 
-    print_answer(check_sandbox())
+    print_answer(check_sandbox(options.peers.split(",") if options.peers else []))
     return 0
 
 

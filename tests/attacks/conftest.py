@@ -1,3 +1,4 @@
 """What the attacks share."""
 
+from tests.lab.conftest import job, lab, project  # noqa: F401
 from tests.unit.transport.conftest import server  # noqa: F401

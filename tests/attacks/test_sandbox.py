@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -233,30 +232,103 @@ def test_only_members_of_the_group_are_accepted(user: User, place: Path) -> None
 
 
 @pytest.mark.attack(3)
-def test_token_that_was_seen_on_the_network_is_not_accepted_again(user: User, place: Path) -> None:
-    key, seen = secrets.token_hex(32), bytearray()
-    twice = LISTENING + 'accepted, peer = listening.accept()\nprint("again", flush=True)\n'
-    with Sandbox(user, place, ["-c", twice], key=key, peers=["127.0.0.0/8"]) as listening:
+def test_token_for_another_port_is_not_accepted(user: User, place: Path) -> None:
+    key, peers = secrets.token_hex(32), ["127.0.0.0/8"]
+    with Sandbox(user, place, ["-c", LISTENING], key=key, peers=peers) as listening:
         port = int(listening.read_line())
-        relay = socket.create_server(("127.0.0.1", 0))
-
-        def forward() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as relay:
+            command = ["-c", CONNECTING, str(relay.getsockname()[1])]
+            with Sandbox(user, place, command, key=key, peers=peers) as misled:
+                assert misled.read_all() == "sent\n"
             connection, _ = relay.accept()
-            with connection, socket.create_connection(("127.0.0.1", port)) as onward:
-                while received := connection.recv(4096):
-                    seen.extend(received)
-                    onward.sendall(received)
-
-        thread = threading.Thread(target=forward)
-        thread.start()
-        command = ["-c", CONNECTING, str(relay.getsockname()[1])]
-        with Sandbox(user, place, command, key=key, peers=["127.0.0.0/8"]) as member:
-            assert member.read_all() == "sent\n"
-        thread.join()
-        assert listening.read_line() == "accepted 127.0.0.1 hello"
+            with connection, connection.makefile("rb") as stream:
+                seen = stream.read()
         assert len(seen) == 32 + len("hello")
-        assert not tries_to_connect(port, content=bytes(seen))
+        assert not tries_to_connect(port, content=seen)
+        with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=key, peers=peers) as member:
+            assert member.read_all() == "sent\n"
+        assert listening.read_line() == "accepted 127.0.0.1 hello"
+
+
+@pytest.mark.attack(3)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may listen to the network")
+def test_token_that_was_seen_on_the_network_is_not_accepted_again(user: User, place: Path) -> None:
+    key, peers = secrets.token_hex(32), ["127.0.0.0/8"]
+    twice = LISTENING + 'accepted, peer = listening.accept()\nprint("again", flush=True)\n'
+    with (
+        Sandbox(user, place, ["-c", twice], key=key, peers=peers) as listening,
+        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP)) as network,
+    ):
+        port = int(listening.read_line())
+        network.bind(("lo", ETH_P_IP))
+        with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=key, peers=peers) as member:
+            member.read_all()
+        assert listening.read_line() == "accepted 127.0.0.1 hello"
+        seen = first_content(network, port)
+        assert len(seen) == 32
+        assert not tries_to_connect(port, content=seen)
+        assert not tries_to_connect(port, content=seen + b"hello")
         assert listening.process.poll() is None
+
+
+ETH_P_IP = 0x0800
+
+
+def first_content(network: socket.socket, port: int) -> bytes:
+    """Return the content of the first packet to `port` that has any."""
+    network.settimeout(10)
+    while True:
+        packet = network.recv(65536)
+        tcp = packet[4 * (packet[0] & 0xF) :]
+        content = tcp[4 * (tcp[12] >> 4) :]
+        if packet[9] == socket.IPPROTO_TCP and int.from_bytes(tcp[2:4], "big") == port and content:
+            return content
+
+
+WAITING = """
+import select, socket, sys
+listening = socket.create_server(("", 0), backlog=int(sys.argv[1]))
+listening.setblocking(False)
+print(listening.getsockname()[1], flush=True)
+while True:
+    select.select([listening], [], [])
+    try:
+        accepted, peer = listening.accept()
+    except BlockingIOError:
+        continue
+    break
+accepted.setblocking(True)
+print("accepted", accepted.recv(5).decode(), flush=True)
+"""
+
+
+@pytest.mark.attack(3)
+@pytest.mark.parametrize(
+    ("backlog", "content"),
+    [
+        pytest.param(200, b"x", id="that begin a token"),
+        pytest.param(200, b"", id="that send nothing"),
+        pytest.param(1, b"", id="that fill the queue"),
+    ],
+)
+def test_strangers_do_not_hold_up_a_member(user: User, place: Path, backlog: int, content: bytes) -> None:
+    key, peers = secrets.token_hex(32), ["127.0.0.0/8"]
+    command = ["-c", WAITING, str(backlog)]
+    with (
+        contextlib.ExitStack() as strangers,
+        Sandbox(user, place, command, key=key, peers=peers) as listening,
+    ):
+        port = int(listening.read_line())
+        for _ in range(min(backlog, 100) + 5):
+            stranger = strangers.enter_context(socket.socket())
+            stranger.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                stranger.connect(("127.0.0.1", port))
+            with contextlib.suppress(OSError):  # not connected yet
+                stranger.send(content)
+        with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=key, peers=peers) as member:
+            assert member.read_all() == "sent\n"
+        assert listening.read_line() == "accepted hello"
 
 
 @pytest.mark.attack(3)

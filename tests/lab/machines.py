@@ -97,7 +97,7 @@ class LabNode:
     @property
     def root(self) -> Path:
         """The root of the node's file system."""
-        return Path(f"/proc/{self._first_process()}/root")
+        return Path(f"/proc/{self.first_process()}/root")
 
     @property
     def home(self) -> Path:
@@ -172,7 +172,7 @@ class LabNode:
 
     def run(self, *command: str) -> str:
         """Run `command` on the node without SSH and return its output."""
-        return run_command("nsenter", "-t", str(self._first_process()), "--all", *command)
+        return run_command("nsenter", "-t", str(self.first_process()), "--all", *command)
 
     def commands(self) -> list[str]:
         """Return the command lines of all processes there except its SSH server."""
@@ -218,7 +218,7 @@ class LabNode:
     @contextmanager
     def server_stopped(self) -> Iterator[None]:
         """The kernel accepts connections, but the server never responds."""
-        with _stopped([self._first_process()]):
+        with _stopped([self.first_process()]):
             yield
 
     @contextmanager
@@ -274,7 +274,8 @@ class LabNode:
         nft = ("nsenter", f"--net={network.NAMESPACES / self.namespace}", "nft", "-f", "-")
         run_command(*nft, input_text="\n".join(lines) + "\n")
 
-    def _first_process(self) -> int:
+    def first_process(self) -> int:
+        """Return its process 1, as this machine numbers it."""
         assert self._process, f"{self.name} is off"
         pid = self._process.pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])

@@ -24,7 +24,7 @@ COLUMNS = {
     "software": ("Python", "packages", "MPI", "mpirun", "prefix", "glibc"),
     "system": ("processor", "memory", "clock", "hostname", "open files"),
     "disk": ("disk", "TMPDIR"),
-    "network": ("network", "ports"),
+    "network": ("network", "ports", "listeners"),
     "sandbox": ("sandbox",),
     "allreduce": ("allreduce",),
 }

@@ -10,7 +10,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from csdctl.worker.protocol.sandbox import USER_VARIABLE, link_address
+from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
 CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
 CONNECTIONS, NOT_FINITE = b"T", b"N"
@@ -106,9 +106,16 @@ class Channel:
         return content
 
 
-def socket_name(run_id: str, rank: int) -> str:
+def socket_name(run_id: str, rank: int, key: str = "") -> str:
     """Return the abstract Unix address at which a rank listens; nothing of it is on any disk."""
-    return "\0" + link_address(run_id, rank)
+    return "\0" + link_address(run_id, rank, key)
+
+
+def find_socket(run_id: str, rank: int) -> str:
+    """Return the same to a link, which knows no key: its environment has the address."""
+    known = os.environ.get(SOCKETS_VARIABLE, "").split()
+    start = link_address(run_id, rank, "")
+    return "\0" + next((name for name in known if name.startswith(start + "/")), start)
 
 
 def is_of_same_user(connection: socket.socket) -> bool:

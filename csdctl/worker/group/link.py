@@ -31,8 +31,8 @@ from csdctl.worker.group.channel import (
     Channel,
     LinkLostError,
     PeerFaultError,
+    find_socket,
     is_of_same_user,
-    socket_name,
 )
 from csdctl.worker.group.collective import Collective, choose_collective
 from csdctl.worker.group.listener import LinkGreeting
@@ -59,7 +59,7 @@ def serve_link(run_id: str, node_rank: int, generation: int) -> int:
     links, and every rank notices.
     """
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.connect(socket_name(run_id, node_rank))
+    connection.connect(find_socket(run_id, node_rank))
     if not is_of_same_user(connection):
         raise WorkerError(f"rank {node_rank} of run {run_id} is another user's process")
     world = init_mpi()

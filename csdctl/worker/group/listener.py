@@ -24,9 +24,9 @@ class LinkGreeting:
 class Listener:
     """Accepts the links of one rank, one after another."""
 
-    def __init__(self, run_id: str, rank: int) -> None:
+    def __init__(self, run_id: str, rank: int, key: str = "") -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(socket_name(run_id, rank))
+        self._socket.bind(socket_name(run_id, rank, key))
         self._socket.listen(4)
 
     def close(self) -> None:

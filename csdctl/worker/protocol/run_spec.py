@@ -96,4 +96,6 @@ class RunSpec:
     """What the ranks are asked to do."""
     noise: Noise | None = None
     """The noise on every rank's private samples."""
+    link_key: str = ""
+    """Random, part of the address at which a rank awaits its link: other users cannot take it first."""
     schema: int = SCHEMA

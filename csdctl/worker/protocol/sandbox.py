@@ -7,6 +7,9 @@ from csdctl.worker.protocol.json_codec import SCHEMA
 USER_VARIABLE = "CSDCTL_SANDBOX_OF"
 """In the environment of a sandbox: the user who started it, as whom the rank runs."""
 
+SOCKETS_VARIABLE = "CSDCTL_SOCKETS"
+"""In its environment too, which other users cannot read: the sockets of its policy, separated by spaces."""
+
 
 @dataclass(frozen=True)
 class SandboxPolicy:
@@ -32,11 +35,14 @@ class SandboxPolicy:
 
 @dataclass(frozen=True)
 class SandboxCheck:
-    """Whether a machine can run a sandbox: '', or what prevents it."""
+    """What a machine can do for a sandbox; '' for all of it."""
 
     obstacle: str
+    """What prevents a sandbox."""
+    why_open: str = ""
+    """Why its ports answer at addresses outside of the peers' networks too."""
 
 
-def link_address(run_id: str, rank: int) -> str:
+def link_address(run_id: str, rank: int, key: str) -> str:
     """Return the abstract Unix address, without its leading NUL, at which a rank awaits its link."""
-    return f"csdctl/{run_id}/{rank}"
+    return f"csdctl/{run_id}/{rank}" + (f"/{key}" if key else "")

@@ -76,15 +76,15 @@ def list_own_addresses() -> list[IpAddress]:
 def narrow(host: str, networks: Sequence[IpNetwork]) -> str:
     """Return the address to listen at instead of all addresses: this machine's only one in `networks`.
 
-    An IPv6 socket listens at the loopback when all networks are of IPv4. Several addresses: `host` itself.
+    A socket of the other version of IP listens at the loopback. Several addresses: `host` itself.
     """
     address = ipaddress.ip_address(host.partition("%")[0])
     if not address.is_unspecified or not all(network.prefixlen for network in networks):
         return host
     same = [network for network in networks if network.version == address.version]
+    if not same:
+        return "127.0.0.1" if address.version == 4 else "::1"
     own = [one for one in list_own_addresses() if any(one in network for network in same)]
-    if address.version == 6 and not same:
-        return "::1"
     return str(own[0]) if len(own) == 1 else host
 
 
@@ -93,10 +93,29 @@ def close_to_others(bound: socket.socket, networks: Sequence[IpNetwork]) -> None
 
     Kernels may refuse that to users without privileges; then the token alone keeps others out.
     """
-    program = Program(build_source_filter(networks))
     with contextlib.suppress(PermissionError):
-        bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
-        bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+        _attach_filter(bound, networks)
+
+
+def _attach_filter(bound: socket.socket, networks: Sequence[IpNetwork]) -> None:
+    """Raises PermissionError."""
+    program = Program(build_source_filter(networks))
+    bound.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program.header)
+    bound.setsockopt(socket.SOL_SOCKET, _SO_LOCK_FILTER, 1)
+
+
+def why_open(networks: Sequence[IpNetwork]) -> str:
+    """Return why ports would answer at addresses outside of `networks` too; '' when they are closed there."""
+    if not all(network.prefixlen for network in networks):
+        return "any network may connect"
+    if all(narrow(host, networks) != host for host in ("0.0.0.0", "::")):
+        return ""
+    try:
+        with socket.socket() as bound:
+            _attach_filter(bound, networks)
+    except PermissionError:
+        return "several addresses are in the network, and the kernel lets root alone filter sockets"
+    return ""
 
 
 def build_source_filter(networks: Sequence[IpNetwork]) -> list[Instruction]:

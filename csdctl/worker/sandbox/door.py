@@ -7,8 +7,6 @@ thread of the sandbox cannot change what was checked.
 import contextlib
 import ctypes
 import errno
-import hashlib
-import hmac
 import ipaddress
 import os
 import socket
@@ -24,15 +22,15 @@ from csdctl.worker.sandbox.addresses import (
     to_ip,
     unpack_address,
 )
+from csdctl.worker.sandbox.arrivals import TOKEN_S, Arrivals, Tokens
 from csdctl.worker.sandbox.caller import Caller, Question, process_of_thread, receive_question
 from csdctl.worker.sandbox.processes import list_descendants, list_group
 from csdctl.worker.sandbox.system_calls import ASKED, number_of
 
-CONNECT_S, TOKEN_S = 10.0, 2.0
-"""To connect to a peer, and for the token of a connection that it has made."""
+CONNECT_S = 10.0
+"""To connect to a peer."""
 MIN_PORT = 1024
 """Lower ports are services of the peers' machines, never MPI's."""
-_NONCE_BYTES, _TOKEN_BYTES = 16, 32
 _INET = (socket.AF_INET, socket.AF_INET6)
 _MAX_ADDRESS_BYTES = 128
 
@@ -42,12 +40,12 @@ class Door:
 
     def __init__(self, listener: int, key: str, peers: Sequence[str], sockets: Sequence[str]) -> None:
         self._listener = listener
-        self._key = bytes.fromhex(key)
         self._peers = [ipaddress.ip_network(peer) for peer in peers]
+        self._tokens = Tokens(bytes.fromhex(key)) if key else None
+        self._arrivals = Arrivals(self._tokens, self._peers) if self._tokens else None
         self._sockets = {b"\0" + name.encode() for name in sockets}
         self._ports: set[int] = set()
         """Ports that the sandbox has bound."""
-        self._nonces: set[bytes] = set()
         answers: dict[str, Callable[[Question, Caller], None]] = {
             "socket": self._socket,
             "bind": self._bind,
@@ -107,7 +105,7 @@ class Door:
     def _bind_port(self, bound: socket.socket, content: bytes) -> None:
         host, *rest = unpack_address(content)
         host = narrow(host, self._peers)
-        if self._key:  # the kernel then reports a connection when its token has arrived
+        if self._tokens:  # the kernel then reports a connection when its token has arrived
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, int(TOKEN_S))
         bound.bind((host, *rest))
         if not to_ip(host).is_loopback and all(peer.prefixlen for peer in self._peers):
@@ -144,9 +142,8 @@ class Door:
         connecting.settimeout(CONNECT_S)
         try:
             connecting.connect(address)
-            if self._key:
-                nonce = os.urandom(_NONCE_BYTES)
-                connecting.sendall(nonce + self._sign(nonce))
+            if self._tokens:
+                connecting.sendall(self._tokens.make(connecting.getpeername()))
         except TimeoutError:
             raise Refused(errno.ETIMEDOUT) from None
         finally:
@@ -165,10 +162,8 @@ class Door:
         descriptor, address, size = question.arguments[:3]
         flags = question.arguments[3] if question.number == number_of("accept4") else 0
         with caller.socket(descriptor) as listening:
-            accepted, peer = listening.accept()  # as the listener is set: it waits, or raises BlockingIOError
-            while self._key and not self._is_authentic(accepted):
-                accepted.close()
-                accepted, peer = listening.accept()
+            # As the listener is set: it waits, or raises BlockingIOError.
+            accepted, peer = self._arrivals.accept(listening) if self._arrivals else listening.accept()
         with accepted:
             if address:
                 packed = pack_address(accepted.family, peer)
@@ -177,22 +172,6 @@ class Door:
                 caller.write(size, struct.pack("=I", len(packed)))
             os.set_blocking(accepted.fileno(), not flags & socket.SOCK_NONBLOCK)
             question.answer_with(accepted.fileno(), is_inherited=not flags & socket.SOCK_CLOEXEC)
-
-    def _is_authentic(self, accepted: socket.socket) -> bool:
-        """Take the token from the beginning of a connection; return whether a member of the group made it."""
-        accepted.settimeout(TOKEN_S)
-        token = b""
-        with contextlib.suppress(OSError):
-            while len(token) < _TOKEN_BYTES and (received := accepted.recv(_TOKEN_BYTES - len(token))):
-                token += received
-        nonce = token[:_NONCE_BYTES]
-        if nonce in self._nonces or not hmac.compare_digest(token[_NONCE_BYTES:], self._sign(nonce)):
-            return False
-        self._nonces.add(nonce)  # who has watched the network cannot use it again
-        return True
-
-    def _sign(self, nonce: bytes) -> bytes:
-        return hmac.digest(self._key, nonce, hashlib.sha256)[: _TOKEN_BYTES - _NONCE_BYTES]
 
     def _kill(self, question: Question, caller: Caller) -> None:
         """Let a signal through to processes of the sandbox: one, or all of a group."""

@@ -5,6 +5,7 @@ or its end, ends the sandbox: csdctl has no more use for it, or is gone.
 """
 
 import contextlib
+import ipaddress
 import os
 import select
 import shutil
@@ -12,10 +13,12 @@ import signal
 import site
 import socket
 import tempfile
+from collections.abc import Sequence
 
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.json_codec import from_json
-from csdctl.worker.protocol.sandbox import USER_VARIABLE, SandboxCheck, SandboxPolicy
+from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, SandboxCheck, SandboxPolicy
+from csdctl.worker.sandbox.addresses import why_open
 from csdctl.worker.sandbox.door import Door
 from csdctl.worker.sandbox.files import (
     SYSTEM_PATHS,
@@ -43,8 +46,8 @@ _KEPT, _KEPT_PREFIXES = (
 )
 
 
-def check_sandbox() -> SandboxCheck:
-    """Return whether this machine can run a sandbox, by trying its parts."""
+def check_sandbox(peers: Sequence[str] = ()) -> SandboxCheck:
+    """Return whether this machine can run a sandbox, and close its ports to all but `peers`, by trying."""
     if MACHINE not in ARCHITECTURES:
         return SandboxCheck(f"the system calls of {MACHINE} are not known")
     if not landlock_version():
@@ -65,9 +68,9 @@ def check_sandbox() -> SandboxCheck:
     has_worked = os.waitpid(child, 0)[1] == 0
     if listener < 0:
         return SandboxCheck("the kernel or a container refuses seccomp filters with notifications")
-    return SandboxCheck(
-        "" if has_worked else "a process may not watch its children (kernel.yama.ptrace_scope)"
-    )
+    if not has_worked:
+        return SandboxCheck("a process may not watch its children (kernel.yama.ptrace_scope)")
+    return SandboxCheck("", why_open([ipaddress.ip_network(peer) for peer in peers]))
 
 
 def run_sandbox() -> int:
@@ -121,7 +124,7 @@ def _fill(scratch: str, policy: SandboxPolicy) -> None:
 
 def _start(policy: SandboxPolicy, scratch: str) -> tuple[int, int]:
     """Start the command; return its process, and the descriptor of the filter's questions or -1."""
-    environment = _build_environment(scratch)
+    environment = _build_environment(scratch) | {SOCKETS_VARIABLE: " ".join(policy.sockets)}
     ours, theirs = socket.socketpair()
     child = os.fork()
     if child == 0:

@@ -53,7 +53,8 @@ class RankSession:
         started = time.monotonic()
         self._task.load()
         self._vectors = SharedVectors(self._task.num_elements)
-        with contextlib.closing(Listener(self._spec.run_id, self._me.rank)) as listener:
+        spec = self._spec
+        with contextlib.closing(Listener(spec.run_id, self._me.rank, spec.link_key)) as listener:
             num_samples = self._me.num_private + self._me.num_public
             self._reporter.ready(num_samples, time.monotonic() - started)
             outcome = None

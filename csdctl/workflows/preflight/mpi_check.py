@@ -26,7 +26,13 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.events import SUMS, CollectiveTimed, Event, Traffic
 from csdctl.workflows.preflight.examination import OnCheck
 from csdctl.workflows.preflight.mpi_diagnosis import judge_mpi_check
-from csdctl.workflows.preflight.mpirun import find_obstacles, judge_sandbox, prepare_mpirun
+from csdctl.workflows.preflight.mpirun import (
+    check_sandboxes,
+    find_obstacles,
+    judge_listeners,
+    judge_sandbox,
+    prepare_mpirun,
+)
 
 SINGLE_DEADLINE_S = 15.0
 MAX_SINGLE_CHECKS = 8
@@ -53,9 +59,12 @@ def check_mpi(
         on_check(check)
     if failed:
         return
-    obstacles = find_obstacles(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
+    sandboxes = check_sandboxes(fleet, {name: sessions[name] for name in fleet.machines}, worker.path)
     for name in fleet.machines:
-        on_check(judge_sandbox(name, obstacles.get(name, "")))
+        on_check(judge_sandbox(name, sandboxes[name]))
+    for check in judge_listeners(fleet, sandboxes):
+        on_check(check)
+    obstacles = {name: found.obstacle for name, found in sandboxes.items() if found.obstacle}
     runner = _MpiRunner(fleet, facts, sessions, project, worker, obstacles, command="doctor")
     check, has_started = _check_machines(runner, fleet.machines, deadline_s)
     on_check(check)

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from csdctl.fleet.checks import Check, Status
+from csdctl.fleet.checks import FLEET_NAME, Check, Status
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import Fleet
-from csdctl.launch.mpirun import Mpirun
+from csdctl.launch.mpirun import Mpirun, list_peers
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.shipping.worker_calls import build_worker_command, run_worker
 from csdctl.transport.many import run_on_all
@@ -23,13 +23,14 @@ def prepare_mpirun(
     sessions: Mapping[str, Session],
     worker_path: str,
     obstacles: Mapping[str, str],
+    link_key: str = "",
 ) -> Mpirun:
     """Return mpirun for ranks on the machines of `sessions`; `obstacles` as found by `find_obstacles`."""
 
     def build_command(machine: str, arguments: Sequence[str]) -> list[str]:
         return build_worker_command(fleet.python_of(machine), worker_path, arguments)
 
-    return Mpirun(fleet, facts, run, project.root, sessions, worker_path, build_command, obstacles)
+    return Mpirun(fleet, facts, run, project.root, sessions, worker_path, build_command, obstacles, link_key)
 
 
 def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: str) -> dict[str, str]:
@@ -37,29 +38,54 @@ def find_obstacles(fleet: Fleet, sessions: Mapping[str, Session], worker_path: s
 
     The worker must have been delivered to them.
     """
+    checks = check_sandboxes(fleet, sessions, worker_path)
+    return {name: check.obstacle for name, check in checks.items() if check.obstacle}
+
+
+def check_sandboxes(
+    fleet: Fleet, sessions: Mapping[str, Session], worker_path: str
+) -> dict[str, SandboxCheck]:
+    """Return what each machine of `sessions` can do for a sandbox; the worker must have been delivered."""
+    peers = ",".join(list_peers(fleet))
 
     def check(session: Session) -> SandboxCheck:
         return run_worker(
             session,
             fleet.python_of(session.name),
             worker_path,
-            ["sandbox-check"],
+            ["sandbox-check", "--peers", peers],
             SandboxCheck,
             doing="checking the sandbox",
             deadline_s=CHECK_DEADLINE_S,
         )
 
     outcomes = run_on_all(sessions, check)
-    found = {
-        name: str(outcome.error) if outcome.value is None else outcome.value.obstacle
-        for name, outcome in outcomes.items()
-    }
-    return {name: obstacle for name, obstacle in found.items() if obstacle}
+    return {name: outcome.value or SandboxCheck(str(outcome.error)) for name, outcome in outcomes.items()}
 
 
-def judge_sandbox(machine: str, obstacle: str) -> Check:
+def judge_sandbox(machine: str, check: SandboxCheck) -> Check:
     """Return the check of one machine: a warning when it cannot run a sandbox."""
-    if not obstacle:
+    if not check.obstacle:
         return Check(machine, "sandbox", Status.OK, "MPI is confined")
-    remedy = "see what that means in docs/explanation/security.md: trust every node, or leave it out"
-    return Check(machine, "sandbox", Status.WARN, obstacle, "MPI in a sandbox", remedy)
+    remedy = (
+        "trust every node, or leave the machine out: with it, a run takes the connections of anybody who "
+        "reaches its ports, which are open at all addresses there (docs/explanation/security.md)"
+    )
+    return Check(machine, "sandbox", Status.WARN, check.obstacle, "MPI in a sandbox", remedy)
+
+
+def judge_listeners(fleet: Fleet, checks: Mapping[str, SandboxCheck]) -> list[Check]:
+    """Return a warning for each machine, or for the fleet, whose MPI listens outside of `network:` too."""
+    expected = "MPI's ports closed outside of `network:`"
+    if not fleet.network:
+        found = "no `network:`: MPI's ports answer at all addresses, and a token alone keeps strangers out"
+        remedy = "set `network:` in the fleet file to the network that all machines share"
+        return [Check(FLEET_NAME, "listeners", Status.WARN, found, expected, remedy)]
+    remedy = (
+        "set `network:` to one that has a single address of the machine, or close other ways by a firewall"
+    )
+    return [
+        Check(name, "listeners", Status.WARN, check.why_open, expected, remedy)
+        for name, check in checks.items()
+        if check.why_open and not fleet.emulated
+    ]

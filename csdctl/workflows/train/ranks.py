@@ -3,9 +3,10 @@
 Whatever happens, no process of the run is left on any machine: processes with its id are ended over SSH.
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.launch.leftovers import end_run
@@ -53,7 +54,8 @@ def run_ranks(
     On machines in `attached` no process is started: the process running there takes part, and keeps running.
     Raises RunError, DeadlineError, InputError or PartialError.
     """
-    spec, prepared, run, fleet = inputs.spec, inputs.prepared, inputs.directory, space.fleet
+    prepared, run, fleet = inputs.prepared, inputs.directory, space.fleet
+    spec = replace(inputs.spec, link_key=secrets.token_hex(16))
     stored_spec = store_bytes(to_json(spec).encode(), ".json", space.project.root)
     present = set(fleet.machines)
     nodes = [rank.node for rank in spec.ranks if rank.node in present and rank.node != HOST_NAME]
@@ -61,7 +63,9 @@ def run_ranks(
     deploy_files(files, fleet, space.sessions, on_delivery)
     sessions = {name: space.sessions[name] for name in (HOST_NAME, *nodes)}
     obstacles = find_obstacles(fleet, sessions, prepared.worker.path)
-    mpirun = prepare_mpirun(fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles)
+    mpirun = prepare_mpirun(
+        fleet, space.facts, space.project, run, sessions, prepared.worker.path, obstacles, spec.link_key
+    )
     pythons = {name: fleet.python_of(name) for name in (HOST_NAME, *nodes)}
     traffic: dict[int, Traffic] = {}
 

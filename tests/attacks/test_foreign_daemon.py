@@ -1,0 +1,218 @@
+"""Another user of host and node attacks MPI with real daemons and connections; its ports are closed."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.lab import network
+from tests.lab.lab import Lab
+from tests.lab.machines import LabNode
+from tests.lab.network import DIES_WITH_PARENT, run_ip
+from tests.lab.project import Project
+from tests.lab.test_main_job import END_DEADLINE_S, load_events, long_job, start_training
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(400)]
+
+PROGRAM = Path(__file__).with_name("neighbour_program.py")
+PRTED = Path(sys.prefix) / "bin" / "prted"
+NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+NETWORK = "10.77.0.0/24"
+STEPS = 1000
+SSH = 22
+LISTENING = "0A"
+ANSWER_S = 0.5
+
+
+def python_of_all() -> str:
+    """Return a Python that every user of this machine can run; skip the test when there is none."""
+    for python in (sys.executable, "/usr/bin/python3"):
+        done = subprocess.run([*NOBODY, python, "-c", ""], check=False, capture_output=True)
+        if done.returncode == 0:
+            return python
+    pytest.skip("NOT TESTED: no Python that another user can run")
+
+
+@contextlib.contextmanager
+def neighbour(enter: list[str], place: Path, found: dict[str, Any]) -> Iterator[None]:
+    """Let another user attack on the machine that `enter` enters; afterwards `found` has what came of it."""
+    with subprocess.Popen(
+        [*DIES_WITH_PARENT, *enter, *NOBODY, python_of_all(), "-c", PROGRAM.read_text(), str(PRTED)],
+        cwd="/",
+        env={"PATH": os.environ["PATH"], "HOME": str(place), "TMPDIR": str(place)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield
+        finally:
+            output, _ = process.communicate("over\n", timeout=END_DEADLINE_S)
+            found.update(json.loads(output))
+
+
+def enter_node(node: LabNode) -> list[str]:
+    return ["nsenter", "-t", str(node.first_process()), "--all"]
+
+
+@pytest.mark.attack(3)
+def test_training_goes_on_while_neighbours_on_host_and_node_pretend_to_be_daemons(
+    project: Project, job: Path
+) -> None:
+    lab, found = project.lab, {"host": {}, "csd0": {}}  # type: ignore[var-annotated]
+    nodes = lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    enter = {
+        "host": ["nsenter", f"--net={network.NAMESPACES / lab.host.namespace}"],
+        "csd0": enter_node(nodes[0]),
+    }
+    with ExitStack() as stack:
+        for machine, command in enter.items():
+            place = Path(lab.directory / f"neighbour-{machine}")
+            place.mkdir(mode=0o700)
+            stack.callback(shutil.rmtree, place)
+            os.chown(place, 65534, 65534)
+            stack.enter_context(neighbour(command, place, found[machine]))
+        options = ("--batch-size", "8", "--max-steps", str(STEPS), "--skip-doctor")
+        done = project.csdctl("train", str(long_job(job)), *options)
+    print(json.dumps(found, indent=1), done.stdout[-2000:], done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (path,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
+    events = load_events(path)
+    kinds = [event["event"] for event in events]
+    assert "NodeLost" not in kinds
+    assert "LinkLost" not in kinds
+    finished = {event["rank"]: event["steps"] for event in events if event["event"] == "Finished"}
+    assert finished == dict.fromkeys(range(3), STEPS)
+    for machine in found.values():
+        assert machine["daemons"] > 5, "the attack was not made"
+        assert machine["recorded_bytes"] > 0
+        assert machine["connections"] > 100
+        assert machine["daemons_that_were_content"] == 0
+        assert machine["answered"] == 0, machine["answers"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A machine of the run; addresses that are inside and outside of its network."""
+
+    namespace: str
+    inside: tuple[str, ...]
+    outside: tuple[str, ...]
+
+
+def listening_at(namespace: str) -> set[tuple[str, int]]:
+    """Return the addresses and ports of all listeners of a machine but SSH's."""
+    pid = network.list_processes(namespace)[0]
+    found = set()
+    for family, table in ((socket.AF_INET, "tcp"), (socket.AF_INET6, "tcp6")):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            packed, _, port = local.partition(":")
+            words = [bytes.fromhex(packed[place : place + 8])[::-1] for place in range(0, len(packed), 8)]
+            if state == LISTENING and int(port, 16) != SSH:
+                found.add((socket.inet_ntop(family, b"".join(words)), int(port, 16)))
+    return found
+
+
+def try_port(namespace: str, source: str, host: str, port: int) -> str:
+    """Connect from a machine's address, say something, and return what came: an error, 'closed' or more."""
+    with network.entered(namespace), socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as one:
+        one.settimeout(ANSWER_S)
+        one.bind((source, 0))
+        try:
+            one.connect((host, port))
+        except OSError as error:
+            return type(error).__name__
+        try:
+            one.sendall(bytes(64))
+            return f"received {received!r}" if (received := one.recv(100)) else "closed"
+        except ConnectionError:
+            return "closed"
+
+
+@contextlib.contextmanager
+def more_addresses(lab: Lab, *, several: bool) -> Iterator[list[Machine]]:
+    """Give the host and three nodes an address of another network, and if wished a second one inside."""
+    interfaces = [(lab.host.namespace, lab.front.bridge, 1)]
+    interfaces += [(node.namespace, "csd", 10 + number) for number, node in enumerate(lab.near)]
+    added, machines = [], []
+    with ExitStack() as stack:
+        for namespace, interface, number in interfaces:
+            inside, outside = [lab.front.ipv4(number)], [f"10.88.0.{number}", lab.front.ipv6(number)]
+            added = [outside[0], *([lab.front.ipv4(100 + number)] if several else [])]
+            network.give_addresses(namespace, interface, added)
+            lines = [f"addr del {address}/24 dev {interface}" for address in added]
+            stack.callback(run_ip, namespace, *lines)
+            machines.append(Machine(namespace, (*inside, *added[1:]), tuple(outside)))
+        yield machines
+
+
+@pytest.mark.attack(3)
+@pytest.mark.parametrize("several", [False, True], ids=["one address", "several addresses"])
+def test_ports_of_a_run_are_closed_outside_of_its_network(
+    project: Project, job: Path, *, several: bool
+) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes, network=NETWORK)
+    with more_addresses(project.lab, several=several) as (*machines, stranger):
+        process = start_training(project, job)
+        try:
+            found = [(machine, listening_at(machine.namespace)) for machine in machines]
+            for source, target in zip(stranger.outside, machines[1].outside, strict=True):
+                assert "SSH" in try_port(stranger.namespace, source, target, SSH), "it is not reached at all"
+            for machine, listeners in found:
+                print(machine, listeners)
+                assert len(listeners) > 1
+                check_ports(machine, listeners, stranger, several=several)
+        finally:
+            process.send_signal(signal.SIGINT)
+            stdout, stderr = process.communicate(timeout=END_DEADLINE_S)
+        assert process.returncode == 130, stdout + stderr
+        assert "is lost" not in stdout + stderr
+
+
+def check_ports(
+    machine: Machine, listeners: set[tuple[str, int]], stranger: Machine, *, several: bool
+) -> None:
+    """Try every port of `machine` from every address of the stranger, who is in the network too."""
+    at_all = {host for host, _ in listeners if ip_address(host).is_unspecified}
+    if not several:
+        assert not at_all
+    for host, port in listeners:
+        address = ip_address(host)
+        assert address.is_loopback or address.is_unspecified or address in ip_network(NETWORK), (host, port)
+    answers = set()
+    for port in {port for _, port in listeners}:
+        for source, target in zip(stranger.outside, machine.outside, strict=True):
+            result = try_port(stranger.namespace, source, target, port)
+            assert result in ("ConnectionRefusedError", "TimeoutError"), (machine, port, target, result)
+        for target in machine.inside:
+            result = try_port(stranger.namespace, stranger.inside[0], target, port)
+            assert result in ("closed", "ConnectionRefusedError"), (machine, port, target, result)
+            answers.add(result)
+    assert "closed" in answers, "no port was reached inside of the network"
+
+
+@pytest.mark.attack(3)
+def test_doctor_says_that_ports_are_open_where_no_network_is_set(project: Project) -> None:
+    nodes = project.lab.near[:2]
+    project.use(*nodes)
+    done = project.csdctl("doctor")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "listeners: no `network:`: MPI's ports answer at all addresses" in done.stdout
+    assert "set `network:` in the fleet file" in done.stdout
+    project.use(*nodes, network=NETWORK)
+    assert "listeners" not in project.csdctl("doctor").stdout
