@@ -1,5 +1,6 @@
 """Crash-safe files, and files that no other user may have touched."""
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -13,6 +14,15 @@ def save_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
         sync_file(file)
     os.replace(aside, path)
+
+
+class BoundedFile(io.BufferedReader):
+    """A file that is never asked for more than it has, whatever an archive in it says of its sizes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return up to `size` bytes."""
+        most = os.fstat(self.fileno()).st_size
+        return super().read(size if size is not None and 0 <= size <= most else most)
 
 
 def sync_file(file: IO[bytes]) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.files import open_private, sync_directory
+from csdctl.worker.process.files import BoundedFile, open_private, sync_directory
 from csdctl.worker.tasks.position import Position, max_state_bytes, pack
 
 _START = struct.Struct("<8sH")
@@ -29,7 +29,7 @@ _START = struct.Struct("<8sH")
 _ARCHIVE_BYTES = 1 << 16
 """What an .npz archive with one array may have beyond the array."""
 _DAMAGED = (
-    *(OSError, ValueError, LookupError, EOFError, RuntimeError, NotImplementedError),
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, NotImplementedError, OverflowError),
     *(zipfile.BadZipFile, zlib.error, struct.error),
 )
 """What reading a damaged archive raises."""
@@ -138,7 +138,7 @@ class Checkpoints:
             yield state
 
     def _best(self) -> str:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             return str(json.loads((self.directory / "best.json").read_text())["checkpoint"])
         return ""
 
@@ -155,7 +155,7 @@ def _read_checkpoint(path: Path, max_bytes: int) -> Array:
     Raises one of _DAMAGED.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
+    with BoundedFile(io.FileIO(descriptor)) as file:
         if os.fstat(descriptor).st_size > max_bytes + _ARCHIVE_BYTES:
             raise ValueError("too large for this model")
         with zipfile.ZipFile(file) as archive:
