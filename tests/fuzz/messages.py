@@ -45,7 +45,8 @@ from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, r
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec, Runtime
 from csdctl.worker.protocol.sandbox import SandboxPolicy
-from csdctl.worker.tasks.decision import as_decision
+from csdctl.worker.tasks.decision import Decision, as_decision
+from csdctl.worker.tasks.position import CallbackState
 from csdctl.workflows.data.info_answer import check_info
 from tests.fuzz.documents import NODES, run_spec
 from tests.fuzz.target import Form, Target
@@ -166,7 +167,7 @@ def _worker_answers(content: bytes, directory: Path) -> None:
 
 
 def _worker_errors(content: bytes, directory: Path) -> None:
-    raise worker_error(dataclasses.replace(DONE, stderr=content), "csd0", "preparing")
+    str(worker_error(dataclasses.replace(DONE, stderr=content), "csd0", "preparing"))
 
 
 def _specs(content: bytes, directory: Path) -> None:
@@ -203,6 +204,12 @@ def _group_values(content: bytes, directory: Path) -> None:
     encode_value(value)
     if not num_allowed:
         raise fault
+
+
+def _value_seeds() -> list[bytes]:
+    decision = Decision(CallbackState(1.5, 1), is_best=True, is_pausing=False)
+    counters = [[["samples", 1, 7]], [["10.1.1.10 1", "10.1.1.11 2", 3, 4]]]
+    return [encode_value(value) for value in (None, "0a" * 32, 7, dataclasses.asdict(decision), counters)]
 
 
 def _tails(content: bytes, directory: Path) -> None:
@@ -281,7 +288,7 @@ TARGETS = (
         Form.JSON,
         _group_values,
         (PeerFaultError,),
-        lambda: [b"null", b'"' + b"0a" * 32 + b'"', b"7", b"[[[0,1,2]],[]]", b'{"is_stopping": false}'],
+        _value_seeds,
     ),
     Target("vector-tails", Form.BINARY, _tails, (PeerFaultError,), _tail_seeds),
     Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (b"[1,0]<stdout>: @csdctl ",)),

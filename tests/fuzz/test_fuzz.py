@@ -1,9 +1,12 @@
 """A short round of fuzzing with a fixed seed, and whether the harness finds faults that were put there."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from csdctl.errors import InputError
 from tests.fuzz.harness import Limits, Tally, bounded_memory, fuzz, save_defects, try_input
@@ -12,7 +15,13 @@ from tests.fuzz.target import CORPUS, Form, Target
 from tests.fuzz.targets import TARGETS
 
 SEED, NUM_INPUTS = 1, 200
-MAX_CORPUS_BYTES = 8192
+DOCUMENTS = sorted(name for name, target in TARGETS.items() if target.form in (Form.YAML, Form.JSON))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda values: st.lists(values, max_size=3) | st.dictionaries(st.text(max_size=8), values, max_size=3),
+    max_leaves=8,
+)
+MAX_CORPUS_BYTES = 1 << 15
 """Of one target; what is larger is made by a program."""
 
 
@@ -34,6 +43,16 @@ def test_seeds_are_valid(name: str, tmp_path: Path) -> None:
     assert any(not try_input(target, content, tmp_path).defect for content in target.build_seeds())
 
 
+@given(st.sampled_from(DOCUMENTS), VALUES)
+@settings(max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_value_in_place_of_a_document_is_refused_or_taken(
+    tmp_path_factory: pytest.TempPathFactory, name: str, value: object
+) -> None:
+    content = json.dumps(value).encode()
+    outcome = try_input(TARGETS[name], content, tmp_path_factory.mktemp(name))
+    assert not outcome.defect, outcome.defect
+
+
 def test_corpus_is_small_and_belongs_to_targets() -> None:
     assert {path.name for path in CORPUS.iterdir()} <= set(TARGETS)
     for directory in CORPUS.iterdir():
@@ -46,8 +65,6 @@ def a_target(take: Callable[[bytes, Path], None], form: Form = Form.JSON) -> Tar
 
 def look_up(content: bytes, directory: Path) -> None:
     """Refuse what is no JSON object; a missing key is a planted fault."""
-    import json
-
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
