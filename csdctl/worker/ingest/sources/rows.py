@@ -17,6 +17,9 @@ import numpy as np
 from csdctl.worker.data.arrays import Array, read_array_header
 from csdctl.worker.process.files import BoundedFile
 
+_PIECE_BYTES = 64 << 20
+"""More than a block of rows has, unless a single row is larger."""
+
 
 class Rows(Protocol):
     """An array on disk or in memory, read from its first row to its last."""
@@ -61,12 +64,21 @@ class _StreamedRows:
             file.read(self._header_bytes)
             for start in range(0, self.shape[0], num_rows):
                 count = min(num_rows, self.shape[0] - start)
-                content = file.read(count * row_bytes)
+                content = _read(file, count * row_bytes)
                 if len(content) != count * row_bytes:
                     raise EOFError("the array is truncated")
                 yield np.frombuffer(content, self.dtype).reshape(count, *row_shape)
             if file.read(1):  # reading to the end also makes an archive check its CRC
                 raise ValueError("the array is longer than its header says")
+
+
+def _read(file: IO[bytes], num_bytes: int) -> bytes:
+    """Return up to `num_bytes`; reserves no memory for more than the file has, whatever its header says."""
+    pieces = []
+    while num_bytes and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
 
 
 class IdxFile(_StreamedRows):
