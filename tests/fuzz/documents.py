@@ -3,12 +3,12 @@
 import dataclasses
 import io
 import json
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.report import render_report, report_document
 from csdctl.emulation.spec import EmulatedSpec
 from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
@@ -18,7 +18,7 @@ from csdctl.fleet.ansible.files import load_inventory
 from csdctl.fleet.ansible.targets import list_targets
 from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
-from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.model import Fleet
 from csdctl.fleet.openssh import build_query
 from csdctl.fleet.reading import load_fleet
 from csdctl.fleet.select import select_nodes
@@ -128,8 +128,6 @@ def _plan_seeds() -> list[bytes]:
 
 def _written(write: Any) -> bytes:
     """Return what `write` writes to the path that it is given."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "file")
         write(path)
@@ -165,7 +163,7 @@ def _stored_events(content: bytes, directory: Path) -> None:
     manifest = manifest_of(NODES)
     events = run.read_events(NODES)
     summary = summarize("run", manifest, events)
-    render_report(Console(file=io.StringIO(), width=200), summary)
+    render_report(PrintableConsole(file=io.StringIO(), width=200), summary)
     json.dumps(report_document(summary, str(run.path)))
     count_passes(events, len(NODES)).finish()
     list(events.with_times())
@@ -319,6 +317,10 @@ def _ansible_config(content: bytes, directory: Path) -> None:
     load_config(directory, {})
 
 
+def _ssh_config(content: bytes, directory: Path) -> None:
+    list_aliases(_in_file(content, directory / "config"))
+
+
 ANSIBLE_CONFIG = b"""\
 [defaults]
 remote_user = trainer
@@ -367,9 +369,8 @@ TARGETS = (
     Target(
         "ssh-config",
         Form.LINES,
-        lambda content, directory: str(list_aliases(_in_file(content, directory / "config"))) and None,
+        _ssh_config,
         (InputError,),
         lambda: [SSH_CONFIG],
     ),
 )
-NODE = Node("csd0", "10.1.1.10", 22, "root")

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from csdctl.worker.ingest.sources.headers import read_header
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.ingest.sources.tree import read_tree
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.tasks.position import (
@@ -87,6 +89,8 @@ NPY_WORDS = (
         b"'" * 3,
     ),
 )
+
+ZIP_WORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
 
 
 @dataclass
@@ -159,12 +163,13 @@ def _npz(content: bytes, directory: Path) -> None:
 
 def _npz_seeds() -> list[bytes]:
     x, y = np.ones((3, 2), np.float32), np.arange(3)
-    made = []
-    for arrays in (
+    kinds: tuple[dict[str, Any], ...] = (
         {"x": x, "y": y},
         {"a": x, "b": x.astype(np.uint8), "y": y},
         {"x": np.asfortranarray(x), "y": y},
-    ):
+    )
+    made = []
+    for arrays in kinds:
         for save in (np.savez, np.savez_compressed):
             file = io.BytesIO()
             save(file, **arrays)
@@ -221,8 +226,6 @@ def _info_seeds() -> list[bytes]:
 @cache
 def _partial_files() -> dict[str, bytes]:
     """Return the files of a data set whose preparing was interrupted."""
-    import tempfile
-
     with tempfile.TemporaryDirectory() as directory:
         partial = PartialDataset(Path(directory, "part"), FINGERPRINT, 2)
         partial.append(Block(3, np.ones((3, 2), np.uint8), np.arange(3)))
@@ -312,17 +315,6 @@ def _weights(content: bytes, directory: Path) -> None:
     load_weights(path)
 
 
-DAMAGED = (
-    OSError,
-    ValueError,
-    EOFError,
-    LookupError,
-    zipfile.BadZipFile,
-    zlib.error,
-    NotImplementedError,
-    RuntimeError,
-)
-"""What numpy raises for a damaged archive. The worker has compared its hash with the host's before."""
 TARGETS = (
     Target("array", Form.BINARY, _array, (OSError, ValueError, WorkerError), _npy_seeds, NPY_WORDS),
     Target(
@@ -339,7 +331,7 @@ TARGETS = (
         _npz,
         (WorkerError,),
         _npz_seeds,
-        (b"PK\x03\x04", b"PK\x01\x02", b"x.npy", b"y.npy"),
+        (*ZIP_WORDS, b"x.npy", b"y.npy"),
     ),
     Target("npz-member", Form.BINARY, _npz_header, (WorkerError,), _npy_seeds, NPY_WORDS),
     Target(
@@ -375,7 +367,7 @@ TARGETS = (
         _checkpoint,
         (WorkerError,),
         _checkpoint_seeds,
-        (b"PK\x03\x04", b"state.npy"),
+        (*ZIP_WORDS, b"state.npy"),
     ),
     Target("state", Form.BINARY, _state, (WorkerError,), lambda: [_packed()]),
     Target("position", Form.JSON, _position, (WorkerError,), lambda: [to_json(POSITION).encode()]),
@@ -387,5 +379,5 @@ TARGETS = (
         (),
         lambda: [json.dumps({"checkpoint": "step-00000000.npz"}).encode()],
     ),
-    Target("weights", Form.BINARY, _weights, DAMAGED, _npz_seeds, (b"PK\x03\x04", b"x.npy")),
+    Target("weights", Form.BINARY, _weights, DAMAGED_ARCHIVE, _npz_seeds, (*ZIP_WORDS, b"x.npy")),
 )

@@ -3,8 +3,25 @@
 import io
 import os
 import stat
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 from typing import IO
+
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python without it cannot read such archives either
+
+    class LZMAError(Exception):  # type: ignore[no-redef]
+        """Nothing raises it."""
+
+
+DAMAGED_ARCHIVE = (
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
+    *(zipfile.BadZipFile, zlib.error, LZMAError, struct.error),
+)
+"""What zipfile and gzip raise for an archive that is damaged, encrypted, or compressed in another way."""
 
 
 def save_atomically(path: Path, text: str) -> None:
