@@ -8,7 +8,7 @@ import argparse
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.fuzz.harness import Fuzzing, Tally, bounded_memory, save_defects, try_input
@@ -49,12 +49,13 @@ def _run(names: list[str], seed: int, duration_s: float) -> dict[str, Tally]:
         for fuzzing in fuzzings:
             with bounded_memory():
                 fuzzing.try_known()
-        while time.monotonic() < end_s:
-            for fuzzing in fuzzings:
-                turn_end_s = min(time.monotonic() + TURN_S, end_s)
-                with bounded_memory():
-                    while time.monotonic() < turn_end_s:
-                        fuzzing.try_next()
+        with suppress(KeyboardInterrupt):
+            while time.monotonic() < end_s:
+                for fuzzing in fuzzings:
+                    turn_end_s = min(time.monotonic() + TURN_S, end_s)
+                    with bounded_memory():
+                        while time.monotonic() < turn_end_s:
+                            fuzzing.try_next()
     return {fuzzing.target.name: fuzzing.tally for fuzzing in fuzzings}
 
 

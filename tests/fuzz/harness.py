@@ -85,7 +85,12 @@ class Fuzzing:
 
     def try_next(self) -> None:
         """Try one changed input."""
-        self._note(self._mutator.next(self._pool))
+        try:
+            with _ended_after(LIMITS.cpu_s):
+                content = self._mutator.next(self._pool)
+        except (MemoryError, EndlessError):  # lists of lists of lists, repeated
+            return
+        self._note(content)
 
     def _note(self, content: bytes) -> None:
         outcome = try_input(self.target, content, self._directory)

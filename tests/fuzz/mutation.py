@@ -174,7 +174,7 @@ class Mutator:
             source, place = self._random.choice(places)
             parent[key] = source[place]  # the same object: an alias in YAML, perhaps of itself
         elif choice < 0.92 and isinstance(old, list):
-            parent[key] = old * self._random.choice((0, 2, 3, 40))
+            parent[key] = old[:20] * self._random.choice((0, 2, 3, 40))
         elif isinstance(old, int | float) and not isinstance(old, bool):
             parent[key] = self._random.choice((old + 1, old - 1, -old, str(old), old % 1000 + 0.5, [old]))
         else:
@@ -214,7 +214,7 @@ class Mutator:
             return " ".join(words)
         if choice < 0.8:
             return text[:position] + chr(self._random.choice((0, 9, 27, 0xE9, 0x2028, 0xD800, 0x1F980)))
-        return text * self._random.choice((2, 3, 50))
+        return (text * self._random.choice((2, 3, 50)))[:MAX_BYTES]
 
     def _change_bytes(self, content: bytes, pool: Sequence[bytes]) -> bytes:
         position = self._random.randint(0, len(content))
