@@ -27,7 +27,7 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test lab check bench coverage lowest docs audit lock build clean
+.PHONY: help setup demo test lab fuzz check bench coverage lowest docs audit lock build clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
@@ -42,6 +42,9 @@ test: $(STAMP) ## run all tests in parallel
 
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)
+
+fuzz: $(STAMP) ## try changed inputs on everything that csdctl reads from others, for a minute or --minutes
+	@$(BIN)/python -m tests.fuzz $(ARGS)
 
 check: $(STAMP) ## check style, formatting, types, import rules, docs and licences
 	@echo "== ruff check";        $(BIN)/ruff check .

@@ -3,6 +3,9 @@
 import os
 import re
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from csdctl.errors import InputError
 
@@ -20,7 +23,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 class EmulatedSpec:
     """An emulated fleet: `cpu` in cores and `memory_bytes` apply to each node."""
 
-    num_nodes: int
+    num_nodes: Annotated[int, Field(ge=1, le=MAX_NODES)]
     cpu: float = 0.25
     memory_bytes: int = 2 << 30
 

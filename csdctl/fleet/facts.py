@@ -128,7 +128,7 @@ def list_invalid(error: ValidationError) -> dict[str, str]:
     """Return for each invalid field what was received, and what is expected."""
     described: dict[str, str] = {}
     for problem in error.errors(include_url=False):
-        field = str(problem["loc"][0])
+        field = str(problem["loc"][0]) if problem["loc"] else "a name"  # pydantic does not say which
         try:
             received = shorten(repr(problem["input"]), MAX_SHOWN)
         except ValueError:  # Python writes no integer of more than 4300 digits

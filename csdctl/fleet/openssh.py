@@ -4,6 +4,7 @@ OpenSSH itself evaluates its configuration (Include, Match, tokens); it is not p
 """
 
 import getopt
+import os
 import re
 import shlex
 from collections import defaultdict
@@ -146,7 +147,7 @@ def build_node(target: Target, settings: SshSettings, jump: Node | None, home: P
         address=address,
         port=int(settings["port"][0]),
         user=user,
-        key=next((path for path in _identities(settings, home) if path.is_file()), None),
+        key=next((path for path in _identities(settings, home) if os.path.isfile(path)), None),
         python=target.python or "python3",
         groups=target.groups,
         jump=jump,
@@ -167,7 +168,7 @@ def list_notes(
         notes.append("StrictHostKeyChecking is off; csdctl always checks host keys")
     if settings.get("identityfile") != defaults.get("identityfile"):
         paths = _identities(settings, home)
-        if paths and not any(path.is_file() for path in paths):
+        if paths and not any(map(os.path.isfile, paths)):
             notes.append(f"IdentityFile {paths[0]} does not exist; the agent and the default keys are used")
     return notes
 
@@ -203,4 +204,5 @@ def _identities(settings: SshSettings, home: Path) -> list[Path]:
 
 def _has_other_files(values: Sequence[str], known_hosts: Sequence[Path], home: Path) -> bool:
     ours = {str(path) for path in known_hosts} | {str(home / ".ssh" / "known_hosts2")}
-    return not all(file in ours for value in values for file in shlex.split(value))
+    # `ssh -G` quotes nothing, whatever is in a name.
+    return not all(file in ours for value in values for file in value.split())

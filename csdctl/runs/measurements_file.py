@@ -160,7 +160,7 @@ class MeasurementsFile:
         # Views and triggers of a file that csdctl did not write would run with every query.
         if _schema_of(self._connection) != _expected_schema():
             raise self._damaged("its tables are not those of csdctl")
-        found = self._value("PRAGMA quick_check(1)")
+        found = self._value("PRAGMA integrity_check(1)")  # unlike quick_check, of the indices too
         if found != "ok":
             raise self._damaged(found)
         for problem in find_impossible_values(self._connection):
@@ -201,6 +201,8 @@ class MeasurementsFile:
             if type(error) is not sqlite3.DatabaseError:  # its subclasses indicate a defect of csdctl
                 raise
             raise self._damaged(error) from error
+        except UnicodeDecodeError as error:
+            raise self._damaged("text that is not UTF-8") from error
         except OSError as error:
             raise CsdctlError(f"{self.path} cannot be used: {error.strerror}", remedy=REPAIR) from error
 

@@ -1,6 +1,5 @@
 """The events of a run as they were stored: read one by one, since a run of days has millions of them."""
 
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,6 +10,8 @@ from csdctl.worker.protocol.json_codec import ProtocolError, parse_json
 
 MAX_LINE_BYTES = 4 << 20
 """More than any event, with the quotes escaped."""
+MAX_TIME_S = 1e11
+"""In the year 5138; a date can say it."""
 
 
 class StoredEvents:
@@ -56,7 +57,7 @@ class StoredEvents:
         if not isinstance(content, dict):
             raise ProtocolError("not an object")
         time_s, text = content.get("time"), content.get("line")
-        if not isinstance(time_s, float | int) or not isinstance(text, str) or not math.isfinite(time_s):
+        if not isinstance(time_s, float | int) or not isinstance(text, str) or not 0 <= time_s < MAX_TIME_S:
             raise ProtocolError("not a time and an event")
         event = event_from_line(text)
         if event is None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from csdctl.transport.answer import Answer
+from csdctl.worker.protocol.json_codec import shorten
 
 MAX_ROUNDS = 2
 """A receiver requests an object that arrived damaged once more (MAX_TRIES there)."""
@@ -135,8 +136,8 @@ class ReceiverAnswers:
             first, last = pair
             if not latest < first <= last < len(self._sizes):
                 raise answer.error(
-                    f"received a request for objects {first:.6g} to {last:.6g}, expected ascending numbers "
-                    f"from {latest + 1} to {len(self._sizes) - 1}"
+                    f"received a request for objects {shorten(first)} to {shorten(last)}, expected ascending "
+                    f"numbers from {latest + 1} to {len(self._sizes) - 1}"
                 )
             numbers += range(first, last + 1)
             latest = last

@@ -4,7 +4,7 @@ import math
 import os
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -68,6 +68,23 @@ def map_file(file: BufferedReader) -> Array:
     Raises OSError if it cannot be read, and ValueError if it is not exactly one array of samples.
     """
     file.seek(0)
+    shape, is_fortran, dtype = read_array_header(file)
+    if not shape:
+        raise ValueError(f"expected an array of samples, found a single {dtype}")
+    num_bytes = os.fstat(file.fileno()).st_size - file.tell()
+    if math.prod(shape) * dtype.itemsize != num_bytes:
+        raise ValueError(f"{num_bytes} bytes are not {dtype} of shape {shape}")
+    order: Any = "F" if is_fortran else "C"
+    if not num_bytes:  # an empty part of a file cannot be mapped
+        return np.empty(shape, dtype, order)
+    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)
+
+
+def read_array_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Return the shape of the .npy array that begins here, whether it is in Fortran's order, and its type.
+
+    Raises OSError, and ValueError for anything else than the header of an array that needs no unpickling.
+    """
     try:
         version = np.lib.format.read_magic(file)
         read = {
@@ -79,15 +96,9 @@ def map_file(file: BufferedReader) -> Array:
         raise
     except Exception as error:  # numpy parses the header as Python, and passes on all of its errors
         raise ValueError(f"its header cannot be read: {type(error).__name__}") from None
-    if not shape or any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
+    if any(type(size) is not int or size < 0 for size in shape) or dtype.hasobject:
         raise ValueError(f"expected an array of samples, found {dtype} of shape {shape}")
-    num_bytes = os.fstat(file.fileno()).st_size - file.tell()
-    if math.prod(shape) * dtype.itemsize != num_bytes:
-        raise ValueError(f"{num_bytes} bytes are not {dtype} of shape {shape}")
-    order: Any = "F" if is_fortran else "C"
-    if not num_bytes:  # an empty part of a file cannot be mapped
-        return np.empty(shape, dtype, order)
-    return np.memmap(file, dtype, "r", offset=file.tell(), shape=shape, order=order)
+    return shape, is_fortran, dtype
 
 
 def map_array(path: str | Path) -> Array:

@@ -22,10 +22,13 @@ def dtype_to_text(dtype: np.dtype[Any]) -> str:
 
 
 def dtype_from_text(text: str) -> np.dtype[Any]:
-    """Parse what `dtype_to_text` returned."""
-    if not text.startswith("["):
-        return np.dtype(text)
-    return np.dtype([(name, base, tuple(shape)) for name, base, shape in json.loads(text)])
+    """Parse what `dtype_to_text` returned; raises ValueError for other text."""
+    try:
+        if not text.startswith("["):
+            return np.dtype(text)
+        return np.dtype([(name, base, tuple(shape)) for name, base, shape in json.loads(text)])
+    except Exception as error:  # numpy evaluates some texts as Python, and passes on all of its errors
+        raise ValueError(f"{text[:80]!r} is not a type of samples: {type(error).__name__}") from None
 
 
 def random_samples(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:

@@ -5,6 +5,7 @@ receiver, which returns it as it may be used and raises ValueError or TypeError 
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -26,7 +27,7 @@ def encode_value(value: Any) -> bytes:
 def decode_value(content: bytes | bytearray) -> Any:
     """Parse one value; raises ValueError, also for NaN, infinity, and brackets nested too deeply."""
     try:
-        return json.loads(bytes(content), parse_constant=_refuse_constant)
+        return json.loads(bytes(content), parse_constant=_refuse_constant, parse_float=_finite)
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -66,6 +67,13 @@ def as_count(value: Any, largest: int) -> int:
 def is_minority(ranks: Sequence[int], size: int) -> bool:
     """Return whether these are some ranks of a group of `size`, and fewer than half of them."""
     return 0 < 2 * len(ranks) < size
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:_SHOWN]} is not allowed")
+    return number
 
 
 def _refuse_constant(name: str) -> NoReturn:

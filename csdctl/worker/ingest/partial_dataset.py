@@ -7,6 +7,9 @@ states how much of them is valid; anything written later is truncated on resume.
 
 import errno
 import fcntl
+import io
+import math
+import operator
 import os
 import shutil
 import stat
@@ -28,10 +31,12 @@ from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
+from csdctl.worker.protocol.bounds import Count, Shape
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
+from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _RECORD = "record.json"
+_ARRAYS = ("images.npy", "labels.npy")
 
 
 @dataclass(frozen=True)
@@ -39,16 +44,30 @@ class IngestRecord:
     """Progress of a data set: `num_read` samples were processed, the files have `num_samples` of them."""
 
     fingerprint: str
-    num_read: int = 0
-    num_samples: int = 0
-    sample_shape: tuple[int, ...] = ()
+    num_read: Count = 0
+    num_samples: Count = 0
+    sample_shape: Shape = ()
     dtype: str = ""
-    label_shape: tuple[int, ...] = ()
+    label_shape: Shape = ()
     label_dtype: str = ""
     min_label: int = 0
     max_label: int = -1
-    num_skipped: dict[str, int] = field(default_factory=dict)
-    class_counts: tuple[int, ...] = ()
+    num_skipped: dict[str, Count] = field(default_factory=dict)
+    class_counts: tuple[Count, ...] = ()
+
+    def arrays(self) -> list[tuple[tuple[int, ...], str]]:
+        """Return shape and dtype of the samples, and of the labels."""
+        return [
+            ((self.num_samples, *self.sample_shape), self.dtype),
+            ((self.num_samples, *self.label_shape), self.label_dtype),
+        ]
+
+    def file_sizes(self) -> list[int]:
+        """Return how many bytes of each file are valid; raises ValueError if there can be no such arrays."""
+        return [
+            len(_build_header(shape, dtype)) + dtype_from_text(dtype).itemsize * math.prod(shape)
+            for shape, dtype in self.arrays()
+        ]
 
 
 class PartialDataset:
@@ -69,8 +88,7 @@ class PartialDataset:
             if self.record.num_read == 0:
                 self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
             self._files: list[IO[bytes]] = [
-                open_private(directory / name, is_new=not self.record.num_samples)
-                for name in ("images.npy", "labels.npy")
+                open_private(directory / name, is_new=not self.record.num_samples) for name in _ARRAYS
             ]
             self._truncate_to_record()
         self._synced_at = time.monotonic()
@@ -104,9 +122,8 @@ class PartialDataset:
     def finish(self, target: Path, info: DatasetInfo) -> DatasetInfo:
         """Rename the directory to `target`, with `info` as dataset.json; return `info` with the hashes."""
         with convert_write_errors():
-            for file, shape, dtype in self._headers():
-                file.seek(0)
-                _write_header(file, shape, dtype)
+            self._write_headers()
+            for file in self._files:
                 sync_file(file)
             info = hash_arrays(info, self._directory)
             save_atomically(self._directory / "dataset.json", to_json(info))
@@ -129,24 +146,17 @@ class PartialDataset:
                 file.close()
         os.close(self._lock)
 
-    def _headers(self) -> list[tuple[IO[bytes], tuple[int, ...], str]]:
-        """Return each file with its shape and dtype."""
-        record = self.record
-        samples, labels = self._files
-        return [
-            (samples, (record.num_samples, *record.sample_shape), record.dtype),
-            (labels, (record.num_samples, *record.label_shape), record.label_dtype),
-        ]
+    def _write_headers(self) -> None:
+        for file, (shape, dtype) in zip(self._files, self.record.arrays(), strict=True):
+            file.seek(0)
+            file.write(_build_header(shape, dtype))
 
     def _truncate_to_record(self) -> None:
         """Drop what was written after the record."""
         if not self.record.num_samples:
             return
-        for file, shape, dtype in self._headers():
-            file.seek(0)
-            np.lib.format.read_magic(file)
-            np.lib.format.read_array_header_1_0(file)
-            file.truncate(file.tell() + dtype_from_text(dtype).itemsize * int(np.prod(shape)))
+        for file, size in zip(self._files, self.record.file_sizes(), strict=True):
+            file.truncate(size)
             file.seek(0, os.SEEK_END)
 
     def _check_shapes(self, samples: Array, labels: Array) -> None:
@@ -157,10 +167,10 @@ class PartialDataset:
             self.record = replace(
                 record, sample_shape=found[0], dtype=found[1], label_shape=found[2], label_dtype=found[3]
             )
-            for file, shape, dtype in self._headers():
+            for file in self._files:
                 file.seek(0)
                 file.truncate()
-                _write_header(file, shape, dtype)
+            self._write_headers()
         elif found != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
             raise WorkerError("the data has samples or labels of different shapes or types", exit_code=2)
 
@@ -168,7 +178,7 @@ class PartialDataset:
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
     """Return `info` with the hashes of the arrays in `directory`; raises OSError, ValueError, WorkerError."""
     hashes = []
-    for name in ("images.npy", "labels.npy"):
+    for name in _ARRAYS:
         with open_regular(directory / name) as file:
             hashes.append(hash_file(file, name))
     return replace(info, images_sha256=hashes[0], labels_sha256=hashes[1])
@@ -232,15 +242,27 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
 
 
 def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
-    """Return the record of an earlier call, or an empty one if the data or the job has changed since."""
+    """Return the record of an earlier call.
+
+    It is empty if the data or the job has changed since, or the files do not hold what it states.
+    """
     try:
         record = from_json(IngestRecord, (directory / _RECORD).read_text())
-    except (OSError, ProtocolError, UnicodeDecodeError):
-        return IngestRecord(fingerprint)
-    return record if record.fingerprint == fingerprint else IngestRecord(fingerprint)
+        is_usable = record.fingerprint == fingerprint
+        if is_usable and record.num_samples:
+            found = [(directory / name).stat().st_size for name in _ARRAYS]
+            is_usable = all(map(operator.ge, found, record.file_sizes()))
+    except (OSError, ValueError):  # a ProtocolError is a ValueError
+        is_usable = False
+    return record if is_usable else IngestRecord(fingerprint)
 
 
-def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
-    """Write the .npy header, which is as long for any number of rows: numpy pads it so that it can grow."""
+def _build_header(shape: tuple[int, ...], dtype: str) -> bytes:
+    """Return the .npy header, which is as long for any number of rows: numpy pads it so that it can grow.
+
+    Raises ValueError for a type that numpy does not know.
+    """
     described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
+    file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
+    return file.getvalue()

@@ -1,9 +1,27 @@
 """Crash-safe files, and files that no other user may have touched."""
 
+import io
 import os
 import stat
+import struct
+import zipfile
+import zlib
 from pathlib import Path
 from typing import IO
+
+try:
+    from lzma import LZMAError
+except ImportError:  # a Python without it cannot read such archives either
+
+    class LZMAError(Exception):  # type: ignore[no-redef]
+        """Nothing raises it."""
+
+
+DAMAGED_ARCHIVE = (
+    *(OSError, ValueError, LookupError, EOFError, RuntimeError, OverflowError),
+    *(zipfile.BadZipFile, zlib.error, LZMAError, struct.error),
+)
+"""What zipfile and gzip raise for an archive that is damaged, encrypted, or compressed in another way."""
 
 
 def save_atomically(path: Path, text: str) -> None:
@@ -13,6 +31,15 @@ def save_atomically(path: Path, text: str) -> None:
         file.write(text.encode())
         sync_file(file)
     os.replace(aside, path)
+
+
+class BoundedFile(io.BufferedReader):
+    """A file that is never asked for more than it has, whatever an archive in it says of its sizes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Return up to `size` bytes."""
+        most = os.fstat(self.fileno()).st_size
+        return super().read(size if size is not None and 0 <= size <= most else most)
 
 
 def sync_file(file: IO[bytes]) -> None:

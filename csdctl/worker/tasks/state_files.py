@@ -21,18 +21,13 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.process.files import open_private, sync_directory
+from csdctl.worker.process.files import DAMAGED_ARCHIVE, BoundedFile, open_private, sync_directory
 from csdctl.worker.tasks.position import Position, max_state_bytes, pack
 
 _START = struct.Struct("<8sH")
 """Of an .npy file: magic and version, and the length of the header that follows."""
 _ARCHIVE_BYTES = 1 << 16
 """What an .npz archive with one array may have beyond the array."""
-_DAMAGED = (
-    *(OSError, ValueError, LookupError, EOFError, RuntimeError, NotImplementedError),
-    *(zipfile.BadZipFile, zlib.error, struct.error),
-)
-"""What reading a damaged archive raises."""
 
 
 class StepFile:
@@ -133,12 +128,12 @@ class Checkpoints:
         for path in sorted(self.directory.glob("step-*.npz"), reverse=True):
             try:
                 state = _read_checkpoint(path, max_bytes)
-            except _DAMAGED:
+            except DAMAGED_ARCHIVE:
                 continue
             yield state
 
     def _best(self) -> str:
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             return str(json.loads((self.directory / "best.json").read_text())["checkpoint"])
         return ""
 
@@ -152,10 +147,10 @@ class Checkpoints:
 def _read_checkpoint(path: Path, max_bytes: int) -> Array:
     """Return the state, shape (n,), uint8; memory is allocated for what is there, not for what a header says.
 
-    Raises one of _DAMAGED.
+    Raises one of DAMAGED_ARCHIVE.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with os.fdopen(descriptor, "rb") as file:
+    with BoundedFile(io.FileIO(descriptor)) as file:
         if os.fstat(descriptor).st_size > max_bytes + _ARCHIVE_BYTES:
             raise ValueError("too large for this model")
         with zipfile.ZipFile(file) as archive:

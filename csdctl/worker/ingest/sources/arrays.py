@@ -3,7 +3,6 @@
 import contextlib
 import math
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, RecordRows, Rows
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 PAIR_NAMES = (("x", "y"), ("images", "labels"))
@@ -59,7 +59,7 @@ def check_arrays(samples: Rows, labels: Rows, source: str) -> None:
     """Raise WorkerError, exit code 2, unless they are samples and their labels."""
     if not samples.shape or not labels.shape:
         raise WorkerError(f"data at {source} is a single number, not an array of samples", exit_code=2)
-    if samples.shape[0] == 0:
+    if 0 in samples.shape or 0 in labels.shape[1:]:
         raise empty_data_error(source)
     if samples.shape[0] != labels.shape[0]:
         raise WorkerError(
@@ -81,7 +81,7 @@ def convert_read_errors(source: str) -> Iterator[None]:
     """Convert the errors of damaged files to a WorkerError, exit code 2, that names no file."""
     try:
         yield
-    except (OSError, ValueError, EOFError, zlib.error, zipfile.BadZipFile, NotImplementedError) as error:
+    except DAMAGED_ARCHIVE as error:
         raise WorkerError(
             f"data at {source} cannot be read: {type(error).__name__}",
             remedy="replace the damaged file",

@@ -5,6 +5,7 @@ They are read in chunks, from compressed files too: memory use does not grow wit
 
 import contextlib
 import gzip
+import io
 import math
 import zipfile
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,11 @@ from typing import IO, Any, Protocol
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.arrays import Array, read_array_header
+from csdctl.worker.process.files import BoundedFile
+
+_PIECE_BYTES = 64 << 20
+"""More than a block of rows has, unless a single row is larger."""
 
 
 class Rows(Protocol):
@@ -59,12 +64,21 @@ class _StreamedRows:
             file.read(self._header_bytes)
             for start in range(0, self.shape[0], num_rows):
                 count = min(num_rows, self.shape[0] - start)
-                content = file.read(count * row_bytes)
+                content = _read(file, count * row_bytes)
                 if len(content) != count * row_bytes:
                     raise EOFError("the array is truncated")
                 yield np.frombuffer(content, self.dtype).reshape(count, *row_shape)
             if file.read(1):  # reading to the end also makes an archive check its CRC
                 raise ValueError("the array is longer than its header says")
+
+
+def _read(file: IO[bytes], num_bytes: int) -> bytes:
+    """Return up to `num_bytes`; reserves no memory for more than the file has, whatever its header says."""
+    pieces = []
+    while num_bytes and (piece := file.read(min(num_bytes, _PIECE_BYTES))):
+        pieces.append(piece)
+        num_bytes -= len(piece)
+    return b"".join(pieces)
 
 
 class IdxFile(_StreamedRows):
@@ -100,27 +114,28 @@ class NpzMember(_StreamedRows):
         self._path = path
         self._name = name
         with self._open() as file:
-            version = np.lib.format.read_magic(file)
-            read = np.lib.format.read_array_header_1_0
-            if version != (1, 0):
-                read = np.lib.format.read_array_header_2_0
-            self.shape, self._is_fortran, self.dtype = read(file)
+            self.shape, self._is_fortran, self.dtype = read_array_header(file)
             self._header_bytes = file.tell()
-        if self.dtype.hasobject:
-            raise ValueError("an array of objects needs unpickling")
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[IO[bytes]]:
-        with zipfile.ZipFile(self._path) as archive, archive.open(f"{self._name}.npy") as file:
+        with (
+            BoundedFile(io.FileIO(self._path)) as whole,
+            zipfile.ZipFile(whole) as archive,
+            archive.open(f"{self._name}.npy") as file,
+        ):
             yield file
 
     def chunks(self, num_rows: int) -> Iterator[Array]:
         """Yield all rows, `num_rows` at a time."""
-        if self._is_fortran:  # rows are not contiguous: arrays of this rare layout are loaded as a whole
-            with np.load(self._path, allow_pickle=False) as archive:
-                yield from InMemoryRows(archive[self._name]).chunks(num_rows)
-        else:
+        if not self._is_fortran:
             yield from super().chunks(num_rows)
+            return
+        # Rows are not contiguous: arrays of this rare layout are loaded as a whole.
+        with self._open() as file:
+            file.read(self._header_bytes)
+            array = np.frombuffer(file.read(), self.dtype).reshape(self.shape, order="F")
+        yield from InMemoryRows(array).chunks(num_rows)
 
 
 class RecordRows:

@@ -57,9 +57,9 @@ def read_tree(source: str) -> Tree:
         root = Path(source).expanduser()
     except RuntimeError:
         raise WorkerError(f"there is no home directory for {source}", exit_code=2) from None
-    if not root.exists():
-        raise WorkerError(f"there is no data at {source}", remedy="fix the path in job.yaml", exit_code=2)
     try:
+        if not root.exists():
+            raise WorkerError(f"there is no data at {source}", remedy="fix the path in job.yaml", exit_code=2)
         if root.is_file():
             status = root.stat()
             return Tree(root, (DataFile((), status.st_size, status.st_mtime_ns),), ())
@@ -68,7 +68,9 @@ def read_tree(source: str) -> Tree:
         folders = tuple(entry.name for entry in _entries(root) if entry.is_dir(follow_symlinks=False))
     except OSError as error:
         raise WorkerError(
-            f"data at {source} cannot be read: {error.strerror}", remedy="fix its permissions", exit_code=2
+            f"data at {source} cannot be read: {error.strerror}",
+            remedy="fix its path or its permissions",
+            exit_code=2,
         ) from None
     return Tree(root, files, folders)
 

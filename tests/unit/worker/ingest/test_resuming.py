@@ -127,6 +127,20 @@ class TestResume:
         (partial_directories(spec)[0] / "record.json").write_text(record)
         assert content(prepare(spec)) == content(whole)
 
+    @pytest.mark.parametrize("name", ["images.npy", "labels.npy"])
+    @pytest.mark.parametrize("num_bytes", [0, 50, 300])
+    def test_files_that_were_cut_start_from_scratch(
+        self, spec: PrepareSpec, whole: DatasetInfo, name: str, num_bytes: int
+    ) -> None:
+        interrupt(spec, after=256)
+        os.truncate(partial_directories(spec)[0] / name, num_bytes)
+        assert content(prepare(spec)) == content(whole)
+
+    def test_missing_file_starts_from_scratch(self, spec: PrepareSpec, whole: DatasetInfo) -> None:
+        interrupt(spec, after=1)
+        (partial_directories(spec)[0] / "labels.npy").unlink()
+        assert content(prepare(spec)) == content(whole)
+
     def test_partial_data_is_dropped_if_the_source_has_changed(
         self, spec: PrepareSpec, image_tree: Path, tmp_path: Path
     ) -> None:

@@ -1,0 +1,376 @@
+"""What people write and csdctl itself wrote: job, fleet, plan, runs, measurements, facts, inventories."""
+
+import dataclasses
+import io
+import json
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from csdctl.cli.console import PrintableConsole
+from csdctl.cli.render.report import render_report, report_document
+from csdctl.emulation.spec import EmulatedSpec
+from csdctl.emulation.state import FleetPaths, FleetState, NodeState, load_state, save_state
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.ansible.config import load_config
+from csdctl.fleet.ansible.files import load_inventory
+from csdctl.fleet.ansible.targets import list_targets
+from csdctl.fleet.facts import Facts, facts_path, load_facts, save_facts
+from csdctl.fleet.machine_class import classify_fleet, classify_machine
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.openssh import build_query
+from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.select import select_nodes
+from csdctl.fleet.ssh_aliases import list_aliases
+from csdctl.fleet.writing import render_fleet
+from csdctl.job.model import load_job
+from csdctl.job.values import describe_job
+from csdctl.reporting.differential_privacy import count_passes
+from csdctl.reporting.privacy import add_flows
+from csdctl.reporting.summary import summarize
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.runs.ledger import Ledger, read_ledger
+from csdctl.runs.manifest import Manifest
+from csdctl.runs.measurements import open_measurements
+from csdctl.runs.measurements_overview import load_overview
+from csdctl.transport.ssh_config import build_ssh_config
+from csdctl.tuning.measurements import ModelFeatures, ProbeMeasurement, RuntimeSettings
+from csdctl.tuning.plan import Plan, Predicted, load_plan, save_plan
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import EpochEnd, Failed, Finished, Joined, NodeLost, Progress, Traffic
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec, RunSpec, Runtime
+from csdctl.workflows.data.prepared_record import load_prepared, save_prepared
+from csdctl.workflows.train.resume import load_spec
+from tests.fuzz.target import Form, Target
+from tests.unit.runs.manifests import manifest_of
+
+INVENTORIES = Path(__file__).parents[1] / "unit" / "fleet" / "inventories"
+NODES = ("host", "csd0", "csd1")
+JOB = b"""\
+model: model.py:build
+model_args: {input_shape: [64, 64, 3], classes: 10, weights: null}
+data:
+  public: {path: data/train, on: host}
+  private: {path: ~/private, unequal: repeat, noise: {l2_norm_clip: 1.0, noise_multiplier: 8, delta: 1.0e-5}}
+  validation: {path: /srv/val}
+  image: {shape: [64, 64, 3], fit: crop}
+  classes: [cat, dog]
+recipe:
+  epochs: 10
+  learning_rate: 0.1
+  warmup_epochs: 0.5
+  optimizer: adam
+  optimizer_args: {beta_1: 0.9}
+  metrics: [accuracy, model.py:metric]
+  early_stopping: {patience: 3}
+  reduce_on_plateau: {factor: 0.5}
+"""
+FLEET = b"""\
+host: {threads: 4}
+network: 10.1.1.0/24
+defaults: {user: trainer, key: keys/id, python: /opt/python3, group: [csds], jump: gate}
+jump_hosts:
+  - {name: gate, address: 192.0.2.1, port: 2222, user: ops}
+nodes:
+  - {name: "csd[0-7]", address: "10.1.1.[10-17]"}
+  - {name: board, address: "fd00::2", jump: "ops@192.0.2.7:22,csd0", group: boards}
+"""
+
+
+def _in_file(content: bytes, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+def _job(content: bytes, directory: Path) -> None:
+    for name in ("model.py", "model.keras"):
+        (directory / name).touch()
+    job = load_job(_in_file(content, directory / "job.yaml"))
+    json.dumps(describe_job(job))
+    str(job.fingerprint)
+
+
+def _fleet(content: bytes, directory: Path) -> None:
+    fleet = load_fleet(_in_file(content, directory / "fleet.yaml"))
+    select_nodes(fleet, [fleet.nodes[0].name])
+    build_ssh_config(fleet.nodes, [directory / "known_hosts"])
+    (directory / "again.yaml").write_text(render_fleet(fleet, origin="Written again"))
+    load_fleet(directory / "again.yaml")
+
+
+def _plan(content: bytes, directory: Path) -> None:
+    plan = load_plan(_in_file(content, directory / "plan.yaml"))
+    json.dumps([plan.batch_sizes, plan.global_batch, plan.predicted_samples_per_s, plan.model_dump()])
+    str(plan.prediction)
+
+
+def _plan_seeds() -> list[bytes]:
+    ranks: Any = [
+        {"node": "host", "batch_size": 64, "threads": 8, "step_time_s": 0.5, "peak_memory_bytes": 1 << 30},
+        {"node": "csd0", "batch_size": 8, "threads": 4, "max_batch_size": 64, "micro_batch_size": 4},
+    ]
+    predicted = Predicted(
+        global_batch=72,
+        batch_sizes=[64, 8],
+        step_s=0.5,
+        samples_per_s=144.0,
+        gain=0.1,
+        compute_share=0.8,
+        imbalance_share=0.1,
+        communication_share=0.1,
+    )
+    plan = Plan(job="job", job_fingerprint="0" * 16, method="csdctl", ranks=ranks, predicted=predicted)
+    return [_written(lambda path: save_plan(path, plan))]
+
+
+def _written(write: Any) -> bytes:
+    """Return what `write` writes to the path that it is given."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "file")
+        write(path)
+        return path.read_bytes()
+
+
+def _manifest(content: bytes, directory: Path) -> None:
+    run = RunDirectory(directory / "run")
+    _in_file(content, run.manifest)
+    manifest = run.load_manifest()
+    Manifest.model_validate(manifest).shards()
+    summarize("run", manifest, [])
+
+
+def _run_spec(content: bytes, directory: Path) -> None:
+    run = RunDirectory(directory / "run")
+    _in_file(content, run.spec)
+    json.dumps(dataclasses.asdict(load_spec(run)))
+
+
+@cache
+def run_spec() -> RunSpec:
+    """Return a specification as `train` sends it."""
+    part = DatasetSlice("a/images.npy", "a/labels.npy", 0, 10, 7, "0" * 64, "0" * 64)
+    ranks = tuple(RankSpec(rank, node, 8, Runtime(), part, part, 8, 9) for rank, node in enumerate(NODES))
+    noise = Noise(1.0, 8.0, 1e-5)
+    return RunSpec("run", "a.json", "a.npz", Recipe(), ranks, part, None, ".csdctl/runs/run", noise=noise)
+
+
+def _stored_events(content: bytes, directory: Path) -> None:
+    run = RunDirectory(directory / "run")
+    _in_file(content, run.events)
+    manifest = manifest_of(NODES)
+    events = run.read_events(NODES)
+    summary = summarize("run", manifest, events)
+    render_report(PrintableConsole(file=io.StringIO(), width=200), summary)
+    json.dumps(report_document(summary, str(run.path)))
+    count_passes(events, len(NODES)).finish()
+    list(events.with_times())
+
+
+def _event_seeds() -> list[bytes]:
+    def write(path: Path) -> None:
+        path.mkdir()
+        log = EventLog(RunDirectory(path))
+        for rank, node in enumerate(NODES):
+            log.append(1000.5, Joined(rank, node, 1, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, "star", 0.1))
+            log.append(1001, Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6))
+        log.append(1002, NodeLost(2, "csd1", "it is gone"))
+        log.append(1003, EpochEnd(0, "host", 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, 80, 1.5, 0.5))
+        log.append(1004, Traffic(0, "host", 1, ()))
+        log.append(1005, Failed(1, "csd0", "out of memory", "use less"))
+        log.append(1006, Finished(0, "host", 1, 10, "0" * 64, 1 << 30, "model.keras"))
+        log.close()
+        (path / "events.jsonl").rename(path.with_name("events"))
+        path.rmdir()
+        path.with_name("events").rename(path)
+
+    return [_written(write)]
+
+
+def _ledger(content: bytes, directory: Path) -> None:
+    entries = list(read_ledger(_in_file(content, directory / "ledger.jsonl")))
+    add_flows(entries)
+    add_flows(entries, "run")
+
+
+def _ledger_seeds() -> list[bytes]:
+    def write(path: Path) -> None:
+        ledger = Ledger(path, "train")
+        ledger.run = "run"
+        ledger.add({("host", "csd0", "gradient"): 10**9, ("csd0", "host", "log"): 77})
+        ledger.save()
+
+    return [_written(write)]
+
+
+def _measurements(content: bytes, directory: Path) -> None:
+    for old in directory.glob("measurements*"):
+        old.unlink()
+    with open_measurements(_in_file(content, directory / "measurements.sqlite")) as store:
+        load_overview(store.file)
+        for model in store.models():
+            store.probes(model.hash, "recipe", "class")
+            store.trials(model.hash, "recipe", "class")
+        store.collectives("class")
+
+
+def _measurement_seeds() -> list[bytes]:
+    machine = classify_machine(Facts("csd0", architecture="aarch64", num_cores=4, memory_bytes=6 << 30))
+    classify_fleet(machine, [machine], "10.1.1.0/24")
+    model = ModelFeatures(
+        "a" * 64, "keras.applications:MobileNetV2", 2_000_000, 1_900_000, 50_000_000, 12_288
+    )
+
+    def write(path: Path) -> None:
+        with open_measurements(path) as store:
+            store.add_probes(model, "recipe", machine, [ProbeMeasurement(RuntimeSettings(4), 8, 1e3, 0.5, 3)])
+
+    return [_written(write)]
+
+
+def _facts(content: bytes, directory: Path) -> None:
+    fleet = Fleet((), path=directory / "fleet.yaml")
+    _in_file(content, facts_path(fleet))
+    for facts in load_facts(fleet).values():
+        classify_machine(facts)
+        str((facts.num_threads, facts.usable_memory_bytes))
+
+
+def _facts_seeds() -> list[bytes]:
+    facts = Facts(
+        name="csd0",
+        architecture="aarch64",
+        num_cores=4,
+        memory_bytes=6 << 30,
+        python_version="3.11.2",
+        cpu_limit=1.5,
+        cpu_features=("neon",),
+        notes=("slow",),
+    )
+
+    def write(path: Path) -> None:
+        save_facts(Fleet((), path=path), {"csd0": facts}).rename(path)
+
+    return [_written(write)]
+
+
+def _prepared(content: bytes, directory: Path) -> None:
+    project, job = ProjectDirectory(directory), _own_job(directory)
+    _in_file(content, project.prepared(job.name))
+    if record := load_prepared(project, job):
+        str(record.num_samples)
+
+
+def _own_job(directory: Path) -> Any:
+    path = directory / "job.yaml"
+    if not path.exists():
+        for name in ("model.py", "model.keras"):
+            (directory / name).touch()
+        path.write_bytes(JOB)
+    return load_job(path)
+
+
+def _prepared_seeds() -> list[bytes]:
+    def write(path: Path) -> None:
+        project = ProjectDirectory(path.parent)
+        job = _own_job(path.parent)
+        info = DatasetInfo("/srv/data", 100, (64, 64, 3), "uint8", (), 9, "f" * 32, {"undecodable": 1})
+        save_prepared(project, job, {"public": info}, {"csd0": info})
+        project.prepared(job.name).rename(path)
+
+    return [_written(write)]
+
+
+def _emulation(content: bytes, directory: Path) -> None:
+    _in_file(content, FleetPaths(directory).state)
+    if state := load_state(FleetPaths(directory)):
+        str(state.node_names[:3])
+
+
+def _emulation_seeds() -> list[bytes]:
+    node = NodeState("csd0", 17, 12345, 2222, "duty")
+    state = FleetState("0" * 12, EmulatedSpec(1), "auto", Path("/srv/fleet.yaml"), "root", (node,))
+
+    def write(path: Path) -> None:
+        paths = FleetPaths(path.parent)
+        save_state(paths, state)
+        paths.state.rename(path)
+
+    return [_written(write)]
+
+
+def _inventory(name: str) -> Any:
+    def take(content: bytes, directory: Path) -> None:
+        _in_file(b"ansible_user: trainer\n", directory / "group_vars" / "all.yml")
+        inventory = load_inventory(_in_file(content, directory / name))
+        targets, _ = list_targets(inventory, name)
+        for target in targets[:20]:
+            build_query(target)
+
+    return take
+
+
+def _ansible_config(content: bytes, directory: Path) -> None:
+    _in_file(content, directory / "ansible.cfg")
+    load_config(directory, {})
+
+
+def _ssh_config(content: bytes, directory: Path) -> None:
+    list_aliases(_in_file(content, directory / "config"))
+
+
+ANSIBLE_CONFIG = b"""\
+[defaults]
+remote_user = trainer
+remote_port: 22
+private_key_file = keys/id  ; a comment
+[ssh_connection]
+ssh_args = -o ControlMaster=auto
+    -o ControlPersist=60s
+"""
+SSH_CONFIG = b"""\
+Host csd0 csd1 csd*
+    HostName 10.1.1.10
+    User = trainer
+Match host csd1
+    IdentityFile ~/.ssh/id
+Host "csd 2" !csd3 # a comment
+Include no/such/file
+"""
+
+
+def _read_inventories(pattern: str) -> Any:
+    return lambda: [path.read_bytes() for path in sorted(INVENTORIES.glob(pattern))]
+
+
+def _json_of(value: Any) -> list[bytes]:
+    return [json.dumps(value).encode()]
+
+
+HOST = (CsdctlError,)
+TARGETS = (
+    Target("job", Form.YAML, _job, (InputError,), lambda: [JOB]),
+    Target("fleet", Form.YAML, _fleet, (InputError,), lambda: [FLEET]),
+    Target("plan", Form.YAML, _plan, (InputError,), _plan_seeds),
+    Target("manifest", Form.JSON, _manifest, (InputError,), lambda: _json_of(manifest_of())),
+    Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: _json_of(dataclasses.asdict(run_spec()))),
+    Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
+    Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),
+    Target("measurements", Form.BINARY, _measurements, HOST, _measurement_seeds),
+    Target("facts", Form.JSON, _facts, (InputError,), _facts_seeds),
+    Target("prepared-record", Form.JSON, _prepared, (InputError,), _prepared_seeds),
+    Target("emulated-fleet", Form.JSON, _emulation, (InputError,), _emulation_seeds),
+    Target("inventory-ini", Form.LINES, _inventory("hosts.ini"), (InputError,), _read_inventories("*.ini")),
+    Target("inventory-yaml", Form.YAML, _inventory("hosts.yml"), (InputError,), _read_inventories("*.yml")),
+    Target("inventory-json", Form.JSON, _inventory("hosts.json"), (InputError,), _read_inventories("*.json")),
+    Target("ansible-config", Form.LINES, _ansible_config, (InputError,), lambda: [ANSIBLE_CONFIG]),
+    Target(
+        "ssh-config",
+        Form.LINES,
+        _ssh_config,
+        (InputError,),
+        lambda: [SSH_CONFIG],
+    ),
+)

@@ -1,0 +1,295 @@
+"""What nodes and ranks send: events, orders, answers, outputs of probes, values of a group."""
+
+import dataclasses
+import io
+import json
+import typing
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.errors import CsdctlError, RemoteCommandError
+from csdctl.launch.mpi_output import MpiOutput
+from csdctl.probes.condition import CONDITION_PROBES, parse_condition
+from csdctl.probes.machine import PROBES, ClockTrip, parse_facts
+from csdctl.shipping.receiver_answers import ReceiverAnswers
+from csdctl.shipping.worker_calls import worker_error
+from csdctl.supervision.conduct import Conduct
+from csdctl.transport.answer import Answer
+from csdctl.transport.session import Completed
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.tails import ExpectedTails
+from csdctl.worker.group.traffic import as_counters
+from csdctl.worker.group.values import as_count, as_hash, as_none, decode_value, decode_values, encode_value
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.events import (
+    EVENTS,
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    MpiChecked,
+    Pong,
+    Progress,
+    Ready,
+    Started,
+    event_from_line,
+    event_to_line,
+)
+from csdctl.worker.protocol.json_codec import WORKER_ERROR_PREFIX, ProtocolError, from_json, to_json
+from csdctl.worker.protocol.orders import FormGroup, Ping, Release, Stop, order_from_line, order_to_line
+from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult, ProbeSpec, request_from_json
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RunSpec, Runtime
+from csdctl.worker.protocol.sandbox import SandboxPolicy
+from csdctl.worker.tasks.decision import Decision, as_decision
+from csdctl.worker.tasks.position import CallbackState
+from csdctl.workflows.data.info_answer import check_info
+from tests.fuzz.documents import NODES, run_spec
+from tests.fuzz.target import Form, Target
+
+CAPTURES = Path(__file__).parents[1] / "unit" / "probes" / "captures"
+CONDITION = """\
+csdctl-probe:hostname
+csd0
+csdctl-probe:addresses
+  |-- 10.1.1.10
+     /32 host LOCAL
+csdctl-probe:open files
+1048576
+csdctl-probe:places
+place /root
+space /dev/sda1 1000 500 500 50% /
+inodes /dev/sda1 1000 500 500 50% /
+place /tmp
+refused mktemp: failed: Read-only file system
+"""
+DONE = Completed(("worker",), 1, b"", b"", 0.1)
+INFO = DatasetInfo("/srv/data", 100, (64, 64, 3), "uint8", (), 9, "f" * 32, {"undecodable": 1}, {"cat": 7})
+
+
+def _lines(content: bytes) -> list[str]:
+    """Return the lines of an input, as they arrive."""
+    return content.decode(errors="replace").split("\n")
+
+
+def _live_events(content: bytes, directory: Path) -> None:
+    clock = count()
+    conducts: dict[int, Conduct] = {}
+    for line in _lines(content):
+        event = event_from_line(line)
+        if event is None:
+            continue
+        rank = event.rank % len(NODES)
+        if rank not in conducts:
+            conducts[rank] = Conduct(rank, NODES, num_epochs=3, must_join=True)
+            conducts[rank].note_order(FormGroup(1, (0, 1, 2)))
+            conducts[rank].note_order(Ping(7))
+        conducts[rank].check(event, len(line), float(next(clock)))
+        event_to_line(event)
+
+
+def _live_event_seeds() -> list[bytes]:
+    events: list[Event] = []
+    for rank, node in enumerate(NODES):
+        is_root = rank == 0
+        events += [
+            Ready(rank, node, 100, 2.5),
+            Joined(rank, node, 1, 1, 0, 10, 0, {"0": 4, "1": 4, "2": 4}, "star", 0.1),
+            Progress(rank, node, 1, 2, 2, 8, 0.5, 0.1, 0.6, *((24, 1.5, 0.5) if is_root else ())),
+            EpochEnd(rank, node, 1, 10, 40, 1.0, 0.1, 1.1, "0" * 64, *((80, 1.5, 0.5) if is_root else ())),
+            Pong(rank, node, 7),
+            Finished(rank, node, 1, 10, "0" * 64, 1 << 30),
+        ]
+    one_of_each = [_simplest(EVENTS[name]) for name in sorted(EVENTS)]
+    return [
+        "\n".join(map(event_to_line, events)).encode(),
+        *(event_to_line(event).encode() for event in one_of_each),
+    ]
+
+
+def _simplest(event_type: type[Event]) -> Event:
+    """Return an event whose required fields have some valid value."""
+    plain: dict[Any, Any] = {int: 1, float: 0.5, str: "host", tuple: (), dict: {"0": 4}}
+    hints = typing.get_type_hints(event_type)
+    values = {
+        field.name: plain.get(typing.get_origin(hints[field.name]) or hints[field.name], 0.5)
+        for field in dataclasses.fields(event_type)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+    chosen = {"collective": "star"} if "collective" in values else {}
+    return event_type(**{**values, **chosen, "rank": 0, "node": "host"})
+
+
+def _orders(content: bytes, directory: Path) -> None:
+    for line in _lines(content):
+        if '"order"' in line:
+            order_to_line(order_from_line(line))
+        else:
+            request_from_json(line)
+
+
+def _receiver_answers(content: bytes, directory: Path) -> None:
+    answers = ReceiverAnswers([100, 200, 0, 5000, 1 << 40], has_manifest=True, is_dry_run=False)
+    for line in _lines(content):
+        answers.read(Answer.parse(line, "csd0", "sending files"), 1.0)
+
+
+RECEIVER_ANSWERS = b"""\
+{"busy": true}
+{"need": "manifest"}
+{"missing": [[0, 1]], "resume": {"1": 77}, "more": true}
+{"missing": [[3, 3]], "resume": {}, "more": false}
+{"failed": "damaged", "numbers": [0, 3]}
+{"failed": "system", "errno": 28, "words": "No space left on device", "path": "store"}
+{"refused": "it is locked", "remedy": "wait"}
+{"done": {"num_removed": 3}}"""
+
+
+def _probe_outputs(content: bytes, directory: Path) -> None:
+    text = content.decode(errors="replace")
+    trips = [ClockTrip(1000.0, 0.1, text[-30:]), ClockTrip(1000.0, 0.2, "1000.5")]
+    facts = parse_facts("csd0", text, trips)
+    json.dumps(dataclasses.asdict(facts), default=str)
+    str((facts.num_threads, facts.usable_memory_bytes, parse_condition("csd0", text)))
+
+
+def _worker_answers(content: bytes, directory: Path) -> None:
+    text = content.decode(errors="replace")
+    check_info(Answer.parse(text, "csd0", "preparing"))
+    try:
+        from_json(DatasetInfo, text)
+    except ProtocolError as error:
+        raise RemoteCommandError(str(error)) from None
+
+
+def _worker_errors(content: bytes, directory: Path) -> None:
+    str(worker_error(dataclasses.replace(DONE, stderr=content), "csd0", "preparing"))
+
+
+def _specs(content: bytes, directory: Path) -> None:
+    text = content.decode()
+    kinds: tuple[Any, ...] = (RunSpec, SandboxPolicy, ProbeSpec, ProbeResult)
+    kind = next((kind for kind in kinds if _first_field(kind) in text), RunSpec)
+    to_json(from_json(kind, text))
+
+
+def _first_field(kind: Any) -> str:
+    return {"RunSpec": '"run_id"', "SandboxPolicy": '"is_confined"', "ProbeResult": '"step_time_s"'}.get(
+        kind.__name__, '"data"'
+    )
+
+
+def _spec_seeds() -> list[bytes]:
+    policy = SandboxPolicy(("/bin/sh", "-c", "true"), True, "ab" * 16, ("10.0.0.0/8",), ("csdctl/x/0",))
+    probe = ProbeSpec("a.json", "a.npz", Recipe(), Runtime(), INFO)
+    return [to_json(each).encode() for each in (run_spec(), policy, probe, ProbeResult(8, 0.5, 3, 1 << 30))]
+
+
+def _group_values(content: bytes, directory: Path) -> None:
+    num_allowed = 0
+    for check in (as_none, as_hash, as_decision, as_counters, lambda value: as_count(value, 1 << 50)):
+        try:
+            decode_values([content], check)
+            num_allowed += 1
+        except PeerFaultError as error:
+            fault = error
+    try:
+        value = decode_value(content)
+    except ValueError:
+        value = None
+    encode_value(value)
+    if not num_allowed:
+        raise fault
+
+
+def _value_seeds() -> list[bytes]:
+    decision = Decision(CallbackState(1.5, 1), is_best=True, is_pausing=False)
+    counters = [[["samples", 1, 7]], [["10.1.1.10 1", "10.1.1.11 2", 3, 4]]]
+    return [encode_value(value) for value in (None, "0a" * 32, 7, dataclasses.asdict(decision), counters)]
+
+
+def _tails(content: bytes, directory: Path) -> None:
+    expected = ExpectedTails(3, (0, 1, 2), (10.0, 20.0, 30.0))
+    vectors = np.frombuffer(content[:64].ljust(64, b"\0"), np.float32).reshape(2, 8)
+    with np.errstate(all="ignore"):
+        expected.check(list(vectors))
+        expected.is_count_of(vectors[0])
+        ExpectedTails.unpack(ExpectedTails.unpack(expected.pack()).pack())
+
+
+def _tail_seeds() -> list[bytes]:
+    rows = [[9, 9, 9, 20, 0, 0, 0.5, 0], [9, 9, 9, 30, 0, 0, 0, 0.25]]
+    return [np.array(rows, np.float32).tobytes()]
+
+
+def _mpi_output(content: bytes, directory: Path) -> None:
+    output = MpiOutput(lambda rank: directory / f"rank-{rank}.log", NODES)
+    output.read(io.BytesIO(content[: 1 << 14]))
+    output.close()
+    str(output.tail)
+
+
+def _mpi_seeds() -> list[bytes]:
+    events = [Started(1, "csd0", "csd0"), MpiChecked(1, "csd0", "Open MPI 5", 1 << 20, 0.1)]
+    lines = [f"[1,1]<stdout>: {event_to_line(event)}" for event in [*events, Failed(1, "csd0", "no", "yes")]]
+    return ["\n".join([*lines, "[1,0]<stderr>: a warning", "prterun: something\n"]).encode()]
+
+
+TARGETS = (
+    Target("live-events", Form.LINES, _live_events, (ProtocolError,), _live_event_seeds),
+    Target(
+        "orders",
+        Form.LINES,
+        _orders,
+        (ProtocolError,),
+        lambda: [
+            *(order_to_line(order).encode() for order in (FormGroup(1, (0, 1)), Ping(7), Stop(), Release())),
+            to_json(ProbeRequest(8)).encode(),
+            b'{"spec": "spec.json", "rank": 1}',
+        ],
+    ),
+    Target(
+        "receiver-answers",
+        Form.LINES,
+        _receiver_answers,
+        (RemoteCommandError,),
+        lambda: [RECEIVER_ANSWERS, *RECEIVER_ANSWERS.split(b"\n")],
+    ),
+    Target(
+        "probe-outputs",
+        Form.LINES,
+        _probe_outputs,
+        (RemoteCommandError,),
+        lambda: [path.read_bytes() + CONDITION.encode() for path in sorted(CAPTURES.glob("*.txt"))],
+        tuple(f"csdctl-probe:{probe.name}\n".encode() for probe in (*PROBES, *CONDITION_PROBES)),
+    ),
+    Target(
+        "worker-answers", Form.JSON, _worker_answers, (RemoteCommandError,), lambda: [to_json(INFO).encode()]
+    ),
+    Target(
+        "worker-errors",
+        Form.LINES,
+        _worker_errors,
+        (CsdctlError,),
+        lambda: [
+            b"W0000 noise\n"
+            + WORKER_ERROR_PREFIX.encode()
+            + b'{"message": "m", "remedy": "r", "exit_code": 2}',
+            b"Traceback (most recent call last):\nKeyError: 1\n",
+        ],
+    ),
+    Target("specs", Form.JSON, _specs, (ProtocolError, UnicodeDecodeError), _spec_seeds),
+    Target(
+        "group-values",
+        Form.JSON,
+        _group_values,
+        (PeerFaultError,),
+        _value_seeds,
+    ),
+    Target("vector-tails", Form.BINARY, _tails, (PeerFaultError,), _tail_seeds),
+    Target("mpirun-output", Form.LINES, _mpi_output, (), _mpi_seeds, (b"[1,0]<stdout>: @csdctl ",)),
+)

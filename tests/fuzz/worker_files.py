@@ -1,0 +1,383 @@
+"""Files that a worker reads: prepared data, data of the user's, checkpoints, weights."""
+
+import io
+import json
+import os
+import shutil
+import struct
+import tempfile
+import zipfile
+import zlib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.model import load_weights
+from csdctl.worker.data.arrays import is_numeric, map_array
+from csdctl.worker.data.digest import compute_digest
+from csdctl.worker.data.schedule import OwnSamples, Segment, Span, begin_epoch
+from csdctl.worker.ingest.limits import DEFAULT_LIMITS
+from csdctl.worker.ingest.partial_dataset import PartialDataset
+from csdctl.worker.ingest.prepare import _find_prepared
+from csdctl.worker.ingest.sources.arrays import ArraySource, open_idx_pair, open_npz
+from csdctl.worker.ingest.sources.gif import first_frame
+from csdctl.worker.ingest.sources.headers import read_header
+from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.tree import read_tree
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.files import DAMAGED_ARCHIVE
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.tasks.position import (
+    _HEAD,
+    CallbackState,
+    EpochTotals,
+    Position,
+    max_state_bytes,
+    pack,
+    unpack,
+)
+from csdctl.worker.tasks.state_files import Checkpoints, StepFile
+from tests.fuzz.target import Form, Target
+
+FINGERPRINT = "f" * 32
+SPEC = PrepareSpec("data", "store")
+OWN = [OwnSamples(5, 95), OwnSamples(20, 80)]
+POSITION = Position(
+    2,
+    3,
+    45,
+    Segment(0, begin_epoch(OWN, {0: 10, 1: 7}).shares),
+    {"0": 10, "1": 7},
+    EpochTotals(3, 51, 4.5, (0.5,)),
+    CallbackState(1.5, 1),
+)
+NPY_WORDS = (
+    *(
+        b"'descr': ",
+        b"'|u1'",
+        b"'<f8'",
+        b"'|V0'",
+        b"'|S0'",
+        b"'|O'",
+        b"'<M8[s]'",
+        b"'<U9999999'",
+        b"'<f2'",
+        b"None",
+    ),
+    *(
+        b"[('a', '<f4', (2,)), ('b', '<i8')]",
+        b"'fortran_order': True",
+        b"'shape': ()",
+        b"(0, 1180591620717411303424)",
+        b"(9223372036854775807, 0)",
+        b"(1099511627776, 0)",
+        b"(-1,)",
+    ),
+    *(b"(True,)", b"(0, 99999999999999999999999)", b"(1, 2, 3)", b"(0x10,)", b"(1e3,)", b"10000000000", b"L"),
+    *(
+        b"\x93NUMPY\x01\x00",
+        b"\x93NUMPY\x02\x00",
+        b"\x93NUMPY\x03\x00",
+        b"((((",
+        b"))))",
+        b"{",
+        b"}",
+        b"'" * 3,
+    ),
+)
+
+ZIP_WORDS = (b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07")
+
+
+@dataclass
+class _Variable:
+    """A variable as the state uses it."""
+
+    value: Any
+
+    def assign(self, value: Any) -> None:
+        self.value = value
+
+
+@cache
+def _variables() -> list[Any]:
+    return [
+        _Variable(np.zeros((3, 4), np.float32)),
+        _Variable(np.int64(0)),
+        _Variable(np.zeros(50, np.float32)),
+    ]
+
+
+@cache
+def _packed() -> bytes:
+    return pack(_variables(), POSITION).tobytes()
+
+
+def _npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array(file, array)
+    return file.getvalue()
+
+
+def _npy_seeds() -> list[bytes]:
+    records = np.zeros(3, [("a", "<f4", (2,)), ("b", "<i8")])
+    arrays = (np.arange(6, dtype=np.uint8).reshape(3, 2), np.asfortranarray(np.ones((2, 3))), records)
+    return [_npy(array) for array in (*arrays, np.zeros((0, 4), np.int32), np.zeros((4, 0), np.float16))]
+
+
+def _array(content: bytes, directory: Path) -> None:
+    for name in ("images.npy", "labels.npy"):
+        (directory / name).write_bytes(content)
+    array = map_array(directory / "images.npy")
+    is_numeric(array.dtype)
+    compute_digest(str(directory))
+
+
+def _array_header(content: bytes, directory: Path) -> None:
+    """Take the text of a header; the data is as long as the header of a seed says."""
+    header = content[:60_000]
+    _array(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header + bytes(48), directory)
+
+
+HEADERS = (
+    b"{'descr': '|u1', 'fortran_order': False, 'shape': (6, 8), }\n",
+    b"{'descr': '<f4', 'fortran_order': True, 'shape': (3, 4), }\n",
+    b"{'descr': [('a', '<f4', (2,)), ('b', '<i8')], 'fortran_order': False, 'shape': (3,), }\n",
+)
+
+
+def _read(source: ArraySource) -> None:
+    for block in source.blocks(0, DEFAULT_LIMITS):
+        str(block.samples.shape)
+
+
+def _npz(content: bytes, directory: Path) -> None:
+    path = directory / "data.npz"
+    path.write_bytes(content)
+    _read(open_npz(path, SPEC))
+
+
+def _npz_seeds() -> list[bytes]:
+    x, y = np.ones((3, 2), np.float32), np.arange(3)
+    kinds: tuple[dict[str, Any], ...] = (
+        {"x": x, "y": y},
+        {"a": x, "b": x.astype(np.uint8), "y": y},
+        {"x": np.asfortranarray(x), "y": y},
+    )
+    made = []
+    for arrays in kinds:
+        for save in (np.savez, np.savez_compressed):
+            file = io.BytesIO()
+            save(file, **arrays)
+            made.append(file.getvalue())
+    return made
+
+
+def _npz_header(content: bytes, directory: Path) -> None:
+    """Take both members of an archive, whose CRC is right."""
+    with zipfile.ZipFile(directory / "data.npz", "w") as archive:
+        archive.writestr("x.npy", content)
+        archive.writestr("y.npy", content)
+    _read(open_npz(directory / "data.npz", SPEC))
+
+
+def _idx(content: bytes, directory: Path) -> None:
+    for name in ("images", "labels"):
+        (directory / name).write_bytes(content)
+    _read(open_idx_pair(directory / "images", directory / "labels", SPEC))
+
+
+def _image_header(content: bytes, directory: Path) -> None:
+    read_header(content)
+    if content.startswith((b"GIF87a", b"GIF89a")):
+        first_frame(content)
+
+
+def _image_seeds() -> list[bytes]:
+    png = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + struct.pack(">II", 64, 64) + b"\x08\x02\0\0\0"
+    jpeg = b"\xff\xd8\xff\xe0\0\x04ab\xff\xdb\0\x04cd\xff\xc0\0\x0b\x08\0\x40\0\x40\x03\x01\x11\0"
+    bmp = b"BM" + bytes(12) + struct.pack("<IiiHHI", 40, 64, -64, 1, 24, 0) + bytes(20)
+    gif = b"GIF89a" + struct.pack("<HH", 2, 2) + b"\x80\0\0" + bytes(6) + b"\x21\xf9\x04\x01\0\0\0\0"
+    return [png, jpeg, bmp, gif + b"\x2c" + struct.pack("<HHHH", 0, 0, 2, 2) + b"\0\x02\x02\x44\x01\0\x3b"]
+
+
+def _prepared(content: bytes, directory: Path) -> None:
+    target = directory / "store" / FINGERPRINT
+    if not target.exists():
+        target.mkdir(mode=0o700, parents=True)
+        source = directory / "data"
+        source.mkdir()
+        for name in ("images.npy", "labels.npy"):
+            (source / name).write_bytes(_npy(np.arange(3)))
+    (target / "dataset.json").write_bytes(content)
+    tree = read_tree(str(directory / "data"))
+    _find_prepared(target, tree, SPEC)
+
+
+def _info_seeds() -> list[bytes]:
+    info = DatasetInfo("data", 3, (2,), "uint8", (), 2, FINGERPRINT, {"undecodable": 1}, {"a": 3}, ("b",))
+    return [to_json(info).encode()]
+
+
+@cache
+def _partial_files() -> dict[str, bytes]:
+    """Return the files of a data set whose preparing was interrupted."""
+    with tempfile.TemporaryDirectory() as directory:
+        partial = PartialDataset(Path(directory, "part"), FINGERPRINT, 2)
+        partial.append(Block(3, np.ones((3, 2), np.uint8), np.arange(3)))
+        partial.sync()
+        partial.close()
+        return {path.name: path.read_bytes() for path in Path(directory, "part").iterdir()}
+
+
+def _resume(directory: Path, changed: str, content: bytes) -> None:
+    place = directory / "part"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir(mode=0o700)
+    for name, written in {**_partial_files(), changed: content}.items():
+        (place / name).write_bytes(written)
+    partial = PartialDataset(place, FINGERPRINT, 2)
+    try:
+        partial.append(Block(1, np.ones((1, 2), np.uint8), np.arange(1)))
+    finally:
+        partial.close()
+
+
+def _checkpoint(content: bytes, directory: Path) -> None:
+    (directory / "step-00000001.npz").write_bytes(content)
+    for state in Checkpoints(directory).newest_first(max_state_bytes(_variables())):
+        unpack(state, _variables(), OWN)
+
+
+def _checkpoint_seeds() -> list[bytes]:
+    made = []
+    for save in (np.savez, np.savez_compressed):
+        file = io.BytesIO()
+        save(file, state=np.frombuffer(_packed(), np.uint8))
+        made.append(file.getvalue())
+    return made
+
+
+def _state(content: bytes, directory: Path) -> None:
+    unpack(np.frombuffer(content, np.uint8), _variables(), OWN)
+
+
+def _position(content: bytes, directory: Path) -> None:
+    """Take the position of a state whose head and variables are right."""
+    length, total, form = _HEAD.unpack(_packed()[: _HEAD.size])
+    rest = _packed()[_HEAD.size + length :]
+    head = _HEAD.pack(len(content), total - length + len(content), form)
+    position = unpack(np.frombuffer(head + content + rest, np.uint8), _variables(), OWN)
+    pack(_variables(), position)
+    if position.segment:
+        for share in position.segment.shares:
+            str((share.num_steps, share.batch(0), share.after(2), [Span(0, 0, 1)]))
+
+
+def _step_file(content: bytes, directory: Path) -> None:
+    """Take the beginnings of both halves of a step file, of equal lengths."""
+    path = directory / "step"
+    size = 2 * StepFile(path, _variables())._half_bytes
+    half = len(content) // 2
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.ftruncate(descriptor, size)
+        os.pwrite(descriptor, content[:half], 0)
+        os.pwrite(descriptor, content[half:], size // 2)
+    finally:
+        os.close(descriptor)
+    state = StepFile(path, _variables()).read()
+    if state is not None:
+        unpack(state, _variables(), OWN)
+
+
+def _step_seeds() -> list[bytes]:
+    mark = struct.Struct("<qqI")
+    halves = [mark.pack(step, len(_packed()), zlib.crc32(_packed()[:4096])) + _packed() for step in (45, 44)]
+    return [b"".join(halves)]
+
+
+def _best(content: bytes, directory: Path) -> None:
+    """Take best.json, when an old checkpoint may be removed."""
+    for step in range(3):
+        (directory / f"step-{step:08d}.npz").touch()
+    (directory / "best.json").write_bytes(content)
+    Checkpoints(directory, num_kept=1)._remove_old()
+
+
+def _weights(content: bytes, directory: Path) -> None:
+    path = directory / "weights.npz"
+    path.write_bytes(content)
+    load_weights(path)
+
+
+TARGETS = (
+    Target("array", Form.BINARY, _array, (OSError, ValueError, WorkerError), _npy_seeds, NPY_WORDS),
+    Target(
+        "array-header",
+        Form.BINARY,
+        _array_header,
+        (OSError, ValueError, WorkerError),
+        lambda: [*HEADERS],
+        NPY_WORDS,
+    ),
+    Target(
+        "npz",
+        Form.BINARY,
+        _npz,
+        (WorkerError,),
+        _npz_seeds,
+        (*ZIP_WORDS, b"x.npy", b"y.npy"),
+    ),
+    Target("npz-member", Form.BINARY, _npz_header, (WorkerError,), _npy_seeds, NPY_WORDS),
+    Target(
+        "idx",
+        Form.BINARY,
+        _idx,
+        (WorkerError,),
+        lambda: [
+            b"\0\0\x08\x02" + struct.pack(">II", 3, 2) + bytes(6),
+            b"\0\0\x08\x01" + struct.pack(">I", 3) + bytes(3),
+        ],
+    ),
+    Target("image-header", Form.BINARY, _image_header, (ValueError, IndexError), _image_seeds),
+    Target("prepared-info", Form.JSON, _prepared, (), _info_seeds),
+    Target(
+        "resume-record",
+        Form.JSON,
+        lambda content, directory: _resume(directory, "record.json", content),
+        (WorkerError,),
+        lambda: [_partial_files()["record.json"]],
+    ),
+    Target(
+        "resume-array",
+        Form.BINARY,
+        lambda content, directory: _resume(directory, "images.npy", content),
+        (WorkerError,),
+        lambda: [_partial_files()["images.npy"]],
+        NPY_WORDS,
+    ),
+    Target(
+        "checkpoint",
+        Form.BINARY,
+        _checkpoint,
+        (WorkerError,),
+        _checkpoint_seeds,
+        (*ZIP_WORDS, b"state.npy"),
+    ),
+    Target("state", Form.BINARY, _state, (WorkerError,), lambda: [_packed()]),
+    Target("position", Form.JSON, _position, (WorkerError,), lambda: [to_json(POSITION).encode()]),
+    Target("step-file", Form.BINARY, _step_file, (WorkerError,), _step_seeds),
+    Target(
+        "best-checkpoint",
+        Form.JSON,
+        _best,
+        (),
+        lambda: [json.dumps({"checkpoint": "step-00000000.npz"}).encode()],
+    ),
+    Target("weights", Form.BINARY, _weights, DAMAGED_ARCHIVE, _npz_seeds, (*ZIP_WORDS, b"x.npy")),
+)
