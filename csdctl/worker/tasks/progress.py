@@ -86,13 +86,13 @@ class RunProgress:
     def end_step(self, sums: Sums, global_samples: int) -> None:
         """Count one step with the `sums` of all ranks."""
         position, totals = self.position, self.position.totals
-        added = add_sums(Sums(totals.loss, totals.metrics, totals.weight), sums)
+        added = add_sums([Sums(totals.loss, totals.states, totals.weight), sums])
         num_samples = totals.samples + global_samples
         self.position = dataclasses.replace(
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            totals=EpochTotals(totals.steps + 1, num_samples, added.loss, added.metrics, added.samples),
+            totals=EpochTotals(totals.steps + 1, num_samples, added.loss, added.states, added.count),
         )
 
     def end_epoch(self, callbacks: CallbackState) -> None:

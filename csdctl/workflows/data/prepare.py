@@ -39,26 +39,14 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
-MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
-HASHES = "hashes.json"
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
 """Beside public data on a shared file system: every node must see the prepared data too."""
 
 DIGEST_DEADLINE_S = 300.0
-BUILD_DEADLINE_S = 300.0
 _DOING = "preparing data"
 
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
-
-
-@dataclass(frozen=True)
-class SerializedModel:
-    """A model as it is sent to the nodes."""
-
-    info: ModelInfo
-    architecture: StoredFile
-    weights: StoredFile
 
 
 @dataclass(frozen=True)
@@ -71,6 +59,11 @@ class Prepared:
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
     """By node; empty when the job has no private data."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The job's recipe, with what the compiled model adds."""
+        return self.model.info.recipe
 
 
 def prepare_job(
@@ -90,13 +83,17 @@ def prepare_job(
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
     InputError when data is described differently than when it was prepared.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
+    worker = store_worker(project)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
     preparing.number_classes(public)
+    if not model.info.is_built:
+        model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
+    if model.code:
+        say(f"code for the nodes: {describe_code(job, model.code)}")
     if job.is_everywhere:
         preparing.check_shared(sessions, public)
     validation = None
@@ -108,7 +105,7 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_compatibility(job.recipe, model.info, {"public": public, "validation": validation, **private})
+    check_compatibility(model.info.recipe, model.info, {"public": public, "validation": validation, **private})
     if job.noise:
         check_noise(job.noise, model.info, private)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
@@ -122,82 +119,6 @@ def prepare_job(
         say(f"{name}: the prepared data was changed since it was prepared; it was prepared again")
     save_prepared(project, job, of_host, private)
     return Prepared(worker, model, public, validation, private)
-
-
-def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
-    """Prepare only worker and model, in the host's store below `directory`; contact no node."""
-    say("model: " + job.model)
-    worker, model = _code(job, directory)
-    return [worker, model.architecture, model.weights]
-
-
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
-    return describe_model(model.info, model.architecture.sha256)
-
-
-def _code(
-    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
-) -> tuple[StoredFile, SerializedModel]:
-    worker = store_bytes(pack_worker(), ".pyz", directory, TrafficClass.CODE)
-    with closing(LocalSession(HOST_NAME, directory)) as host:
-        return worker, serialize_model(job, worker, host, ProjectDirectory(directory), on_build)
-
-
-def serialize_model(
-    job: Job,
-    worker: StoredFile,
-    host: Session,
-    project: ProjectDirectory,
-    on_build: Callable[[], None] = lambda: None,
-) -> SerializedModel:
-    """Build and serialize the job's model in a worker process, cached by content.
-
-    `on_build` is called before a build.
-    """
-    directory = project.models / _model_key(job, worker)
-    if not _is_as_built(directory):
-        on_build()
-        with build_atomically(directory) as aside:
-            arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
-            arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
-            info = run_worker(
-                host,
-                sys.executable,
-                worker.path,
-                arguments,
-                ModelInfo,
-                doing="building the model",
-                deadline_s=BUILD_DEADLINE_S,
-            )
-            save_json(aside / "info.json", json.loads(to_json(info)))
-            save_json(aside / HASHES, {name: hash_file(aside / name) for name in MODEL_FILES})
-    return SerializedModel(
-        from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES)),
-        store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
-        store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
-    )
-
-
-def _is_as_built(directory: Path) -> bool:
-    """Return whether a model was built here, and its files have not changed since."""
-    try:
-        hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in MODEL_FILES}
-    except (InputError, OSError):
-        return False
-
-
-def _model_key(job: Job, worker: StoredFile) -> str:
-    """Return a hash of all inputs of the built model; its file may import modules beside it."""
-    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    if job.model_file:
-        beside = set(job.model_file.parent.glob("*.py")) | {job.model_file}
-        for path in sorted(path for path in beside if path.is_file()):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:32]
 
 
 class _Preparing:
