@@ -261,7 +261,7 @@ def _own(written: str, directory: Path, job_path: Path) -> str:
 
 
 def _code_root(written: Path, directory: Path, job_path: Path) -> Path:
-    """Return a file or package of `code` with an absolute path; raises InputError if it is not Python code."""
+    """Return a file or package of `code` with an absolute path; raises InputError for anything else."""
     path = _resolve(directory, written, job_path)
     is_module = path.suffix == ".py" and os.path.isfile(path)
     if not is_module and not (os.path.isdir(path) and any(path.rglob("*.py"))):

@@ -51,7 +51,7 @@ class ScheduleEntry(Document):
 
 
 class ClipEntry(Document):
-    """Limits of the mean gradient over all ranks: of its norm as a whole, of each variable, or of each value."""
+    """A limit of the mean gradient over all ranks: of its norm, of each variable's norm, or of each value."""
 
     global_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     norm: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None

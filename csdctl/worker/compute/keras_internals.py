@@ -9,6 +9,8 @@
 - `Layer._get_regularization_losses`: penalties on weights alone. `losses` mixes them with activity losses.
 - `keras.src.backend.compute_output_spec`: runs code on symbolic tensors, as Keras does itself to create the
   state of losses and metrics before the first batch.
+- `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
+  size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
 - `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
 
@@ -57,6 +59,11 @@ def build_compiled(model: Any, samples: Any, labels: Any, inputs: Any, targets: 
         return loss
 
     compute_output_spec(run, samples, labels)
+
+
+def loss_trackers(model: Any) -> list[Any]:
+    """Return the metrics that average the loss of each output; those of one output have none."""
+    return list(model._compile_loss.metrics) if model._compile_loss is not None else []
 
 
 def keras_mask(tensor: Any) -> Any:

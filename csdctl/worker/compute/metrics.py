@@ -19,11 +19,13 @@ MAX_RESULTS = 64
 class MetricStates:
     """The states of a compiled model's metrics, as one flat vector."""
 
-    def __init__(self, metrics: Sequence[Any], tf: Any) -> None:
-        """`metrics`: built; the tracker of the whole loss is not one of them."""
+    def __init__(self, metrics: Sequence[Any], of_batches: Sequence[Any], tf: Any) -> None:
+        """`metrics`: built, without the tracker of the whole loss; `of_batches`: those that count batches."""
         self._tf = tf
+        weighted = {id(variable) for metric in of_batches for variable in metric.variables}
         self._metrics = list(metrics)
         self._variables = [variable for metric in self._metrics for variable in metric.variables]
+        self._is_of_batches = [id(variable) in weighted for variable in self._variables]
         self._initial = [np.array(variable) for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
@@ -32,13 +34,16 @@ class MetricStates:
         for variable, initial in zip(self._variables, self._initial, strict=True):
             variable.assign(initial)
 
-    def read(self) -> list[Any]:
-        """Return what was added since `reset`, as flat tensors, float32; inside a graph."""
+    def read(self, count: Any) -> list[Any]:
+        """Return what a batch of `count` samples added since `reset`, flat, float32; inside a graph."""
         tf = self._tf
-        return [
-            tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
-            for variable, initial in zip(self._variables, self._initial, strict=True)
-        ]
+        added = []
+        for variable, initial, is_of_batches in zip(
+            self._variables, self._initial, self._is_of_batches, strict=True
+        ):
+            change = tf.reshape(tf.cast(variable.value - initial, tf.float32), [-1])
+            added.append(change * count if is_of_batches else change)
+        return added
 
     def compute(self, state: Sequence[float]) -> dict[str, float]:
         """Return the results by name for a summed state, shape (size,)."""

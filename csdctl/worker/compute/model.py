@@ -18,8 +18,8 @@ from csdctl.worker.compute.keras_internals import flatten_layers, own_state
 from csdctl.worker.compute.recipe import compile_model, own_references
 from csdctl.worker.compute.user_code import (
     find_objects,
-    import_roots,
     import_packed,
+    import_roots,
     imported_beside,
     load_function,
     run_user_code,
@@ -179,7 +179,7 @@ def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:
         )
     if type(model).train_step is not keras.Model.train_step:
         raise WorkerError(
-            f"{reference}: {type(model).__name__} has a train_step of its own, which ranks cannot take together",
+            f"{reference}: {type(model).__name__} has its own train_step, which ranks cannot take together",
             remedy="override compute_loss instead, or use losses of compile() and add_loss()",
             exit_code=2,
         )

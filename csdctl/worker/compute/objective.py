@@ -1,4 +1,4 @@
-"""The loss of a compiled model over one batch, as Keras' fit computes it, with what is needed to sum it over ranks.
+"""The loss of a compiled model over one batch, as Keras' fit computes it, made so that ranks can add it.
 
 Keras' loss is a mean over the batch: over samples, over time steps or pixels of each, with weights, of
 several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
@@ -9,7 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import build_compiled, flatten_layers, keras_mask
+from csdctl.worker.compute.keras_internals import (
+    build_compiled,
+    flatten_layers,
+    keras_mask,
+    loss_trackers,
+)
 from csdctl.worker.compute.metrics import LOSS, MetricStates
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
@@ -46,14 +51,14 @@ class Objective:
         *,
         is_per_sample: bool = False,
     ) -> None:
-        """`example` as in Step. With `is_per_sample`, the loss is a mean over samples even where they are masked."""
+        """`example` as in Step. With `is_per_sample`, the loss is divided by samples even with a mask."""
         self._model, self._tf, self._keras = model, tf, keras
         self._input_range = recipe.input_range
         self._class_weights = _class_weights(recipe.class_weight)
         self.signature = [self._spec_of(array) for array in example]
         self._build()
         own = [metric for metric in model.metrics if metric.name != LOSS]
-        self.metrics = MetricStates(own, tf)
+        self.metrics = MetricStates(own, loss_trackers(model), tf)
         self.counts_elements = not is_per_sample and (_has_mask(model) or _weighs_mean(model))
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
 
@@ -74,10 +79,10 @@ class Objective:
         model.compute_metrics(inputs, targets, predictions, weights)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
-        return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read())
+        return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read(count))
 
     def inputs(self, samples: Any) -> Any:
-        """Return what the model is called with: by name if it has named inputs, else in the order of the data."""
+        """Return what the model is called with: by name where both have names, else in order."""
         model = self._model
         structure = getattr(model, "input", None) if _is_functional(model, self._keras) else None
         if not isinstance(samples, dict):
@@ -206,5 +211,7 @@ def _has_mask(model: Any) -> bool:
 
 
 def _weighs_mean(model: Any) -> bool:
-    config = model.get_compile_config() or {}
-    return "mean_with_sample_weight" in str(config.get("loss"))
+    """Return whether the loss is divided by the sum of the samples' weights."""
+    losses = model.loss
+    flat = losses.values() if isinstance(losses, dict) else losses if isinstance(losses, list) else [losses]
+    return any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in flat)

@@ -1,4 +1,4 @@
-"""A model and a recipe become a compiled model; what the recipe leaves out comes from the model's own compile().
+"""A compiled model from a recipe and a model, whose own compile() gives what the recipe leaves out.
 
 The compiled model carries loss, optimizer and metrics to the ranks in its architecture JSON, which Keras
 serializes. The optimizer's learning rate is set by csdctl in every step.
@@ -19,7 +19,7 @@ DEFAULT_LOSS = LossTerm("sparse_categorical_crossentropy")
 
 
 def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
-    """Compile `model` for training by `recipe`; return the recipe with what the model itself was compiled with.
+    """Compile `model` for training by `recipe`; return the recipe, completed by the model's own compile().
 
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.

@@ -68,7 +68,7 @@ class MovingStatistics:
 
 
 class LayerStates:
-    """All state that a forward pass changes, as one flat vector: moving statistics first, then other layers'."""
+    """All state that a forward pass changes, flat: moving statistics, then the state of other layers."""
 
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
@@ -100,10 +100,9 @@ class LayerStates:
         for variable, change in zip(
             self._variables, tf.split(changes[self._statistics.size :], self._sizes), strict=True
         ):
-            change = tf.reshape(change, variable.shape)
-            if not variable.dtype.is_floating:
-                change = tf.round(change)  # a counter, which all ranks advance alike
-            variable.assign_add(tf.cast(change, variable.dtype))
+            is_counter = not variable.dtype.is_floating  # which all ranks advance alike
+            shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
+            variable.assign_add(tf.cast(shaped, variable.dtype))
 
 
 def changing_state(model: Any, keras: Any) -> list[tuple[Any, Any]]:

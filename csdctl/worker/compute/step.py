@@ -58,7 +58,7 @@ class Step:
         weight: float = 1.0,
         noise: Noise | None = None,
     ) -> None:
-        """`model`: compiled; `example`: samples and labels (n, …) with the shapes and types of the data; n may be 0.
+        """`model`: compiled; `example`: samples and labels (n, …) as the data has them; n may be 0.
 
         A batch larger than `micro_batch_size` is computed in micro-batches whose vectors are added: the
         same gradient in less memory. `weight` is the weight of each of the rank's samples in the mean of
@@ -204,7 +204,7 @@ class Step:
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:
-        """Hold the weights that the trained model has: their moving average, where the optimizer keeps one."""
+        """Hold the weights of the trained model: their moving average, where the optimizer keeps one."""
         if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
             yield
             return
@@ -235,12 +235,11 @@ class Step:
         variables = self.model.trainable_variables
         with tf.GradientTape() as tape:
             batch = self.objective.forward(samples, labels, training=True)
-            objective = batch.mean * batch.loss_count
-            if self.has_loss_scaling:
-                objective = self.optimizer.scale_loss(objective)
+            objective = self.optimizer.scale_loss(batch.mean) if self.has_loss_scaling else batch.mean
         gradients = tape.gradient(objective, [v.value for v in variables])
         return [
-            tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32)
+            # A mean stays within the range of float16, where a sum would overflow.
+            tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32) * batch.loss_count
             for gradient, variable in zip(gradients, variables, strict=True)
         ], batch
 

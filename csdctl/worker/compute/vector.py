@@ -4,8 +4,9 @@
 
 All parts are float32. The step (step.py) owns everything up to n, the number of samples; divided by it, a sum
 over ranks is the mean over all their samples. A loss that is no mean over samples has a count of its own:
-unmasked elements, a sum of weights, or the public samples among private ones with noise. Behind it the training loop adds whether a stop was requested,
-and one element for each rank of the run with the seconds that this rank computed.
+unmasked elements, a sum of weights, or the public samples among private ones with noise. Behind n the
+training loop adds whether a stop was requested, and one element for each rank of the run with the seconds
+that this rank computed.
 """
 
 from dataclasses import dataclass

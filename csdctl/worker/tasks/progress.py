@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.compute.step import Sums, add_sums
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position
-from csdctl.worker.tasks.totals import add_sums
 
 
 class RunProgress:

@@ -139,9 +139,7 @@ def describe_code(job: Job, code: StoredFile) -> str:
     return f"{names} ({len(job.code_files)} files, {code.sha256[:12]})"
 
 
-def _build(
-    job: Job, worker: StoredFile, host: Session, directory: Path, shapes: SampleShapes | None
-) -> None:
+def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes: SampleShapes | None) -> None:
     spec = BuildSpec(
         job.model,
         job.model_args,

@@ -4,17 +4,10 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
-import hashlib
-import json
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json
-from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.compatibility import check_compatibility, check_noise
@@ -24,19 +17,24 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.parcel import pack_parcel
-from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
+from csdctl.shipping.store import StoredFile, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
-from csdctl.shipping.worker_zip import pack_worker
 from csdctl.transport.answer import Answer
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.tuning.measurements import ModelFeatures, describe_model
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import Recipe
 from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.model import (
+    SerializedModel,
+    describe_code,
+    serialize_model,
+    shapes_of,
+    store_worker,
+)
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
 DATA_STORE = ".csdctl/data"
@@ -105,7 +103,9 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_compatibility(model.info.recipe, model.info, {"public": public, "validation": validation, **private})
+    check_compatibility(
+        model.info.recipe, model.info, {"public": public, "validation": validation, **private}
+    )
     if job.noise:
         check_noise(job.noise, model.info, private)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
