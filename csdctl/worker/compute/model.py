@@ -2,7 +2,8 @@
 
 A user's file is opened on the host (`build`). Nodes receive the architecture as JSON, with loss, optimizer
 and metrics, and the weights as .npz, read with `allow_pickle=False`. What Keras does not provide itself is
-found in the job's code, which is sent only when the model needs it.
+found in the job's code, which is sent only when the model needs it. A model that Keras cannot rebuild from
+its configuration is built on every rank as on the host, by the user's function.
 """
 
 import hashlib
@@ -25,9 +26,12 @@ from csdctl.worker.compute.user_code import (
     run_user_code,
 )
 from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo, OutputInfo
-from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
+
+BUILDER = "csdctl_builder"
+"""Key of architecture.json for a model that a function of the user's builds on every rank."""
 
 
 def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
@@ -40,7 +44,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec, keras)
     _check_kind(model, spec, keras)
-    if not model.built or not all(layer.built for layer in flatten_layers(model)):
+    if not _is_built(model):
         if not spec.sample_shapes:
             return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
         _build_by_call(model, spec)
@@ -54,7 +58,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     save_weights(output / "weights.npz", model.get_weights())
     inputs = _describe_inputs(model, spec)
     has_one_input = list(inputs) == [""]
-    outputs = _describe_outputs(model, resolved)
+    outputs = _describe_outputs(model, keras)
     return ModelInfo(
         name=reference,
         input_shape=inputs[""] if has_one_input else (),
@@ -91,8 +95,14 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     own = import_packed(code.archive, code.modules) if code else {}
     try:
         with keras.saving.custom_object_scope(own):
-            model = _from_json(architecture.read_text(), keras, is_trusted=bool(own))
+            content = json.loads(architecture.read_text())
+            if BUILDER in content:
+                model = _build_again(from_dict(BuildSpec, content[BUILDER]), keras)
+            else:
+                model = _from_config(content, keras, is_trusted=bool(own))
         model.set_weights(load_weights(weights))
+    except WorkerError:
+        raise
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
@@ -104,9 +114,19 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     return model
 
 
-def _from_json(architecture: str, keras: Any, *, is_trusted: bool) -> Any:
+def _from_config(content: Any, keras: Any, *, is_trusted: bool) -> Any:
     """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
-    return keras.saving.deserialize_keras_object(json.loads(architecture), safe_mode=not is_trusted)
+    return keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+
+
+def _build_again(spec: BuildSpec, keras: Any) -> Any:
+    """Return the model as on the host, by the user's function in the job's code."""
+    keras.utils.set_random_seed(spec.recipe.seed)
+    model = _find(spec, keras)
+    if not _is_built(model):
+        _build_by_call(model, spec)
+    compile_model(model, spec.recipe, keras)
+    return model
 
 
 def save_weights(path: Path, weights: list[Any]) -> None:
@@ -185,6 +205,10 @@ def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:
         )
 
 
+def _is_built(model: Any) -> bool:
+    return bool(model.built) and all(layer.built for layer in flatten_layers(model))
+
+
 def _build_by_call(model: Any, spec: BuildSpec) -> None:
     """Build a subclassed model by calling it on samples of the data's shapes."""
     samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
@@ -206,18 +230,14 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     """
     reference = spec.reference
     try:
-        architecture: str = model.to_json()
+        content = json.loads(model.to_json())
     except Exception as error:
-        raise WorkerError(
-            f"{reference}: cannot be transferred as JSON: {describe(error)}",
-            remedy="give its own layers get_config(), and define losses and metrics at the top of their file",
-            exit_code=2,
-        ) from None
+        return True, _describe_builder(spec, error)
     registered = dict(keras.saving.get_custom_objects())
     keras.saving.get_custom_objects().clear()
     try:  # first as on a node without the user's code
-        _from_json(architecture, keras, is_trusted=False)
-        return False, architecture
+        _from_config(content, keras, is_trusted=False)
+        return False, json.dumps(content)
     except Exception as error:
         plain = error
     finally:
@@ -232,14 +252,25 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     own = _own_objects(spec)
     try:
         with keras.saving.custom_object_scope(own):
-            _from_json(architecture, keras, is_trusted=True)
+            _from_config(content, keras, is_trusted=True)
+        return True, json.dumps(content)
     except Exception as error:
+        return True, _describe_builder(spec, error)
+
+
+def _describe_builder(spec: BuildSpec, error: Exception) -> str:
+    """Return, as JSON, how every rank builds the model with the user's function; `error`: why from its code.
+
+    Raises WorkerError, exit code 2, for a model that no function of the user's builds.
+    """
+    if not spec.reference.rpartition(":")[0].endswith(".py"):
         raise WorkerError(
-            f"{reference}: cannot be rebuilt from its configuration: {describe(error)}",
-            remedy="give its own layers get_config(), and define them at the top level of their file",
+            f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
+            remedy="give its own layers get_config(), and name their files in `code` of job.yaml",
             exit_code=2,
         ) from None
-    return True, architecture
+    _check_named(spec)
+    return json.dumps({BUILDER: json.loads(to_json(spec))})
 
 
 def _check_named(spec: BuildSpec) -> None:
@@ -269,34 +300,36 @@ def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
     return {tensor.name: _shape(tensor) for tensor in inputs}
 
 
-def _describe_outputs(model: Any, recipe: Recipe) -> tuple[OutputInfo, ...]:
+def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
     """Return the outputs in the model's order; of a subclassed model nothing is known before it is called."""
     outputs = getattr(model, "outputs", None)
     if not outputs:
-        return (OutputInfo("", (), "", _loss_name(model, None), is_known=False),)
-    names = list(model.output_names)
+        return (OutputInfo("", (), "", _loss_name(model, None, keras), is_known=False),)
+    names = list(model.output_names) if len(outputs) > 1 else [""]
     layers = {layer.name: layer for layer in model.layers}
     last = model.layers[-1]
     return tuple(
         OutputInfo(
-            name if len(outputs) > 1 else "",
+            name,
             _shape(tensor),
             _activation(last if len(outputs) == 1 else layers.get(name)),
-            _loss_name(model, name if len(outputs) > 1 else None),
+            _loss_name(model, name or None, keras),
         )
         for name, tensor in zip(names, outputs, strict=True)
     )
 
 
-def _loss_name(model: Any, output: str | None) -> str:
+def _loss_name(model: Any, output: str | None, keras: Any) -> str:
     """Return Keras' name of the loss of an output, such as 'mean_squared_error'; '' if it has none."""
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict):
         loss = loss.get(output)
     elif isinstance(loss, list | tuple):
-        names = list(model.output_names)
+        names = list(getattr(model, "output_names", None) or ())
         loss = loss[names.index(output)] if output in names and len(loss) == len(names) else None
-    return str(getattr(loss, "name", "") or getattr(loss, "__name__", "") or loss or "")
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    return str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

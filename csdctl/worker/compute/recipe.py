@@ -14,7 +14,6 @@ from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
 
 DEFAULT_OPTIMIZER = "sgd"
-DEFAULT_LEARNING_RATE = 0.01
 DEFAULT_LOSS = LossTerm("sparse_categorical_crossentropy")
 
 
@@ -31,7 +30,7 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     weighted: Any = None
     if not recipe.metrics:
         metrics, weighted = own.get("metrics"), own.get("weighted_metrics")
-        if not own and not isinstance(loss, dict) and "crossentropy" in _name_of(loss).lower():
+        if not own and _is_classifier(loss, model):
             metrics = ["accuracy"]
     try:
         model.compile(
@@ -61,9 +60,11 @@ def _compiled_with(model: Any, keras: Any) -> dict[str, Any]:
 
 def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:
     """Return the optimizer, and the recipe with its name, learning rate and schedule."""
-    if recipe.optimizer or own is None or isinstance(own, str):
-        name = recipe.optimizer or own or DEFAULT_OPTIMIZER
-        config = {"learning_rate": DEFAULT_LEARNING_RATE, **recipe.optimizer_args}
+    if isinstance(own, str):
+        own = keras.optimizers.get(own)
+    if recipe.optimizer or own is None:
+        name = recipe.optimizer or DEFAULT_OPTIMIZER
+        config: dict[str, Any] = {"learning_rate": None, **recipe.optimizer_args}
     else:
         own = getattr(own, "inner_optimizer", own)  # compile() wraps it again, if the model needs that
         config = own.get_config() | recipe.optimizer_args
@@ -78,9 +79,15 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
         rate = float(make_schedule(schedule)(0))
     if recipe.learning_rate is not None:
         rate = recipe.learning_rate
+    if rate is None:
+        raise WorkerError(
+            "recipe.learning_rate is missing, and the model is not compiled with an optimizer",
+            remedy="set recipe.learning_rate in job.yaml",
+            exit_code=2,
+        )
     config["learning_rate"] = float(rate)
     recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
-    if own is not None and not isinstance(own, str) and name == type(own).__name__:
+    if own is not None and name == type(own).__name__:
         return type(own).from_config(config), recipe
     return make_optimizer(name, config, keras), recipe
 
@@ -215,6 +222,12 @@ def _check_reductions(losses: Any) -> None:
 
 
 MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def _is_classifier(loss: Any, model: Any) -> bool:
+    shape = getattr(model, "output_shape", None) if getattr(model, "outputs", None) else (None, 2)
+    is_one_of_many = not isinstance(shape, dict | list) and bool(shape) and (shape[-1] or 0) > 1
+    return not isinstance(loss, dict) and is_one_of_many and "crossentropy" in _name_of(loss).lower()
 
 
 def _name_of(loss: Any) -> str:

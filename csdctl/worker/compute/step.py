@@ -193,7 +193,7 @@ class Step:
         self._rehearse(lambda: self.alone(images, labels))
 
     def _rehearse(self, do: Callable[[], object]) -> None:
-        before = [np.array(variable) for variable in self.state]
+        before = [np.array(variable.value) for variable in self.state]
         do()
         for variable, value in zip(self.state, before, strict=True):
             variable.assign(value)
@@ -208,7 +208,7 @@ class Step:
         if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
             yield
             return
-        before = [np.array(variable) for variable in self.model.trainable_variables]
+        before = [np.array(variable.value) for variable in self.model.trainable_variables]
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
         try:
             yield

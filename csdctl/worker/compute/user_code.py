@@ -5,15 +5,20 @@ import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from csdctl.worker.process.errors import WorkerError, describe
+
+_PACKED: dict[str, ModuleType] = {}
+"""Modules of the job's code, which take the place of the user's files on a rank."""
 
 
 def load_function(reference: str) -> Any:
     """Return the function or class that `reference` names; raises WorkerError, exit code 2, without one."""
     path, _, name = reference.rpartition(":")
-    function = getattr(import_file(Path(path)), name, None)
+    packed = _PACKED.get(Path(path).stem)
+    function = getattr(packed or import_file(Path(path)), name, None)
     if not callable(function):
         raise WorkerError(f"{path} has no function {name!r}", exit_code=2)
     return function
@@ -69,7 +74,7 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
     sys.path.insert(0, archive)
     for name in modules:
         try:
-            importlib.import_module(name)
+            _PACKED[name] = importlib.import_module(name)
         except BaseException as error:
             raise WorkerError(
                 f"the job's code cannot be imported here: {name}: {describe(error)}",
