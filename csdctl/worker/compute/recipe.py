@@ -225,9 +225,11 @@ MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
 
 
 def _is_classifier(loss: Any, model: Any) -> bool:
-    shape = getattr(model, "output_shape", None) if getattr(model, "outputs", None) else (None, 2)
-    is_one_of_many = not isinstance(shape, dict | list) and bool(shape) and (shape[-1] or 0) > 1
-    return not isinstance(loss, dict) and is_one_of_many and "crossentropy" in _name_of(loss).lower()
+    """Return whether one of several classes is predicted, as far as that is known."""
+    if isinstance(loss, dict) or "crossentropy" not in _name_of(loss).lower():
+        return False
+    shapes = [tuple(tensor.shape) for tensor in getattr(model, "outputs", None) or ()]
+    return not shapes or (len(shapes) == 1 and (shapes[0][-1] or 0) > 1)
 
 
 def _name_of(loss: Any) -> str:

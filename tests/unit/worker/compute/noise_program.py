@@ -98,7 +98,7 @@ out["alone"], out["summed"] = (
 )
 only = step(NO_NOISE)
 sums = only.apply(only.local(images, labels, private_copies=every))
-out["sums_of_private_only"] = [sums.loss, sums.samples]
+out["sums_of_private_only"] = [sums.loss, sums.count]
 out["weights_of_private_only"] = np.concatenate([w.ravel() for w in only.model.get_weights()])
 out["weights_before"] = np.concatenate([w.ravel() for w in build().get_weights()])
 
