@@ -95,11 +95,12 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     own = import_packed(code.archive, code.modules) if code else {}
     try:
         with keras.saving.custom_object_scope(own):
-            content = json.loads(architecture.read_text())
-            if BUILDER in content:
-                model = _build_again(from_dict(BuildSpec, content[BUILDER]), keras)
+            text = architecture.read_text()
+            builder = json.loads(text).get(BUILDER)
+            if builder:
+                model = _build_again(from_dict(BuildSpec, builder), keras)
             else:
-                model = _from_config(content, keras, is_trusted=bool(own))
+                model = _from_json(text, keras, is_trusted=bool(own))
         model.set_weights(load_weights(weights))
     except WorkerError:
         raise
@@ -114,9 +115,9 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     return model
 
 
-def _from_config(content: Any, keras: Any, *, is_trusted: bool) -> Any:
+def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
     """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
-    return keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+    return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=not is_trusted)
 
 
 def _build_again(spec: BuildSpec, keras: Any) -> Any:
@@ -230,14 +231,14 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     """
     reference = spec.reference
     try:
-        content = json.loads(model.to_json())
+        text: str = model.to_json()
     except Exception as error:
         return True, _describe_builder(spec, error)
     registered = dict(keras.saving.get_custom_objects())
     keras.saving.get_custom_objects().clear()
     try:  # first as on a node without the user's code
-        _from_config(content, keras, is_trusted=False)
-        return False, json.dumps(content)
+        _from_json(text, keras, is_trusted=False)
+        return False, text
     except Exception as error:
         plain = error
     finally:
@@ -252,8 +253,8 @@ def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
     own = _own_objects(spec)
     try:
         with keras.saving.custom_object_scope(own):
-            _from_config(content, keras, is_trusted=True)
-        return True, json.dumps(content)
+            _from_json(text, keras, is_trusted=True)
+        return True, text
     except Exception as error:
         return True, _describe_builder(spec, error)
 
