@@ -7,6 +7,7 @@ In Python and in notebooks:
     run.history["loss"], run.model(), run.report()
 """
 
+from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
@@ -17,6 +18,4 @@ def __getattr__(name: str) -> Any:
     """Import the Python interface when it is used: the command line and the workers start without it."""
     if name not in __all__:
         raise AttributeError(f"module 'csdctl' has no attribute {name!r}")
-    from csdctl import api
-
-    return getattr(api, name)
+    return getattr(import_module("csdctl.api"), name)

@@ -11,6 +11,7 @@ from csdctl.documents import Document
 from csdctl.worker.protocol.recipe import Argument, EarlyStopping, LossTerm, Recipe, ReduceOnPlateau
 
 ValueT = TypeVar("ValueT")
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class EarlyStoppingEntry(Document):
@@ -37,7 +38,7 @@ class LossEntry(Document):
     model_config = ConfigDict(extra="allow")
 
     name: Annotated[str, Field(min_length=1)]
-    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    weight: Weight = 1.0
     __pydantic_extra__: dict[str, float | bool | str] = Field(init=False)
 
 
@@ -79,12 +80,12 @@ class RecipeEntry(Document):
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
     optimizer_args: dict[str, float | bool] = {}
     clip: ClipEntry | None = None
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    weight_decay: Weight | None = None
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     accumulation_steps: Annotated[int, Field(ge=1, le=1 << 20)] = 1
     loss: LossName | LossEntry | dict[str, LossName | LossEntry] | None = None
     from_logits: bool = False
-    class_weight: dict[Annotated[int, Field(ge=0, le=1 << 20)], Annotated[float, Field(ge=0)]] = {}
+    class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -127,7 +128,7 @@ def build_recipe(
         warmup_epochs=entry.warmup_epochs,
         losses={name: _loss_term(loss, own) for name, loss in _losses_of(entry).items()},
         from_logits=entry.from_logits,
-        class_weight={str(number): weight for number, weight in entry.class_weight.items()},
+        class_weight=entry.class_weight,
         input_range=input_range,
         seed=entry.seed,
         max_learning_rate=entry.max_learning_rate,

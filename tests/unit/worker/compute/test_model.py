@@ -258,6 +258,7 @@ def test_model_without_own_code_needs_none(tmp_path: Path) -> None:
     assert not build(spec_of(f"{tmp_path}/mine.py:fine", tmp_path), tmp_path, keras()).needs_code
 
 
+@pytest.mark.fault(42)
 def test_file_beside_that_is_not_named_is_reported(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from beside_it import Own\n" + FUNCTION + BESIDE)
     (tmp_path / "beside_it.py").write_text(FUNCTION + OWN)
