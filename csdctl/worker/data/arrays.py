@@ -14,8 +14,8 @@ from csdctl.worker.process.errors import WorkerError
 
 Array = np.ndarray[Any, Any]
 
-MAX_HEADER_BYTES = (1 << 16) - 1
-"""What a header of the first version can have: about a thousand fields."""
+MAX_HEADER_BYTES = 60_000
+"""Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"
 
 

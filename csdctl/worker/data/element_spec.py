@@ -14,6 +14,8 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.datasets import DatasetInfo
 
+_MAX_INTEGER = (1 << 31) - 1
+
 
 def dtype_to_text(dtype: np.dtype[Any]) -> str:
     """Return a dtype as text, such as 'uint8'; a structured one as JSON: [[name, type, shape], …]."""
@@ -54,7 +56,7 @@ def _random(
 ) -> Array:
     if dtype.kind not in "iu":
         return generator.random(shape).astype(dtype)
-    return generator.integers(0, max(0, largest), shape, endpoint=True).astype(dtype)
+    return generator.integers(0, min(max(0, largest), _MAX_INTEGER), shape, endpoint=True).astype(dtype)
 
 
 def random_batch(

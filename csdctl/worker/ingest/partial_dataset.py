@@ -32,6 +32,8 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 
 _RECORD = "record.json"
+_SPARE_HEADER_BYTES = 1000
+"""Of a .npy header, for all but the fields."""
 
 
 @dataclass(frozen=True)
@@ -267,4 +269,10 @@ def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
 def _write_header(file: IO[bytes], shape: tuple[int, ...], dtype: str) -> None:
     """Write the .npy header, which is as long for any number of rows: numpy pads it so that it can grow."""
     described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
+    if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
+        raise WorkerError(
+            f"the data has too many inputs or outputs: {len(dtype_from_text(dtype).names or ()):,}",
+            remedy="make one input of several: one vector in place of single numbers",
+            exit_code=2,
+        )
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})

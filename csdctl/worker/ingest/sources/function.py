@@ -19,6 +19,7 @@ from csdctl.worker.ingest.sources.source import SampleSource
 from csdctl.worker.ingest.sources.structure import (
     EXPECTED,
     StructureError,
+    check_lengths,
     is_ragged,
     name_inputs,
     name_outputs,
@@ -78,6 +79,8 @@ def _open_arrays(returned: tuple[Any, ...], spec: PrepareSpec) -> ArraySource:
             "returned arrays of different lengths, as (train, test) of load_data() has",
             "return one pair, and write a function for each",
         )
+    for part in arrays:
+        check_lengths(part, 1)
     rows = [as_rows({name: InMemoryRows(array) for name, array in part.items()}) for part in arrays]
     source = ArraySource(rows[0], rows[1], spec)
     source.padded = {

@@ -156,16 +156,20 @@ def to_arrays(parts: Mapping[str, Any], num_axes: int) -> dict[str, Array]:
     return arrays
 
 
+def check_lengths(arrays: Mapping[str, Array], num_axes: int) -> None:
+    """Raise StructureError unless all arrays have the same number of samples."""
+    if len({array.shape[:num_axes] for array in arrays.values()}) != 1:
+        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
+        raise StructureError(f"returned arrays of different lengths: {listed}")
+
+
 def to_records(arrays: Mapping[str, Array], num_axes: int) -> Array:
     """Return several arrays as the fields of one, and the only array as it is; raises StructureError."""
     if list(arrays) == [""]:
         return arrays[""]
-    lengths = {array.shape[:num_axes] for array in arrays.values()}
-    if len(lengths) != 1:
-        listed = ", ".join(f"{name} {array.shape[:1]}" for name, array in arrays.items())
-        raise StructureError(f"returned arrays of different lengths: {listed}")
+    check_lengths(arrays, num_axes)
     dtype = np.dtype([(name, array.dtype, array.shape[num_axes:]) for name, array in arrays.items()])
-    records = np.empty(lengths.pop(), dtype)
+    records = np.empty(next(iter(arrays.values())).shape[:num_axes], dtype)
     for name, array in arrays.items():
         records[name] = array
     return records
@@ -186,7 +190,7 @@ def conform(block: Block, spec: PrepareSpec) -> Block:
     fields = fields_of(labels)
     if fields.keys() == spec.labels.keys():
         wide = {
-            name: field.astype(np.float32) if spec.labels[name][0] == "float32" else field
+            name: field.astype(np.float32, copy=False) if spec.labels[name][0] == "float32" else field
             for name, field in fields.items()
         }
         labels = to_records(wide, 1)
