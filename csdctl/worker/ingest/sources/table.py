@@ -44,7 +44,7 @@ class TableFiles:
         self._paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
         self._columns = self._read_header()
         self._features = self._choose_features()
-        self.num_samples, self._is_integer = self._examine()
+        self.num_samples, self._are_integers = self._examine()
         self.sample_bytes = 4 * len(self._features)
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
@@ -85,13 +85,12 @@ class TableFiles:
 
     def _labels(self, column: dict[str, Array]) -> Array:
         names = self._schema.labels
-        kind = np.int32 if self._is_integer else np.float32
+        kinds = [np.int32 if is_integer else np.float32 for is_integer in self._are_integers]
+        typed = {name: column[name].astype(kind) for name, kind in zip(names, kinds, strict=True)}
         if len(names) == 1:
-            labels = {"": column[names[0]].astype(kind)}
-        elif self._spec.outputs:
-            labels = {name: column[name].astype(kind) for name in names}
+            labels = {"": typed[names[0]]}
         else:
-            labels = {"": np.stack([column[name] for name in names], axis=1).astype(kind)}
+            labels = typed if self._spec.outputs else {"": np.stack(list(typed.values()), axis=1)}
         if self._schema.weight:
             labels = {name or LABEL: array for name, array in labels.items()}
             labels[SAMPLE_WEIGHT] = column[self._schema.weight].astype(np.float32)
@@ -135,15 +134,17 @@ class TableFiles:
             raise self._error("has no columns but labels", "fix data.csv in job.yaml")
         return features
 
-    def _examine(self) -> tuple[int, bool]:
-        """Return the number of rows, and whether all labels are integers; reads everything once."""
-        num_rows, is_integer = 0, True
+    def _examine(self) -> tuple[int, list[bool]]:
+        """Return the number of rows, and which columns of labels have integers only; reads everything once."""
+        num_rows, are_integers = 0, [True] * len(self._schema.labels)
         for labels in self._rows(self._schema.labels):
             num_rows += 1
-            is_integer = is_integer and all(float(value).is_integer() for value in labels)
+            are_integers = [
+                was and value.is_integer() for was, value in zip(are_integers, labels, strict=True)
+            ]
         if not num_rows:
             raise empty_data_error(self._spec.source)
-        return num_rows, is_integer
+        return num_rows, are_integers
 
     def _rows(self, names: Sequence[str]) -> Iterator[list[float]]:
         """Yield the numbers of some columns, row by row."""
