@@ -180,11 +180,18 @@ def _match(
     model: ModelInfo, outputs: tuple[OutputInfo, ...], data: DatasetInfo, which: str
 ) -> list[tuple[OutputInfo, str]]:
     """Return each output with the field of its labels, by name or in order; raises InputError."""
+    needed = [output.name for output in outputs if output.loss]
+    if data.label_shape == (0,):
+        if not needed:
+            return []
+        raise InputError(
+            f"model {model.name} has a loss that compares with labels, the {which} has none",
+            remedy="return (samples, labels) from the function of the data",
+        )
     fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
     if len(outputs) == 1 and len(fields) == 1:
         return [(outputs[0], fields[0])]
     by_name = {output.name: output for output in outputs}
-    needed = [output.name for output in outputs if output.loss]
     if set(needed) <= set(fields) <= set(by_name):
         return [(by_name[name], name) for name in fields]
     if len(fields) == len(outputs) and all(_is_position(name, "output") for name in fields):

@@ -218,6 +218,14 @@ class TestSeveralOutputs:
         accepted(data=self.labelled(text, label=9))
         assert "labels up to 12" in refused(data=self.labelled(text, label=12)).message
 
+    def test_missing_labels_of_any_loss_are_refused(self) -> None:
+        alone = replace(DATA, label_shape=(0,), label_dtype="float32", max_label=-1)
+        for model in (MODEL, self.MODEL, with_outputs(output((3,), "my_loss"))):
+            assert "has a loss that compares with labels, the public data has none" in (
+                refused(model=model, data=alone).message
+            )
+        accepted(model=with_outputs(output((3,), "")), data=alone)
+
 
 class TestLogits:
     @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def _spec_parts(element_spec: Any, spec: PrepareSpec) -> tuple[dict[str, Any], d
         samples, labels, weights = split(element_spec)
     except StructureError:
         raise StructureError(
-            "returned a tf.data.Dataset whose elements are not (samples, labels)",
+            "returned a tf.data.Dataset whose elements are not samples or (samples, labels)",
             "map() its elements to (samples, labels) or (samples, labels, weights)",
         ) from None
     inputs, outputs = name_inputs(samples, spec), name_outputs(labels, weights, spec)
@@ -105,7 +105,8 @@ def _is_batched(inputs: dict[str, Sizes], shapes: list[Sizes], spec: PrepareSpec
         ]
         if fits[0] != fits[1]:
             return fits[1]
-    return len({shape[0] for shape in shapes}) == 1
+    sizes = {shape[0] for shape in shapes}
+    return len(sizes) == 1 and (None in sizes or len(shapes) > 1)
 
 
 def _fits(expected: tuple[int, ...], shape: Sizes) -> bool:

@@ -4,7 +4,7 @@ import hashlib
 import re
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,7 @@ from csdctl.worker.ingest.sources.structure import (
     is_ragged,
     name_inputs,
     name_outputs,
+    no_labels,
     split,
     to_arrays,
 )
@@ -54,7 +55,7 @@ def _as_source(returned: Any, function: "UserFunction", spec: PrepareSpec, threa
     for open_elements in (open_dataset, open_py_dataset):
         if (source := open_elements(returned, function, spec, threads)) is not None:
             return source
-    if isinstance(returned, tuple):
+    if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
         return _open_arrays(returned, spec)
     try:
         iterator = iter(returned)
@@ -64,8 +65,8 @@ def _as_source(returned: Any, function: "UserFunction", spec: PrepareSpec, threa
     return IteratedSamples(function, elements, spec, threads)
 
 
-def _open_arrays(returned: tuple[Any, ...], spec: PrepareSpec) -> ArraySource:
-    if any(hasattr(part, "element_spec") for part in returned):
+def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
+    if isinstance(returned, tuple) and any(hasattr(part, "element_spec") for part in returned):
         raise StructureError("returned several data sets", "return one, and write a function for each")
     try:
         samples, labels, weights = split(returned)
@@ -74,11 +75,13 @@ def _open_arrays(returned: tuple[Any, ...], spec: PrepareSpec) -> ArraySource:
     inputs, outputs = name_inputs(samples, spec), name_outputs(labels, weights, spec)
     arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
     lengths = {array.shape[:1] for part in arrays for array in part.values()}
-    if len(lengths) > 1 and all(isinstance(part, tuple) for part in returned):
+    if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
         raise StructureError(
             "returned arrays of different lengths, as (train, test) of load_data() has",
             "return one pair, and write a function for each",
         )
+    if not outputs:
+        arrays[1] = {"": no_labels(next(iter(arrays[0].values())).shape[:1])}
     for part in arrays:
         check_lengths(part, 1)
     rows = [as_rows({name: InMemoryRows(array) for name, array in part.items()}) for part in arrays]

@@ -16,6 +16,7 @@ from csdctl.worker.ingest.sources.structure import (
     StructureError,
     name_inputs,
     name_outputs,
+    no_labels,
     split,
     to_arrays,
     to_records,
@@ -87,7 +88,8 @@ class Elements:
 
     def _to_records(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> tuple[Array, Array]:
         axes = int(self.is_batched)
-        samples, labels = to_records(inputs, axes), to_records(outputs, axes)
+        samples = to_records(inputs, axes)
+        labels = to_records(outputs, axes) if outputs else no_labels(samples.shape[:axes])
         if axes and samples.shape[:1] != labels.shape[:1]:
             raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
         return as_samples(samples), as_labels(labels)

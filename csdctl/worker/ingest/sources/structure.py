@@ -16,8 +16,8 @@ from csdctl.worker.ingest.sources.source import LABEL, SAMPLE_WEIGHT, Block
 from csdctl.worker.protocol.datasets import PrepareSpec
 
 EXPECTED = (
-    "expected (samples, labels) or (samples, labels, weights) as arrays or as a tf.data.Dataset, "
-    "a keras.utils.PyDataset, or an iterator of single (sample, label)"
+    "expected (samples, labels), (samples, labels, weights), or samples alone, as arrays or as a "
+    "tf.data.Dataset, a keras.utils.PyDataset, or an iterator of single (sample, label)"
 )
 _NUMBERS = (
     "turn text into numbers in the function, with keras.layers.TextVectorization or StringLookup, and lists "
@@ -37,12 +37,22 @@ class StructureError(Exception):
 
 
 def split(element: Any) -> tuple[Any, Any, Any]:
-    """Return samples, labels, and weights or None; raises StructureError."""
+    """Return samples, labels or None, and weights or None; raises StructureError.
+
+    Without labels, for a model whose layers have the loss (add_loss), there are only samples: not a tuple.
+    """
+    if isinstance(element, Mapping) or getattr(element, "shape", ()) not in ((), None):
+        return element, None, None
     if isinstance(element, tuple | list) and len(element) == 2:
         return element[0], element[1], None
     if isinstance(element, tuple | list) and len(element) == 3:
         return element[0], element[1], element[2]
     raise StructureError("yields something that is not (sample, label)")
+
+
+def no_labels(num_samples: tuple[int, ...]) -> Array:
+    """Return labels without values, shape (*num_samples, 0)."""
+    return np.zeros((*num_samples, 0), np.float32)
 
 
 def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
@@ -58,6 +68,8 @@ def name_inputs(samples: Any, spec: PrepareSpec) -> dict[str, Any]:
 
 def name_outputs(labels: Any, weights: Any, spec: PrepareSpec) -> dict[str, Any]:
     """Return the parts of `labels` by the model's outputs, '' for the only one; the samples' weights last."""
+    if labels is None:
+        return {}
     parts = _name_parts(labels, OUTPUT)
     if len(parts) == 1 and not (spec.outputs and set(parts) <= set(spec.outputs)):
         parts = {"": next(iter(parts.values()))}

@@ -135,7 +135,7 @@ class TableFiles:
         return features
 
     def _examine(self) -> tuple[int, list[bool]]:
-        """Return the number of rows, and which columns of labels have integers only; reads everything once."""
+        """Return the number of rows, and which columns of labels have integers only, by reading all."""
         num_rows, are_integers = 0, [True] * len(self._schema.labels)
         for labels in self._rows(self._schema.labels):
             num_rows += 1

@@ -173,6 +173,27 @@ def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_p
     assert len(packed) == 4 * (samples.dtype.itemsize + labels.dtype.itemsize)
 
 
+def test_samples_without_labels_are_sent_and_cut_too(tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    np.save(tmp_path / "prepared" / "images.npy", np.arange(50, dtype=np.float32)[:, None])
+    np.save(tmp_path / "prepared" / "labels.npy", np.zeros((50, 0), np.float32))
+    part = slice_of(tmp_path / "prepared")
+    ranks = (
+        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
+        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 40),
+    )
+    host = EpochReader(RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, ""), 0)
+    spans = (Span(1, 2, 6),)
+    samples, labels = host.read(Share(0, 8, 0, 0, 0, 4, spans), host.pack_reassigned(spans))
+    assert (samples.shape, labels.shape) == ((8, 1), (8, 0))
+    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
+    public = DatasetInfo("prepared", 50, (1,), "float32", (0,), -1, "fingerprint", **hashes)
+    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4)], 50)
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    sent = cut_shards(placed, public, job, ProjectDirectory(tmp_path))["csd0"]
+    assert np.load(sent[1].source).shape == (len(np.load(sent[0].source)), 0)
+
+
 def test_shards_of_structured_arrays_are_cut_by_rows(tmp_path: Path) -> None:
     part = structured(tmp_path / "prepared", 50)
     hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}

@@ -91,6 +91,24 @@ class TestArrays:
         text = "return np.zeros((6, 2)), {'a': np.zeros(6), 'b': np.zeros(6)}, np.ones(6)"
         assert list(load(text).labels) == ["a", "b", "sample_weight"]
 
+    @pytest.mark.parametrize(
+        "returned",
+        [
+            "np.zeros((6, 2))",
+            "{'a': np.zeros((6, 2))}",
+            "tf.zeros((6, 2))",
+            "tf.data.Dataset.from_tensor_slices(np.zeros((6, 2)))",
+            "tf.data.Dataset.from_tensor_slices(np.zeros((6, 2))).batch(4)",
+            "tf.data.Dataset.from_tensor_slices({'a': np.zeros((6, 2))}).batch(4)",
+            "iter([np.zeros(2)] * 6)",
+            "iter([{'a': np.zeros(2)}] * 6)",
+        ],
+    )
+    def test_samples_alone_have_labels_without_values(self, load: Load, returned: str) -> None:
+        info = load(f"return {returned}", TF, inputs={"": (2,)})
+        assert (info.num_samples, info.sample_shape, info.label_shape) == (6, (2,), (0,))
+        assert arrays(info)[1].shape == (6, 0)
+
     def test_tensors_ragged_and_sparse_ones_too(self, load: Load) -> None:
         text = (
             "x = {'r': tf.ragged.constant([[1, 2, 3], [4]]), 's': tf.sparse.from_dense([[0, 5.0], [6, 0]])}\n"
@@ -258,8 +276,11 @@ class TestDatasets:
         ("dataset", "message", "remedy"),
         [
             (".from_tensor_slices((x, y)).repeat()", "without an end", "repeat()"),
-            (".from_tensor_slices(x)", r"elements are not \(samples, labels\)", "map()"),
-            (".from_tensor_slices({'image': x, 'label': y})", r"are not \(samples, labels\)", "map()"),
+            (
+                ".from_tensor_slices((x, y, y, y))",
+                r"elements are not samples or \(samples, labels\)",
+                "map()",
+            ),
             (".from_tensor_slices((['a', 'b'], [0, 1]))", "text or Python objects", "TextVectorization"),
             (
                 ".from_generator(lambda: iter([([1], 0)]), output_types=(tf.int32, tf.int32))",
