@@ -6,6 +6,7 @@ found in the job's code, which is sent only when the model needs it. A model tha
 its configuration is built on every rank as on the host, by the user's function.
 """
 
+import copy
 import hashlib
 import json
 import os
@@ -116,7 +117,8 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
 
 def _from_config(content: Any, keras: Any, *, is_trusted: bool) -> Any:
     """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
-    return keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+    # Keras empties what it reads.
+    return keras.saving.deserialize_keras_object(copy.deepcopy(content), safe_mode=not is_trusted)
 
 
 def _build_again(spec: BuildSpec, keras: Any) -> Any:
@@ -295,7 +297,10 @@ def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()}
-    if len(inputs) == 1 and not isinstance(getattr(model, "input", None), dict):
+    structure = getattr(model, "input", None)
+    if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
+        return {name: _shape(tensor) for name, tensor in structure.items()}
+    if len(inputs) == 1:
         return {"": _shape(inputs[0])}
     return {tensor.name: _shape(tensor) for tensor in inputs}
 
