@@ -115,8 +115,9 @@ class Objective:
                 )
             elif isinstance(predictions, list | tuple) and len(predictions) > 1:
                 names = list(getattr(self._model, "output_names", None) or ())
-                by_name = set(labels) == set(names)
-                labels = [labels[name] for name in names] if by_name else list(labels.values())
+                by_name = set(labels) <= set(names)
+                # An output without a loss needs no labels.
+                labels = [labels.get(name) for name in names] if by_name else list(labels.values())
             else:
                 (labels,) = labels.values()
         if training and self._class_weights is not None:
