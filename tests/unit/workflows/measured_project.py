@@ -32,7 +32,7 @@ from csdctl.tuning.measurements import (
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.prepare import describe_job_model, serialize_model
+from csdctl.workflows.data.model import describe_job_model, serialize_model
 from csdctl.workflows.data.prepared_record import save_prepared
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
 
