@@ -189,8 +189,10 @@ def _match(
             remedy="return (samples, labels) from the function of the data",
         )
     fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
-    if len(outputs) == 1 and len(fields) == 1:
+    if len(fields) == 1 and len(outputs) == 1:
         return [(outputs[0], fields[0])]
+    if fields == [""] and len(needed) == 1:
+        return [(output, "") for output in outputs if output.loss]
     by_name = {output.name: output for output in outputs}
     if set(needed) <= set(fields) <= set(by_name):
         return [(by_name[name], name) for name in fields]

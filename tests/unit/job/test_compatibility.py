@@ -178,6 +178,18 @@ class TestSeveralOutputs:
     def test_labels_match_by_name_and_one_without_a_loss_needs_none(self) -> None:
         accepted(model=self.MODEL, data=self.labelled(self.NAMED, kind=9))
 
+    def test_only_labels_belong_to_the_only_output_with_a_loss(self) -> None:
+        outputs = (
+            output((0, 10), "sparse_categorical_crossentropy", name="next"),
+            output((4,), "", name="x"),
+        )
+        model = with_outputs(*outputs)
+        accepted(model=model, data=replace(DATA, label_shape=(7,)))
+        assert (
+            "labels up to 12"
+            in refused(model=model, data=replace(DATA, label_shape=(7,), max_label=12)).message
+        )
+
     def test_labels_match_in_order(self) -> None:
         text = fields(output_0=("int32", []), output_1=("float32", [1]), output_2=("float32", [3]))
         accepted(model=self.MODEL, data=self.labelled(text, output_0=9))
