@@ -18,8 +18,10 @@ from csdctl.job.reading import (
     Name,
     Reading,
     RecordEntry,
+    TableEntry,
     build_image_rule,
     build_schema,
+    build_table,
     check_private_path,
     files_of,
 )
@@ -151,6 +153,7 @@ class DataEntry(Document):
     image: ImageEntry = ImageEntry()
     classes: Annotated[list[Name], Field(min_length=1)] | None = None
     tfrecord: RecordEntry | None = None
+    csv: TableEntry | None = None
     weights: Literal["sample", "data-set"] = "sample"
 
     @field_validator("classes")
@@ -219,6 +222,7 @@ def _reading(data: DataEntry, directory: Path, job_path: Path) -> Reading:
         public_function=function(data.public),
         validation_function=function(data.validation),
         private_function=function(data.private),
+        table=build_table(data.csv),
     )
 
 

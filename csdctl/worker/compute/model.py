@@ -296,7 +296,10 @@ def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
     inputs = getattr(model, "inputs", None)
     if not inputs:
         return {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()}
-    if len(inputs) == 1 and not isinstance(getattr(model, "input", None), dict):
+    structure = getattr(model, "input", None)
+    if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
+        return {name: _shape(tensor) for name, tensor in structure.items()}
+    if len(inputs) == 1:
         return {"": _shape(inputs[0])}
     return {tensor.name: _shape(tensor) for tensor in inputs}
 
@@ -315,6 +318,8 @@ def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
             _shape(tensor),
             _activation(last if len(outputs) == 1 else layers.get(name)),
             _loss_name(model, name or None, keras),
+            from_logits=bool(getattr(_loss_of(model, name or None), "from_logits", False)),
+            ignores_class=getattr(_loss_of(model, name or None), "ignore_class", None) is not None,
         )
         for name, tensor in zip(names, outputs, strict=True)
     )
@@ -322,15 +327,21 @@ def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
 
 def _loss_name(model: Any, output: str | None, keras: Any) -> str:
     """Return Keras' name of the loss of an output, such as 'mean_squared_error'; '' if it has none."""
+    loss = _loss_of(model, output)
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    return str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
+
+
+def _loss_of(model: Any, output: str | None) -> Any:
+    """Return the loss of an output as it is given to compile()."""
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict):
         loss = loss.get(output)
     elif isinstance(loss, list | tuple):
         names = list(getattr(model, "output_names", None) or ())
         loss = loss[names.index(output)] if output in names and len(loss) == len(names) else None
-    if isinstance(loss, str):
-        loss = keras.losses.get(loss)
-    return str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
+    return loss
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

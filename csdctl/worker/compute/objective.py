@@ -93,11 +93,13 @@ class Objective:
             return list(scaled.values()) if all(is_position(name) for name in scaled) else scaled
         positions = iter(samples.values()) if all(is_position(name) for name in samples) else None
 
-        def pick(tensor: Any) -> Any:
-            part = next(positions) if positions else samples[tensor.name]
+        def pick(tensor: Any, name: str) -> Any:
+            part = next(positions) if positions else samples[name]
             return scale(part, self._input_range, tensor.dtype, self._tf)
 
-        return self._tf.nest.map_structure(pick, structure)
+        if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
+            return {name: pick(tensor, name) for name, tensor in structure.items()}
+        return self._tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
 
     def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
         """Return the labels in the structure of the predictions, and the samples' weights or None."""
@@ -113,8 +115,9 @@ class Objective:
                 )
             elif isinstance(predictions, list | tuple) and len(predictions) > 1:
                 names = list(getattr(self._model, "output_names", None) or ())
-                by_name = set(labels) == set(names)
-                labels = [labels[name] for name in names] if by_name else list(labels.values())
+                by_name = set(labels) <= set(names)
+                # An output without a loss needs no labels.
+                labels = [labels.get(name) for name in names] if by_name else list(labels.values())
             else:
                 (labels,) = labels.values()
         if training and self._class_weights is not None:

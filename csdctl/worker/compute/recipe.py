@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
@@ -23,7 +24,7 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.
     """
-    own = _compiled_with(model, keras)
+    own = compile_arguments(model)
     optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
     loss, weights = _choose_loss(recipe, own, model, keras)
     metrics: Any = [make_metric(name, keras) for name in recipe.metrics]
@@ -43,19 +44,6 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             exit_code=2,
         ) from None
     return recipe
-
-
-def _compiled_with(model: Any, keras: Any) -> dict[str, Any]:
-    """Return the arguments of the model's own compile(); {} if it is not compiled."""
-    try:
-        config = model.get_compile_config()
-        return dict(keras.saving.deserialize_keras_object(config, safe_mode=False)) if config else {}
-    except Exception as error:
-        raise WorkerError(
-            f"what the model is compiled with cannot be serialized: {describe(error)}",
-            remedy="define losses and metrics at the top level of their file, or name them in the recipe",
-            exit_code=2,
-        ) from None
 
 
 def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:
@@ -127,9 +115,9 @@ def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) ->
     """Return loss and loss weights as compile() takes them."""
     if recipe.losses:
         terms = recipe.losses
-    elif own.get("loss") is not None:
-        _check_reductions(own["loss"])
-        return own["loss"], own.get("loss_weights")
+    elif own:  # without a loss, if its layers add their own
+        _check_reductions(own.get("loss"))
+        return own.get("loss"), own.get("loss_weights")
     else:
         terms = {"": DEFAULT_LOSS}
     if "" in terms:

@@ -36,6 +36,10 @@ class OutputInfo:
     """Keras' name, such as 'sparse_categorical_crossentropy'; '' if the output has none."""
     is_known: bool = True
     """False: the model is a subclass, whose outputs are known only by calling it."""
+    from_logits: bool = False
+    """Whether the loss takes logits."""
+    ignores_class: bool = False
+    """Whether the loss leaves out labels of a certain value (`ignore_class`)."""
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
 from csdctl.job.model import Job
+from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.parcel import pack_parcel
-from csdctl.shipping.store import StoredFile, store_file
+from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
+from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
@@ -27,6 +29,7 @@ from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareP
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import (
     SerializedModel,
@@ -88,6 +91,7 @@ def prepare_job(
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
     preparing.number_classes(public)
+    preparing.follow(public)
     if not model.info.is_built:
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
     if model.code:
@@ -108,6 +112,9 @@ def prepare_job(
     )
     if job.noise:
         check_noise(job.noise, model.info, private)
+    for name, info in {"public": public, "validation": validation, **private}.items():
+        if info:
+            say_padded(name, info, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -119,6 +126,13 @@ def prepare_job(
         say(f"{name}: the prepared data was changed since it was prepared; it was prepared again")
     save_prepared(project, job, of_host, private)
     return Prepared(worker, model, public, validation, private)
+
+
+def say_padded(name: str, info: DatasetInfo, say: Say) -> None:
+    """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
+    if info.padded:
+        sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
+        say(f"{name}: different lengths were padded with 0: {sizes}")
 
 
 class _Preparing:
@@ -147,6 +161,9 @@ class _Preparing:
             classes=reading.classes,
             records=reading.records,
             is_checked=is_checked,
+            inputs=inputs_of(model),
+            outputs=tuple(output.name for output in model.outputs if output.name),
+            table=reading.table,
         )
         self._private_function = reading.private_function
         self._fleet = fleet
@@ -158,6 +175,11 @@ class _Preparing:
         """From now on use the classes of the public data, unless the job names classes."""
         if self._spec.classes is None and public.class_counts:
             self._spec = replace(self._spec, classes=tuple(public.class_counts))
+
+    def follow(self, public: DatasetInfo) -> None:
+        """From now on give samples and labels the shapes that those of the public data have."""
+        inputs = {name: shape for name, (_, shape) in public.inputs.items()}
+        self._spec = replace(self._spec, inputs=inputs, labels=public.labels)
 
     def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
         """Prepare the public data: in the project, or beside the source if all nodes read it there."""
@@ -203,12 +225,13 @@ class _Preparing:
         store: str = DATA_STORE,
     ) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
-        stored = self._store_function(function)
+        stored, code = self._store_function(function)
         spec = replace(
             self._spec,
             source=str(path),
             store=store,
             function=_stored_name(stored, function),
+            code=_user_code(code),
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
@@ -216,10 +239,10 @@ class _Preparing:
 
     def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
-        stored = self._store_function(self._private_function)
+        stored, code = self._store_function(self._private_function)
         function = _stored_name(stored, self._private_function)
-        spec = replace(self._spec, source=path, function=function, is_private=True)
-        parcel = pack_parcel([file.as_object() for file in (self._worker, stored) if file])
+        spec = replace(self._spec, source=path, function=function, is_private=True, code=_user_code(code))
+        parcel = pack_parcel([file.as_object() for file in (self._worker, stored, code) if file])
         chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
@@ -229,10 +252,16 @@ class _Preparing:
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
-    def _store_function(self, function: str) -> StoredFile | None:
+    def _store_function(self, function: str) -> tuple[StoredFile | None, StoredFile | None]:
+        """Store the file of a user's function, and what it imports of the job's code."""
         if not function:
-            return None
-        return store_file(Path(function.rpartition(":")[0]), self._project.root, TrafficClass.CODE)
+            return None, None
+        file = Path(function.rpartition(":")[0])
+        stored = store_file(file, self._project.root, TrafficClass.CODE)
+        imported = find_imported(file, self._job.code_roots)
+        if not imported:
+            return stored, None
+        return stored, store_bytes(pack_code(imported), ".zip", self._project.root, TrafficClass.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         info = watch_worker(
@@ -247,6 +276,10 @@ class _Preparing:
         )
         check_info(Answer.parse(to_json(info), session.name, _DOING))
         return info
+
+
+def _user_code(code: StoredFile | None) -> UserCode | None:
+    return UserCode(code.path, ()) if code else None
 
 
 def _stored_name(stored: StoredFile | None, function: str) -> str:
