@@ -9,8 +9,8 @@
 - `Layer._get_regularization_losses`: penalties on weights alone. `losses` mixes them with activity losses.
 - `keras.src.backend.compute_output_spec`: runs code on symbolic tensors, as Keras does itself to create the
   state of losses and metrics before the first batch.
-- `Model._compile_config`: the arguments of compile() as they were given. `get_compile_config` serializes them,
-  which fails for losses that are not at the top level of a module.
+- `Model._compile_config`: the arguments of compile() as given. `get_compile_config` serializes them, which
+  fails for losses that are not at the top level of a module.
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
