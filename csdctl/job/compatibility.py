@@ -1,30 +1,70 @@
-"""Check that model, data and loss of a job are compatible, before anything is sent or started."""
+"""Check that model, data and losses of a job are compatible, before anything is sent or started."""
 
-import json
 from collections.abc import Mapping
 
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.datasets import DatasetInfo, Parts
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
-INTEGER_LABEL_LOSSES = ("sparse_categorical_crossentropy", "SparseCategoricalCrossentropy")
+SAMPLE_WEIGHT = "sample_weight"
+
+_SPARSE = ("sparsecategoricalcrossentropy",)
+_LOGITS = {
+    "sparsecategoricalcrossentropy": "softmax",
+    "categoricalcrossentropy": "softmax",
+    "categoricalfocalcrossentropy": "softmax",
+    "binarycrossentropy": "sigmoid",
+    "binaryfocalcrossentropy": "sigmoid",
+}
+"""Losses that take probabilities or logits, and the activation that gives probabilities."""
+
+_SAME_SHAPE = {
+    *_LOGITS.keys() - set(_SPARSE),
+    *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
+    *("mse", "mae", "mape", "msle", "kld", "bce"),
+    *("huber", "logcosh", "poisson", "kldivergence", "hinge", "squaredhinge", "categoricalhinge"),
+}
+"""Losses whose labels have the shape of the output; all others of the user's are not judged by shape."""
+
+Shape = tuple[int, ...]
 
 
 def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """Raise InputError when the model cannot take the samples or its output does not match the labels.
+    """Raise InputError when the model cannot take the samples or its outputs do not match the labels.
 
-    `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data.
+    `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data. A model
+    whose outputs are not known, a subclass, is not judged.
     """
-    for name, data in datasets.items():
-        if data is None:
-            continue
-        which = f"{name} data" if name in ("public", "validation") else f"private data of {name}"
-        _check_input(model, data, which)
-        _check_output(recipe, model, data, which)
-    _check_types(datasets)
-    if recipe.loss in INTEGER_LABEL_LOSSES:
-        _check_logits(recipe, model)
+    outputs = outputs_of(recipe, model)
+    found = {_which(name): data for name, data in datasets.items() if data}
+    for which, data in found.items():
+        if all(output.is_known for output in outputs):
+            _check_inputs(model, data, which)
+            for output, field in _match(model, outputs, data, which):
+                if output.loss:
+                    _check_labels(model, output, data, field, which)
+    _check_alike(found)
+    for output in outputs:
+        _check_logits(model, output)
+
+
+def _which(name: str) -> str:
+    return f"{name} data" if name in ("public", "validation") else f"private data of {name}"
+
+
+def inputs_of(model: ModelInfo) -> dict[str, Shape]:
+    """Return the shape of each of the model's inputs by name, '' for the only one; {} if they are unknown."""
+    if model.inputs:
+        return {name: tuple(shape) for name, shape in model.inputs.items()}
+    is_known = model.is_built and all(output.is_known for output in model.outputs)
+    return {"": tuple(model.input_shape)} if is_known else {}
+
+
+def outputs_of(recipe: Recipe, model: ModelInfo) -> tuple[OutputInfo, ...]:
+    """Return the model's outputs; of a description without them, the only one."""
+    only = OutputInfo("", model.output_shape, model.output_activation, recipe.loss, True, recipe.from_logits)
+    return model.outputs or (only,)
 
 
 def check_noise(noise: Noise, model: ModelInfo, private: Mapping[str, DatasetInfo]) -> None:
@@ -55,91 +95,164 @@ def _list_names(names: tuple[str, ...], at_most: int = 4) -> str:
     return ", ".join(names[:at_most]) + more
 
 
-def _check_types(datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """Require the same type for all data sets: uint8 pixels are scaled and floats are not."""
-    types = {name: data.dtype for name, data in datasets.items() if data}
-    if len(set(types.values())) > 1:
-        listed = ", ".join(f"{name} {dtype}" for name, dtype in types.items())
+def _check_alike(datasets: Mapping[str, DatasetInfo]) -> None:
+    """Require the same shapes and types of all data sets: a batch may have samples of several."""
+    for what, parts in (
+        ("samples", {name: data.inputs for name, data in datasets.items()}),
+        ("labels", {name: data.labels for name, data in datasets.items() if data.label_dtype}),
+    ):
+        if len({str(sorted(found.items())) for found in parts.values()}) > 1:
+            listed = ", ".join(f"{name} {_describe(found)}" for name, found in parts.items())
+            raise InputError(
+                f"the data sets have {what} of different types: {listed}",
+                remedy="store all of them with the same shape and type, and the same names",
+            )
+
+
+def _describe(parts: Parts) -> str:
+    return " and ".join(f"{name} {dtype} {_shape(shape)}".strip() for name, (dtype, shape) in parts.items())
+
+
+def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
+    """Check the last activation, if it is known, against `from_logits` of the loss."""
+    probabilities = _LOGITS.get(_plain(output.loss))
+    wrong = probabilities if output.from_logits else "linear"
+    if probabilities and output.activation == wrong:
+        current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()
+        name = f"output {output.name} of model {model.name}" if output.name else f"model {model.name}"
         raise InputError(
-            f"the data sets have samples of different types: {listed}",
-            remedy="store all of them with the same type",
+            f"{name} ends in a {wrong} layer, but recipe.from_logits is {current}",
+            remedy=f"set recipe.from_logits: {other} (or from_logits of the loss in compile()), "
+            "or change the model's last layer",
         )
 
 
-def _check_logits(recipe: Recipe, model: ModelInfo) -> None:
-    """Check the last activation, if it is known, against `from_logits`."""
-    wrong = "softmax" if recipe.from_logits else "linear"
-    if model.output_activation == wrong:
-        current, other = str(recipe.from_logits).lower(), str(not recipe.from_logits).lower()
-        raise InputError(
-            f"model {model.name} ends in a {wrong} layer, but recipe.from_logits is {current}",
-            remedy=f"set recipe.from_logits: {other}, or change the model's last layer",
-        )
-
-
-def _check_input(model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    if model.inputs or data.dtype.startswith("["):
-        _check_inputs(model, data, which)
-        return
-    if not _matches_shape(model.input_shape, data.sample_shape):
-        raise InputError(
-            f"model {model.name} takes samples of shape {_shape(model.input_shape)}, "
-            f"the {which} has {_shape(data.sample_shape)}",
-            remedy="change the model's input or the data",
-        )
-
-
-def _matches_shape(expected: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether an input of shape `expected` takes samples of shape `shape`; 0 is any size."""
-    return len(expected) == len(shape) and all(a in (0, b) for a, b in zip(expected, shape, strict=True))
+def _plain(loss: str) -> str:
+    return loss.replace("_", "").lower()
 
 
 def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    """Check that the data has an array for each of several inputs, by name."""
-    fields = json.loads(data.dtype) if data.dtype.startswith("[") else []
-    actual = {name: tuple(shape) for name, _, shape in fields}
-    expected = {name: tuple(shape) for name, shape in model.inputs.items()}
-    if not expected or actual.keys() != expected.keys():
-        raise InputError(
-            f"model {model.name} takes {', '.join(sorted(expected)) or 'one input'}, "
-            f"the {which} has {', '.join(sorted(actual)) or 'one array'}",
-            remedy="give the arrays of the .npz file the names of the model's inputs",
-        )
-    for name, shape in expected.items():
-        if not _matches_shape(shape, actual[name]):
+    """Check that the data has an array for each input: by name, or in order if the data names none."""
+    expected, found = inputs_of(model), data.inputs
+    if expected.keys() != found.keys():
+        if len(found) != len(expected) or not all(_is_position(name, "input") for name in found):
             raise InputError(
-                f"input {name} of model {model.name} takes samples of shape {_shape(shape)}, "
-                f"the {which} has {_shape(actual[name])}",
+                f"model {model.name} takes {_names(expected) or 'one input'}, "
+                f"the {which} has {_names(found) or 'one array'}",
+                remedy="give the arrays of the data the names of the model's inputs",
+            )
+        found = dict(zip(expected, found.values(), strict=True))
+    for name, shape in expected.items():
+        if not _takes(shape, found[name][1]):
+            taker = f"input {name} of model {model.name}" if name else f"model {model.name}"
+            raise InputError(
+                f"{taker} takes samples of shape {_shape(shape)}, the {which} has {_shape(found[name][1])}",
                 remedy="change the model's input or the data",
             )
 
 
-def _check_output(recipe: Recipe, model: ModelInfo, data: DatasetInfo, which: str) -> None:
-    if recipe.loss in INTEGER_LABEL_LOSSES:
-        if not data.label_shape and data.max_label < 0:
-            raise InputError(
-                f"loss {recipe.loss} needs integer labels from 0, the {which} has other labels",
-                remedy="number the classes from 0, or choose another recipe.loss",
-            )
-        if data.label_shape:
-            raise InputError(
-                f"loss {recipe.loss} needs one integer label per sample, "
-                f"the {which} has labels of shape {_shape(data.label_shape)}",
-                remedy="use recipe.loss: categorical_crossentropy for one-hot labels",
-            )
-        if len(model.output_shape) != 1 or model.output_shape[0] <= data.max_label:
-            raise InputError(
-                f"model {model.name} has {_shape(model.output_shape)} outputs, "
-                f"the {which} has labels up to {data.max_label}",
-                remedy=f"give the model at least {data.max_label + 1} outputs",
-            )
-    elif tuple(model.output_shape) != tuple(data.label_shape or (1,)):
+def _names(parts: Mapping[str, object]) -> str:
+    return ", ".join(sorted(name for name in parts if name))
+
+
+def _is_position(name: str, kind: str) -> bool:
+    start, _, number = name.rpartition("_")
+    return start == kind and number.isdigit()
+
+
+def _takes(expected: Shape, shape: Shape) -> bool:
+    """Return whether an input takes samples of `shape`; Keras adds or removes a last axis of size 1."""
+    if len(shape) == len(expected) - 1 and expected[-1] == 1:
+        shape = (*shape, 1)
+    elif len(shape) == len(expected) + 1 and shape[-1] == 1 and len(expected):
+        shape = shape[:-1]
+    return _equals(expected, shape)
+
+
+def _equals(expected: Shape, shape: Shape) -> bool:
+    """Return whether shapes are equal; 0 is any size."""
+    return len(expected) == len(shape) and all(
+        a == b or 0 in (a, b) for a, b in zip(expected, shape, strict=True)
+    )
+
+
+def _match(
+    model: ModelInfo, outputs: tuple[OutputInfo, ...], data: DatasetInfo, which: str
+) -> list[tuple[OutputInfo, str]]:
+    """Return each output with the field of its labels, by name or in order; raises InputError."""
+    needed = [output.name for output in outputs if output.loss]
+    if data.label_shape == (0,):
+        if not needed:
+            return []
         raise InputError(
-            f"model {model.name} has outputs of shape {_shape(model.output_shape)}, "
-            f"the {which} has labels of shape {_shape(data.label_shape)}",
-            remedy="change the model's last layer, the labels or recipe.loss",
+            f"model {model.name} has a loss that compares with labels, the {which} has none",
+            remedy="return (samples, labels) from the function of the data",
+        )
+    fields = [name for name in data.labels if name != SAMPLE_WEIGHT]
+    if len(fields) == 1 and len(outputs) == 1:
+        return [(outputs[0], fields[0])]
+    if fields == [""] and len(needed) == 1:
+        return [(output, "") for output in outputs if output.loss]
+    by_name = {output.name: output for output in outputs}
+    if set(needed) <= set(fields) <= set(by_name):
+        return [(by_name[name], name) for name in fields]
+    if len(fields) == len(outputs) and all(_is_position(name, "output") for name in fields):
+        return list(zip(outputs, fields, strict=True))
+    raise InputError(
+        f"model {model.name} has the outputs {', '.join(needed) or 'none'} with a loss, "
+        f"the {which} has labels {', '.join(filter(None, fields)) or 'for one'}"
+        if len(outputs) > 1
+        else f"model {model.name} has one output, the {which} has labels {', '.join(fields)}",
+        remedy="return a dict of labels with the names of the model's outputs, or a tuple with one for each",
+    )
+
+
+def _check_labels(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
+    shape = tuple(data.labels[field][1])
+    of = f" of {field}" if field and output.name else ""
+    if _plain(output.loss) in _SPARSE:
+        _check_classes(model, output, data, field, which)
+    elif _plain(output.loss) in _SAME_SHAPE and not _takes(tuple(output.shape), shape):
+        name = f"output {output.name} of model {model.name}" if output.name else f"model {model.name}"
+        has_classes = "categorical" in output.loss and len(shape) == len(output.shape) - 1
+        raise InputError(
+            f"{name} has outputs of shape {_shape(output.shape)}, "
+            f"the {which} has labels{of} of shape {_shape(shape)}",
+            remedy="use recipe.loss: sparse_categorical_crossentropy for integer labels"
+            if has_classes
+            else "change the model's last layer, the labels or recipe.loss",
         )
 
 
-def _shape(shape: tuple[int, ...]) -> str:
+def _check_classes(model: ModelInfo, output: OutputInfo, data: DatasetInfo, field: str, which: str) -> None:
+    """Check labels of a sparse loss: integers from 0, one for each vector of the output."""
+    dtype, shape = data.labels[field]
+    largest = data.max_labels.get(field, data.max_label)
+    of = f" of {field}" if field and output.name else ""
+    expected = tuple(output.shape[:-1])
+    if not _equals(expected, tuple(shape)) and not _equals((*expected, 1), tuple(shape)):
+        one = f"integer labels of shape {_shape(expected)}" if expected else "one integer label per sample"
+        raise InputError(
+            f"loss {output.loss} needs {one}, the {which} has labels{of} of shape {_shape(shape)}",
+            remedy="use recipe.loss: categorical_crossentropy for one-hot labels"
+            if _equals(tuple(output.shape), tuple(shape))
+            else "change the model's last layer, the labels or recipe.loss",
+        )
+    if output.ignores_class:
+        return
+    if largest < 0 or dtype.startswith("float"):
+        raise InputError(
+            f"loss {output.loss} needs integer labels from 0, the {which} has other labels{of}",
+            remedy="number the classes from 0, or choose another recipe.loss",
+        )
+    where = f" in {output.name}" if output.name else ""
+    if not output.shape or 0 < output.shape[-1] <= largest:
+        raise InputError(
+            f"model {model.name} has {_shape(output.shape)} outputs{where}, "
+            f"the {which} has labels{of} up to {largest}",
+            remedy=f"give the model at least {largest + 1} outputs",
+        )
+
+
+def _shape(shape: Shape) -> str:
     return "×".join(str(size) if size else "any" for size in shape) or "1"

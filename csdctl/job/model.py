@@ -2,13 +2,12 @@
 
 import hashlib
 import json
-import math
 import os
 import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -19,14 +18,15 @@ from csdctl.job.reading import (
     Name,
     Reading,
     RecordEntry,
+    TableEntry,
     build_image_rule,
     build_schema,
+    build_table,
     check_private_path,
     files_of,
 )
-from csdctl.worker.protocol.recipe import EarlyStopping, Noise, Recipe, ReduceOnPlateau
-
-ValueT = TypeVar("ValueT")
+from csdctl.job.recipe import RecipeEntry, build_recipe, values_of
+from csdctl.worker.protocol.recipe import Noise, Recipe
 
 _APPLICATION = re.compile(r"keras\.applications:[A-Za-z]\w*", re.ASCII)
 
@@ -42,6 +42,9 @@ class Job:
     validation_path: Path | None
     private_path: str | None
     recipe: Recipe
+    """As written; what it leaves to the compiled model is unset."""
+    code: tuple[Path, ...] = ()
+    """The user's own files and packages that model, losses and metrics are made of."""
     reading: Reading = field(default_factory=Reading)
     is_everywhere: bool = False
     """Whether every node can read the public data at the same path, on a shared file system."""
@@ -67,8 +70,24 @@ class Job:
     @property
     def own_files(self) -> tuple[Path, ...]:
         """The user's files that the job needs: for model, functions and metrics."""
-        own = (self.model_file, *self.reading.function_files, *files_of(self.recipe.metrics))
-        return tuple(file for file in own if file)
+        own = (self.model_file, *self.reading.function_files, *self.code_files)
+        return tuple(dict.fromkeys(file for file in own if file))
+
+    @property
+    def code_roots(self) -> tuple[Path, ...]:
+        """Files and packages that the nodes get when the model needs them."""
+        model = [self.model_file] if self.model_file and self.model_file.suffix == ".py" else []
+        named = files_of([*(term.name for term in self.recipe.losses.values()), *self.recipe.metrics])
+        return tuple(dict.fromkeys([*model, *named, *self.code]))
+
+    @property
+    def code_files(self) -> tuple[Path, ...]:
+        """All Python files of `code_roots`."""
+        return tuple(
+            file
+            for root in self.code_roots
+            for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root])
+        )
 
     def fingerprint(self) -> str:
         """Return a hash of all inputs of a plan: model (with its file's content), data paths, recipe."""
@@ -134,6 +153,7 @@ class DataEntry(Document):
     image: ImageEntry = ImageEntry()
     classes: Annotated[list[Name], Field(min_length=1)] | None = None
     tfrecord: RecordEntry | None = None
+    csv: TableEntry | None = None
     weights: Literal["sample", "data-set"] = "sample"
 
     @field_validator("classes")
@@ -145,64 +165,12 @@ class DataEntry(Document):
         return value
 
 
-class EarlyStoppingEntry(Document):
-    """End the run when the metric stops improving."""
-
-    monitor: str = "validation_loss"
-    patience: Annotated[int, Field(ge=1)] = 5
-    min_delta: Annotated[float, Field(ge=0)] = 0.0
-
-
-class ReduceOnPlateauEntry(Document):
-    """Lower the learning rate when the metric stops improving."""
-
-    monitor: str = "validation_loss"
-    patience: Annotated[int, Field(ge=1)] = 3
-    factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    min_delta: Annotated[float, Field(ge=0)] = 0.0001
-    min_factor: Annotated[float, Field(gt=0, le=1)] = 0.0001
-
-
-class RecipeEntry(Document):
-    """How to train."""
-
-    epochs: Annotated[int, Field(ge=1, le=1_000_000)]
-    learning_rate: Annotated[float, Field(gt=0)]
-    reference_batch: Annotated[int, Field(ge=1, le=1 << 30)] = 256
-    warmup_epochs: Annotated[float, Field(ge=0)] = 0.0
-    optimizer: str = "sgd"
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = None
-    optimizer_args: dict[str, float | bool] = {}
-    loss: str = "sparse_categorical_crossentropy"
-    from_logits: bool = False
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
-    max_learning_rate: Annotated[float, Field(gt=0)] | None = None
-    decay: Literal["none", "linear", "cosine"] = "none"
-    metrics: list[Annotated[str, Field(min_length=1)]] = []
-    early_stopping: EarlyStoppingEntry | None = None
-    reduce_on_plateau: ReduceOnPlateauEntry | None = None
-
-    @field_validator("optimizer_args")
-    @classmethod
-    def _finite_arguments(cls, value: dict[str, float | bool]) -> dict[str, float | bool]:
-        for name, argument in value.items():
-            if not math.isfinite(argument):
-                raise ValueError(f"{name} must be a finite number")
-        return value
-
-    @field_validator("learning_rate", "warmup_epochs")
-    @classmethod
-    def _finite(cls, value: float) -> float:
-        if not math.isfinite(value):
-            raise ValueError("must be a finite number")
-        return value
-
-
 class JobFile(Document):
     """The content of job.yaml."""
 
     model: Annotated[str, Field(min_length=1)]
     model_args: dict[str, Any] = {}
+    code: list[Path] = []
     data: DataEntry
     recipe: RecipeEntry
 
@@ -224,10 +192,6 @@ def load_job(path: Path) -> Job:
     def on_host(written: Path) -> Path:
         return _resolve(directory, written, path)
 
-    recipe = file.recipe
-    arguments = dict(recipe.optimizer_args)
-    if recipe.momentum is not None:
-        arguments["momentum"] = recipe.momentum
     job = Job(
         path=path,
         model=_model_reference(file.model, directory, path),
@@ -238,24 +202,9 @@ def load_job(path: Path) -> Job:
         is_everywhere=file.data.public.on == "every-node",
         is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
         is_weighted_by_data_set=file.data.weights == "data-set",
-        noise=_values(Noise, file.data.private.noise) if file.data.private else None,
-        recipe=Recipe(
-            epochs=recipe.epochs,
-            optimizer=recipe.optimizer,
-            optimizer_args=arguments,
-            learning_rate=recipe.learning_rate,
-            reference_batch=recipe.reference_batch,
-            warmup_epochs=recipe.warmup_epochs,
-            loss=recipe.loss,
-            from_logits=recipe.from_logits,
-            input_range=file.data.input_range,
-            seed=recipe.seed,
-            max_learning_rate=recipe.max_learning_rate,
-            decay=recipe.decay,
-            metrics=tuple(_metric_reference(metric, directory, path) for metric in recipe.metrics),
-            early_stopping=_values(EarlyStopping, recipe.early_stopping),
-            reduce_on_plateau=_values(ReduceOnPlateau, recipe.reduce_on_plateau),
-        ),
+        noise=values_of(Noise, file.data.private.noise) if file.data.private else None,
+        recipe=build_recipe(file.recipe, file.data.input_range, lambda name: _own(name, directory, path)),
+        code=tuple(_code_root(written, directory, path) for written in file.code),
         reading=_reading(file.data, directory, path),
     )
     _check_private(job, file.data)
@@ -273,6 +222,7 @@ def _reading(data: DataEntry, directory: Path, job_path: Path) -> Reading:
         public_function=function(data.public),
         validation_function=function(data.validation),
         private_function=function(data.private),
+        table=build_table(data.csv),
     )
 
 
@@ -298,10 +248,6 @@ def _function(written: str, directory: Path, job_path: Path) -> str:
     return f"{path}:{name}"
 
 
-def _values(target: type[ValueT], entry: Document | None) -> ValueT | None:
-    return None if entry is None else target(**entry.model_dump())
-
-
 def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
     """Return `written`, relative to `directory`, as an absolute path; raises InputError if invalid."""
     try:
@@ -313,10 +259,21 @@ def _resolve(directory: Path, written: Path, job_path: Path) -> Path:
         ) from None
 
 
-def _metric_reference(written: str, directory: Path, job_path: Path) -> str:
-    """Return the Keras name of a metric, or the user's `FILE.py:NAME` with an absolute path."""
-    is_own = bool(files_of([written]))
-    return _function(written, directory, job_path) if is_own else written
+def _own(written: str, directory: Path, job_path: Path) -> str:
+    """Return the Keras name of a loss or metric, or the user's `FILE.py:NAME` with an absolute path."""
+    return _function(written, directory, job_path) if files_of([written]) else written
+
+
+def _code_root(written: Path, directory: Path, job_path: Path) -> Path:
+    """Return a file or package of `code` with an absolute path; raises InputError for anything else."""
+    path = _resolve(directory, written, job_path)
+    is_module = path.suffix == ".py" and os.path.isfile(path)
+    if not is_module and not (os.path.isdir(path) and any(path.rglob("*.py"))):
+        raise InputError(
+            f"{job_path}: code {str(written)!r} is neither a .py file nor a directory with .py files",
+            remedy="fix `code` in the job file",
+        )
+    return path
 
 
 def _model_reference(written: str, directory: Path, job_path: Path) -> str:

@@ -1,7 +1,8 @@
-"""How a job's data is read: images, classes, TFRecord features, user functions, path checks."""
+"""How a job's data is read: images, classes, TFRecord features, tables, user functions, path checks."""
 
+import ast
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -10,7 +11,7 @@ from pydantic import Field, model_validator
 
 from csdctl.documents import Document
 from csdctl.errors import InputError
-from csdctl.worker.protocol.datasets import ImageRule, RecordSchema
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 
 MAX_PIXELS = 1 << 27
 """TensorFlow's limit for a PNG with four channels."""
@@ -42,6 +43,21 @@ class RecordEntry(Document):
         return self
 
 
+class TableEntry(Document):
+    """The columns of .csv files that are not features."""
+
+    label: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
+    weight: str = ""
+    drop: list[str] = []
+
+    @model_validator(mode="after")
+    def _check_once(self) -> Self:
+        named = [*_as_list(self.label), *([self.weight] if self.weight else []), *self.drop]
+        if len(set(named)) != len(named):
+            raise ValueError("names a column twice")
+        return self
+
+
 @dataclass(frozen=True)
 class Reading:
     """How the data of a job is read. Functions are `FILE.py:NAME`, with an absolute path; '' for none."""
@@ -52,6 +68,7 @@ class Reading:
     public_function: str = ""
     validation_function: str = ""
     private_function: str = ""
+    table: TableSchema | None = None
 
     @property
     def function_files(self) -> tuple[Path, ...]:
@@ -75,6 +92,46 @@ def build_schema(entry: RecordEntry | None) -> RecordSchema | None:
     if entry is None:
         return None
     return RecordSchema(entry.image, entry.label, tuple(entry.shape) if entry.shape else None, entry.dtype)
+
+
+def build_table(entry: TableEntry | None) -> TableSchema | None:
+    """Return the schema of the job's `data.csv`."""
+    if entry is None:
+        return None
+    return TableSchema(tuple(_as_list(entry.label)), entry.weight, tuple(entry.drop))
+
+
+def _as_list(label: str | list[str]) -> list[str]:
+    return [label] if isinstance(label, str) else label
+
+
+def find_imported(file: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
+    """Return those of the job's files and packages `roots` that a Python file imports, or they."""
+    by_name = {root.stem: root for root in roots if root != file}
+    found: dict[Path, None] = {}
+    waiting = [file]
+    while waiting:
+        for name in _imports_of(waiting.pop()):
+            root = by_name.get(name)
+            if root and root not in found:
+                found[root] = None
+                waiting += sorted(root.rglob("*.py")) if root.is_dir() else [root]
+    return tuple(found)
+
+
+def _imports_of(file: Path) -> set[str]:
+    """Return the top-level names that a Python file imports; none if it cannot be parsed."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return set()
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names.add(node.module.partition(".")[0])
+    return names
 
 
 def check_private_path(private: str, public: dict[str, tuple[Path, Path]], job_path: Path) -> None:

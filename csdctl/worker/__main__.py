@@ -24,8 +24,8 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from csdctl.worker.protocol.model_info import BuildSpec
 from csdctl.worker.protocol.probe import ProbeSpec
-from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RunSpec
 
 
@@ -34,9 +34,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="csdctl.worker")
     commands = parser.add_subparsers(dest="command", required=True)
     build = commands.add_parser("build")
-    build.add_argument("--reference", required=True)
-    build.add_argument("--arguments", default="{}")
-    build.add_argument("--recipe", required=True)
+    build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
     digest = commands.add_parser("digest")
@@ -82,14 +80,7 @@ def _build(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.model import build
 
     _, keras = load_backend()
-    info = build(
-        options.reference,
-        json.loads(options.arguments),
-        from_json(Recipe, options.recipe),
-        options.output,
-        keras,
-    )
-    print_answer(info)
+    print_answer(build(from_json(BuildSpec, options.spec), options.output, keras))
     return 0
 
 

@@ -62,6 +62,7 @@ INFO: dict[str, Any] = {
     "dtype": "uint8",
     "label_shape": [],
     "max_label": 2,
+    "label_dtype": "int32",
     "fingerprint": "0123456789abcdef",
 }
 

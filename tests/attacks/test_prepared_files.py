@@ -30,7 +30,8 @@ def mode_of(path: Path) -> int:
 def prepare(directory: Path, umask: int = 0o022, **changes: object) -> Path:
     """Prepare `directory`/data with a real worker; return the data set."""
     worker = store_bytes(pack_worker(), ".pyz", directory)
-    spec = PrepareSpec(**{"source": "data", "store": ".csdctl/data", **changes})  # type: ignore[arg-type]
+    settings = {"source": "data", "store": ".csdctl/data", "inputs": {"": (4, 4, 1)}, **changes}
+    spec = PrepareSpec(**settings)  # type: ignore[arg-type]
     done = subprocess.run(
         build_worker_command(sys.executable, worker.path, ["prepare"]),
         cwd=directory,

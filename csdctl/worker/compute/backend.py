@@ -22,7 +22,7 @@ def load_tensorflow(runtime: Runtime = DEFAULT) -> Any:
     Must be called before anything else in the process imports TensorFlow or Keras.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # whatever the user's other programs use
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
     os.environ.setdefault("OMP_NUM_THREADS", str(runtime.threads))
     if not runtime.onednn:

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from csdctl.worker.compute.step import Step, Sums, mean_of
+from csdctl.worker.compute.step import Step, Sums, add_sums
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import Evaluating
@@ -22,12 +22,12 @@ def evaluate(
         results.append(step.evaluate(*batch))
         if time.monotonic() - reported >= progress_interval_s:
             reported = time.monotonic()
-            num_done = sum(int(result.samples) for result in results)
+            num_done = min(len(results) * EVALUATION_BATCH, len(validation))
             emit(Evaluating(me.rank, me.node, num_done, len(validation)))
-    mean = mean_of(results)
-    metrics = dict(zip(step.evaluated_names, mean.metrics, strict=True))
+    total = add_sums(results)
+    metrics = step.metrics(total)
     return {
-        "validation_loss": mean.loss,
+        "validation_loss": total.mean_loss,
         "validation_accuracy": metrics.get("accuracy"),
         "validation_metrics": metrics,
     }

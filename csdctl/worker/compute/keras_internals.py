@@ -7,8 +7,14 @@
 - `Layer._seed_generators`: the random states of dropout and augmentation layers. There is no public list, and
   layers keep them under different names.
 - `Layer._get_regularization_losses`: penalties on weights alone. `losses` mixes them with activity losses.
-- `MeanMetricWrapper._fn` and `_fn_kwargs`: the value of a metric for each sample. The public interface
-  returns means only.
+- `keras.src.backend.compute_output_spec`: runs code on symbolic tensors, as Keras does itself to create the
+  state of losses and metrics before the first batch.
+- `Model._compile_config`: the arguments of compile() as given. `get_compile_config` serializes them, which
+  fails for losses that are not at the top level of a module.
+- `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
+  size of a batch is not known beforehand.
+- `tensor._keras_mask`: which elements of a prediction the loss leaves out.
+- `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
 
 Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
 """
@@ -39,6 +45,42 @@ def regularization_losses(model: Any) -> list[Any]:
     return list(model._get_regularization_losses())
 
 
-def mean_metric_function(metric: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the function (labels, predictions) that a MeanMetricWrapper averages, and its keyword args."""
-    return metric._fn, dict(getattr(metric, "_fn_kwargs", {}))
+def build_compiled(model: Any, samples: Any, labels: Any, inputs: Any, targets: Any) -> None:
+    """Create the variables of the model's losses and metrics, for symbolic samples and labels.
+
+    `inputs` (samples) and `targets` (labels, predictions, training=…) return what the model takes.
+    """
+    from keras.src.backend import compute_output_spec
+
+    def run(samples: Any, labels: Any) -> Any:
+        given = inputs(samples)
+        predictions = model(given, training=False)
+        structured, weights = targets(labels, predictions, training=False)
+        loss = model.compute_loss(given, structured, predictions, weights, training=False)
+        model.compute_metrics(given, structured, predictions, weights)
+        return loss
+
+    compute_output_spec(run, samples, labels)
+
+
+def compile_arguments(model: Any) -> dict[str, Any]:
+    """Return what the model was compiled with, by the names of compile()'s arguments; {} if it was not."""
+    compiled = getattr(model, "_compile_config", None)
+    return dict(compiled.config) if model.compiled and compiled is not None else {}
+
+
+def loss_trackers(model: Any) -> list[Any]:
+    """Return the metrics that average the loss of each output; those of one output have none."""
+    return list(model._compile_loss.metrics) if model._compile_loss is not None else []
+
+
+def keras_mask(tensor: Any) -> Any:
+    """Return the mask of a prediction, or None."""
+    return getattr(tensor, "_keras_mask", None)
+
+
+def global_seed_generator() -> Any:
+    """Return the generator that random operations without one of their own use."""
+    from keras.src.random.seed_generator import global_seed_generator as get
+
+    return get()

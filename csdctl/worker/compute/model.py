@@ -1,7 +1,9 @@
-"""Models: built on the host, transferred as architecture JSON and weights, loaded on every rank.
+"""Models: built and compiled on the host, transferred as JSON and weights, loaded on every rank.
 
-A user's own file or code is opened on the host only (`build`). Nodes receive the architecture as JSON and the
-weights as .npz, read with `allow_pickle=False`.
+A user's file is opened on the host (`build`). Nodes receive the architecture as JSON, with loss, optimizer
+and metrics, and the weights as .npz, read with `allow_pickle=False`. What Keras does not provide itself is
+found in the job's code, which is sent only when the model needs it. A model that Keras cannot rebuild from
+its configuration is built on every rank as on the host, by the user's function.
 """
 
 import hashlib
@@ -14,42 +16,62 @@ import numpy as np
 
 from csdctl.worker.compute.flops import count_flops
 from csdctl.worker.compute.keras_internals import flatten_layers, own_state
-from csdctl.worker.compute.recipe import load_own_metrics, make_loss, make_metrics, make_optimizer
-from csdctl.worker.compute.user_code import load_function, run_user_code
+from csdctl.worker.compute.recipe import compile_model, own_references
+from csdctl.worker.compute.user_code import (
+    find_objects,
+    import_packed,
+    import_roots,
+    imported_beside,
+    load_function,
+    run_user_code,
+)
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.json_codec import from_dict, to_json
+from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo, OutputInfo
+from csdctl.worker.protocol.run_spec import UserCode
+
+BUILDER = "csdctl_builder"
+"""Key of architecture.json for a model that a function of the user's builds on every rank."""
 
 
-def build(reference: str, arguments: dict[str, Any], recipe: Recipe, output: Path, keras: Any) -> ModelInfo:
-    """Build the model `reference` and write architecture.json and weights.npz to `output`.
+def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
+    """Build and compile a model; write architecture.json and weights.npz to `output`.
 
-    Also creates the recipe's loss, optimizer and metrics, so that a wrong name is reported before anything is
-    sent to a node.
-
-    `reference` is `keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`. Raises WorkerError with
-    exit code 2 if the model cannot be found, built, or transferred.
+    Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
-    make_loss(recipe, keras)
-    make_optimizer(recipe, keras)
-    load_own_metrics(recipe)
+    reference, recipe = spec.reference, spec.recipe
+    import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
-    model = _find(reference, arguments, keras)
-    _check_trainable(model, reference, keras)
-    make_metrics(recipe, model, keras)
-    (output / "architecture.json").write_text(_to_json(model, reference, keras))
+    model = _find(spec, keras)
+    _check_kind(model, spec, keras)
+    if not _is_built(model):
+        if not spec.sample_shapes:
+            return ModelInfo(reference, (), (), 0, 0, "", is_built=False)
+        _build_by_call(model, spec)
+    if not model.trainable_variables:
+        raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
+    for own in own_references(recipe):
+        load_function(own)
+    resolved = compile_model(model, recipe, keras)
+    needs_code, architecture = _to_json(model, spec, keras)
+    (output / "architecture.json").write_text(architecture)
     save_weights(output / "weights.npz", model.get_weights())
-    has_one_input = len(model.inputs) == 1
+    inputs = _describe_inputs(model, spec)
+    has_one_input = list(inputs) == [""]
+    outputs = _describe_outputs(model, keras)
     return ModelInfo(
         name=reference,
-        input_shape=_shape(model.inputs[0]) if has_one_input else (),
-        inputs={} if has_one_input else {tensor.name: _shape(tensor) for tensor in model.inputs},
-        output_shape=tuple(size or 0 for size in model.output_shape[1:]),
+        input_shape=inputs[""] if has_one_input else (),
+        inputs={} if has_one_input else inputs,
+        output_shape=outputs[0].shape,
         num_parameters=model.count_params(),
         num_trainable=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
-        output_activation=_output_activation(model),
+        output_activation=outputs[0].activation,
         num_operations=count_flops(model),
         stateful_layers=find_stateful_layers(model, keras),
+        outputs=outputs,
+        recipe=resolved,
+        needs_code=needs_code,
     )
 
 
@@ -68,19 +90,43 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def load(architecture: Path, weights: Path, keras: Any) -> Any:
-    """Return the Keras model that `build` wrote; raises WorkerError if a file is missing or damaged."""
+def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
+    """Return the compiled Keras model that `build` wrote; raises WorkerError if it cannot be built here."""
+    own = import_packed(code.archive, code.modules) if code else {}
     try:
-        model = keras.models.model_from_json(architecture.read_text())
+        with keras.saving.custom_object_scope(own):
+            text = architecture.read_text()
+            builder = json.loads(text).get(BUILDER)
+            if builder:
+                model = _build_again(from_dict(BuildSpec, builder), keras)
+            else:
+                model = _from_json(text, keras, is_trusted=bool(own))
         model.set_weights(load_weights(weights))
+    except WorkerError:
+        raise
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
         raise WorkerError(
             f"the model cannot be built here: {describe(error)}",
-            remedy="use layers that Keras itself provides, and the same Keras version on all machines",
+            remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
             exit_code=2,
         ) from None
+    return model
+
+
+def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
+    """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
+    return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=not is_trusted)
+
+
+def _build_again(spec: BuildSpec, keras: Any) -> Any:
+    """Return the model as on the host, by the user's function in the job's code."""
+    keras.utils.set_random_seed(spec.recipe.seed)
+    model = _find(spec, keras)
+    if not _is_built(model):
+        _build_by_call(model, spec)
+    compile_model(model, spec.recipe, keras)
     return model
 
 
@@ -109,7 +155,8 @@ def hash_weights(model: Any) -> str:
     return digest.hexdigest()
 
 
-def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
+def _find(spec: BuildSpec, keras: Any) -> Any:
+    reference, arguments = spec.reference, spec.arguments
     if reference.startswith("keras.applications:"):
         name = reference.partition(":")[2]
         function = getattr(keras.applications, name, None)
@@ -117,49 +164,184 @@ def _find(reference: str, arguments: dict[str, Any], keras: Any) -> Any:
             raise WorkerError(f"keras.applications has no model {name!r}", exit_code=2)
         return _call(reference, function, arguments)
     if reference.endswith(".keras"):
-        try:
-            return keras.models.load_model(reference, compile=False, safe_mode=True)
-        except Exception as error:
-            raise WorkerError(
-                f"{reference} is not a model that can be loaded safely: {describe(error)}", exit_code=2
-            ) from None
+        return _load_file(spec, keras)
     return _call(reference, load_function(reference), arguments)
+
+
+def _own_objects(spec: BuildSpec) -> dict[str, Any]:
+    """Return what the imported code of the job defines, by name."""
+    roots = [str(Path(root).resolve()) for root in spec.code_roots]
+    return find_objects(lambda file: any(file == root or file.startswith(root + "/") for root in roots))
+
+
+def _load_file(spec: BuildSpec, keras: Any) -> Any:
+    """Return the model of a .keras file, which is data: it finds only the code that the job names."""
+    try:
+        with keras.saving.custom_object_scope(_own_objects(spec)):
+            return keras.models.load_model(spec.reference, compile=True, safe_mode=True)
+    except Exception as error:
+        raise WorkerError(
+            f"{spec.reference} is not a model that can be loaded safely: {describe(error)}",
+            remedy="name the files of its own layers, losses and metrics in `code` of job.yaml",
+            exit_code=2,
+        ) from None
 
 
 def _call(reference: str, function: Any, arguments: dict[str, Any]) -> Any:
     return run_user_code(f"{reference}({json.dumps(arguments)})", lambda: function(**arguments))
 
 
-def _check_trainable(model: Any, reference: str, keras: Any) -> None:
-    """Raise WorkerError, exit code 2, unless `model` is a Keras model that can be trained."""
+def _check_kind(model: Any, spec: BuildSpec, keras: Any) -> None:
+    """Raise WorkerError, exit code 2, unless `model` is a Keras model that can be trained in step."""
+    reference = spec.reference
     if not isinstance(model, keras.Model):
         raise WorkerError(
             f"{reference} returned a {type(model).__name__}, expected a Keras model", exit_code=2
         )
-    if not model.built or not model.inputs or len(model.outputs) != 1:
+    if type(model).train_step is not keras.Model.train_step:
         raise WorkerError(
-            f"{reference}: expected a built model with inputs and one output",
-            remedy="give the model a keras.Input of fixed shape",
+            f"{reference}: {type(model).__name__} has its own train_step, which ranks cannot take together",
+            remedy="override compute_loss instead, or use losses of compile() and add_loss()",
             exit_code=2,
         )
-    if not model.trainable_variables:
-        raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
 
 
-def _to_json(model: Any, reference: str, keras: Any) -> str:
-    """Return the architecture of `model`; raises WorkerError, exit code 2, if it needs the user's code."""
+def _is_built(model: Any) -> bool:
+    return bool(model.built) and all(layer.built for layer in flatten_layers(model))
+
+
+def _build_by_call(model: Any, spec: BuildSpec) -> None:
+    """Build a subclassed model by calling it on samples of the data's shapes."""
+    samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
+    run_user_code(f"calling {spec.reference}'s model", lambda: model(_structure(samples)))
+
+
+def _structure(samples: dict[str, Any]) -> Any:
+    from csdctl.worker.compute.objective import is_position
+
+    if list(samples) == [""]:
+        return samples[""]
+    return list(samples.values()) if all(is_position(name) for name in samples) else samples
+
+
+def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
+    """Return whether the nodes need the job's code, and the model as JSON.
+
+    Raises WorkerError, exit code 2, if it cannot be rebuilt from that JSON.
+    """
+    reference = spec.reference
     try:
-        architecture: str = model.to_json()
-        # Nodes do not have the user's code: layers that it registered must not be found here either.
-        keras.saving.get_custom_objects().clear()
-        keras.models.model_from_json(architecture)
+        text: str = model.to_json()
     except Exception as error:
+        return True, _describe_builder(spec, error)
+    registered = dict(keras.saving.get_custom_objects())
+    keras.saving.get_custom_objects().clear()
+    try:  # first as on a node without the user's code
+        _from_json(text, keras, is_trusted=False)
+        return False, text
+    except Exception as error:
+        plain = error
+    finally:
+        keras.saving.get_custom_objects().update(registered)
+    if not spec.code_roots:
         raise WorkerError(
-            f"{reference}: cannot be transferred as architecture JSON: {describe(error)}",
-            remedy="use layers that Keras itself provides",
+            f"{reference}: cannot be rebuilt on the nodes: {describe(plain)}",
+            remedy="name the files of its own layers, losses and metrics in `code` of job.yaml",
+            exit_code=2,
+        )
+    _check_named(spec)
+    own = _own_objects(spec)
+    try:
+        with keras.saving.custom_object_scope(own):
+            _from_json(text, keras, is_trusted=True)
+        return True, text
+    except Exception as error:
+        return True, _describe_builder(spec, error)
+
+
+def _describe_builder(spec: BuildSpec, error: Exception) -> str:
+    """Return, as JSON, how every rank builds the model with the user's function; `error`: why from its code.
+
+    Raises WorkerError, exit code 2, for a model that no function of the user's builds.
+    """
+    if not spec.reference.rpartition(":")[0].endswith(".py"):
+        raise WorkerError(
+            f"{spec.reference}: cannot be rebuilt from its configuration: {describe(error)}",
+            remedy="give its own layers get_config(), and name their files in `code` of job.yaml",
             exit_code=2,
         ) from None
-    return architecture
+    _check_named(spec)
+    return json.dumps({BUILDER: json.loads(to_json(spec))})
+
+
+def _check_named(spec: BuildSpec) -> None:
+    """Raise WorkerError if the model imported files of the user's that the nodes would not get."""
+    roots = [str(Path(root)) for root in spec.code_roots]
+    missing = [
+        file
+        for file in imported_beside(Path(spec.directory))
+        if not any(str(file) == root or str(file).startswith(root + "/") for root in roots)
+    ]
+    if missing:
+        names = ", ".join(str(file.relative_to(Path(spec.directory).resolve())) for file in missing[:5])
+        raise WorkerError(
+            f"{spec.reference} imports {names}, which the nodes would not have",
+            remedy=f"add to job.yaml: code: [{names}]",
+            exit_code=2,
+        )
+
+
+def _describe_inputs(model: Any, spec: BuildSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shape of one sample of each input by name, '' for the only one; 0 is any size."""
+    inputs = getattr(model, "inputs", None)
+    if not inputs:
+        return {name: tuple(shape) for name, (_, shape) in spec.sample_shapes.items()}
+    structure = getattr(model, "input", None)
+    if isinstance(structure, dict):  # a tensor may have another name than the key that fit() takes it by
+        return {name: _shape(tensor) for name, tensor in structure.items()}
+    if len(inputs) == 1:
+        return {"": _shape(inputs[0])}
+    return {tensor.name: _shape(tensor) for tensor in inputs}
+
+
+def _describe_outputs(model: Any, keras: Any) -> tuple[OutputInfo, ...]:
+    """Return the outputs in the model's order; of a subclassed model nothing is known before it is called."""
+    outputs = getattr(model, "outputs", None)
+    if not outputs:
+        return (OutputInfo("", (), "", _loss_name(model, None, keras), is_known=False),)
+    names = list(model.output_names) if len(outputs) > 1 else [""]
+    layers = {layer.name: layer for layer in model.layers}
+    last = model.layers[-1]
+    return tuple(
+        OutputInfo(
+            name,
+            _shape(tensor),
+            _activation(last if len(outputs) == 1 else layers.get(name)),
+            _loss_name(model, name or None, keras),
+            from_logits=bool(getattr(_loss_of(model, name or None), "from_logits", False)),
+            ignores_class=getattr(_loss_of(model, name or None), "ignore_class", None) is not None,
+        )
+        for name, tensor in zip(names, outputs, strict=True)
+    )
+
+
+def _loss_name(model: Any, output: str | None, keras: Any) -> str:
+    """Return Keras' name of the loss of an output, such as 'mean_squared_error'; '' if it has none."""
+    loss = _loss_of(model, output)
+    if isinstance(loss, str):
+        loss = keras.losses.get(loss)
+    return str(getattr(loss, "name", "") or getattr(loss, "__name__", ""))
+
+
+def _loss_of(model: Any, output: str | None) -> Any:
+    """Return the loss of an output as it is given to compile()."""
+    loss = getattr(model, "loss", None)
+    if isinstance(loss, dict):
+        loss = loss.get(output)
+    elif isinstance(loss, list | tuple):
+        names = list(getattr(model, "output_names", None) or ())
+        loss = loss[names.index(output)] if output in names and len(loss) == len(names) else None
+    return loss
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
@@ -167,8 +349,7 @@ def _shape(tensor: Any) -> tuple[int, ...]:
     return tuple(size or 0 for size in tensor.shape[1:])
 
 
-def _output_activation(model: Any) -> str:
-    last = model.layers[-1]
-    if type(last).__name__ == "Softmax":
+def _activation(layer: Any) -> str:
+    if type(layer).__name__ == "Softmax":
         return "softmax"
-    return str(getattr(getattr(last, "activation", None), "__name__", ""))
+    return str(getattr(getattr(layer, "activation", None), "__name__", ""))

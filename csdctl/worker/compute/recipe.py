@@ -1,101 +1,256 @@
-"""Loss, optimizer and metrics of a recipe, as Keras objects."""
+"""A compiled model from a recipe and a model, whose own compile() gives what the recipe leaves out.
 
+The compiled model carries loss, optimizer and metrics to the ranks in its architecture JSON, which Keras
+serializes. The optimizer's learning rate is set by csdctl in every step.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from csdctl.worker.compute.keras_internals import mean_metric_function
+from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import WorkerError, describe
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
+
+DEFAULT_OPTIMIZER = "sgd"
+DEFAULT_LOSS = LossTerm("sparse_categorical_crossentropy")
 
 
-def make_loss(recipe: Recipe, keras: Any) -> Any:
-    """Return the loss by its Keras name (`mean_squared_error` or `MeanSquaredError`), summed over the batch.
+def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
+    """Compile `model` for training by `recipe`; return the recipe, completed by the model's own compile().
 
-    Raises WorkerError if Keras has no such loss.
+    Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
+    model was compiled with cannot be summed over ranks.
     """
-    wanted = recipe.loss.replace("_", "").lower()
+    own = compile_arguments(model)
+    optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
+    loss, weights = _choose_loss(recipe, own, model, keras)
+    metrics: Any = [make_metric(name, keras) for name in recipe.metrics]
+    weighted: Any = None
+    if not recipe.metrics:
+        metrics, weighted = own.get("metrics"), own.get("weighted_metrics")
+        if not own and _is_classifier(loss, model):
+            metrics = ["accuracy"]
+    try:
+        model.compile(
+            optimizer=optimizer, loss=loss, loss_weights=weights, metrics=metrics, weighted_metrics=weighted
+        )
+    except Exception as error:
+        raise WorkerError(
+            f"the model cannot be compiled: {describe(error)}",
+            remedy="fix recipe.loss and recipe.metrics in job.yaml",
+            exit_code=2,
+        ) from None
+    return recipe
+
+
+def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:
+    """Return the optimizer, and the recipe with its name, learning rate and schedule."""
+    if isinstance(own, str):
+        own = keras.optimizers.get(own)
+    if recipe.optimizer or own is None:
+        name = recipe.optimizer or DEFAULT_OPTIMIZER
+        config: dict[str, Any] = {"learning_rate": None, **recipe.optimizer_args}
+    else:
+        own = getattr(own, "inner_optimizer", own)  # compile() wraps it again, if the model needs that
+        config = own.get_config() | recipe.optimizer_args
+        name = type(own).__name__
+    schedule = recipe.schedule
+    rate = config["learning_rate"]
+    if isinstance(rate, dict):  # a schedule; it belongs to the model's own optimizer
+        if recipe.learning_rate is None and not schedule:
+            schedule = json.dumps(rate, sort_keys=True)
+        rate = float(keras.optimizers.schedules.deserialize(rate)(0))
+    if schedule:
+        rate = float(make_schedule(schedule)(0))
+    if recipe.learning_rate is not None:
+        rate = recipe.learning_rate
+    if rate is None:
+        raise WorkerError(
+            "recipe.learning_rate is missing, and the model is not compiled with an optimizer",
+            remedy="set recipe.learning_rate in job.yaml",
+            exit_code=2,
+        )
+    config["learning_rate"] = float(rate)
+    recipe = dataclasses.replace(recipe, optimizer=name, learning_rate=float(rate), schedule=schedule)
+    if own is not None and name == type(own).__name__:
+        return type(own).from_config(config), recipe
+    return make_optimizer(name, config, keras), recipe
+
+
+def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:
+    """Return the optimizer by its Keras name; raises WorkerError if Keras has no such optimizer."""
+    try:
+        optimizer = keras.optimizers.get({"class_name": name, "config": config})
+        if type(optimizer) is keras.optimizers.Optimizer:
+            raise ValueError("it is the base class of optimizers, not an optimizer")
+        return optimizer
+    except Exception as error:
+        raise WorkerError(
+            f"optimizer {name!r} with {config} cannot be created: {describe(error)}",
+            remedy="fix recipe.optimizer in job.yaml",
+            exit_code=2,
+        ) from None
+
+
+def make_schedule(schedule: str) -> Callable[[int], Any]:
+    """Return the learning rate by step that the JSON `schedule` describes; raises WorkerError."""
+    import keras
+
+    try:
+        config = json.loads(schedule)
+        made: Callable[[int], Any] = keras.optimizers.schedules.deserialize(config)
+        return made
+    except Exception as error:
+        raise WorkerError(
+            f"learning-rate schedule {schedule} cannot be created: {describe(error)}",
+            remedy="fix recipe.schedule in job.yaml",
+            exit_code=2,
+        ) from None
+
+
+def _choose_loss(recipe: Recipe, own: dict[str, Any], model: Any, keras: Any) -> tuple[Any, Any]:
+    """Return loss and loss weights as compile() takes them."""
+    if recipe.losses:
+        terms = recipe.losses
+    elif own:  # without a loss, if its layers add their own
+        _check_reductions(own.get("loss"))
+        return own.get("loss"), own.get("loss_weights")
+    else:
+        terms = {"": DEFAULT_LOSS}
+    if "" in terms:
+        return make_loss(terms[""], recipe.from_logits, keras), terms[""].weight
+    names = list(getattr(model, "output_names", None) or terms)
+    if unknown := sorted(set(terms) - set(names)):
+        raise WorkerError(
+            f"recipe.loss names {', '.join(unknown)}, the model's outputs are {', '.join(names)}",
+            remedy="fix recipe.loss in job.yaml",
+            exit_code=2,
+        )
+    losses = {
+        name: make_loss(terms[name], recipe.from_logits, keras) if name in terms else None for name in names
+    }
+    return losses, {name: terms[name].weight if name in terms else 0.0 for name in names}
+
+
+def make_loss(term: LossTerm, from_logits: bool, keras: Any) -> Any:
+    """Return the loss by its Keras name (`mean_squared_error` or `MeanSquaredError`) or `FILE.py:NAME`.
+
+    Raises WorkerError if there is none, or it does not take these arguments.
+    """
+    if is_own(term.name):
+        return _make_own(term, keras)
+    wanted = term.name.replace("_", "").lower()
     classes = {
         name.lower(): loss
         for name, loss in vars(keras.losses).items()
         if isinstance(loss, type) and issubclass(loss, keras.losses.Loss) and loss is not keras.losses.Loss
     }
     try:
-        arguments = {"from_logits": True} if recipe.from_logits else {}
-        return classes[wanted](reduction="sum", **arguments)
+        made = classes[_ABBREVIATIONS.get(wanted, wanted)]
+        args: dict[str, Argument] = {"from_logits": True} if from_logits else {}
+        loss = made(**args | term.args)
+        _check_reductions(loss)
+        return loss
     except KeyError:
         problem = "Keras has no such loss"
+    except WorkerError:
+        raise
     except Exception as error:
         problem = describe(error)
-    raise WorkerError(
-        f"loss {recipe.loss!r} cannot be created: {problem}",
-        remedy="fix recipe.loss in job.yaml",
-        exit_code=2,
+    raise _loss_error(term.name, problem)
+
+
+_ABBREVIATIONS = {
+    "mse": "meansquarederror",
+    "mae": "meanabsoluteerror",
+    "mape": "meanabsolutepercentageerror",
+    "msle": "meansquaredlogarithmicerror",
+    "kldivergence": "kldivergence",
+    "kld": "kldivergence",
+    "bce": "binarycrossentropy",
+}
+
+
+def _make_own(term: LossTerm, keras: Any) -> Any:
+    found = load_function(term.name)
+    try:
+        if isinstance(found, type) and issubclass(found, keras.losses.Loss):
+            loss = found(**term.args)
+            _check_reductions(loss)
+            return loss
+    except WorkerError:
+        raise
+    except Exception as error:
+        raise _loss_error(term.name, describe(error)) from None
+    if term.args:
+        raise _loss_error(term.name, "it is a function, which takes no arguments of the recipe")
+    return found
+
+
+def _loss_error(name: str, problem: str) -> WorkerError:
+    return WorkerError(
+        f"loss {name!r} cannot be created: {problem}", remedy="fix recipe.loss in job.yaml", exit_code=2
     )
 
 
-def make_optimizer(recipe: Recipe, keras: Any) -> Any:
-    """Return the optimizer by its Keras name; raises WorkerError if Keras has no such optimizer."""
-    try:
-        optimizer = keras.optimizers.get(
-            {
-                "class_name": recipe.optimizer,
-                "config": {"learning_rate": recipe.learning_rate, **recipe.optimizer_args},
-            }
+def _check_reductions(losses: Any) -> None:
+    """Raise WorkerError for a loss that is not a mean: its scale would depend on the ranks' batches."""
+    if isinstance(losses, dict | list | tuple):
+        for loss in losses.values() if isinstance(losses, dict) else losses:
+            _check_reductions(loss)
+    elif getattr(losses, "reduction", "mean") not in MEANS:
+        raise WorkerError(
+            f"loss {_name_of(losses)} has reduction={losses.reduction!r}, which depends on the batch size",
+            remedy='use reduction="sum_over_batch_size", Keras\' default',
+            exit_code=2,
         )
-        if type(optimizer) is keras.optimizers.Optimizer:
-            raise ValueError("it is the base class of optimizers, not an optimizer")
-        return optimizer
+
+
+MEANS = ("sum_over_batch_size", "mean", "mean_with_sample_weight")
+
+
+def _is_classifier(loss: Any, model: Any) -> bool:
+    """Return whether one of several classes is predicted, as far as that is known."""
+    if isinstance(loss, dict) or "crossentropy" not in _name_of(loss).lower():
+        return False
+    shapes = [tuple(tensor.shape) for tensor in getattr(model, "outputs", None) or ()]
+    return not shapes or (len(shapes) == 1 and (shapes[0][-1] or 0) > 1)
+
+
+def _name_of(loss: Any) -> str:
+    return str(getattr(loss, "name", "") or getattr(loss, "__name__", "") or loss)
+
+
+def is_own(name: str) -> bool:
+    """Return whether a loss or metric of the recipe is the user's own, `FILE.py:NAME`."""
+    return name.rpartition(":")[0].endswith(".py")
+
+
+def make_metric(name: str, keras: Any) -> Any:
+    """Return a metric as compile() takes it; raises WorkerError if there is none."""
+    try:
+        if is_own(name):
+            found = load_function(name)
+            is_class = isinstance(found, type) and issubclass(found, keras.metrics.Metric)
+            return found() if is_class else found
+        if name in ("accuracy", "acc", "crossentropy", "ce"):
+            return name  # compile() chooses by loss and output
+        return keras.metrics.get(name)
+    except WorkerError:
+        raise
     except Exception as error:
         raise WorkerError(
-            f"optimizer {recipe.optimizer!r} with {recipe.optimizer_args} cannot be created: "
-            f"{describe(error)}",
-            remedy="fix recipe.optimizer in job.yaml",
+            f"metric {name!r} cannot be used: {describe(error)}",
+            remedy="fix recipe.metrics in job.yaml",
             exit_code=2,
         ) from None
 
 
-def is_own(metric: str) -> bool:
-    """Return whether a metric of the recipe is a user function, `FILE.py:NAME`."""
-    return metric.rpartition(":")[0].endswith(".py")
-
-
-def load_own_metrics(recipe: Recipe) -> dict[str, Any]:
-    """Return user functions (labels, predictions) → one value per sample, by name; on the host only.
-
-    Raises WorkerError if a function cannot be loaded.
-    """
-    own = [metric for metric in recipe.metrics if is_own(metric)]
-    return {reference.rpartition(":")[2]: load_function(reference) for reference in own}
-
-
-def make_metrics(recipe: Recipe, model: Any, keras: Any) -> tuple[tuple[str, ...], list[Any]]:
-    """Return the recipe's Keras metrics: names, and functions (labels, predictions) → one value per sample.
-
-    A classifier whose recipe has no metrics gets `accuracy`. Raises WorkerError for a metric that is not a
-    mean over samples: its value over all ranks cannot be computed from the values of the ranks.
-    """
-    names = tuple(name for name in recipe.metrics if not is_own(name))
-    if not recipe.metrics and "crossentropy" in recipe.loss.lower() and model.output_shape[-1] > 1:
-        names = ("accuracy",)
-    return names, [_make_metric(name, recipe, model, keras) for name in names]
-
-
-def _make_metric(name: str, recipe: Recipe, model: Any, keras: Any) -> Any:
-    is_sparse = "sparse" in recipe.loss.lower()
-    if name == "accuracy":
-        name = "SparseCategoricalAccuracy" if is_sparse else "CategoricalAccuracy"
-        if model.output_shape[-1] == 1:
-            name = "BinaryAccuracy"
-    try:
-        metric = keras.metrics.get(name)
-        if isinstance(metric, keras.metrics.MeanMetricWrapper):
-            function, arguments = mean_metric_function(metric)
-            return lambda labels, predictions: function(labels, predictions, **arguments)
-        if callable(metric) and not isinstance(metric, keras.metrics.Metric):
-            return metric
-        problem = "it is not a mean over samples, so ranks cannot add it up"
-    except Exception as error:
-        problem = describe(error)
-    raise WorkerError(
-        f"metric {name!r} cannot be used: {problem}", remedy="fix recipe.metrics in job.yaml", exit_code=2
-    )
+def own_references(recipe: Recipe) -> Sequence[str]:
+    """Return the `FILE.py:NAME` of losses and metrics of the recipe."""
+    return [
+        name for name in (*(term.name for term in recipe.losses.values()), *recipe.metrics) if is_own(name)
+    ]

@@ -1,18 +1,24 @@
-"""Model state that gradients do not train: moving statistics of batch norm, and random seeds of dropout.
+"""Model state that gradients do not train: moving statistics, other state of layers, random seeds of dropout.
 
-Moving statistics travel with the gradient, so that after every step each rank has those of the pooled batch
-(docs/explanation/exact-gradients.md):
+State travels with the gradient, so that after every step each rank has that of the pooled batch
+(docs/explanation/exact-gradients.md). For the moving statistics of batch norm:
 
     μ = Σ n_k μ_k / N,  σ² = Σ n_k (σ_k² + (μ_k − μ)²) / N
 
 Ranks exchange Δ_k = (1 − m)(μ_k − moving mean), with m the layer's momentum: sums of small differences keep
-their precision, sums of squares would lose it.
+their precision, sums of squares would lose it. Of any other layer they exchange the change itself: the mean
+over all samples is exact for moving averages of batch means, and for state that does not depend on samples.
 """
 
 import zlib
 from typing import Any
 
-from csdctl.worker.compute.keras_internals import flatten_layers, seed_generators
+from csdctl.worker.compute.keras_internals import (
+    flatten_layers,
+    global_seed_generator,
+    own_state,
+    seed_generators,
+)
 
 
 class MovingStatistics:
@@ -23,7 +29,7 @@ class MovingStatistics:
         self._layers = [
             layer
             for layer in flatten_layers(model)
-            if isinstance(layer, keras.layers.BatchNormalization) and layer.momentum < 1
+            if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable and layer.momentum < 1
         ]
         self._variables = [
             (layer.moving_mean.value, layer.moving_variance.value, 1.0 - float(layer.momentum))
@@ -61,6 +67,60 @@ class MovingStatistics:
             variance.assign(tf.maximum(variance + spread - moved * moved / rate, 0.0))
 
 
+class LayerStates:
+    """All state that a forward pass changes, flat: moving statistics, then the state of other layers."""
+
+    def __init__(self, model: Any, tf: Any, keras: Any) -> None:
+        self._tf = tf
+        self._statistics = MovingStatistics(model, tf, keras)
+        self._variables = [variable for _, variable in changing_state(model, keras)]
+        self._sizes = [int(tf.size(variable)) for variable in self._variables]
+        self.size = self._statistics.size + sum(self._sizes)
+
+    def read(self) -> tuple[list[Any], list[Any]]:
+        """Return the current state, for `take_changes`; inside a graph."""
+        return self._statistics.read(), [self._tf.identity(variable) for variable in self._variables]
+
+    def take_changes(self, before: tuple[list[Any], list[Any]], count: Any) -> list[Any]:
+        """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
+        tf = self._tf
+        changes = self._statistics.take_changes(before[0], count)
+        for old, variable in zip(before[1], self._variables, strict=True):
+            change = tf.cast(variable, tf.float32) - tf.cast(old, tf.float32)
+            changes.append(tf.reshape(change * count, [-1]))
+            variable.assign(old)
+        return changes
+
+    def apply_changes(self, changes: Any) -> None:
+        """Update the state by the mean `changes` of all ranks, shape (size,); inside a graph."""
+        tf = self._tf
+        self._statistics.apply_changes(changes[: self._statistics.size])
+        if not self._sizes:
+            return
+        for variable, change in zip(
+            self._variables, tf.split(changes[self._statistics.size :], self._sizes), strict=True
+        ):
+            is_counter = not variable.dtype.is_floating  # which all ranks advance alike
+            shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
+            variable.assign_add(tf.cast(shaped, variable.dtype))
+
+
+def changing_state(model: Any, keras: Any) -> list[tuple[Any, Any]]:
+    """Return the layers other than batch norm that keep state of their own, each with a tf.Variable of it.
+
+    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out.
+    """
+    layers = keras.layers
+    constant = (layers.Normalization, layers.BatchNormalization)
+    return [
+        (layer, variable.value)
+        for layer in flatten_layers(model)
+        if not isinstance(layer, constant)
+        for variable in own_state(layer)
+        if variable.value.dtype.is_floating or variable.value.dtype.is_integer
+    ]
+
+
 class Seeds:
     """Random states of a model's layers (dropout, augmentation), as a function of seed, rank and step.
 
@@ -69,14 +129,12 @@ class Seeds:
 
     def __init__(self, model: Any, seed: int, rank: int) -> None:
         self._states = []
-        for number, generator in enumerate(seed_generators(model)):
+        own = seed_generators(model)
+        for number, generator in enumerate([*own, global_seed_generator()]):
             key = zlib.crc32(f"{seed}/{rank}/{number}".encode())
             self._states.append((generator.state, key))
-
-    @property
-    def is_needed(self) -> bool:
+        self.is_needed = bool(own)
         """Whether the model has random layers."""
-        return bool(self._states)
 
     def set_step(self, step: int) -> None:
         """Set the random states for step `step` of the run, counted from 0."""

@@ -1,10 +1,12 @@
 """The layout of the vector that the ranks sum in every step.
 
-    [ Σ gradient | changes of moving statistics · n | Σ loss, Σ each metric, (n public), n | stop | seconds ]
+    [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n | stop | seconds ]
 
 All parts are float32. The step (step.py) owns everything up to n, the number of samples; divided by it, a sum
-over ranks is the mean over all their samples. Behind it the training loop adds whether a stop was requested,
-and one element for each rank of the run with the seconds that this rank computed.
+over ranks is the mean over all their samples. A loss that is no mean over samples has a count of its own:
+unmasked elements, a sum of weights, or the public samples among private ones with noise. Behind n the
+training loop adds whether a stop was requested, and one element for each rank of the run with the seconds
+that this rank computed.
 """
 
 from dataclasses import dataclass
@@ -16,16 +18,19 @@ class VectorLayout:
 
     num_gradients: int
     num_statistics: int
-    num_metrics: int
-    has_public_count: bool = False
-    """With noise, loss and metrics are those of public samples; their number stands before n."""
+    num_states: int
+    """Of the metrics."""
+    has_loss_count: bool = False
+    """Whether the loss is divided by a count of its own, which stands before n."""
+    divides_gradients: bool = False
+    """Whether gradients are divided by that count too; otherwise by n."""
     num_ranks: int = 0
     """Ranks whose compute times follow; 0: the step's part alone."""
 
     @property
     def num_sums(self) -> int:
-        """Elements of the step's part behind gradients and statistics: loss, metrics and counts."""
-        return 2 + self.num_metrics + self.has_public_count
+        """Elements of the step's part behind gradients and statistics: loss, metrics' states and counts."""
+        return 2 + self.num_states + self.has_loss_count
 
     @property
     def step_size(self) -> int:
@@ -44,18 +49,18 @@ class VectorLayout:
 
     @property
     def statistics(self) -> slice:
-        """The changes of moving statistics, times n."""
+        """The changes of the state that layers keep, times n."""
         return slice(self.num_gradients, self.num_gradients + self.num_statistics)
 
     @property
-    def mean(self) -> slice:
-        """Gradients and statistics: what `apply` divides by n."""
-        return slice(0, self.num_gradients + self.num_statistics)
+    def sums(self) -> slice:
+        """Loss, metrics' states, and the count that the loss is divided by."""
+        return slice(self.num_gradients + self.num_statistics, self.step_size - self.has_loss_count)
 
     @property
-    def sums(self) -> slice:
-        """Loss, metrics, and the count they belong to."""
-        return slice(self.num_gradients + self.num_statistics, self.step_size - self.has_public_count)
+    def divisor(self) -> int:
+        """The index of the count that gradients are divided by."""
+        return self.count - self.divides_gradients
 
     @property
     def count(self) -> int:

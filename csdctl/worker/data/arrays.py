@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Callable
 from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
@@ -13,17 +14,54 @@ from csdctl.worker.process.errors import WorkerError
 
 Array = np.ndarray[Any, Any]
 
-MAX_HEADER_BYTES = 10_000
+MAX_HEADER_BYTES = 60_000
+"""Room for about a thousand fields; a header of the first version can have 65,535."""
 PREPARE = "run `csdctl prepare`"
 
 
 def as_labels(labels: Array) -> Array:
-    """Return labels in the type that every rank uses: int32 for integers, float32 otherwise."""
-    return labels.astype(np.int32 if labels.dtype.kind in "iu" else np.float32)
+    """Return labels in the type that every rank uses, field by field: int32 for integers, else float32."""
+    return labels.astype(label_dtype(labels.dtype), copy=False)
+
+
+def label_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which labels of `dtype` are used."""
+    return _by_field(dtype, lambda base: np.dtype(np.int32 if base.kind in "iu" else np.float32))
+
+
+def as_samples(samples: Array) -> Array:
+    """Return samples in the type in which they are stored, field by field, as Keras' fit converts them.
+
+    Integers stay, in this machine's byte order; float64, bfloat16 and truth values become float32.
+    """
+    return samples.astype(sample_dtype(samples.dtype), copy=False)
+
+
+def sample_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the type in which samples of `dtype` are stored."""
+
+    def stored(base: np.dtype[Any]) -> np.dtype[Any]:
+        is_kept = base.kind in "iu" or (base.kind == "f" and base.itemsize <= 4)
+        return base.newbyteorder("=") if is_kept else np.dtype(np.float32)
+
+    return _by_field(dtype, stored)
+
+
+def _by_field(dtype: np.dtype[Any], convert: Callable[[np.dtype[Any]], np.dtype[Any]]) -> np.dtype[Any]:
+    if dtype.names is None:
+        return convert(dtype)
+    return np.dtype([(name, convert(dtype[name].base), dtype[name].shape) for name in dtype.names])
+
+
+def fields_of(array: Array) -> dict[str, Array]:
+    """Return the arrays of a structured array by name; {'': array} for a plain one."""
+    if array.dtype.names is None:
+        return {"": array}
+    return {name: array[name] for name in array.dtype.names}
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return whether samples of `dtype` consist of integers and floats only."""
+    """Return whether `dtype` consists of integers and floats only."""
     fields = [dtype] if dtype.names is None else [dtype[name].base for name in dtype.names]
     return all(field.kind in "uif" for field in fields)
 

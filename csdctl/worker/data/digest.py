@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 
 from csdctl.worker.data.arrays import open_arrays
+from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.protocol.datasets import DatasetDigest
 
 NUM_ROWS = 64
@@ -15,7 +16,9 @@ def compute_digest(directory: str) -> DatasetDigest:
     """Return the digest of the data set in `directory`; raises WorkerError if it cannot be read."""
     samples, labels = open_arrays(f"{directory}/images.npy", f"{directory}/labels.npy")
     digest = hashlib.sha256(
-        repr((samples.shape, str(samples.dtype), labels.shape, str(labels.dtype))).encode()
+        repr(
+            (samples.shape, dtype_to_text(samples.dtype), labels.shape, dtype_to_text(labels.dtype))
+        ).encode()
     )
     digest.update(labels.tobytes())
     for row in np.linspace(0, len(samples) - 1, min(NUM_ROWS, len(samples)), dtype=np.int64):

@@ -5,12 +5,16 @@ orders, slices or sends samples treats both cases alike.
 """
 
 import json
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.datasets import DatasetInfo
+
+_MAX_INTEGER = (1 << 31) - 1
 
 
 def dtype_to_text(dtype: np.dtype[Any]) -> str:
@@ -31,26 +35,43 @@ def dtype_from_text(text: str) -> np.dtype[Any]:
         raise ValueError(f"{text[:80]!r} is not a type of samples: {type(error).__name__}") from None
 
 
-def random_samples(generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Return random samples, shape (n, …): integers in [0, 128) or floats in [0, 1)."""
+def random_samples(
+    generator: np.random.Generator,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    largest: Mapping[str, int] = MappingProxyType({}),
+) -> Array:
+    """Return random samples, shape (n, …): integers in [0, 128) or floats in [0, 1).
+
+    `largest` has the largest integer of each field, '' for the only one: integers may be indices.
+    """
     if dtype.names is None:
-        if dtype.kind in "iu":
-            return generator.integers(0, 128, shape).astype(dtype)
-        return generator.random(shape).astype(dtype)
+        return _random(generator, shape, dtype, largest.get("", 127))
     samples = np.empty(shape, dtype)
     for name in dtype.names:
-        samples[name] = random_samples(generator, (*shape, *dtype[name].shape), dtype[name].base)
+        field = dtype[name]
+        samples[name] = _random(generator, (*shape, *field.shape), field.base, largest.get(name, 127))
     return samples
+
+
+def _random(
+    generator: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype[Any], largest: int
+) -> Array:
+    if dtype.kind not in "iu":
+        return generator.random(shape).astype(dtype)
+    return generator.integers(0, min(max(0, largest), _MAX_INTEGER), shape, endpoint=True).astype(dtype)
 
 
 def random_batch(
     generator: np.random.Generator, element_spec: DatasetInfo, count: int
 ) -> tuple[Array, Array]:
     """Return random samples (n, …) and labels (n, …) shaped like a data set's: a step takes as long."""
+    info = element_spec
     samples = random_samples(
-        generator, (count, *element_spec.sample_shape), dtype_from_text(element_spec.dtype)
+        generator, (count, *info.sample_shape), dtype_from_text(info.dtype), info.max_values
     )
-    label_shape = (count, *element_spec.label_shape)
-    if element_spec.max_label >= 0:
-        return samples, generator.integers(0, element_spec.max_label + 1, label_shape, np.int32)
-    return samples, generator.random(label_shape, np.float32)
+    dtype = info.label_dtype or ("int32" if info.max_label >= 0 else "float32")
+    labels = random_samples(
+        generator, (count, *info.label_shape), dtype_from_text(dtype), {"": info.max_label, **info.max_labels}
+    )
+    return samples, labels

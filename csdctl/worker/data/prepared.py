@@ -165,7 +165,7 @@ class EpochReader:
             np.frombuffer(packed, samples.dtype, offset=0, count=split // samples.dtype.itemsize).reshape(
                 count, *samples.shape[1:]
             ),
-            np.frombuffer(packed, labels.dtype, offset=split).reshape(count, *labels.shape[1:]),
+            np.frombuffer(memoryview(packed)[split:], labels.dtype).reshape(count, *labels.shape[1:]),
         )
 
     def _private_indices(self, share: Share) -> Array:

@@ -23,12 +23,12 @@ from typing import IO
 
 import numpy as np
 
-from csdctl.worker.data.arrays import Array, as_labels
+from csdctl.worker.data.arrays import MAX_HEADER_BYTES, Array, as_labels, fields_of
 from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, open_private
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.source import LABEL, Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.bounds import Count, Shape
@@ -37,6 +37,8 @@ from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _RECORD = "record.json"
 _ARRAYS = ("images.npy", "labels.npy")
+_SPARE_HEADER_BYTES = 1000
+"""Of a .npy header, for all but the fields."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,11 @@ class IngestRecord:
     dtype: str = ""
     label_shape: Shape = ()
     label_dtype: str = ""
-    min_label: int = 0
-    max_label: int = -1
+    min_labels: dict[str, int] = field(default_factory=dict)
+    """Of each field of integers, '' for the only one; at most 0."""
+    max_labels: dict[str, int] = field(default_factory=dict)
+    max_values: dict[str, int] = field(default_factory=dict)
+    """The largest integer of each input, without uint8."""
     num_skipped: dict[str, Count] = field(default_factory=dict)
     class_counts: tuple[Count, ...] = ()
 
@@ -101,7 +106,7 @@ class PartialDataset:
                 self._check_shapes(block.samples, labels)
                 for file, array in zip(self._files, (block.samples, labels), strict=True):
                     file.write(np.ascontiguousarray(array).data)
-                self.record = count_labels(self.record, labels)
+                self.record = count_values(count_labels(self.record, labels), block.samples)
             skipped = Counter(self.record.num_skipped) + block.skipped
             self.record = replace(
                 self.record,
@@ -162,7 +167,12 @@ class PartialDataset:
     def _check_shapes(self, samples: Array, labels: Array) -> None:
         """Take shapes and types from the first samples; raise WorkerError if later ones differ."""
         record = self.record
-        found = (samples.shape[1:], dtype_to_text(samples.dtype), labels.shape[1:], str(labels.dtype))
+        found = (
+            samples.shape[1:],
+            dtype_to_text(samples.dtype),
+            labels.shape[1:],
+            dtype_to_text(labels.dtype),
+        )
         if record.num_samples == 0:
             self.record = replace(
                 record, sample_shape=found[0], dtype=found[1], label_shape=found[2], label_dtype=found[3]
@@ -172,7 +182,11 @@ class PartialDataset:
                 file.truncate()
             self._write_headers()
         elif found != (record.sample_shape, record.dtype, record.label_shape, record.label_dtype):
-            raise WorkerError("the data has samples or labels of different shapes or types", exit_code=2)
+            raise WorkerError(
+                "the data has samples or labels of different shapes or types",
+                remedy="give all samples the same shape and type",
+                exit_code=2,
+            )
 
 
 def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
@@ -185,19 +199,31 @@ def hash_arrays(info: DatasetInfo, directory: Path) -> DatasetInfo:
 
 
 def count_labels(record: IngestRecord, labels: Array) -> IngestRecord:
-    """Return `record` with the range of `labels` and, if they are class indices, the count of each class."""
-    if labels.dtype.kind != "i" or not labels.size:
-        return record
-    low, high = int(labels.min()), int(labels.max())
+    """Return `record` with the range of each field of `labels`, and the count of each class."""
+    lowest, highest = dict(record.min_labels), dict(record.max_labels)
     counts = np.array(record.class_counts, np.int64)
-    if labels.ndim == 1 and low >= 0:
-        counts += np.bincount(labels[labels < len(counts)], minlength=len(counts))
+    for name, array in fields_of(labels).items():
+        if array.dtype.kind != "i" or not array.size:
+            continue
+        lowest[name] = min(int(array.min()), lowest.get(name, 0))
+        highest[name] = max(int(array.max()), highest.get(name, -1))
+        if array.ndim == 1 and name in ("", LABEL) and lowest[name] >= 0:
+            counts += np.bincount(array[array < len(counts)], minlength=len(counts))
     return replace(
         record,
-        min_label=min(low, record.min_label),
-        max_label=max(high, record.max_label),
+        min_labels=lowest,
+        max_labels=highest,
         class_counts=tuple(int(count) for count in counts),
     )
+
+
+def count_values(record: IngestRecord, samples: Array) -> IngestRecord:
+    """Return `record` with the largest value of each input of integers: they may be indices."""
+    found = dict(record.max_values)
+    for name, array in fields_of(samples).items():
+        if array.dtype.kind in "iu" and array.dtype != np.uint8 and array.size:
+            found[name] = max(int(array.max()), found.get(name, -1))
+    return replace(record, max_values=found)
 
 
 @contextmanager
@@ -252,7 +278,7 @@ def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
         if is_usable and record.num_samples:
             found = [(directory / name).stat().st_size for name in _ARRAYS]
             is_usable = all(map(operator.ge, found, record.file_sizes()))
-    except (OSError, ValueError):  # a ProtocolError is a ValueError
+    except (OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
         is_usable = False
     return record if is_usable else IngestRecord(fingerprint)
 
@@ -263,6 +289,12 @@ def _build_header(shape: tuple[int, ...], dtype: str) -> bytes:
     Raises ValueError for a type that numpy does not know.
     """
     described = np.lib.format.dtype_to_descr(dtype_from_text(dtype))
+    if len(repr(described)) > MAX_HEADER_BYTES - _SPARE_HEADER_BYTES:
+        raise WorkerError(
+            f"the data has too many inputs or outputs: {len(dtype_from_text(dtype).names or ()):,}",
+            remedy="make one input of several: one vector in place of single numbers",
+            exit_code=2,
+        )
     file = io.BytesIO()
     np.lib.format.write_array_header_1_0(file, {"descr": described, "fortran_order": False, "shape": shape})
     return file.getvalue()

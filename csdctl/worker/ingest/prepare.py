@@ -5,12 +5,15 @@ messages may name classes, but no file below the root.
 """
 
 import hashlib
+import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from csdctl.worker.data.arrays import Array, as_labels
+import numpy as np
+
+from csdctl.worker.data.arrays import Array, as_labels, fields_of, label_dtype
 from csdctl.worker.data.element_spec import dtype_to_text
 from csdctl.worker.data.file_hash import open_regular
 from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, is_open_to_change, make_store, set_access
@@ -20,15 +23,17 @@ from csdctl.worker.ingest.partial_dataset import (
     PartialDataset,
     convert_write_errors,
     count_labels,
+    count_values,
     hash_arrays,
 )
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
-from csdctl.worker.ingest.sources.source import SampleSource, num_threads
+from csdctl.worker.ingest.sources.source import LABEL, Block, SampleSource, num_threads
+from csdctl.worker.ingest.sources.structure import conform
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, parts_of
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20
@@ -58,8 +63,8 @@ def prepare(
         return done
     if source_format == "npy":
         samples, labels = open_npy_pair(tree.root, spec)
-        if samples.ndim != 3:
-            return _use_in_place(tree, samples, labels, spec, target)
+        if _is_as_stored(samples, labels, spec):
+            return _use_in_place(tree, samples, labels, spec, target, limits)
     source = open_source(source_format, tree, spec, threads or num_threads())
     directory = _partial_directory(tree, spec)
     partial = PartialDataset(directory, fingerprint, len(source.class_names or ()), limits)
@@ -68,8 +73,10 @@ def prepare(
             partial.discard()
             return done
         _check_free_space(source, partial.record, spec.store)
-        _fill(partial, source, limits, on_progress)
-        info = _describe(partial.record, source.class_names, source.files_of_class, spec, str(target))
+        _fill(partial, source, spec, limits, on_progress)
+        info = _describe(
+            partial.record, source.class_names, source.files_of_class, spec, str(target), source.padded
+        )
         finished = partial.finish(target, info)
         set_access(target, tree, is_shared=spec.is_shared)
         return finished
@@ -97,10 +104,20 @@ def _find_prepared(target: Path, tree: Tree, spec: PrepareSpec) -> DatasetInfo |
             return None
     except (OSError, ValueError, RecursionError, WorkerError):  # a ProtocolError is a ValueError
         return None
-    return info if info.images_sha256 and info.labels_sha256 else None
+    return info if info.images_sha256 and info.labels_sha256 and info.label_dtype else None
 
 
-def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path) -> DatasetInfo:
+def _is_as_stored(samples: Array, labels: Array, spec: PrepareSpec) -> bool:
+    """Return whether samples and labels need no conversion but that of labels when they are read."""
+    stored = conform(Block(0, samples[:0], labels[:0]), spec)
+    is_same_type = bool(stored.samples.dtype == samples.dtype)
+    has_same_fields = stored.labels.dtype == label_dtype(labels.dtype)
+    return is_same_type and has_same_fields and stored.samples.shape[1:] == samples.shape[1:]
+
+
+def _use_in_place(
+    tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, target: Path, limits: IngestLimits
+) -> DatasetInfo:
     """Describe a source that can be read as it is; nothing is copied."""
     record = IngestRecord(
         fingerprint=target.name,
@@ -109,12 +126,16 @@ def _use_in_place(tree: Tree, samples: Array, labels: Array, spec: PrepareSpec, 
         sample_shape=samples.shape[1:],
         dtype=dtype_to_text(samples.dtype),
         label_shape=labels.shape[1:],
-        label_dtype=str(as_labels(labels[:0]).dtype),
+        label_dtype=dtype_to_text(label_dtype(labels.dtype)),
         class_counts=(0,) * len(spec.classes or ()),
     )
     for start in range(0, len(labels), _LABELS_AT_ONCE):
         record = count_labels(record, as_labels(labels[start : start + _LABELS_AT_ONCE]))
-    info = hash_arrays(_describe(record, spec.classes, (), spec, str(tree.root)), tree.root)
+    num_rows = max(1, limits.block_bytes // max(1, samples.dtype.itemsize * math.prod(samples.shape[1:])))
+    if samples.dtype != np.uint8 and any(field.dtype.kind in "iu" for field in fields_of(samples).values()):
+        for start in range(0, len(samples), num_rows):
+            record = count_values(record, samples[start : start + num_rows])
+    info = hash_arrays(_describe(record, spec.classes, (), spec, str(tree.root), {}), tree.root)
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
@@ -135,6 +156,7 @@ def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
 def _fill(
     partial: PartialDataset,
     source: SampleSource,
+    spec: PrepareSpec,
     limits: IngestLimits,
     on_progress: Callable[[PrepareProgress], None],
 ) -> None:
@@ -145,7 +167,7 @@ def _fill(
 
     report()
     for block in source.blocks(partial.record.num_read, limits):
-        partial.append(block)
+        partial.append(conform(block, spec))
         report()
 
 
@@ -167,20 +189,27 @@ def _describe(
     files_of_class: tuple[int, ...],
     spec: PrepareSpec,
     path: str,
+    padded: dict[str, tuple[int, ...]],
 ) -> DatasetInfo:
     """Return the description; raises WorkerError, exit code 2, if it is empty or does not fit the classes."""
     names = class_names or ()
     if record.num_samples == 0:
         raise _no_usable_samples(record, spec)
-    has_indices = record.label_dtype == "int32" and record.min_label >= 0
-    if names and not record.label_shape and not (has_indices and record.max_label < len(names)):
+    largest = {
+        name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()
+    }
+    parts = parts_of(record.label_dtype, record.label_shape)
+    field = LABEL if LABEL in parts else ""
+    has_classes = bool(names) and field in parts and not parts[field][1]
+    if has_classes and not 0 <= largest.get(field, -1) < len(names):
         raise WorkerError(
             f"data at {spec.source} has labels that are not classes: the job has {len(names)} classes, "
             f"so labels must be integers from 0 to {len(names) - 1}",
             remedy="fix the labels, or data.classes in job.yaml",
             exit_code=2,
         )
-    has_classes = bool(names) and not record.label_shape
+    if has_classes:
+        largest[field] = len(names) - 1
     counted = zip(names, record.class_counts, files_of_class, strict=False)
     return DatasetInfo(
         path=path,
@@ -188,11 +217,15 @@ def _describe(
         sample_shape=record.sample_shape,
         dtype=record.dtype,
         label_shape=record.label_shape,
-        max_label=len(names) - 1 if has_classes else record.max_label if has_indices else -1,
+        max_label=largest.get(field, -1),
         fingerprint=record.fingerprint,
         num_skipped=record.num_skipped,
         class_counts=dict(zip(names, record.class_counts, strict=True)) if has_classes else {},
         unusable_classes=tuple(name for name, usable, files in counted if files and not usable),
+        label_dtype=record.label_dtype,
+        max_labels=largest,
+        max_values=record.max_values,
+        padded=padded,
     )
 
 

@@ -1,10 +1,17 @@
 """Prepared data sets: the request to `prepare` one, and the results."""
 
 import dataclasses
+import json
 from dataclasses import dataclass, field
 from typing import Annotated
 
 from csdctl.worker.protocol.bounds import Between, Count, Shape, ShortText
+from csdctl.worker.protocol.run_spec import UserCode
+
+Largest = Annotated[int, Between(-1, 1 << 64)]
+"""The largest of several integers from 0; -1 if there are others among them."""
+Parts = dict[str, tuple[str, Shape]]
+"""Type and shape of each field of a sample or a label by name, '' for the only one."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +26,9 @@ class DatasetInfo:
     sample_shape: Shape
     dtype: str
     label_shape: Shape
-    max_label: Annotated[int, Between(-1, 1 << 64)]
-    """The largest label, or the label of the last class; -1 if labels are not non-negative integers."""
+    max_label: Largest
+    """The largest label, or the label of the last class; -1 if labels are not non-negative integers, or have
+    several fields."""
     fingerprint: ShortText
     num_skipped: dict[ShortText, Count] = field(default_factory=dict)
     """Skipped samples by reason, such as 'undecodable'; docs/how-to/prepare-data.md lists all reasons."""
@@ -31,11 +39,36 @@ class DatasetInfo:
     images_sha256: str = ""
     """Of images.npy, as it was prepared."""
     labels_sha256: str = ""
+    label_dtype: str = ""
+    """As `dtype`; several outputs, and weights of samples, are fields. '' in those of earlier versions."""
+    max_labels: dict[str, Largest] = field(default_factory=dict)
+    """The largest label of each field of integers; '' is the only one."""
+    max_values: dict[str, Largest] = field(default_factory=dict)
+    """The largest value of each input of integers, which may be indices; without uint8."""
+    padded: dict[str, Shape] = field(default_factory=dict)
+    """Inputs and outputs whose values had different shapes, and the shape that they were padded to with 0."""
+
+    @property
+    def inputs(self) -> Parts:
+        """The arrays of a sample."""
+        return parts_of(self.dtype, self.sample_shape)
+
+    @property
+    def labels(self) -> Parts:
+        """The fields of a label; of descriptions of earlier versions, the type is ''."""
+        return parts_of(self.label_dtype, self.label_shape)
 
     @property
     def element_spec(self) -> "DatasetInfo":
         """Shapes and types, which is what computing needs, without classes and skipped samples."""
-        return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=())
+        return dataclasses.replace(self, num_skipped={}, class_counts={}, unusable_classes=(), padded={})
+
+
+def parts_of(dtype: str, shape: Shape) -> Parts:
+    """Return the fields of the type `dtype`, as text, of a sample or label of `shape`."""
+    if not dtype.startswith("["):
+        return {"": (dtype, shape)}
+    return {name: (base, tuple(sizes)) for name, base, sizes in json.loads(dtype)}
 
 
 @dataclass(frozen=True)
@@ -62,6 +95,16 @@ class RecordSchema:
 
 
 @dataclass(frozen=True)
+class TableSchema:
+    """Columns of .csv files; those that are not named here are features."""
+
+    labels: tuple[str, ...]
+    weight: str = ""
+    """'' for none."""
+    dropped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class PrepareSpec:
     """What to `prepare` on one machine; the first line of its standard input."""
 
@@ -81,6 +124,15 @@ class PrepareSpec:
     """If True, data that was prepared before is compared with its hashes, and prepared again if damaged."""
     is_shared: bool = False
     """If True, `store` is on a shared file system, for whoever may read all of `source`."""
+    inputs: dict[str, Shape] = field(default_factory=dict)
+    """Shape of each of the model's inputs by name, '' for the only one, 0 for any size; {} if unknown."""
+    outputs: tuple[str, ...] = ()
+    """Names of the model's outputs, in its order; none if it has one, or they are unknown."""
+    labels: Parts = field(default_factory=dict)
+    """The fields of the labels of the job's public data; {} if unknown."""
+    table: TableSchema | None = None
+    code: UserCode | None = None
+    """The job's own code that `function` imports."""
 
 
 @dataclass(frozen=True)

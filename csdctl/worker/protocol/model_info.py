@@ -1,8 +1,45 @@
-"""Properties of a model that `build` determined."""
+"""The request to build a model, and the properties of a model that were determined thereby."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from csdctl.worker.protocol.bounds import Count, Shape
+from csdctl.worker.protocol.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class BuildSpec:
+    """What to `build`; one line of standard input."""
+
+    reference: str
+    """`keras.applications:NAME`, `PATH.keras` or `PATH.py:FUNCTION`."""
+    arguments: dict[str, Any]
+    recipe: Recipe
+    directory: str
+    """Of the job file."""
+    code_roots: tuple[str, ...] = ()
+    """The user's Python files and packages, which are sent to the nodes when the model needs them."""
+    sample_shapes: dict[str, tuple[str, Shape]] = field(default_factory=dict)
+    """Type and shape of each array of a sample, '' for the only one; none: not known yet."""
+
+
+@dataclass(frozen=True)
+class OutputInfo:
+    """One output of a model, and its loss."""
+
+    name: str
+    """'' for the only one."""
+    shape: Shape
+    activation: str
+    """Of its last layer: 'softmax', 'linear', …; '' if unknown."""
+    loss: str
+    """Keras' name, such as 'sparse_categorical_crossentropy'; '' if the output has none."""
+    is_known: bool = True
+    """False: the model is a subclass, whose outputs are known only by calling it."""
+    from_logits: bool = False
+    """Whether the loss takes logits."""
+    ignores_class: bool = False
+    """Whether the loss leaves out labels of a certain value (`ignore_class`)."""
 
 
 @dataclass(frozen=True)
@@ -24,3 +61,11 @@ class ModelInfo:
     convolutions; a multiply-accumulate counts as two. 0 if unknown."""
     stateful_layers: tuple[str, ...] = ()
     """Layers that keep state of the samples they train on, such as batch norm."""
+    outputs: tuple[OutputInfo, ...] = ()
+    """In the model's order."""
+    recipe: Recipe = field(default_factory=Recipe)
+    """The job's recipe, with what the compiled model adds."""
+    needs_code: bool = False
+    """Whether the nodes need the job's code to build the model."""
+    is_built: bool = True
+    """False: it is a subclass that gets its weights by being called; nothing but its name is known."""

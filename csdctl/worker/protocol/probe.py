@@ -7,7 +7,7 @@ from csdctl.worker.protocol.bounds import BatchSize, Between, Count, NumSteps, R
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import SCHEMA, from_json
 from csdctl.worker.protocol.recipe import Noise, Recipe
-from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.protocol.run_spec import Runtime, UserCode
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,8 @@ class ProbeSpec:
     runtime: Runtime
     data: DatasetInfo
     """The public data set: probes use random samples of its shape and type."""
+    code: UserCode | None = None
+    """What the model needs to be rebuilt, beside Keras."""
     noise: Noise | None = None
     """The noise on the job's private samples."""
     is_private: bool = False

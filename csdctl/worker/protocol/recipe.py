@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+Argument = float | bool | str
+"""A keyword argument of a loss, an optimizer or a schedule of Keras."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -37,17 +40,37 @@ class ReduceOnPlateau:
 
 
 @dataclass(frozen=True)
+class LossTerm:
+    """A loss by its Keras name, such as `mean_squared_error` or `MeanSquaredError`, or `FILE.py:NAME`."""
+
+    name: str
+    args: dict[str, Argument] = field(default_factory=dict)
+    weight: float = 1.0
+    """Of this output in the sum over all outputs."""
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate."""
+    """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate.
+
+    A recipe of a job may leave loss, optimizer and learning rate to the model, when it is compiled;
+    `worker.compute.compiling` fills them in.
+    """
 
     epochs: int = 1
-    optimizer: str = "sgd"
-    optimizer_args: dict[str, float | bool] = field(default_factory=dict)
-    learning_rate: float = 0.01
+    optimizer: str = ""
+    """By its Keras name; '': the compiled model's, else sgd."""
+    optimizer_args: dict[str, Argument] = field(default_factory=dict)
+    learning_rate: float | None = None
+    """None: the compiled model's."""
     reference_batch: int = 256
     warmup_epochs: float = 0.0
-    loss: str = "sparse_categorical_crossentropy"
+    losses: dict[str, LossTerm] = field(default_factory=dict)
+    """By the name of the model's output, '' for a model with one; none: the compiled model's."""
     from_logits: bool = False
+    """Whether losses that distinguish it get logits."""
+    class_weight: dict[str, float] = field(default_factory=dict)
+    """The weight of the samples of a class, by its number; 1 for classes that are not listed."""
     input_range: tuple[float, float] | None = (0.0, 1.0)
     """Range to which uint8 0…255 is scaled; None leaves the values unchanged."""
     seed: int = 0
@@ -56,6 +79,14 @@ class Recipe:
     decay: str = "none"
     """How the learning rate falls to zero from the end of the warm-up to the end of the last epoch: 'linear'
     or 'cosine'; with 'none' it does not fall."""
+    schedule: str = ""
+    """A schedule of the learning rate by step, as Keras' JSON; it takes the place of `learning_rate`."""
     metrics: tuple[str, ...] = ()
+    """By their Keras names, or `FILE.py:NAME`; none: the compiled model's."""
     early_stopping: EarlyStopping | None = None
     reduce_on_plateau: ReduceOnPlateau | None = None
+
+    @property
+    def loss(self) -> str:
+        """The loss of a model with one output; '' if there are several, or none is named."""
+        return self.losses[""].name if "" in self.losses else ""

@@ -28,6 +28,15 @@ class DatasetSlice:
 
 
 @dataclass(frozen=True)
+class UserCode:
+    """The job's own code, as a zip in the store."""
+
+    archive: str
+    modules: tuple[str, ...]
+    """Modules and packages that a rank imports."""
+
+
+@dataclass(frozen=True)
 class Runtime:
     """TensorFlow's runtime settings in a rank."""
 
@@ -94,6 +103,8 @@ class RunSpec:
     """End after this many steps of the whole run, for measuring."""
     task: TaskSpec = field(default_factory=TaskSpec)
     """What the ranks are asked to do."""
+    code: UserCode | None = None
+    """What the model needs to be rebuilt, beside Keras."""
     noise: Noise | None = None
     """The noise on every rank's private samples."""
     link_key: str = ""

@@ -86,7 +86,8 @@ class Checkpointer:
         """Save the model as a .keras file; returns its path."""
         path = Path(self._spec.output_directory) / name
         aside = path.with_name(f"part-{name}")
-        self._step.model.save(aside)
+        with self._step.averaged_weights():
+            self._step.model.save(aside)
         os.replace(aside, path)
         return str(path)
 

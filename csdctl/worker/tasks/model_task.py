@@ -1,6 +1,5 @@
 """What the tasks have in common that compute with the run's model and data."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -45,7 +44,7 @@ class ModelTask:
         self.step = self._step_of_probes or self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
         self.layout = replace(self.step.layout, num_ranks=len(self.spec.ranks))
-        self.reporter.metric_names = self.step.metric_names
+        self.reporter.metrics = self.step.metrics
         self.restore()
         self._warm_up()
 
@@ -56,23 +55,18 @@ class ModelTask:
         """Return what the samples are read with."""
         return EpochReader(self.spec, self.me.rank)
 
-    def load_own_metrics(self) -> Mapping[str, Any] | None:
-        """Return the user's metric functions, where this rank evaluates with them."""
-        return None
-
     def _load_step(self) -> Step:
         spec, me = self.spec, self.me
-        for file in (spec.architecture, spec.weights):
+        for file in (spec.architecture, spec.weights, *([spec.code.archive] if spec.code else [])):
             check_stored(file)
         return Step(
-            load(Path(spec.architecture), Path(spec.weights), self._keras),
+            load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code),
             spec.recipe,
             self.reader.empty_batch(),
             self._tf,
             self._keras,
             rank=me.rank,
             weight=me.weight,
-            own_metrics=self.load_own_metrics(),
             noise=spec.noise,
         )
 

@@ -35,9 +35,10 @@ class EpochTotals:
     steps: int = 0
     samples: int = 0
     loss: Measured = 0.0
-    metrics: tuple[Measured, ...] = ()
+    states: tuple[Measured, ...] = ()
+    """Of the metrics."""
     weight: float = 0.0
-    """The sum of the samples' weights: their number when all weights are 1."""
+    """What the loss is divided by: the number of samples when all weights are 1."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def _check(position: Position, own: Sequence[OwnSamples]) -> None:
         as_count(position.step - position.segment.start_step, _LARGEST)
         for share in position.segment.shares:
             _check_share(share, own)
-    _check_numbers(totals.loss, totals.weight, *totals.metrics)
+    _check_numbers(totals.loss, totals.weight, *totals.states)
     check_callbacks(position.callbacks)
 
 

@@ -34,7 +34,7 @@ from csdctl.worker.tasks.session import RankSession
 
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
-    model = load(Path(spec.architecture), Path(spec.weights), keras)
+    model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
     generator = np.random.default_rng(0)
     example = random_batch(generator, spec.data, 1)
     step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)

@@ -3,11 +3,10 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.compute.step import Sums, add_sums
 from csdctl.worker.data.schedule import OwnSamples, Segment, Share, begin_epoch, change_segment
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.worker.tasks.position import CallbackState, EpochTotals, Position
-from csdctl.worker.tasks.totals import add_sums
 
 
 class RunProgress:
@@ -86,13 +85,13 @@ class RunProgress:
     def end_step(self, sums: Sums, global_samples: int) -> None:
         """Count one step with the `sums` of all ranks."""
         position, totals = self.position, self.position.totals
-        added = add_sums(Sums(totals.loss, totals.metrics, totals.weight), sums)
+        added = add_sums([Sums(totals.loss, totals.states, totals.weight), sums])
         num_samples = totals.samples + global_samples
         self.position = dataclasses.replace(
             position,
             step=position.step + 1,
             total_steps=position.total_steps + 1,
-            totals=EpochTotals(totals.steps + 1, num_samples, added.loss, added.metrics, added.samples),
+            totals=EpochTotals(totals.steps + 1, num_samples, added.loss, added.states, added.count),
         )
 
     def end_epoch(self, callbacks: CallbackState) -> None:

@@ -1,9 +1,10 @@
 """What a rank reports of its work, as events."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.events import emit
@@ -33,8 +34,8 @@ class Reporter:
     def __init__(self, spec: RunSpec, me: RankSpec) -> None:
         self._nodes = [rank.node for rank in spec.ranks]
         self._rank, self._node = me.rank, me.node
-        self.metric_names: tuple[str, ...] = ()
-        """Of the metrics that are summed over the ranks; known once the model is loaded."""
+        self.metrics: Callable[[Sums], Mapping[str, float]] = lambda sums: {}
+        """Returns the metrics of summed states by name; known once the model is loaded."""
 
     def ready(self, num_samples: int, setup_s: float) -> None:
         """Report that model and data are loaded."""
@@ -89,7 +90,7 @@ class Reporter:
         """Report the steps since the last report."""
         fields = totals.local_fields()
         if self._rank == 0:
-            fields |= global_fields(totals.sums, totals.global_samples, self.metric_names)
+            fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
         emit(Progress(self._rank, self._node, epoch=position.epoch, step=position.step, **fields))
 
     def rebalanced(

@@ -1,12 +1,11 @@
 """Sums over several steps, as the fields of a rank's events."""
 
-import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.compute.step import Sums, add_sums
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class StepTotals:
         self.global_samples += step.global_samples
         self.compute_s += step.compute_s
         self.wait_s += step.wait_s
-        self.sums = add_sums(self.sums, step.sums)
+        self.sums = add_sums([self.sums, step.sums])
 
     def local_fields(self) -> dict[str, Any]:
         """Return the fields that the events of every rank have."""
@@ -59,23 +58,11 @@ class StepTotals:
         }
 
 
-def add_sums(left: Sums, right: Sums) -> Sums:
-    """Return the sum of both; a sum over no step has no metrics yet."""
-    metrics = left.metrics or (0.0,) * len(right.metrics)
-    return Sums(
-        left.loss + right.loss,
-        tuple(a + b for a, b in zip(metrics, right.metrics, strict=True)),
-        left.samples + right.samples,
-    )
-
-
-def global_fields(sums: Sums, global_samples: int, metric_names: Sequence[str]) -> dict[str, Any]:
-    """Return the fields that rank 0 adds: samples, mean loss and mean metrics of all ranks."""
-    count = sums.samples or math.nan
-    metrics = {name: value / count for name, value in zip(metric_names, sums.metrics, strict=False)}
+def global_fields(sums: Sums, global_samples: int, metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Return the fields that rank 0 adds: samples, mean loss and metrics of all ranks."""
     return {
         "global_samples": global_samples,
-        "loss": sums.loss / count,
+        "loss": sums.mean_loss,
         "accuracy": metrics.get("accuracy"),
-        "metrics": metrics,
+        "metrics": dict(metrics),
     }

@@ -14,7 +14,7 @@ import numpy as np
 from csdctl.worker.compute.evaluation import evaluate
 from csdctl.worker.compute.learning_rate import learning_rate
 from csdctl.worker.compute.model import hash_weights
-from csdctl.worker.compute.recipe import load_own_metrics
+from csdctl.worker.compute.recipe import make_schedule
 from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import PreparedSamples
@@ -54,6 +54,8 @@ class Train(ModelTask):
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }
         self._balancer = Balancer(limits)
+        schedule = self.spec.recipe.schedule
+        self._schedule = make_schedule(schedule) if schedule else None
         self._weights_hash = ""
 
     def restore(self) -> None:
@@ -62,10 +64,6 @@ class Train(ModelTask):
         self._checkpointer = Checkpointer(self.spec, self.me, self.step, own) if self.is_root else None
         if self._checkpointer and self._checkpointer.position:
             self.progress.position = self._checkpointer.position
-
-    def load_own_metrics(self) -> dict[str, Any] | None:
-        """Return the user's metric functions on the rank that evaluates."""
-        return load_own_metrics(self.spec.recipe) if self._validation is not None else None
 
     def run(self, group: Group) -> TaskOutcome:
         """Train until the end, or until a pause between epochs."""
@@ -194,7 +192,8 @@ class Train(ModelTask):
 
     def _learning_rate(self) -> float:
         progress = self.progress
-        rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done)
+        scheduled = float(self._schedule(progress.position.total_steps)) if self._schedule else None
+        rate = learning_rate(self.spec.recipe, progress.segment.global_batch, progress.epochs_done, scheduled)
         return rate * progress.position.callbacks.rate_factor
 
     def _end_step(self, sums: Sums, global_samples: int) -> None:
@@ -225,7 +224,8 @@ class Train(ModelTask):
         When only a few ranks sent such a vector, they are at fault (PeerFaultError); otherwise the training
         diverges (WorkerError). Rank 0 decides; the others wait until it leaves the group.
         """
-        if math.isfinite(sums.loss) and math.isfinite(total):
+        # With loss scaling, the optimizer skips a gradient that overflowed and lowers the scale.
+        if math.isfinite(sums.loss) and (math.isfinite(total) or self.step.has_loss_scaling):
             return
         if not self.is_root:
             communicator.allgather(None, as_none)
@@ -299,8 +299,8 @@ class Train(ModelTask):
     def _epoch_results(self) -> dict[str, Any]:
         """Return samples, loss and metrics of the epoch so far, over all ranks, including lost ones."""
         totals = self.progress.position.totals
-        sums = Sums(totals.loss, totals.metrics, totals.weight)
-        return global_fields(sums, totals.samples, self.step.metric_names)
+        sums = Sums(totals.loss, totals.states, totals.weight)
+        return global_fields(sums, totals.samples, self.step.metrics(sums))
 
     def _report_epoch_end(self, results: dict[str, Any], group: Group) -> None:
         fields: dict[str, Any] = {}

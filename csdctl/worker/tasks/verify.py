@@ -34,7 +34,7 @@ class Verify(ModelTask):
         """Take the step; raises WorkerError when the ranks hold different weights after it."""
         communicator, step = group.communicator, self.step
         sizes = [num_verified_samples(rank.batch_size) for rank in self.spec.ranks]
-        step.set_step(0, self.spec.recipe.learning_rate)
+        step.set_step(0, self.spec.recipe.learning_rate or 0.0)
         padded = np.zeros_like(communicator.local)
         padded[self.layout.step] = np.array(step.local(*self._draw_samples(self.me.rank, sizes)))
         expected = ExpectedTails(self.layout.count, list(group.ranks), [float(size) for size in sizes])

@@ -80,7 +80,7 @@ def deploy_parcel(
 
 def common_files(prepared: Prepared) -> list[StoredFile]:
     """Return the files that every machine needs to train or measure."""
-    return [prepared.worker, prepared.model.architecture, prepared.model.weights]
+    return [prepared.worker, *prepared.model.files]
 
 
 def cut_shards(

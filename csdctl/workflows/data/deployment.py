@@ -14,7 +14,7 @@ from csdctl.shipping.parcel import FileTree, Parcel, pack_parcel
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
-from csdctl.workflows.data.prepare import prepare_code
+from csdctl.workflows.data.model import prepare_code
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ MAX_REASONS = 100
 MAX_FIELDS = 1000
 """Arrays of one sample, for a model with several inputs."""
 
+MAX_VALUE = 1 << 63
 MAX_DTYPE_LENGTH = 1 << 17
 
 _NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
@@ -29,10 +30,20 @@ def check_info(answer: Answer) -> None:
     answer.number("num_samples", 1, MAX_SAMPLES)
     for shape in ("sample_shape", "label_shape"):
         answer.numbers(shape, MAX_DIMENSIONS, 0, MAX_SIZE)
-    if not _is_dtype(answer.text("dtype", max_length=MAX_DTYPE_LENGTH)):
-        raise answer.error(f"received {answer.text('dtype')[:80]!r} as `dtype`, expected a type of numpy")
+    for dtype in ("dtype", "label_dtype"):
+        if not _is_dtype(found := answer.text(dtype, max_length=MAX_DTYPE_LENGTH)):
+            raise answer.error(f"received {found[:80]!r} as `{dtype}`, expected a type of numpy")
     answer.number("max_label", -1, MAX_SIZE)
     answer.counts("num_skipped", MAX_REASONS)
+    for key in ("max_labels", "max_values", "padded"):
+        by_field = answer.part(key)
+        if len(by_field.content) > MAX_FIELDS:
+            raise answer.error(f"received {len(by_field.content)} {key}, expected at most {MAX_FIELDS}")
+        for name in by_field.content:
+            if key == "padded":
+                by_field.numbers(name, MAX_DIMENSIONS, 0, MAX_SIZE)
+            else:
+                by_field.number(name, -1, MAX_VALUE)
     answer.counts("class_counts", MAX_CLASSES)
     answer.texts("unusable_classes", MAX_CLASSES)
 

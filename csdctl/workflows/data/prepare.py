@@ -4,61 +4,50 @@ A worker process on the host handles public data and the model, the worker of ea
 controller process opens neither. Results are stored by content, so a repeated call is fast.
 """
 
-import hashlib
-import json
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json
-from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME, Fleet
-from csdctl.job.compatibility import check_compatibility, check_noise
+from csdctl.job.compatibility import check_compatibility, check_noise, inputs_of
 from csdctl.job.model import Job
+from csdctl.job.reading import find_imported
 from csdctl.notify import Say
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.chunks import SharedChunks
 from csdctl.shipping.deliver import deliver
 from csdctl.shipping.parcel import pack_parcel
-from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
+from csdctl.shipping.store import StoredFile, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker, watch_worker
-from csdctl.shipping.worker_zip import pack_worker
+from csdctl.shipping.worker_zip import pack_code
 from csdctl.transport.answer import Answer
-from csdctl.transport.local import LocalSession
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.tuning.measurements import ModelFeatures, describe_model
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import UserCode
 from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.model import (
+    SerializedModel,
+    describe_code,
+    serialize_model,
+    shapes_of,
+    store_worker,
+)
 from csdctl.workflows.data.prepared_record import find_changed, save_prepared
 
-MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
-HASHES = "hashes.json"
 DATA_STORE = ".csdctl/data"
 SHARED_STORE = ".csdctl-data"
 """Beside public data on a shared file system: every node must see the prepared data too."""
 
 DIGEST_DEADLINE_S = 300.0
-BUILD_DEADLINE_S = 300.0
 _DOING = "preparing data"
 
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
-
-
-@dataclass(frozen=True)
-class SerializedModel:
-    """A model as it is sent to the nodes."""
-
-    info: ModelInfo
-    architecture: StoredFile
-    weights: StoredFile
 
 
 @dataclass(frozen=True)
@@ -71,6 +60,11 @@ class Prepared:
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
     """By node; empty when the job has no private data."""
+
+    @property
+    def recipe(self) -> Recipe:
+        """The job's recipe, with what the compiled model adds."""
+        return self.model.info.recipe
 
 
 def prepare_job(
@@ -90,13 +84,18 @@ def prepare_job(
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
     InputError when data is described differently than when it was prepared.
     """
-    worker = store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
+    worker = store_worker(project)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
     preparing.number_classes(public)
+    preparing.follow(public)
+    if not model.info.is_built:
+        model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
+    if model.code:
+        say(f"code for the nodes: {describe_code(job, model.code)}")
     if job.is_everywhere:
         preparing.check_shared(sessions, public)
     validation = None
@@ -108,9 +107,14 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_compatibility(job.recipe, model.info, {"public": public, "validation": validation, **private})
+    check_compatibility(
+        model.info.recipe, model.info, {"public": public, "validation": validation, **private}
+    )
     if job.noise:
         check_noise(job.noise, model.info, private)
+    for name, info in {"public": public, "validation": validation, **private}.items():
+        if info:
+            say_padded(name, info, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -124,80 +128,11 @@ def prepare_job(
     return Prepared(worker, model, public, validation, private)
 
 
-def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
-    """Prepare only worker and model, in the host's store below `directory`; contact no node."""
-    say("model: " + job.model)
-    worker, model = _code(job, directory)
-    return [worker, model.architecture, model.weights]
-
-
-def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
-    """Return the features that identify the job's model in measurements; builds the model if needed."""
-    _, model = _code(job, directory, lambda: say(f"building {job.model} to determine its size"))
-    return describe_model(model.info, model.architecture.sha256)
-
-
-def _code(
-    job: Job, directory: Path, on_build: Callable[[], None] = lambda: None
-) -> tuple[StoredFile, SerializedModel]:
-    worker = store_bytes(pack_worker(), ".pyz", directory, TrafficClass.CODE)
-    with closing(LocalSession(HOST_NAME, directory)) as host:
-        return worker, serialize_model(job, worker, host, ProjectDirectory(directory), on_build)
-
-
-def serialize_model(
-    job: Job,
-    worker: StoredFile,
-    host: Session,
-    project: ProjectDirectory,
-    on_build: Callable[[], None] = lambda: None,
-) -> SerializedModel:
-    """Build and serialize the job's model in a worker process, cached by content.
-
-    `on_build` is called before a build.
-    """
-    directory = project.models / _model_key(job, worker)
-    if not _is_as_built(directory):
-        on_build()
-        with build_atomically(directory) as aside:
-            arguments = ["build", "--reference", job.model, "--arguments", json.dumps(job.model_args)]
-            arguments += ["--recipe", to_json(job.recipe), "--output", str(aside)]
-            info = run_worker(
-                host,
-                sys.executable,
-                worker.path,
-                arguments,
-                ModelInfo,
-                doing="building the model",
-                deadline_s=BUILD_DEADLINE_S,
-            )
-            save_json(aside / "info.json", json.loads(to_json(info)))
-            save_json(aside / HASHES, {name: hash_file(aside / name) for name in MODEL_FILES})
-    return SerializedModel(
-        from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES)),
-        store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
-        store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
-    )
-
-
-def _is_as_built(directory: Path) -> bool:
-    """Return whether a model was built here, and its files have not changed since."""
-    try:
-        hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in MODEL_FILES}
-    except (InputError, OSError):
-        return False
-
-
-def _model_key(job: Job, worker: StoredFile) -> str:
-    """Return a hash of all inputs of the built model; its file may import modules beside it."""
-    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
-    digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
-    if job.model_file:
-        beside = set(job.model_file.parent.glob("*.py")) | {job.model_file}
-        for path in sorted(path for path in beside if path.is_file()):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()[:32]
+def say_padded(name: str, info: DatasetInfo, say: Say) -> None:
+    """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
+    if info.padded:
+        sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
+        say(f"{name}: different lengths were padded with 0: {sizes}")
 
 
 class _Preparing:
@@ -226,6 +161,9 @@ class _Preparing:
             classes=reading.classes,
             records=reading.records,
             is_checked=is_checked,
+            inputs=inputs_of(model),
+            outputs=tuple(output.name for output in model.outputs if output.name),
+            table=reading.table,
         )
         self._private_function = reading.private_function
         self._fleet = fleet
@@ -237,6 +175,11 @@ class _Preparing:
         """From now on use the classes of the public data, unless the job names classes."""
         if self._spec.classes is None and public.class_counts:
             self._spec = replace(self._spec, classes=tuple(public.class_counts))
+
+    def follow(self, public: DatasetInfo) -> None:
+        """From now on give samples and labels the shapes that those of the public data have."""
+        inputs = {name: shape for name, (_, shape) in public.inputs.items()}
+        self._spec = replace(self._spec, inputs=inputs, labels=public.labels)
 
     def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
         """Prepare the public data: in the project, or beside the source if all nodes read it there."""
@@ -282,12 +225,13 @@ class _Preparing:
         store: str = DATA_STORE,
     ) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
-        stored = self._store_function(function)
+        stored, code = self._store_function(function)
         spec = replace(
             self._spec,
             source=str(path),
             store=store,
             function=_stored_name(stored, function),
+            code=_user_code(code),
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
@@ -295,10 +239,10 @@ class _Preparing:
 
     def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
-        stored = self._store_function(self._private_function)
+        stored, code = self._store_function(self._private_function)
         function = _stored_name(stored, self._private_function)
-        spec = replace(self._spec, source=path, function=function, is_private=True)
-        parcel = pack_parcel([file.as_object() for file in (self._worker, stored) if file])
+        spec = replace(self._spec, source=path, function=function, is_private=True, code=_user_code(code))
+        parcel = pack_parcel([file.as_object() for file in (self._worker, stored, code) if file])
         chunks = SharedChunks()
 
         def on_node(session: Session) -> DatasetInfo:
@@ -308,10 +252,16 @@ class _Preparing:
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
 
-    def _store_function(self, function: str) -> StoredFile | None:
+    def _store_function(self, function: str) -> tuple[StoredFile | None, StoredFile | None]:
+        """Store the file of a user's function, and what it imports of the job's code."""
         if not function:
-            return None
-        return store_file(Path(function.rpartition(":")[0]), self._project.root, TrafficClass.CODE)
+            return None, None
+        file = Path(function.rpartition(":")[0])
+        stored = store_file(file, self._project.root, TrafficClass.CODE)
+        imported = find_imported(file, self._job.code_roots)
+        if not imported:
+            return stored, None
+        return stored, store_bytes(pack_code(imported), ".zip", self._project.root, TrafficClass.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         info = watch_worker(
@@ -326,6 +276,10 @@ class _Preparing:
         )
         check_info(Answer.parse(to_json(info), session.name, _DOING))
         return info
+
+
+def _user_code(code: StoredFile | None) -> UserCode | None:
+    return UserCode(code.path, ()) if code else None
 
 
 def _stored_name(stored: StoredFile | None, function: str) -> str:

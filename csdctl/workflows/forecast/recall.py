@@ -21,7 +21,7 @@ from csdctl.runs.measurements import open_measurements
 from csdctl.tuning.class_model import ClassModel
 from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.recall import RecalledTrial
-from csdctl.workflows.data.prepare import describe_job_model
+from csdctl.workflows.data.model import describe_job_model
 from csdctl.workflows.data.prepared_record import PreparedData
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 

@@ -79,7 +79,7 @@ def resume(
     check_network(space.fleet.network)
     spec, manifest = load_spec(run), _load_manifest(run)
     _check_data(run, manifest.data, prepared)
-    _check_job(run, spec, job)
+    _check_job(run, spec, job, prepared)
     placed = manifest.shards()
     if placed[-1].public_stop != prepared.public.num_samples:
         raise InputError(
@@ -93,7 +93,8 @@ def resume(
     # No path of spec.json is used: they follow from the project and the data as they are now.
     spec = dataclasses.replace(
         spec,
-        recipe=job.recipe,
+        recipe=prepared.recipe,
+        code=prepared.model.user_code,
         ranks=ranks,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
@@ -151,9 +152,9 @@ def _check_data(run: RunDirectory, before: DataFingerprints, prepared: Prepared)
         raise InputError(f"the data of run {run.run_id} has changed since it began", remedy=NEW_RUN)
 
 
-def _check_job(run: RunDirectory, spec: RunSpec, job: Job) -> None:
+def _check_job(run: RunDirectory, spec: RunSpec, job: Job, prepared: Prepared) -> None:
     """Raise InputError when recipe or noise has changed; more epochs are allowed."""
-    if spec.recipe != dataclasses.replace(job.recipe, epochs=spec.recipe.epochs):
+    if spec.recipe != dataclasses.replace(prepared.recipe, epochs=spec.recipe.epochs):
         raise InputError(
             f"the recipe of {job.path} has changed since run {run.run_id} began",
             remedy=f"undo the change (epochs may be raised), or {NEW_RUN}",

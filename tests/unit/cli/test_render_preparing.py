@@ -9,7 +9,8 @@ from csdctl.cli.render.preparing import PreparingView, prepare_document, render_
 from csdctl.shipping.store import StoredFile
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.prepare import Prepared, SerializedModel
+from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.prepare import Prepared
 
 PUBLIC = DatasetInfo(
     "/data/public", 1000, (8, 8, 3), "uint8", (), 2, "f", {}, {"ant": 9, "bee": 1, "cat": 990}

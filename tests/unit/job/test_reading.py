@@ -7,7 +7,8 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.job.model import Job, load_job
-from csdctl.worker.protocol.datasets import ImageRule, RecordSchema
+from csdctl.job.reading import find_imported
+from csdctl.worker.protocol.datasets import ImageRule, RecordSchema, TableSchema
 
 JOB = """\
 model: keras.applications:MobileNetV2
@@ -47,9 +48,19 @@ class TestReading:
         assert reading.classes == ("cat", "dog")
         assert reading.records == RecordSchema("img", "cls", (4, 4), "float32")
 
+    def test_columns_of_tables_are_read(self, job: Write) -> None:
+        assert job("csv: {label: price}").reading.table == TableSchema(("price",))
+        table = job("csv: {label: [a, b], weight: w, drop: [id]}").reading.table
+        assert table == TableSchema(("a", "b"), "w", ("id",))
+
     @pytest.mark.parametrize(
         ("data", "key"),
         [
+            ("csv: {}", "csv.label"),
+            ("csv: {label: []}", "csv.label"),
+            ("csv: {label: ''}", "csv.label"),
+            ("csv: {label: a, drop: [a]}", "csv"),
+            ("csv: {label: a, weigth: b}", "csv.weigth`, did you mean `weight"),
             ("image: {shape: [64, 64]}", "image.shape"),
             ("image: {shape: [64, 64, 4]}", "image.shape"),
             ("image: {shape: [0, 64, 3]}", "image.shape"),
@@ -124,3 +135,16 @@ class TestPrivatePath:
     @pytest.mark.parametrize("private", ["/data/private2", "~/private", "private", "/data/priv"])
     def test_sibling_paths_are_accepted(self, job: Write, private: str) -> None:
         assert job(private=private, public="/data/private").private_path == private
+
+
+def test_imported_code_is_found_through_modules_and_packages(tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text("import numpy\nfrom features import clean\n")
+    (tmp_path / "features.py").write_text("def clean():\n    import package.inner\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "inner.py").write_text("import data, words\nfrom . import other\n")
+    (tmp_path / "words.py").write_text("this is no Python")
+    (tmp_path / "model.py").write_text("import features\n")
+    names = ("data.py", "features.py", "package", "words.py", "model.py")
+    roots = [tmp_path / name for name in names]
+    assert find_imported(roots[0], roots) == (roots[1], roots[2], roots[3])
+    assert find_imported(roots[3], roots) == ()

@@ -32,7 +32,8 @@ from csdctl.tuning.measurements import (
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, to_json
 from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.workflows.data.prepare import describe_job_model, serialize_model
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.workflows.data.model import describe_job_model, serialize_model
 from csdctl.workflows.data.prepared_record import save_prepared
 from csdctl.workflows.tune.fleet_measurements import hash_recipe
 
@@ -181,8 +182,8 @@ def remember_all(at: MeasuredProject) -> None:
 def prepared(at: MeasuredProject) -> Any:
     """In place of `prepare.Prepared`, for code that only passes files on."""
     file = SimpleNamespace(path="file", sha256=at.features.hash)
-    model = SimpleNamespace(info=MODEL, architecture=file, weights=file)
-    return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={})
+    model = SimpleNamespace(info=MODEL, architecture=file, weights=file, user_code=None)
+    return SimpleNamespace(worker=file, model=model, public=PUBLIC, private={}, recipe=Recipe())
 
 
 def workspace(at: MeasuredProject, sessions: Mapping[str, FakeSession], memory_bytes: int = 32 << 30) -> Any:

@@ -6,12 +6,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
-
-from csdctl.worker.data.arrays import Array, as_labels, is_numeric, map_array
+from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array
 from csdctl.worker.ingest.limits import IngestLimits
-from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, RecordRows, Rows
-from csdctl.worker.ingest.sources.source import Block
+from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, Rows, as_rows
+from csdctl.worker.ingest.sources.source import LABEL, SAMPLE_WEIGHT, Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import PrepareSpec
@@ -21,7 +19,7 @@ LABEL_NAMES = ("y", "labels")
 
 
 class ArraySource:
-    """Rows of samples and rows of labels. Grayscale images of shape (n, h, w) get a channel axis."""
+    """Rows of samples and rows of labels."""
 
     files_of_class: tuple[int, ...] = ()
 
@@ -34,6 +32,7 @@ class ArraySource:
         self._samples = samples
         self._labels = labels
         self._source = spec.source
+        self.padded: dict[str, tuple[int, ...]] = {}
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all rows from index `start` on."""
@@ -45,14 +44,8 @@ class ArraySource:
                 num_skipped = min(len(samples), max(0, start - position))
                 position += len(samples)
                 if num_skipped < len(samples):
-                    yield _block(samples[num_skipped:], labels[num_skipped:])
-
-
-def _block(samples: Array, labels: Array) -> Block:
-    if samples.ndim == 3:
-        samples = samples[..., np.newaxis]
-    native = samples.astype(samples.dtype.newbyteorder("="), copy=False)
-    return Block(len(samples), native, as_labels(labels))
+                    part = slice(num_skipped, None)
+                    yield Block(len(samples[part]), as_samples(samples[part]), as_labels(labels[part]))
 
 
 def check_arrays(samples: Rows, labels: Rows, source: str) -> None:
@@ -65,8 +58,12 @@ def check_arrays(samples: Rows, labels: Rows, source: str) -> None:
         raise WorkerError(
             f"data at {source} has {samples.shape[0]} samples but {labels.shape[0]} labels", exit_code=2
         )
-    if not (is_numeric(samples.dtype) and labels.dtype.kind in "uif"):
-        raise WorkerError(f"data at {source} is not numeric: {samples.dtype} and {labels.dtype}", exit_code=2)
+    if not all(array.dtype.kind == "b" or is_numeric(array.dtype) for array in (samples, labels)):
+        raise WorkerError(
+            f"data at {source} is not numeric: {samples.dtype} and {labels.dtype}",
+            remedy="turn text into numbers, in a function of your own: data.public.function",
+            exit_code=2,
+        )
 
 
 def empty_data_error(source: str) -> WorkerError:
@@ -110,23 +107,49 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
 
 
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
-    """Return arrays x and y, or images and labels, of an .npz file; or y and an array for each input."""
+    """Return arrays x and y, or images and labels, of an .npz file; or y and an array for each input.
+
+    An array `sample_weight` has the weights. Instead of y, there may be an array for each of several outputs.
+    """
     with convert_read_errors(spec.source):
         with zipfile.ZipFile(path) as archive:
-            members = archive.namelist()
-        for samples, labels in PAIR_NAMES:
-            if f"{samples}.npy" in members and f"{labels}.npy" in members:
-                return ArraySource(NpzMember(path, samples), NpzMember(path, labels), spec)
-        names = [member.removesuffix(".npy") for member in members if member.endswith(".npy")]
-        found = [name for name in LABEL_NAMES if name in names]
-        if len(found) == 1 and len(names) > 1:
-            inputs = {name: NpzMember(path, name) for name in sorted(names) if name not in found}
-            return ArraySource(RecordRows(inputs), NpzMember(path, found[0]), spec)
+            names = [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
+        inputs, outputs = _choose_arrays(names, spec)
+        if inputs and outputs:
+            labels: dict[str, Rows] = {name: NpzMember(path, member) for name, member in outputs.items()}
+            if SAMPLE_WEIGHT in names:
+                labels = {name or LABEL: rows for name, rows in labels.items()}
+                labels[SAMPLE_WEIGHT] = _as_weights(NpzMember(path, SAMPLE_WEIGHT), spec)
+            samples = {name: NpzMember(path, member) for name, member in inputs.items()}
+            return ArraySource(as_rows(samples), as_rows(labels), spec)
     raise WorkerError(
         f"the .npz at {spec.source} has no arrays x and y (or images and labels)",
         remedy="for a model with several inputs: y, and an array for each input under its name",
         exit_code=2,
     )
+
+
+def _choose_arrays(names: list[str], spec: PrepareSpec) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the arrays of inputs and of outputs by name, '' for the only one; none if they are not there."""
+    for samples, labels in PAIR_NAMES:
+        if samples in names and labels in names:
+            return {"": samples}, {"": labels}
+    found = [name for name in LABEL_NAMES if name in names]
+    outputs = {"": found[0]} if len(found) == 1 else {}
+    if not found and spec.outputs and set(spec.outputs) <= set(names):
+        outputs = {name: name for name in spec.outputs}
+    others = {SAMPLE_WEIGHT, *outputs.values()}
+    return {name: name for name in sorted(names) if name not in others}, outputs
+
+
+def _as_weights(rows: NpzMember, spec: PrepareSpec) -> Rows:
+    if len(rows.shape) != 1:
+        raise WorkerError(
+            f"the array {SAMPLE_WEIGHT} of the .npz at {spec.source} has shape {rows.shape}",
+            remedy="give it one number for each sample",
+            exit_code=2,
+        )
+    return rows
 
 
 def open_idx_pair(images: Path, labels: Path, spec: PrepareSpec) -> ArraySource:

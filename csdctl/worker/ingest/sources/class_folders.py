@@ -38,6 +38,7 @@ class ClassFolders:
         _check_folders(tree.folders, self._label_of, spec.source)
         self._tree = tree
         self._threads = threads
+        self.padded: dict[str, tuple[int, ...]] = {}
         self._rule = spec.picture
         self._files = sorted(tree.files, key=self._label)  # stable: sorted by path within a class
         counts = [0] * len(self.class_names)

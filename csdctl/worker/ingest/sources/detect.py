@@ -11,6 +11,8 @@ from csdctl.worker.ingest.sources.arrays import empty_data_error, open_idx_pair,
 from csdctl.worker.ingest.sources.class_folders import ClassFolders
 from csdctl.worker.ingest.sources.function import call_function
 from csdctl.worker.ingest.sources.source import SampleSource
+from csdctl.worker.ingest.sources.structure import takes_grey
+from csdctl.worker.ingest.sources.table import TableFiles, is_table
 from csdctl.worker.ingest.sources.tfrecord import RecordFiles, is_record_file
 from csdctl.worker.ingest.sources.tree import DataFile, Tree
 from csdctl.worker.process.errors import WorkerError
@@ -18,9 +20,9 @@ from csdctl.worker.protocol.datasets import PrepareSpec
 
 SUPPORTED_DATA = (
     "folders named by class that contain PNG, JPEG, BMP or GIF images, TFRecord files, images.npy and "
-    "labels.npy, an .npz file with x and y, or a pair of IDX files"
+    "labels.npy, an .npz file with x and y, a pair of IDX files, or .csv files"
 )
-FORMATS = ("function", "npy", "npz", "idx", "tfrecord", "class folders")
+FORMATS = ("function", "npy", "npz", "idx", "csv", "tfrecord", "class folders")
 """Part of every fingerprint: renaming one prepares all data of that format again."""
 _IDX_PATTERNS = ("*images-idx*-ubyte*", "*labels-idx1-ubyte*")
 
@@ -39,6 +41,8 @@ def detect_format(tree: Tree, spec: PrepareSpec) -> str:
         return "npz"
     if all(len(found) == 1 for found in _idx_files(top)):
         return "idx"
+    if top and all(is_table(file, tree) for file in (tree.files if spec.table else top)):
+        return "csv"
     record_files = [file for file in tree.files if is_record_file(file, tree)]
     if any(file in record_files for file in top) or (record_files and spec.records):
         return "tfrecord"
@@ -63,6 +67,12 @@ def fingerprint_settings(source_format: str, tree: Tree, spec: PrepareSpec) -> s
     if source_format == "function":
         path, _, name = spec.function.rpartition(":")
         settings["function"] = [hashlib.sha256(Path(path).read_bytes()).hexdigest(), name]
+        settings["code"] = Path(spec.code.archive).name if spec.code else ""
+    if source_format in ("csv", "function"):
+        settings["inputs"], settings["table"] = spec.inputs, asdict(spec.table) if spec.table else None
+    settings["outputs"] = spec.outputs
+    types = {name: dtype for name, (dtype, _) in spec.labels.items()}
+    settings["conform"] = [takes_grey(spec), spec.labels if source_format == "function" else types]
     return json.dumps(settings, sort_keys=True)
 
 
@@ -75,6 +85,7 @@ def open_source(source_format: str, tree: Tree, spec: PrepareSpec, threads: int)
         "npy": lambda: open_npy_files(tree.root, spec),
         "npz": lambda: open_npz(tree.path_of(npz[0]), spec),
         "idx": lambda: open_idx_pair(tree.path_of(idx[0][0]), tree.path_of(idx[1][0]), spec),
+        "csv": lambda: TableFiles(tree, spec),
         "tfrecord": lambda: RecordFiles(tree, spec, threads),
         "class folders": lambda: ClassFolders(tree, spec, threads),
     }

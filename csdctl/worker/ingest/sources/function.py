@@ -1,28 +1,38 @@
 """The user's own function, `FILE.py:NAME`: called with the path of the data, it returns all samples."""
 
 import hashlib
-import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+import sys
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
 from csdctl.worker.compute.backend import load_tensorflow
-from csdctl.worker.data.arrays import Array
-from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.ingest.sources.arrays import ArraySource
-from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
-from csdctl.worker.ingest.sources.rows import InMemoryRows
-from csdctl.worker.ingest.sources.source import Block, EncodedSample, SampleSource, decode_blocks
+from csdctl.worker.ingest.sources.dataset import SHUFFLE_SEED, open_dataset, open_py_dataset
+from csdctl.worker.ingest.sources.iterated import Elements, IteratedSamples, describe_parts
+from csdctl.worker.ingest.sources.rows import InMemoryRows, as_rows
+from csdctl.worker.ingest.sources.source import SampleSource
+from csdctl.worker.ingest.sources.structure import (
+    EXPECTED,
+    StructureError,
+    check_lengths,
+    is_ragged,
+    name_inputs,
+    name_outputs,
+    no_labels,
+    split,
+    to_arrays,
+)
 from csdctl.worker.ingest.sources.tree import Tree
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.datasets import PrepareSpec
 
-_END = object()
-EXPECTED = "it must return (images, labels) or an iterator of (image, label)"
+_MODULE = "csdctl_users_data"
+_USES_TENSORFLOW = re.compile(rb"tensorflow|keras")
 
 
 def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
@@ -32,19 +42,56 @@ def call_function(tree: Tree, spec: PrepareSpec, threads: int) -> SampleSource:
     """
     function = UserFunction(spec)
     function.check_content()
+    function.load_libraries()
     returned = function.guard(lambda: function.load()(str(tree.root)))
-    if (
-        isinstance(returned, tuple)
-        and len(returned) == 2
-        and all(hasattr(array, "shape") for array in returned)
-    ):
-        samples, labels = (np.asarray(array) for array in returned)
-        return ArraySource(InMemoryRows(samples), InMemoryRows(labels), spec)
+    try:
+        return _as_source(returned, function, spec, threads)
+    except StructureError as error:
+        raise function.error(error.problem, error.remedy) from None
+
+
+def _as_source(returned: Any, function: "UserFunction", spec: PrepareSpec, threads: int) -> SampleSource:
+    """Return what a function returned as a source; raises StructureError or WorkerError."""
+    for open_elements in (open_dataset, open_py_dataset):
+        if (source := open_elements(returned, function, spec, threads)) is not None:
+            return source
+    if isinstance(returned, tuple | Mapping) or hasattr(returned, "shape"):
+        return _open_arrays(returned, spec)
     try:
         iterator = iter(returned)
     except TypeError:
-        raise function.error(f"returned a {type(returned).__name__}") from None
-    return IteratedSamples(function, iterator, spec, threads)
+        raise StructureError(f"returned a {type(returned).__name__}") from None
+    elements = Elements(function, lambda: iterator, spec, is_batched=False)
+    return IteratedSamples(function, elements, spec, threads)
+
+
+def _open_arrays(returned: Any, spec: PrepareSpec) -> ArraySource:
+    if isinstance(returned, tuple) and any(hasattr(part, "element_spec") for part in returned):
+        raise StructureError("returned several data sets", "return one, and write a function for each")
+    try:
+        samples, labels, weights = split(returned)
+    except StructureError:
+        raise StructureError(f"returned {len(returned)} values") from None
+    inputs, outputs = name_inputs(samples, spec), name_outputs(labels, weights, spec)
+    arrays = [to_arrays(parts, 1) for parts in (inputs, outputs)]
+    lengths = {array.shape[:1] for part in arrays for array in part.values()}
+    if len(lengths) > 1 and isinstance(returned, tuple) and all(isinstance(part, tuple) for part in returned):
+        raise StructureError(
+            "returned arrays of different lengths, as (train, test) of load_data() has",
+            "return one pair, and write a function for each",
+        )
+    if not outputs:
+        arrays[1] = {"": no_labels(next(iter(arrays[0].values())).shape[:1])}
+    for part in arrays:
+        check_lengths(part, 1)
+    rows = [as_rows({name: InMemoryRows(array) for name, array in part.items()}) for part in arrays]
+    source = ArraySource(rows[0], rows[1], spec)
+    source.padded = {
+        name: array.shape[1:]
+        for name, part, array in describe_parts((inputs, outputs), arrays)
+        if is_ragged(part)
+    }
+    return source
 
 
 class UserFunction:
@@ -55,6 +102,7 @@ class UserFunction:
         self._path = Path(path)
         self._source = b""
         self._is_private = spec.is_private
+        self._code = spec.code.archive if spec.code else ""
 
     def check_content(self) -> None:
         """Raise WorkerError if the file, whose name in the store begins with its hash, was changed."""
@@ -63,10 +111,30 @@ class UserFunction:
         if stated and stated[0] != hashlib.sha256(self._source).hexdigest():
             raise WorkerError(f"{self._path} has been changed since csdctl sent it", remedy="deploy again")
 
+    def load_libraries(self) -> None:
+        """Make the job's own code importable, and load TensorFlow if the user's code does.
+
+        TensorFlow's threads must be set before it starts. Random numbers are the same in every call, so that
+        the same data gives the same bytes.
+        """
+        sources = [self._source]
+        if self._code:
+            check_stored(self._code)
+            archive = str(Path(self._code).resolve())
+            sys.path.insert(0, archive)
+            with zipfile.ZipFile(archive) as packed:
+                sources += [packed.read(name) for name in packed.namelist()]
+        if any(map(_USES_TENSORFLOW.search, sources)):
+            load_tensorflow()
+            import keras
+
+            keras.utils.set_random_seed(SHUFFLE_SEED)
+
     def load(self) -> Callable[[str], Any]:
         """Import the function; raises whatever its file raises."""
-        module = ModuleType("csdctl_users_data")
+        module = ModuleType(_MODULE)
         module.__file__ = str(self._path)
+        sys.modules[_MODULE] = module  # where dataclasses look up the types that they are written with
         exec(compile(self._source, self._path, "exec"), module.__dict__)  # no __pycache__ is read or written
         function: Callable[[str], Any] = getattr(module, self._name)
         return function
@@ -78,66 +146,13 @@ class UserFunction:
         except BaseException as error:
             # The message may name a private file or contain private data.
             reason = type(error).__name__ if self._is_private else describe(error)
+            remedy = "fix its file"
+            if isinstance(error, ModuleNotFoundError):
+                remedy = "install the module on this machine; name your own modules in `code` of job.yaml"
             raise WorkerError(
-                f"the function {self._name} fails: {reason}", remedy="fix its file", exit_code=2
+                f"the function {self._name} fails: {reason}", remedy=remedy, exit_code=2
             ) from None
 
-    def error(self, problem: str) -> WorkerError:
+    def error(self, problem: str, remedy: str = EXPECTED) -> WorkerError:
         """Return the error for a result that is not samples."""
-        return WorkerError(f"the function {self._name} {problem}", remedy=EXPECTED, exit_code=2)
-
-
-class IteratedSamples:
-    """Samples from an iterator; uint8 images are converted to the job's shape, others stay unchanged."""
-
-    num_samples = 0
-    files_of_class: tuple[int, ...] = ()
-
-    def __init__(
-        self, function: UserFunction, iterator: Iterator[Any], spec: PrepareSpec, threads: int
-    ) -> None:
-        self.class_names = spec.classes
-        self.sample_bytes = 0
-        self._function = function
-        self._iterator = iterator
-        self._threads = threads
-        self._rule = spec.picture
-        self._decoder: ImageDecoder | None = None
-
-    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
-        """Yield all samples from index `start` on."""
-        candidates: Iterable[EncodedSample] = itertools.islice(self._candidates(), start, None)
-        return decode_blocks(
-            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
-        )
-
-    def _candidates(self) -> Iterator[EncodedSample]:
-        expected = None
-        while (returned := self._function.guard(lambda: next(self._iterator, _END))) is not _END:
-            candidate = self._as_candidate(returned)
-            sample, label = candidate.content, candidate.label
-            is_image = sample.dtype == np.uint8 and sample.ndim == 3 and known_shape(self._rule)
-            if is_image and self._decoder is None:
-                self._decoder = ImageDecoder(self._rule, load_tensorflow())
-            found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype.kind)
-            if expected is not None and found != expected:
-                raise self._function.error("yields samples of different shapes or types")
-            expected = found
-            yield candidate
-
-    def _as_candidate(self, returned: Any) -> EncodedSample:
-        try:
-            first, second = returned
-            sample, label = np.asarray(first), np.asarray(second)
-        except (TypeError, ValueError):
-            raise self._function.error("yields something that is not (image, label)") from None
-        if sample.dtype.kind not in "uif" or label.dtype.kind not in "uif":
-            raise self._function.error(f"yields samples of {sample.dtype} with labels of {label.dtype}")
-        if sample.dtype == np.uint8 and sample.ndim == 2:
-            sample = sample[..., np.newaxis]
-        return EncodedSample(sample, label)
-
-    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
-        if self._decoder:
-            return self._decoder.fit(candidate.content), candidate.label
-        return candidate.content, candidate.label
+        return WorkerError(f"the function {self._name} {problem}", remedy=remedy, exit_code=2)

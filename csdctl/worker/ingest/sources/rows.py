@@ -158,3 +158,8 @@ class RecordRows:
             for name, chunk in zip(self._inputs, chunks, strict=True):
                 records[name] = chunk
             yield records
+
+
+def as_rows(parts: Mapping[str, Rows]) -> Rows:
+    """Return rows of a structured array with the fields `parts`; of '', the only one, as they are."""
+    return parts[""] if list(parts) == [""] else RecordRows(parts)

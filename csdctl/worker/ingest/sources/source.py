@@ -12,6 +12,10 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.limits import IngestLimits
 
+LABEL = "label"
+"""The field of labels that have no name of their own, beside the samples' weights."""
+SAMPLE_WEIGHT = "sample_weight"
+
 
 class UnusableError(Exception):
     """A sample cannot be used; it is skipped and counted under `reason`."""
@@ -41,6 +45,8 @@ class SampleSource(Protocol):
     class_names: tuple[str, ...] | None
     files_of_class: tuple[int, ...]
     """Number of files of each class; empty for sources without class folders."""
+    padded: dict[str, tuple[int, ...]]
+    """Inputs and outputs that were padded, and their shape; complete after `blocks`."""
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all samples from index `start` on."""

@@ -43,6 +43,7 @@ class RecordFiles:
         self._schema: RecordSchema = spec.records
         self._paths = [tree.path_of(file) for file in tree.files if is_record_file(file, tree)]
         self._threads = threads
+        self.padded: dict[str, tuple[int, ...]] = {}
         self._tf = load_tensorflow()
         is_image = self._schema.shape is None or (
             self._schema.dtype == "uint8" and len(self._schema.shape) == 3 and known_shape(spec.picture)

@@ -5,15 +5,18 @@ from typing import Any
 
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import save_weights
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.protocol.recipe import Recipe
 
 
 def keras() -> Any:
     return load_backend()[1]
 
 
-def carry(model: Any, directory: Path) -> tuple[str, str]:
-    """Write `model` as it is transferred to nodes; return the paths of architecture and weights."""
+def carry(model: Any, directory: Path, recipe: Recipe | None = None) -> tuple[str, str]:
+    """Write `model`, compiled, as nodes receive it; return the paths of architecture and weights."""
     architecture, weights = directory / "architecture.json", directory / "weights.npz"
+    compile_model(model, recipe or Recipe(learning_rate=0.01), keras())
     architecture.write_text(model.to_json())
     save_weights(weights, model.get_weights())
     return str(architecture), str(weights)

@@ -9,6 +9,7 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import find_stateful_layers
 from csdctl.worker.compute.noise import secret_normal
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
@@ -43,7 +44,9 @@ def build(penalty: float | None = None, activity: float | None = None) -> Any:
 
 def step(multiplier: float | None, *, clip: float = CLIP, model: Any = None, **options: Any) -> Step:
     noise = None if multiplier is None else Noise(clip, multiplier, 1e-5)
-    return Step(model or build(), recipe, (images, labels), tf, keras, noise=noise, **options)
+    model = model or build()
+    compile_model(model, recipe, keras)
+    return Step(model, recipe, (images, labels), tf, keras, noise=noise, **options)
 
 
 def naive(count: int, **model: Any) -> np.ndarray[Any, Any]:
@@ -95,7 +98,7 @@ out["alone"], out["summed"] = (
 )
 only = step(NO_NOISE)
 sums = only.apply(only.local(images, labels, private_copies=every))
-out["sums_of_private_only"] = [sums.loss, sums.samples]
+out["sums_of_private_only"] = [sums.loss, sums.count]
 out["weights_of_private_only"] = np.concatenate([w.ravel() for w in only.model.get_weights()])
 out["weights_before"] = np.concatenate([w.ravel() for w in build().get_weights()])
 

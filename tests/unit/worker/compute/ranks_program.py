@@ -20,7 +20,8 @@ from csdctl.worker.protocol.recipe import Recipe
 ways: list[list[int]] = json.loads(sys.argv[1])
 world = init_mpi()
 tf, keras = load_backend()
-RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
+RECIPE = Recipe()
+"""Loss and optimizer are part of the models."""
 
 
 def sum_in_all_ways(directory: Path) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from csdctl.launch.mpi_command import ALLOW_ROOT
+from csdctl.worker.protocol.recipe import Recipe
 from tests.unit.worker.compute.built_models import carry, keras
 
 PROGRAM = Path(__file__).parent / "ranks_program.py"
@@ -21,8 +22,9 @@ NUM_SAMPLES = 23
 NUM_RANKS = 3
 WAYS = {"unequal": [12, 7, 4], "a rank with 0 samples": [20, 3, 0], "rank 0 with 0 samples": [0, 22, 1]}
 TOLERANCE = 1e-6
-NUM_SUMS = 3
-"""Loss, accuracy and count at the end of a vector."""
+NUM_SUMS = 4
+"""Loss, the total and count of the accuracy, and n at the end of a vector."""
+RECIPE = Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1)
 STATISTICS = (4, 5)
 """Indices of moving mean and variance among the weights, after the convolution's and BN's γ and β."""
 MODELS = ("without batch norm", "batch norm frozen", "batch norm trained")
@@ -50,7 +52,7 @@ def results_of_all_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in MODELS:
         (directory / name).mkdir()
         keras().utils.set_random_seed(3)
-        carry(build(name), directory / name)
+        carry(build(name), directory / name, RECIPE)
         np.save(directory / name / "images.npy", images)
         np.save(directory / name / "labels.npy", labels.astype(np.int32))
     mpirun = Path(sys.prefix) / "bin" / "mpirun"

@@ -6,16 +6,19 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from csdctl.shipping.worker_zip import pack_code
 from csdctl.worker.compute.model import build
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.json_codec import ANSWER_PREFIX, WORKER_ERROR_PREFIX, from_json, to_json
-from csdctl.worker.protocol.model_info import ModelInfo
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from csdctl.worker.protocol.run_spec import UserCode
 from tests.unit.worker.compute.built_models import keras
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # of Keras
@@ -50,22 +53,105 @@ def with_an_end():
 
 def fine():
     return keras.Sequential([keras.Input((4,)), layers.Dropout(0.5), layers.Dense(3, activation="softmax")])
+
+
+@keras.saving.register_keras_serializable("mine")
+class Registered(layers.Layer):
+    def call(self, x):
+        return x * 2
+
+
+class Unregistered(layers.Layer):
+    def __init__(self, factor=3, **kwargs):
+        super().__init__(**kwargs)
+        self.factor = factor
+
+    def call(self, x):
+        return x * self.factor
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3, activation="softmax")
+
+    def call(self, x, training=False):
+        return self.dense(x)
+
+
+class OwnStep(Subclassed):
+    def train_step(self, data):
+        return {}
+
+
+def registered():
+    return keras.Sequential([keras.Input((4,)), Registered(), layers.Dense(3)])
+
+
+def unregistered():
+    return keras.Sequential([keras.Input((4,)), Unregistered(4), layers.Dense(3)])
+
+
+def subclassed():
+    model = Subclassed()
+    model(keras.ops.zeros((1, 4)))
+    return model
+
+
+def unbuilt():
+    return Subclassed()
+
+
+def own_train_step():
+    return OwnStep()
+
+
+def compiled():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile(keras.optimizers.Adam(0.003), "mse", metrics=["mae"])
+    return model
+
+
+def scheduled():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)), "mse")
+    return model
+"""
+OWN = """
+class Own(layers.Layer):
+    def call(self, x):
+        return x
+"""
+BESIDE = """
+def imported():
+    return keras.Sequential([keras.Input((4,)), Own(), layers.Dense(3)])
 """
 QUIET = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture(autouse=True)
 def restored_path() -> Iterator[None]:
-    """Undo the change to sys.path: the directory of user code is added to it."""
-    before = sys.path.copy()
+    """Undo the changes of user code to sys.path, the imported modules and Keras' registry."""
+    path, modules = sys.path.copy(), set(sys.modules)
     yield
-    sys.path[:] = before
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        if name in ("mine", "beside_it"):
+            del sys.modules[name]
+    keras().saving.get_custom_objects().clear()
+
+
+def spec_of(reference: str, directory: Path, **recipe: Any) -> BuildSpec:
+    """Return the request for a model whose file is the job's only code."""
+    file = reference.rpartition(":")[0]
+    roots = (file,) if file.endswith(".py") else ()
+    return BuildSpec(reference, {}, Recipe(**{"learning_rate": 0.01, **recipe}), str(directory), roots)
 
 
 def refusal(directory: Path, reference: str, **recipe: Any) -> str:
     """Return the message of the error, exit code 2, with which the model is refused."""
     with pytest.raises(WorkerError) as caught:
-        build(reference, {}, Recipe(**recipe), directory, keras())
+        build(spec_of(reference, directory, **recipe), directory, keras())
     assert caught.value.exit_code == 2
     return caught.value.message
 
@@ -74,7 +160,7 @@ def build_in_a_worker(directory: Path, reference: str) -> tuple[ModelInfo | None
     """Run the worker's `build`; return the model's properties, or None and the error message."""
     output = directory / "output"
     output.mkdir(exist_ok=True)
-    arguments = ["--reference", reference, "--recipe", to_json(Recipe()), "--output", str(output)]
+    arguments = ["--spec", to_json(spec_of(reference, directory)), "--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-m", "csdctl.worker", "build", *arguments],
         capture_output=True,
@@ -134,36 +220,111 @@ def test_pickle_under_the_name_of_a_keras_file_is_refused_and_not_run(tmp_path: 
     assert not (tmp_path / "was-run").exists()
 
 
+@pytest.mark.parametrize("function", ["with_lambda", "registered", "unregistered", "subclassed", "own_layer"])
+def test_own_code_at_the_top_of_a_file_goes_to_the_nodes(tmp_path: Path, function: str) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    info = build(spec_of(f"{tmp_path}/mine.py:{function}", tmp_path), tmp_path, keras())
+    assert info.needs_code
+    archive = tmp_path / "code.zip"
+    archive.write_bytes(pack_code([tmp_path / "mine.py"]))
+    (tmp_path / "mine.py").unlink()
+    code = UserCode(str(archive), ("mine",))
+    files = tmp_path / "architecture.json", tmp_path / "weights.npz"
+    loaded = load_on_a_node(*files, code)
+    assert "Dense" in loaded
+    load_on_a_node(*files, None, fails=True)
+
+
+def load_on_a_node(architecture: Path, weights: Path, code: UserCode | None, *, fails: bool = False) -> str:
+    """Load a built model in a process that has nothing of the user's; return its layers, or the error."""
+    program = f"""
+from pathlib import Path
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.model import load
+from csdctl.worker.protocol.run_spec import UserCode
+keras = load_backend()[1]
+model = load(Path({str(architecture)!r}), Path({str(weights)!r}), keras, {code!r})
+print([type(layer).__name__ for layer in model._flatten_layers()], model.compiled)
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, env=QUIET, check=False, cwd="/"
+    )
+    assert (done.returncode != 0) == fails, done.stderr
+    return done.stderr if fails else done.stdout
+
+
+def test_model_without_own_code_needs_none(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    assert not build(spec_of(f"{tmp_path}/mine.py:fine", tmp_path), tmp_path, keras()).needs_code
+
+
 @pytest.mark.fault(42)
-@pytest.mark.parametrize("function", ["with_lambda", "own_layer"])
-def test_layer_that_only_the_users_code_knows_is_refused(tmp_path: Path, function: str) -> None:
-    (tmp_path / "mine.py").write_text(FUNCTION)
-    assert "cannot be transferred" in refusal(tmp_path, f"{tmp_path}/mine.py:{function}")
+def test_file_beside_that_is_not_named_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from beside_it import Own\n" + FUNCTION + BESIDE)
+    (tmp_path / "beside_it.py").write_text(FUNCTION + OWN)
+    why = refusal(tmp_path, f"{tmp_path}/mine.py:imported")
+    assert "imports beside_it.py, which the nodes would not have" in why
 
 
-@pytest.mark.parametrize(
-    ("metrics", "why"),
-    [
-        (("AUC",), "not a mean over samples"),
-        (("nonsense",), "cannot be used"),
-        (("Precision",), "not a mean over samples"),
-    ],
-)
-def test_metric_that_is_not_a_mean_is_refused(tmp_path: Path, metrics: tuple[str, ...], why: str) -> None:
+def test_model_with_a_train_step_of_its_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    assert why in refusal(tmp_path, f"{tmp_path}/mine.py:fine", metrics=metrics)
+    assert "has its own train_step" in refusal(tmp_path, f"{tmp_path}/mine.py:own_train_step")
+
+
+def test_subclass_is_built_by_the_shapes_of_the_data(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    spec = spec_of(f"{tmp_path}/mine.py:unbuilt", tmp_path)
+    assert not build(spec, tmp_path, keras()).is_built
+    info = build(replace(spec, sample_shapes={"": ("float32", (4,))}), tmp_path, keras())
+    assert (info.is_built, info.num_parameters, info.input_shape) == (True, 15, (4,))
+
+
+def test_what_the_model_was_compiled_with_completes_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    spec = spec_of(f"{tmp_path}/mine.py:compiled", tmp_path, learning_rate=None)
+    info = build(spec, tmp_path, keras())
+    assert (info.recipe.optimizer, info.recipe.learning_rate) == ("Adam", pytest.approx(0.003))
+    assert [(output.name, output.loss) for output in info.outputs] == [("", "mean_squared_error")]
+    named = build(spec_of(f"{tmp_path}/mine.py:compiled", tmp_path, learning_rate=0.5), tmp_path, keras())
+    assert (named.recipe.optimizer, named.recipe.learning_rate) == ("Adam", 0.5)
+
+
+def test_schedule_of_a_compiled_model_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    spec = spec_of(f"{tmp_path}/mine.py:scheduled", tmp_path, learning_rate=None)
+    info = build(spec, tmp_path, keras())
+    assert json.loads(info.recipe.schedule)["class_name"] == "ExponentialDecay"
+    assert info.recipe.learning_rate == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("recipe", [{"metrics": ("nonsense",)}, {"losses": {"": LossTerm("nonsense")}}])
+def test_unknown_names_are_refused(tmp_path: Path, recipe: dict[str, Any]) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    assert "'nonsense' can" in refusal(tmp_path, f"{tmp_path}/mine.py:fine", **recipe)
+
+
+def test_learning_rate_is_needed_unless_the_model_is_compiled(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    why = refusal(tmp_path, f"{tmp_path}/mine.py:fine", learning_rate=None)
+    assert "recipe.learning_rate is missing" in why
+
+
+def test_loss_that_is_a_sum_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    loss = {"": LossTerm("mean_squared_error", {"reduction": "sum"})}
+    assert "reduction='sum'" in refusal(tmp_path, f"{tmp_path}/mine.py:fine", losses=loss)
 
 
 def test_metrics_are_accepted_by_either_name(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    metrics = ("accuracy", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
-    assert build(f"{tmp_path}/mine.py:fine", {}, Recipe(metrics=metrics), tmp_path, keras()).output_shape == (
-        3,
-    )
+    metrics = ("accuracy", "AUC", "sparse_top_k_categorical_accuracy", "SparseCategoricalCrossentropy")
+    assert build(
+        spec_of(f"{tmp_path}/mine.py:fine", tmp_path, metrics=metrics), tmp_path, keras()
+    ).output_shape == (3,)
 
 
 @pytest.mark.parametrize(("reference", "num_operations"), [("fine", 2 * 4 * 3), ("any_size", 0)])
 def test_built_model_has_its_flops(tmp_path: Path, reference: str, num_operations: int) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
-    info = build(f"{tmp_path}/mine.py:{reference}", {}, Recipe(), tmp_path, keras())
+    info = build(spec_of(f"{tmp_path}/mine.py:{reference}", tmp_path), tmp_path, keras())
     assert info.num_operations == num_operations

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 PROGRAM = Path(__file__).parent / "noise_program.py"
-NUM_SUMS = 4
+NUM_SUMS = 5
 """Loss, accuracy, number of public samples, number of samples, at the end of a vector with noise."""
 TOLERANCE = 1e-5
 MULTIPLIER, CLIP, PENALTY = 3.0, 3.2, 0.01
@@ -52,11 +52,11 @@ def test_weight_penalty_is_not_clipped_and_counts_for_every_sample(out: Out) -> 
 
 
 def test_loss_and_metrics_exclude_private_samples(out: Out) -> None:
-    loss, accuracy, num_public, count = out["mixed"][-NUM_SUMS:]
-    assert (loss, accuracy, num_public) == pytest.approx(tuple(out["public_of_5"][-3:]))
+    loss, right, of, num_public, count = out["mixed"][-NUM_SUMS:]
+    assert (loss, right, of, num_public) == pytest.approx(tuple(out["public_of_5"][-4:]))
     assert count == 12
-    assert tuple(out["clipped"][-NUM_SUMS:]) == (0, 0, 0, 12)
-    assert is_near(out["mixed"][:-NUM_SUMS], out["naive_of_7"] + out["public_of_5"][:-3])
+    assert tuple(out["clipped"][-NUM_SUMS:]) == (0, 0, 0, 0, 12)
+    assert is_near(out["mixed"][:-NUM_SUMS], out["naive_of_7"] + out["public_of_5"][:-4])
 
 
 def test_micro_batches_and_weights_do_not_change_clipping(out: Out) -> None:
@@ -66,7 +66,7 @@ def test_micro_batches_and_weights_do_not_change_clipping(out: Out) -> None:
 
 def test_rank_without_private_samples_computes_the_same_as_without_noise(out: Out) -> None:
     found = out["whole_of_a_rank_without_private"]
-    assert np.array_equal(found[:-NUM_SUMS], out["whole"][:-3])
+    assert np.array_equal(found[:-NUM_SUMS], out["whole"][:-4])
     assert found[-1] == found[-2] == out["whole"][-1] == 12
 
 

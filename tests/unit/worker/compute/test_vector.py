@@ -7,23 +7,23 @@ import pytest
 
 from csdctl.worker.compute.vector import VectorLayout
 
-STEP = VectorLayout(num_gradients=7, num_statistics=4, num_metrics=2)
+STEP = VectorLayout(num_gradients=7, num_statistics=4, num_states=2)
 
 
-@pytest.mark.parametrize("has_public_count", [False, True])
-def test_parts_cover_the_vector_without_overlap(has_public_count: bool) -> None:
-    layout = replace(STEP, has_public_count=has_public_count, num_ranks=3)
+@pytest.mark.parametrize("has_loss_count", [False, True])
+def test_parts_cover_the_vector_without_overlap(has_loss_count: bool) -> None:
+    layout = replace(STEP, has_loss_count=has_loss_count, num_ranks=3)
     touched = np.zeros(layout.size, int)
     for part in (layout.gradients, layout.statistics, layout.sums, layout.compute_s):
         touched[part] += 1
-    if has_public_count:  # otherwise the count is the last element of the sums
+    if has_loss_count:  # otherwise the count is the last element of the sums
         touched[layout.count] += 1
     touched[layout.stop] += 1
     assert touched.tolist() == [1] * layout.size
 
 
 def test_what_the_step_divides_ends_before_loss_metrics_and_count() -> None:
-    assert STEP.mean == slice(0, 11)
+    assert (STEP.gradients, STEP.statistics) == (slice(0, 7), slice(7, 11))
     assert (STEP.sums, STEP.count, STEP.step_size) == (slice(11, 15), 14, 15)
 
 

@@ -140,6 +140,72 @@ def test_host_reads_reassigned_samples_as_their_own_rank_would(part: DatasetSlic
     assert np.array_equal(unpacked[1], labels)
 
 
+def structured(directory: Path, num_rows: int = 40) -> DatasetSlice:
+    """Write samples with two inputs, and labels of two outputs with weights, as wide as users give them."""
+    samples = np.zeros(num_rows, [("a", "f4", (2,)), ("b", "i8")])
+    samples["a"][:, 1] = samples["b"] = np.arange(num_rows)
+    labels = np.zeros(num_rows, [("u", "u1"), ("v", "f8", (3,)), ("sample_weight", "f4")])
+    labels["u"], labels["sample_weight"] = np.arange(num_rows), np.arange(num_rows) / 8
+    labels["v"][:, 2] = np.arange(num_rows)
+    directory.mkdir(parents=True, exist_ok=True)
+    np.save(directory / "images.npy", samples)
+    np.save(directory / "labels.npy", labels)
+    return slice_of(directory)
+
+
+def test_fields_of_samples_and_labels_stay_together_wherever_they_are_read(tmp_path: Path) -> None:
+    part, other = structured(tmp_path / "public"), structured(tmp_path / "private", 20)
+    ranks = (
+        RankSpec(0, "host", 8, Runtime(1), other, rows_from(part, 0, 30, 7), 20, 30),
+        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 30),
+    )
+    host = EpochReader(RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, ""), 0)
+    host.set_epoch(3)
+    spans = (Span(1, 2, 6),)
+    packed = host.pack_reassigned(spans)
+    share = Share(0, 8, 0, 5, 0, 7, spans)
+    for samples, labels in (host.read(share, packed), host.read(share), host.empty_batch()):
+        assert labels.dtype == np.dtype([("u", "i4"), ("v", "f4", (3,)), ("sample_weight", "f4")])
+        assert np.array_equal(labels["u"], samples["b"])
+        assert np.array_equal(labels["v"][:, 2], samples["a"][:, 1])
+        assert np.array_equal(labels["sample_weight"], samples["b"].astype(np.float32) / 8)
+    assert len(host.read(share, packed)[0]) == 16
+    assert len(packed) == 4 * (samples.dtype.itemsize + labels.dtype.itemsize)
+
+
+def test_samples_without_labels_are_sent_and_cut_too(tmp_path: Path) -> None:
+    (tmp_path / "prepared").mkdir()
+    np.save(tmp_path / "prepared" / "images.npy", np.arange(50, dtype=np.float32)[:, None])
+    np.save(tmp_path / "prepared" / "labels.npy", np.zeros((50, 0), np.float32))
+    part = slice_of(tmp_path / "prepared")
+    ranks = (
+        RankSpec(0, "host", 8, Runtime(1), None, rows_from(part, 0, 40, 7), 0, 40),
+        RankSpec(1, "csd0", 8, Runtime(1), None, None, 0, 10, 40),
+    )
+    host = EpochReader(RunSpec("run", "", "", Recipe(seed=7), ranks, part, None, ""), 0)
+    spans = (Span(1, 2, 6),)
+    samples, labels = host.read(Share(0, 8, 0, 0, 0, 4, spans), host.pack_reassigned(spans))
+    assert (samples.shape, labels.shape) == ((8, 1), (8, 0))
+    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
+    public = DatasetInfo("prepared", 50, (1,), "float32", (0,), -1, "fingerprint", **hashes)
+    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4)], 50)
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    sent = cut_shards(placed, public, job, ProjectDirectory(tmp_path))["csd0"]
+    assert np.load(sent[1].source).shape == (len(np.load(sent[0].source)), 0)
+
+
+def test_shards_of_structured_arrays_are_cut_by_rows(tmp_path: Path) -> None:
+    part = structured(tmp_path / "prepared", 50)
+    hashes = {"images_sha256": part.images_sha256, "labels_sha256": part.labels_sha256}
+    public = DatasetInfo("prepared", 50, (), "", (), 49, "fingerprint", **hashes)
+    placed = place_shards([RankLoad("host", 20), RankLoad("csd0", 4)], 50)
+    job = Job(tmp_path / "job.yaml", "model.keras", {}, tmp_path, None, None, Recipe(seed=9))
+    cut = cut_shards(placed, public, job, ProjectDirectory(tmp_path))["csd0"]
+    rows = rows_of(rows_from(part, placed[1].public_start, placed[1].public_stop, seed=9), 50)
+    for file, whole in zip(cut, (part.images, part.labels), strict=True):
+        assert np.array_equal(np.load(file.source), np.load(whole)[rows])
+
+
 def test_evaluation_reads_all_samples_in_order(part: DatasetSlice) -> None:
     batches = [labels.tolist() for _, labels in PreparedSamples(part).batches(25)]
     assert [len(batch) for batch in batches] == [25, 25, 10]

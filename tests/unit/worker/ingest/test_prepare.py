@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,8 +25,8 @@ LABELS = np.array([3, 1, 4, 1, 5, 9], dtype=np.uint8)
 SECRET = "patient-4711"
 
 
-def prepare(source: str, store: str) -> DatasetInfo:
-    return prepare_spec(PrepareSpec(source, store))
+def prepare(source: str, store: str, **settings: Any) -> DatasetInfo:
+    return prepare_spec(PrepareSpec(source, store, **settings))
 
 
 def idx(array: np.ndarray) -> bytes:
@@ -66,9 +67,9 @@ class TestFormats:
         write_idx_pair(root, suffix, pack)
         info = prepare(str(root), str(store))
         images, labels = arrays_of(info)
-        assert np.array_equal(images, GREY[..., np.newaxis])
+        assert np.array_equal(images, GREY)
         assert labels.tolist() == LABELS.tolist()
-        assert (info.num_samples, info.sample_shape, info.dtype) == (6, (4, 5, 1), "uint8")
+        assert (info.num_samples, info.sample_shape, info.dtype) == (6, (4, 5), "uint8")
         assert (info.label_shape, info.max_label) == ((), 9)
 
     @pytest.mark.parametrize(("images", "labels"), [("x", "y"), ("images", "labels")])
@@ -90,12 +91,70 @@ class TestFormats:
         assert [path.name for path in store.rglob("*") if path.is_file()] == ["dataset.json"]
         assert np.array_equal(arrays_of(info)[0], COLOUR)
 
-    def test_grayscale_images_get_a_channel(self, root: Path, store: Path) -> None:
+    def test_grayscale_images_get_a_channel_if_the_model_takes_one(self, root: Path, store: Path) -> None:
         write_npy(root, images=GREY)
-        info = prepare(str(root), str(store))
+        info = prepare(str(root), str(store), inputs={"": (4, 5, 1)})
         assert info.sample_shape == (4, 5, 1)
         assert arrays_of(info)[0].shape == (6, 4, 5, 1)
         assert np.load(root / "images.npy").shape == (6, 4, 5)
+
+    @pytest.mark.parametrize("inputs", [{}, {"": (100, 1)}, {"": (4, 5)}, {"": (4, 5, 3)}, {"a": (4, 5, 1)}])
+    @pytest.mark.parametrize("shape", [(6, 100, 1), (6, 4, 5)])
+    def test_time_series_keep_their_shape(
+        self, root: Path, store: Path, inputs: dict[str, tuple[int, ...]], shape: tuple[int, ...]
+    ) -> None:
+        series = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+        write_npy(root, images=series)
+        np.savez(root.parent / "a.npz", x=series, y=LABELS)
+        for source in (root, root.parent / "a.npz"):
+            info = prepare(str(source), str(store), inputs=inputs)
+            assert info.sample_shape == shape[1:]
+            assert np.array_equal(arrays_of(info)[0], series)
+
+    def test_wide_floats_and_truth_values_become_float32_as_in_fit(self, root: Path, store: Path) -> None:
+        for samples in (np.array([[0.1], [0.2]]), np.array([[True], [False]]), np.ones((2, 1), ">f4")):
+            np.savez(root / "a.npz", x=samples, y=LABELS[:2])
+            info = prepare(str(root), str(store))
+            assert (info.dtype, arrays_of(info)[0].dtype) == ("float32", np.float32)
+            assert np.array_equal(arrays_of(info)[0], samples.astype(np.float32))
+            write_npy(root, samples, LABELS[:2])
+            assert prepare(str(root), str(store)).dtype == "float32"
+            (root / "images.npy").unlink()
+            (root / "labels.npy").unlink()
+
+    def test_indices_keep_their_type_and_their_largest_is_known(self, root: Path, store: Path) -> None:
+        np.savez(root / "a.npz", x=np.array([[3, 70_000], [1, 2]]), y=LABELS[:2])
+        info = prepare(str(root), str(store))
+        assert (info.dtype, info.max_values) == ("int64", {"": 70_000})
+        write_npy(root, np.array([[3, 8], [1, 2]]), LABELS[:2])
+        assert prepare(str(root), str(store)).max_values == {"": 8}
+
+    def test_npz_with_weights_and_several_outputs(self, root: Path, store: Path) -> None:
+        weights = np.linspace(0, 1, 6)
+        np.savez(root / "a.npz", x=COLOUR, y=LABELS, sample_weight=weights)
+        info = prepare(str(root), str(store), classes=tuple("abcdefghij"))
+        assert info.label_dtype == '[["label", "int32", []], ["sample_weight", "float32", []]]'
+        assert (info.max_label, info.max_labels, info.class_counts["b"]) == (9, {"label": 9}, 2)
+        labels = arrays_of(info)[1]
+        assert labels["label"].tolist() == LABELS.tolist()
+        assert np.array_equal(labels["sample_weight"], weights.astype(np.float32))
+        np.savez(root / "a.npz", u=COLOUR, v=GREY, b=weights, a=LABELS, sample_weight=weights)
+        info = prepare(str(root), str(store), outputs=("a", "b"))
+        assert list(info.inputs) == ["u", "v"]
+        assert info.labels == {"a": ("int32", ()), "b": ("float32", ()), "sample_weight": ("float32", ())}
+        np.savez(root / "a.npz", x=COLOUR, y=LABELS, sample_weight=np.ones((6, 2)))
+        with pytest.raises(WorkerError, match=r"sample_weight of the .npz at .* has shape \(6, 2\)"):
+            prepare(str(root), str(store))
+
+    def test_data_follows_the_public_data(self, root: Path, store: Path) -> None:
+        weighted = {"label": ("float32", ()), "sample_weight": ("float32", ())}
+        for write in (write_npy, write_idx_pair):
+            write(root)
+            info = prepare(str(root), str(store), labels=weighted)
+            labels = arrays_of(info)[1]
+            assert (labels["sample_weight"].tolist(), labels["label"].dtype) == ([1] * 6, np.float32)
+            for file in root.iterdir():
+                file.unlink()
 
     def test_rows_of_numbers_are_unchanged(self, root: Path, store: Path) -> None:
         write_npy(root, images=np.ones((6, 12), np.float32), labels=np.ones((6, 2), np.float32))
@@ -268,11 +327,22 @@ class TestProblems:
             (lambda root: write_npy(root, labels=np.array(list("abcdef"))), "is not numeric: uint8 and <U1"),
             (lambda root: np.savez(root / f"{SECRET}.npz", a=COLOUR, b=LABELS), "no arrays x and y"),
             (one_number_npz, "single number, not an array of samples"),
+            (lambda root: (root / f"{SECRET}.csv").write_text("a,b\n1,2\n"), "job does not describe them"),
             (lambda root: (root / f"{SECRET}.jpg").write_bytes(b"jpeg"), "not in a supported format"),
             (lambda root: None, "is empty"),
             (lambda root: [write_idx_pair(root), write_idx_pair(root, ".gz")], "not in a supported format"),
         ],
-        ids=["empty", "mismatched", "text", "other names", "one number", "pictures", "nothing", "two pairs"],
+        ids=[
+            "empty",
+            "mismatched",
+            "text",
+            "other names",
+            "one number",
+            "table",
+            "pictures",
+            "nothing",
+            "two pairs",
+        ],
     )
     def test_unfit_data_is_bad_input(
         self, root: Path, store: Path, write: Callable[[Path], object], message: str
@@ -294,9 +364,9 @@ class TestProblems:
         assert raised.value.exit_code == 2
 
     def test_file_of_another_format_is_bad_input(self, root: Path, store: Path) -> None:
-        (root / "a.csv").write_text("1,2\n")
+        (root / "a.tsv").write_text("1,2\n")
         with pytest.raises(WorkerError, match="not in a supported format"):
-            prepare(str(root / "a.csv"), str(store))
+            prepare(str(root / "a.tsv"), str(store))
 
     def test_full_disk_is_reported_and_leaves_no_files(self, root: Path, store: Path) -> None:
         images = np.zeros((6, 64, 64), np.uint8)
@@ -306,7 +376,7 @@ class TestProblems:
         resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
         try:
             with pytest.raises(WorkerError, match="prepared data cannot be written: (?!None)") as raised:
-                prepare(str(root), str(store))
+                prepare(str(root), str(store), inputs={"": (64, 64, 1)})
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
             signal.signal(signal.SIGXFSZ, handler)

@@ -16,12 +16,12 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareSpec
 
 @pytest.fixture(params=["copied", "in place"])
 def spec(request: pytest.FixtureRequest, tmp_path: Path) -> PrepareSpec:
-    """Data that is copied, because it lacks an axis of channels, or used where it is."""
+    """Data that is copied, because the model takes an axis of channels, or used where it is."""
     shape = (20, 4, 4) if request.param == "copied" else (20, 4, 4, 1)
     (tmp_path / "source").mkdir()
     np.save(tmp_path / "source" / "images.npy", np.arange(320, dtype=np.float32).reshape(shape))
     np.save(tmp_path / "source" / "labels.npy", np.arange(20) % 3)
-    return PrepareSpec(str(tmp_path / "source"), str(tmp_path / "store"))
+    return PrepareSpec(str(tmp_path / "source"), str(tmp_path / "store"), inputs={"": (4, 4, 1)})
 
 
 def files_of(info: DatasetInfo) -> list[Path]:

@@ -14,7 +14,19 @@ from csdctl.workflows.data.info_answer import check_info
 
 FIELDS = json.dumps([["left", "float32", [28, 28]], ["right", "uint8", []]])
 INFO = DatasetInfo(
-    "data/x", 10, (28, 28, 1), "uint8", (), 9, "0123456789abcdef", {"undecodable": 2}, {"ant": 10}
+    "data/x",
+    10,
+    (28, 28, 1),
+    "uint8",
+    (),
+    9,
+    "0123456789abcdef",
+    {"undecodable": 2},
+    {"ant": 10},
+    label_dtype="int32",
+    max_labels={"": 9},
+    max_values={"left": 70_000},
+    padded={"left": (7, 3)},
 )
 
 
@@ -25,6 +37,7 @@ def check(info: DatasetInfo) -> None:
 @pytest.mark.parametrize("dtype", ["uint8", "float32", "bool", ">f4", FIELDS])
 def test_descriptions_of_prepared_data_are_accepted(dtype: str) -> None:
     check(replace(INFO, dtype=dtype))
+    check(replace(INFO, label_dtype=dtype))
 
 
 @pytest.mark.attack(13)
@@ -46,6 +59,15 @@ def test_descriptions_of_prepared_data_are_accepted(dtype: str) -> None:
         {"dtype": '[["a", "float32"]]'},
         {"dtype": "O; import os"},
         {"dtype": None},
+        {"label_dtype": ""},
+        {"label_dtype": "["},
+        {"label_dtype": '[["a", "float32", [-1]]]'},
+        {"max_labels": {"": -2}},
+        {"max_labels": {"": "9"}},
+        {"max_values": {str(n): 1 for n in range(2000)}},
+        {"max_values": {"a": 1 << 64}},
+        {"padded": {"a": (-1,)}},
+        {"padded": [1]},
         {"max_label": -2},
         {"max_label": 1e300},
         {"num_skipped": {"too large": -1}},
@@ -53,7 +75,7 @@ def test_descriptions_of_prepared_data_are_accepted(dtype: str) -> None:
         {"class_counts": {"ant": "ten"}},
         {"unusable_classes": ({},)},
     ],
-    ids=str,
+    ids=lambda change: str(change)[:40],
 )
 def test_other_types_and_ranges_are_an_error_of_the_node(change: dict[str, Any]) -> None:
     with pytest.raises(RemoteCommandError) as raised:

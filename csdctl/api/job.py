@@ -1,0 +1,152 @@
+"""A job from Python: written to a directory as a user would write it, and read from there."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import yaml
+
+from csdctl.documents import make_directory, save_text, write_atomically
+from csdctl.errors import InputError
+from csdctl.job import model as files
+
+LOADER = '''"""Reads the arrays of a job that was made in Python."""
+
+import numpy as np
+
+
+def _part(arrays, kind):
+    names = [name for name in arrays.files if name == kind or name.startswith(kind + "/")]
+    if names == [kind]:
+        return arrays[kind]
+    return {name.partition("/")[2]: arrays[name] for name in names}
+
+
+def load(path):
+    with np.load(path, allow_pickle=False) as arrays:
+        parts = [_part(arrays, kind) for kind in ("x", "y", "w")]
+    return tuple(parts if isinstance(parts[2], np.ndarray) else parts[:2])
+'''
+KINDS = ("x", "y", "w")
+POSITIONS = {"x": "input", "y": "output"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job file; `csdctl` on the command line takes it too."""
+
+    path: Path
+
+    @classmethod
+    def from_model(
+        cls,
+        model: Any,
+        data: Any,
+        *,
+        validation: Any = None,
+        directory: str | Path = "csdctl-job",
+        code: Sequence[str | Path] = (),
+        input_range: tuple[float, float] | None = None,
+        **recipe: Any,
+    ) -> Self:
+        """Write model, data and job.yaml to `directory`, and return the job.
+
+        `model`: a Keras model; loss, optimizer and metrics of its compile() are used. `data` and
+        `validation`: (x, y) or (x, y, sample_weight), each an array, or a dict, list or tuple of arrays for
+        several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data as
+        job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
+        `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
+        epochs=5; without it, one epoch.
+
+        Raises InputError when the job cannot be used.
+        """
+        path = Path(directory)
+        make_directory(path)
+        save = getattr(model, "save", None)
+        if not callable(save):
+            raise InputError(f"received a {type(model).__name__} as model, expected a Keras model")
+        save(path / "model.keras")
+        entries = {"public": _write_data(path, "train", data)}
+        if validation is not None:
+            entries["validation"] = _write_data(path, "validation", validation)
+        scaling = list(input_range) if input_range else None
+        content: dict[str, Any] = {
+            "model": "model.keras",
+            "data": {**entries, "input_range": scaling},
+            "recipe": {"epochs": 1, **recipe},
+        }
+        if code:
+            content["code"] = [os.path.relpath(Path(file), path) for file in code]
+        save_text(path / "job.yaml", yaml.safe_dump(content, sort_keys=False))
+        return cls.from_file(path / "job.yaml")
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> Self:
+        """Return the job of a job.yaml; raises InputError when it cannot be used."""
+        files.load_job(Path(path))
+        return cls(Path(path))
+
+    def load(self) -> files.Job:
+        """Return the job as the workflows take it; raises InputError."""
+        return files.load_job(self.path)
+
+
+def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:
+    """Write arrays to NAME.npz; return their entry in job.yaml."""
+    if isinstance(data, str | Path):
+        return {"path": str(Path(data).resolve())}
+    arrays = _name_arrays(_collect(data), name)
+    with write_atomically(directory / f"{name}.npz") as file:
+        np.savez(file, **arrays)  # type: ignore[arg-type]
+    save_text(directory / "data.py", LOADER)
+    return {"path": f"{name}.npz", "function": "data.py:load"}
+
+
+def _collect(data: Any) -> tuple[Any, ...]:
+    """Return (x, y) or (x, y, sample_weight) of all samples; batches are joined."""
+    if isinstance(data, tuple | list) and len(data) in (2, 3):
+        return tuple(data)
+    if not isinstance(data, Iterable):
+        raise InputError(
+            f"received a {type(data).__name__} as data, expected (x, y), (x, y, sample_weight), batches of "
+            "them, or a path"
+        )
+    cardinality = getattr(data, "cardinality", None)  # of a tf.data.Dataset; -1: infinite
+    if cardinality is not None and int(cardinality()) == -1:
+        raise InputError("the data set is infinite", remedy="give it an end: dataset.take(number)")
+    batches = [tuple(batch) for batch in data]
+    if not batches or len({len(batch) for batch in batches}) != 1 or len(batches[0]) not in (2, 3):
+        raise InputError("the data yields no batches of (x, y) or (x, y, sample_weight)")
+    return tuple(_join([batch[number] for batch in batches]) for number in range(len(batches[0])))
+
+
+def _join(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Mapping):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    if isinstance(first, tuple | list):
+        return [_join([part[number] for part in parts]) for number in range(len(first))]
+    arrays = [np.asarray(part) for part in parts]
+    return np.concatenate(arrays) if arrays[0].ndim else np.stack(arrays)
+
+
+def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the arrays of x, y and w by name; raises InputError unless they are numbers."""
+    named: dict[str, np.ndarray[Any, Any]] = {}
+    for kind, part in zip(KINDS, parts, strict=False):
+        if isinstance(part, Mapping):
+            named |= {f"{kind}/{key}": np.asarray(value) for key, value in part.items()}
+        elif isinstance(part, tuple | list) and all(hasattr(value, "shape") for value in part):
+            position = POSITIONS.get(kind, kind)
+            named |= {f"{kind}/{position}_{number}": np.asarray(one) for number, one in enumerate(part)}
+        elif part is not None:
+            named[kind] = np.asarray(part)
+    lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}
+    wrong = [key for key, array in named.items() if array.dtype.kind not in "buif"]
+    if wrong or len(set(lengths.values())) != 1:
+        found = ", ".join(f"{key} {array.dtype} {array.shape}" for key, array in named.items())
+        raise InputError(f"the {name} data is not numbers with one row per sample: {found}")
+    return named

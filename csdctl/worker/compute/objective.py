@@ -1,0 +1,220 @@
+"""The loss of a compiled model over one batch, as Keras' fit computes it, made so that ranks can add it.
+
+Keras' loss is a mean over the batch: over samples, over time steps or pixels of each, with weights, of
+several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.keras_internals import (
+    build_compiled,
+    flatten_layers,
+    keras_mask,
+    loss_trackers,
+)
+from csdctl.worker.compute.metrics import LOSS, MetricStates
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.recipe import Recipe
+
+SAMPLE_WEIGHT = "sample_weight"
+"""The field of the labels with the weight of each sample."""
+
+
+@dataclass(frozen=True)
+class BatchLoss:
+    """Of one batch, as tensors."""
+
+    mean: Any
+    """With the penalties of layers, as in fit; a scalar."""
+    loss_count: Any
+    """What the mean was divided by: samples, or unmasked elements."""
+    samples: Any
+    """The number of samples, float32."""
+    states: list[Any]
+    """The metrics' states, flat."""
+
+
+class Objective:
+    """Loss and metrics of one compiled model on one rank."""
+
+    def __init__(
+        self,
+        model: Any,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        is_per_sample: bool = False,
+    ) -> None:
+        """`example` as in Step. With `is_per_sample`, the loss is divided by samples even with a mask."""
+        self._model, self._tf, self._keras = model, tf, keras
+        self._input_range = recipe.input_range
+        self._class_weights = _class_weights(recipe.class_weight)
+        self.signature = [self._spec_of(array) for array in example]
+        self._build()
+        own = [metric for metric in model.metrics if metric.name != LOSS]
+        self.metrics = MetricStates(own, loss_trackers(model), tf)
+        self.counts_elements = not is_per_sample and (_has_mask(model) or _weighs_mean(model))
+        """Whether the loss is not divided by the number of samples, but by a number that varies."""
+
+    def tensor(self, array: Array) -> Any:
+        """Return `array` as a tensor; records become a dict of their fields."""
+        if array.dtype.names is None:
+            return self._tf.convert_to_tensor(array)
+        return {name: self._tf.convert_to_tensor(array[name]) for name in array.dtype.names}
+
+    def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
+        """Compute loss and metrics of one batch; inside a graph."""
+        tf, model = self._tf, self._model
+        self.metrics.reset()
+        inputs = self.inputs(samples)
+        predictions = model(inputs, training=training)
+        targets, weights = self.targets(labels, predictions, training=training)
+        loss = model.compute_loss(inputs, targets, predictions, weights, training=training)
+        model.compute_metrics(inputs, targets, predictions, weights)
+        count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
+        loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
+        return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read(count))
+
+    def inputs(self, samples: Any) -> Any:
+        """Return what the model is called with: by name where both have names, else in order."""
+        model = self._model
+        structure = getattr(model, "input", None) if _is_functional(model, self._keras) else None
+        if not isinstance(samples, dict):
+            dtype = getattr(structure, "dtype", None)
+            return scale(samples, self._input_range, dtype, self._tf)
+        if structure is None:
+            scaled = {name: scale(part, self._input_range, None, self._tf) for name, part in samples.items()}
+            return list(scaled.values()) if all(is_position(name) for name in scaled) else scaled
+        positions = iter(samples.values()) if all(is_position(name) for name in samples) else None
+
+        def pick(tensor: Any, name: str) -> Any:
+            part = next(positions) if positions else samples[name]
+            return scale(part, self._input_range, tensor.dtype, self._tf)
+
+        if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
+            return {name: pick(tensor, name) for name, tensor in structure.items()}
+        return self._tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
+
+    def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
+        """Return the labels in the structure of the predictions, and the samples' weights or None."""
+        weights = None
+        if isinstance(labels, dict):
+            labels = dict(labels)
+            weights = labels.pop(SAMPLE_WEIGHT, None)
+            if isinstance(predictions, dict):
+                labels = (
+                    labels
+                    if set(labels) <= set(predictions)
+                    else dict(zip(predictions, labels.values(), strict=False))
+                )
+            elif isinstance(predictions, list | tuple) and len(predictions) > 1:
+                names = list(getattr(self._model, "output_names", None) or ())
+                by_name = set(labels) <= set(names)
+                # An output without a loss needs no labels.
+                labels = [labels.get(name) for name in names] if by_name else list(labels.values())
+            else:
+                (labels,) = labels.values()
+        if training and self._class_weights is not None:
+            of_class = self._weigh_classes(labels)
+            weights = of_class if weights is None else weights * of_class
+        return labels, weights
+
+    def _weigh_classes(self, labels: Any) -> Any:
+        tf = self._tf
+        if isinstance(labels, dict | list):
+            raise WorkerError("recipe.class_weight is for models with one output", exit_code=2)
+        is_one_hot = labels.shape.rank > 1 and labels.shape[-1] != 1
+        classes = tf.argmax(labels, axis=-1) if is_one_hot else tf.reshape(labels, [-1])
+        classes = tf.cast(tf.round(tf.cast(classes, tf.float32)), tf.int32)
+        table = tf.constant(self._class_weights)
+        return tf.gather(table, tf.clip_by_value(classes, 0, table.shape[0] - 1))
+
+    def _loss_count(self, predictions: Any, weights: Any, count: Any) -> Any:
+        """Return the number that Keras divides the loss by, relative to the elements of a sample."""
+        tf = self._tf
+        outputs = tf.nest.flatten(predictions)
+        mask = keras_mask(outputs[0])
+        if _weighs_mean(self._model) and weights is not None:
+            return tf.reduce_sum(tf.cast(weights, tf.float32))
+        if mask is None:
+            return count
+        if len(outputs) > 1:
+            raise WorkerError(
+                "a model with several outputs and a mask cannot be summed over ranks",
+                remedy="let the mask end before the outputs (supports_masking = False)",
+                exit_code=2,
+            )
+        return tf.reduce_sum(tf.cast(mask, tf.float32))
+
+    def _spec_of(self, array: Array) -> Any:
+        tf = self._tf
+        if array.dtype.names is None:
+            return tf.TensorSpec((None, *array.shape[1:]), array.dtype)
+        return {
+            name: tf.TensorSpec((None, *array.dtype[name].shape), array.dtype[name].base)
+            for name in array.dtype.names
+        }
+
+    def _build(self) -> None:
+        """Create the state of losses and metrics, which Keras does at the first batch."""
+
+        def symbol(spec: Any) -> Any:
+            return self._keras.KerasTensor(spec.shape, spec.dtype.name)
+
+        samples, labels = (self._tf.nest.map_structure(symbol, part) for part in self.signature)
+        build_compiled(self._model, samples, labels, self.inputs, self.targets)
+
+
+def is_position(name: str) -> bool:
+    """Return whether a field's name only says its position: `input_0`, `output_1`, `label`."""
+    kind, _, number = name.rpartition("_")
+    return kind in ("input", "output") and number.isdigit()
+
+
+def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:
+    """Return uint8 0…255 as float32 within `input_range`, and others in the type that the input has.
+
+    Of an input of unknown type (None), integers stay integers: they may be indices.
+    """
+    if values.dtype == tf.uint8 and input_range is not None:
+        low, high = input_range
+        return tf.cast(values, tf.float32) * ((high - low) / 255.0) + low
+    if dtype is not None:
+        return tf.cast(values, dtype)
+    return tf.cast(values, tf.float32) if values.dtype.is_floating or values.dtype == tf.uint8 else values
+
+
+def _is_functional(model: Any, keras: Any) -> bool:
+    """Return whether the model's inputs are known symbolically."""
+    return bool(getattr(model, "inputs", None)) and isinstance(model, keras.Model)
+
+
+def _class_weights(weights: dict[str, float]) -> Array | None:
+    """Return the weight of each class by number, with a last 1 for all classes beyond."""
+    if not weights:
+        return None
+    table = np.ones(max(map(int, weights)) + 2, np.float32)
+    for number, weight in weights.items():
+        table[int(number)] = weight
+    return table
+
+
+def _has_mask(model: Any) -> bool:
+    """Return whether a layer makes a mask that may reach the loss."""
+    return any(
+        getattr(layer, "mask_zero", False) or type(layer).__name__ == "Masking"
+        for layer in flatten_layers(model)
+    )
+
+
+def _weighs_mean(model: Any) -> bool:
+    """Return whether the loss is divided by the sum of the samples' weights."""
+    losses = model.loss
+    flat = losses.values() if isinstance(losses, dict) else losses if isinstance(losses, list) else [losses]
+    return any(getattr(loss, "reduction", "") == "mean_with_sample_weight" for loss in flat)

@@ -1,0 +1,236 @@
+"""Samples that a user's function yields: one by one, or in batches as Keras' data sets have them."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import numpy as np
+
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.data.arrays import Array, as_labels, as_samples
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.sources.images import ImageDecoder, known_shape
+from csdctl.worker.ingest.sources.source import Block, EncodedSample, decode_blocks
+from csdctl.worker.ingest.sources.structure import (
+    StructureError,
+    name_inputs,
+    name_outputs,
+    no_labels,
+    split,
+    to_arrays,
+    to_records,
+)
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import PrepareSpec
+
+_END = object()
+SAMPLES, LABELS = "samples", "labels"
+"""How the only input and the only output are named in messages."""
+
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]
+
+
+class Guard(Protocol):
+    """Runs the user's code, and turns what it raises and what it returns wrongly into WorkerErrors."""
+
+    def guard(self, code: Callable[[], Any]) -> Any:
+        """Return what `code` returns."""
+
+    def error(self, problem: str, remedy: str = ...) -> WorkerError:
+        """Return the error for a result that is not samples."""
+
+
+class Elements:
+    """What a function yields, as arrays: from an iterator, a tf.data.Dataset or a keras.utils.PyDataset."""
+
+    def __init__(
+        self,
+        function: Guard,
+        begin: Callable[[], Iterator[Any]],
+        spec: PrepareSpec,
+        *,
+        is_batched: bool,
+        num_total: int = 0,
+    ) -> None:
+        """`begin` starts the iteration; more than once only for `measure`."""
+        self.is_batched = is_batched
+        self.num_total = num_total
+        """Elements; 0 if unknown."""
+        self.padded: Shapes = {}
+        self._function = function
+        self._begin = begin
+        self._spec = spec
+        self._targets: Shapes = {}
+
+    def pad_to_longest(self, names: Iterable[str]) -> None:
+        """Pad the inputs and outputs `names`, as in `describe`, with 0: all to one shape.
+
+        It is the one that the model or the public data have; without one, all elements are read once more.
+        """
+        known = {
+            **{describe(name, SAMPLES): shape for name, shape in self._spec.inputs.items()},
+            **{describe(name, LABELS): shape for name, (_, shape) in self._spec.labels.items()},
+        }
+        self._targets = {name: known[name] for name in names if name in known and all(known[name])}
+        missing = [name for name in names if name not in self._targets]
+        if missing:
+            longest = self._measure(missing)
+            self._targets |= longest
+
+    def __iter__(self) -> Iterator[tuple[Array, Array]]:
+        """Yield samples and labels; raises WorkerError for whatever fails or does not fit."""
+        for inputs, outputs in self._arrays():
+            with self._checking():
+                records = self._to_records(self._pad(inputs, SAMPLES), self._pad(outputs, LABELS))
+            yield records
+
+    def _to_records(self, inputs: dict[str, Array], outputs: dict[str, Array]) -> tuple[Array, Array]:
+        axes = int(self.is_batched)
+        samples = to_records(inputs, axes)
+        labels = to_records(outputs, axes) if outputs else no_labels(samples.shape[:axes])
+        if axes and samples.shape[:1] != labels.shape[:1]:
+            raise StructureError(f"yields {len(samples)} samples with {len(labels)} labels")
+        return as_samples(samples), as_labels(labels)
+
+    def _arrays(self) -> Iterator[tuple[dict[str, Array], dict[str, Array]]]:
+        iterator = self._function.guard(self._begin)
+        while (element := self._function.guard(lambda: next(iterator, _END))) is not _END:
+            with self._checking():
+                arrays = self._to_arrays(element)
+            yield arrays
+
+    def _to_arrays(self, element: Any) -> tuple[dict[str, Array], dict[str, Array]]:
+        samples, labels, weights = split(element)
+        inputs = name_inputs(samples, self._spec)
+        outputs = name_outputs(labels, weights, self._spec)
+        axes = int(self.is_batched)
+        return to_arrays(inputs, axes), to_arrays(outputs, axes)
+
+    @contextmanager
+    def _checking(self) -> Iterator[None]:
+        try:
+            yield
+        except StructureError as error:
+            raise self._function.error(error.problem, error.remedy) from None
+
+    def _measure(self, names: list[str]) -> Shapes:
+        """Return the largest shape of a sample or label of each of `names`, by reading everything once."""
+        axes = int(self.is_batched)
+        largest: Shapes = {}
+        for inputs, outputs in self._arrays():
+            for name, _, array in describe_parts((inputs, outputs), (inputs, outputs)):
+                if name in names:
+                    shape = array.shape[axes:]
+                    before = largest.setdefault(name, shape)
+                    if len(before) != len(shape):
+                        raise self._function.error("yields samples of different shapes or types")
+                    largest[name] = tuple(map(max, before, shape))
+        return largest
+
+    def _pad(self, arrays: dict[str, Array], kind: str) -> dict[str, Array]:
+        return {name: self._pad_one(array, describe(name, kind)) for name, array in arrays.items()}
+
+    def _pad_one(self, array: Array, name: str) -> Array:
+        target, axes = self._targets.get(name), int(self.is_batched)
+        shape = array.shape[axes:]
+        if target is None or shape == target or len(shape) != len(target):
+            return array
+        if any(size > most for size, most in zip(shape, target, strict=True)):
+            raise self._function.error(
+                f"yields {name} of shape {shape}, longer than {target} of the model or the public data",
+                "pad or cut all data to one length in the function, "
+                "such as padded_batch(…, padded_shapes=…) or to_tensor(shape=…)",
+            )
+        self.padded[name] = target
+        padded = np.zeros((*array.shape[:axes], *target), array.dtype)
+        padded[tuple(map(slice, array.shape))] = array
+        return padded
+
+
+def describe(name: str, kind: str) -> str:
+    """Return the name of an input or output, or what the only one is called."""
+    return name or kind
+
+
+def describe_parts(
+    parts: Sequence[Mapping[str, Any]], arrays: Sequence[Mapping[str, Array]]
+) -> list[tuple[str, Any, Array]]:
+    """Return the name, the part and the array of each input and output; both have inputs and outputs."""
+    return [
+        (describe(name, kind), part, array[name])
+        for kind, found, array in zip((SAMPLES, LABELS), parts, arrays, strict=True)
+        for name, part in found.items()
+    ]
+
+
+class IteratedSamples:
+    """Samples one by one; uint8 images are converted to the job's shape, others stay unchanged."""
+
+    files_of_class: tuple[int, ...] = ()
+    sample_bytes = 0
+
+    def __init__(self, function: Guard, elements: Elements, spec: PrepareSpec, threads: int) -> None:
+        self.class_names = spec.classes
+        self.num_samples = elements.num_total
+        self.padded = elements.padded
+        self._function = function
+        self._elements = elements
+        self._threads = threads
+        self._rule = spec.picture
+        self._decoder: ImageDecoder | None = None
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
+        candidates: Iterable[EncodedSample] = itertools.islice(self._candidates(), start, None)
+        return decode_blocks(
+            candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
+        )
+
+    def _candidates(self) -> Iterator[EncodedSample]:
+        expected = None
+        shape = known_shape(self._rule)
+        takes_images = shape is not None and shape[2] in (1, 3)
+        for yielded, label in self._elements:
+            sample = yielded
+            is_image = takes_images and sample.dtype == np.uint8 and sample.ndim in (2, 3)
+            if is_image and sample.ndim == 2:
+                sample = sample[..., np.newaxis]
+            if is_image and self._decoder is None:
+                self._decoder = ImageDecoder(self._rule, load_tensorflow())
+            found = (None if is_image else sample.shape, sample.dtype, label.shape, label.dtype)
+            if expected is not None and found != expected:
+                raise self._function.error(
+                    "yields samples of different shapes or types",
+                    "give all samples one shape and type, or return a tf.data.Dataset, which is padded",
+                )
+            expected = found
+            yield EncodedSample(sample, label)
+
+    def _decode(self, candidate: EncodedSample) -> tuple[Array, Any]:
+        if self._decoder:
+            return self._decoder.fit(candidate.content), candidate.label
+        return candidate.content, candidate.label
+
+
+class BatchedSamples:
+    """Samples in batches of any size, which stay as they are."""
+
+    files_of_class: tuple[int, ...] = ()
+    num_samples = 0
+    sample_bytes = 0
+
+    def __init__(self, elements: Elements, spec: PrepareSpec) -> None:
+        self.class_names = spec.classes
+        self.padded = elements.padded
+        self._elements = elements
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all samples from index `start` on."""
+        position = 0
+        for samples, labels in self._elements:
+            skipped = min(len(samples), max(0, start - position))
+            position += len(samples)
+            if skipped < len(samples):
+                yield Block(len(samples) - skipped, samples[skipped:], labels[skipped:])

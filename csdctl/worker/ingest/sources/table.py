@@ -1,0 +1,187 @@
+"""Tables: .csv files with a header, of numbers only. No error contains a value."""
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.sources.arrays import empty_data_error
+from csdctl.worker.ingest.sources.source import LABEL, SAMPLE_WEIGHT, Block
+from csdctl.worker.ingest.sources.structure import to_records
+from csdctl.worker.ingest.sources.tree import DataFile, Tree
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import PrepareSpec, TableSchema
+
+_MAX_LISTED = 5
+
+
+def is_table(file: DataFile, tree: Tree) -> bool:
+    """Return whether a file has the name of a .csv file."""
+    return tree.path_of(file).suffix.lower() == ".csv"
+
+
+class TableFiles:
+    """The rows of .csv files, in order of their paths: a vector of numbers, or an input for each column."""
+
+    files_of_class: tuple[int, ...] = ()
+
+    def __init__(self, tree: Tree, spec: PrepareSpec) -> None:
+        """Raise WorkerError, exit code 2, for columns that are missing or have anything but numbers."""
+        if spec.table is None:
+            raise WorkerError(
+                f"data at {spec.source} consists of .csv files, but the job does not describe them",
+                remedy="set data.csv in job.yaml: {label: COLUMN}",
+                exit_code=2,
+            )
+        self.class_names = spec.classes
+        self.padded: dict[str, tuple[int, ...]] = {}
+        self._schema: TableSchema = spec.table
+        self._spec = spec
+        self._paths = [tree.path_of(file) for file in tree.files if is_table(file, tree)]
+        self._columns = self._read_header()
+        self._features = self._choose_features()
+        self.num_samples, self._are_integers = self._examine()
+        self.sample_bytes = 4 * len(self._features)
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield all rows from index `start` on."""
+        num_rows = max(1, min(limits.block_samples, limits.block_bytes // (8 * len(self._columns))))
+        rows: list[list[float]] = []
+        for number, row in enumerate(self._rows(self._used)):
+            if number >= start:
+                rows.append(row)
+            if len(rows) == num_rows:
+                yield self._block(rows)
+                rows = []
+        if rows:
+            yield self._block(rows)
+
+    @property
+    def _used(self) -> list[str]:
+        weight = [self._schema.weight] if self._schema.weight else []
+        return [*self._features, *self._schema.labels, *weight]
+
+    def _block(self, rows: list[list[float]]) -> Block:
+        values = np.array(rows, np.float64)
+        column = {name: values[:, number] for number, name in enumerate(self._used)}
+        return Block(len(rows), self._samples(values), self._labels(column))
+
+    def _samples(self, values: Array) -> Array:
+        features: Array = values[:, : len(self._features)].astype(np.float32)
+        if not self._is_by_name:
+            return features
+        shapes = self._spec.inputs
+        return to_records(
+            {
+                name: features[:, number].reshape(-1, *shapes[name])
+                for number, name in enumerate(self._features)
+            },
+            1,
+        )
+
+    def _labels(self, column: dict[str, Array]) -> Array:
+        names = self._schema.labels
+        kinds = [np.int32 if is_integer else np.float32 for is_integer in self._are_integers]
+        typed = {name: column[name].astype(kind) for name, kind in zip(names, kinds, strict=True)}
+        if len(names) == 1:
+            labels = {"": typed[names[0]]}
+        else:
+            labels = typed if self._spec.outputs else {"": np.stack(list(typed.values()), axis=1)}
+        if self._schema.weight:
+            labels = {name or LABEL: array for name, array in labels.items()}
+            labels[SAMPLE_WEIGHT] = column[self._schema.weight].astype(np.float32)
+        return to_records(labels, 1)
+
+    def _read_header(self) -> list[str]:
+        headers = []
+        for path in self._paths:
+            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
+                headers.append([name.strip() for name in next(csv.reader(file), [])])
+        if not headers or not headers[0]:
+            raise empty_data_error(self._spec.source)
+        columns = headers[0]
+        if any(header != columns for header in headers) or len(set(columns)) != len(columns):
+            raise self._error(
+                "has .csv files with different columns, or a column twice", "give all the same header"
+            )
+        schema = self._schema
+        named = [*schema.labels, *([schema.weight] if schema.weight else []), *schema.dropped]
+        if missing := [name for name in named if name not in columns]:
+            others = "" if self._spec.is_private else f", but {_list(columns)}"
+            raise self._error(f"has no column {_list(missing)}{others}", "fix data.csv in job.yaml")
+        return columns
+
+    @property
+    def _is_by_name(self) -> bool:
+        return bool(self._spec.inputs) and list(self._spec.inputs) != [""]
+
+    def _choose_features(self) -> list[str]:
+        schema = self._schema
+        others = {*schema.labels, schema.weight, *schema.dropped}
+        features = [name for name in self._columns if name not in others]
+        if self._is_by_name:
+            if missing := [name for name in self._spec.inputs if name not in features]:
+                raise self._error(
+                    f"has no column {_list(missing)} for the model's inputs",
+                    "name inputs after columns, or let the model have one input for all",
+                )
+            features = list(self._spec.inputs)
+        if not features:
+            raise self._error("has no columns but labels", "fix data.csv in job.yaml")
+        return features
+
+    def _examine(self) -> tuple[int, list[bool]]:
+        """Return the number of rows, and which columns of labels have integers only, by reading all."""
+        num_rows, are_integers = 0, [True] * len(self._schema.labels)
+        for labels in self._rows(self._schema.labels):
+            num_rows += 1
+            are_integers = [
+                was and value.is_integer() for was, value in zip(are_integers, labels, strict=True)
+            ]
+        if not num_rows:
+            raise empty_data_error(self._spec.source)
+        return num_rows, are_integers
+
+    def _rows(self, names: Sequence[str]) -> Iterator[list[float]]:
+        """Yield the numbers of some columns, row by row."""
+        places = [self._columns.index(name) for name in names]
+        for path in self._paths:
+            with self._reading(), path.open(newline="", encoding="utf-8-sig") as file:
+                reader = csv.reader(file)
+                next(reader, None)
+                for row in reader:
+                    if row:
+                        yield [self._number(row, place) for place in places]
+
+    def _number(self, row: list[str], place: int) -> float:
+        text = row[place].strip() if place < len(row) else ""
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if math.isfinite(value):
+            return value
+        found = "empty cells" if not text else "text, or numbers that are not finite"
+        raise self._error(
+            f"has {found} in column {self._columns[place]}",
+            "leave the column out (data.csv.drop), or turn it into numbers in a function of your own",
+        )
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            raise self._error(f"cannot be read: {type(error).__name__}", "replace the damaged file") from None
+
+    def _error(self, problem: str, remedy: str) -> WorkerError:
+        return WorkerError(f"data at {self._spec.source} {problem}", remedy=remedy, exit_code=2)
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more

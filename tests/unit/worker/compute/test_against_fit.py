@@ -1,0 +1,206 @@
+"""Unequal batches, summed, take the steps that Keras' own train_on_batch takes with all samples."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from tests.unit.worker.compute.built_models import keras
+
+PARTS = (20, 9, 3)
+NUM_SAMPLES = sum(PARTS)
+NUM_STEPS = 5
+TOLERANCE = 1e-6
+"""Of the loss, relative, and of the weights."""
+Array = np.ndarray[Any, Any]
+
+generator = np.random.default_rng(0)
+COUNT = NUM_SAMPLES * NUM_STEPS
+IMAGES = generator.random((COUNT, 9, 9, 3), np.float32)
+CLASSES = generator.integers(0, 5, COUNT).astype(np.int32)
+WEIGHTS = generator.random(COUNT).astype(np.float32)
+TOKENS = generator.integers(0, 50, (COUNT, 12)).astype(np.int32)
+TOKENS[:, 7:] *= generator.random((COUNT, 5)) < 0.5
+"""0 is masked."""
+TAGS = generator.integers(0, 4, (COUNT, 12)).astype(np.int32)
+TWO = {"kind": CLASSES, "size": generator.random((COUNT, 1)).astype(np.float32)}
+
+
+def pictures() -> Any:
+    layers = keras().layers
+    head = [layers.GlobalAveragePooling2D(), layers.Dense(5, activation="softmax", dtype="float32")]
+    return keras().Sequential(
+        [keras().Input((9, 9, 3)), layers.Conv2D(8, 3, kernel_regularizer="l2"), layers.ReLU(), *head]
+    )
+
+
+def tagger() -> Any:
+    layers = keras().layers
+    inputs = keras().Input((12,), dtype="int32")
+    middle = layers.LSTM(8, return_sequences=True)(layers.Embedding(50, 8, mask_zero=True)(inputs))
+    return keras().Model(inputs, layers.Dense(4)(middle))
+
+
+def pixels() -> Any:
+    layers = keras().layers
+    return keras().Sequential(
+        [keras().Input((9, 9, 3)), layers.Conv2D(4, 3, padding="same", activation="softmax")]
+    )
+
+
+def two_outputs() -> Any:
+    layers = keras().layers
+    inputs = keras().Input((9, 9, 3))
+    middle = layers.Flatten()(inputs)
+    kind = layers.Dense(5, activation="softmax", name="kind")(middle)
+    return keras().Model(inputs, {"kind": kind, "size": layers.Dense(1, name="size")(middle)})
+
+
+def two_compiled() -> Any:
+    model, optimizers = two_outputs(), keras().optimizers
+    model.compile(
+        optimizers.Adam(optimizers.schedules.ExponentialDecay(0.01, 100, 0.9)),
+        loss={"kind": "sparse_categorical_crossentropy", "size": keras().losses.Huber()},
+        loss_weights={"kind": 1.0, "size": 0.3},
+        metrics={"kind": ["accuracy"], "size": ["mae"]},
+    )
+    return model
+
+
+def two_classes() -> Any:
+    layers = keras().layers
+    return keras().Sequential(
+        [keras().Input((9, 9, 3)), layers.Flatten(), layers.Dense(1, activation="sigmoid")]
+    )
+
+
+def as_records(labels: Any, weights: Array | None) -> Array:
+    """Return labels as prepared data has them."""
+    if not isinstance(labels, dict) and weights is None:
+        return np.asarray(labels)
+    fields: dict[str, Array] = dict(labels) if isinstance(labels, dict) else {"label": labels}
+    if weights is not None:
+        fields["sample_weight"] = weights
+    records = np.empty(COUNT, [(name, values.dtype, values.shape[1:]) for name, values in fields.items()])
+    for name, values in fields.items():
+        records[name] = values
+    return records
+
+
+def rows(labels: Any, part: slice) -> Any:
+    return (
+        {name: values[part] for name, values in labels.items()} if isinstance(labels, dict) else labels[part]
+    )
+
+
+SGD = {"learning_rate": 0.05}
+CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
+    "pictures": (pictures, Recipe(**SGD), IMAGES, CLASSES, None),
+    "sample weights": (pictures, Recipe(**SGD), IMAGES, CLASSES, WEIGHTS),
+    "class weights": (pictures, Recipe(**SGD, class_weight={"0": 3.0, "2": 0.5}), IMAGES, CLASSES, None),
+    "clipping, decay and average": (
+        pictures,
+        Recipe(
+            optimizer="adamw",
+            optimizer_args={"global_clipnorm": 0.1, "weight_decay": 0.01, "use_ema": True},
+            **SGD,
+        ),
+        IMAGES,
+        CLASSES,
+        None,
+    ),
+    "accumulation": (
+        pictures,
+        Recipe(optimizer="sgd", optimizer_args={"gradient_accumulation_steps": 2}, **SGD),
+        IMAGES,
+        CLASSES,
+        None,
+    ),
+    "a mask": (tagger, Recipe(from_logits=True, metrics=("accuracy",), **SGD), TOKENS, TAGS, None),
+    "a label for each pixel": (pixels, Recipe(**SGD), IMAGES, generator.integers(0, 4, (COUNT, 9, 9)), None),
+    "two outputs": (
+        two_outputs,
+        Recipe(
+            losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
+            learning_rate=0.01,
+        ),
+        IMAGES,
+        TWO,
+        None,
+    ),
+    "two outputs, compiled": (two_compiled, Recipe(), IMAGES, TWO, None),
+    "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
+    "metrics with state": (
+        two_classes,
+        Recipe(
+            losses={"": LossTerm("binary_crossentropy", {"label_smoothing": 0.1})},
+            metrics=("AUC", "Precision", "Recall", "accuracy"),
+            **SGD,
+        ),
+        IMAGES,
+        (CLASSES > 2).astype(np.float32)[:, None],
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
+    build, recipe, samples, labels, weights = CASES[case]
+    keras().utils.set_random_seed(1)
+    theirs, ours = build(), build()
+    ours.set_weights(theirs.get_weights())
+    compile_model(theirs, recipe, keras())
+    resolved = compile_model(ours, recipe, keras())
+    assert resolved.learning_rate is not None
+    records = as_records(labels, weights)
+    import tensorflow as tf
+
+    step = Step(ours, resolved, (samples[:0], records[:0]), tf, keras())
+    class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
+    for number in range(NUM_STEPS):
+        start = number * NUM_SAMPLES
+        whole = slice(start, start + NUM_SAMPLES)
+        theirs.reset_metrics()
+        expected = theirs.train_on_batch(
+            samples[whole],
+            rows(labels, whole),
+            sample_weight=None if weights is None else weights[whole],
+            class_weight=class_weight,
+            return_dict=True,
+        )
+        step.set_step(number, resolved.learning_rate)
+        total = np.zeros(step.layout.step_size, np.float32)
+        for size in PARTS:
+            total += np.array(step.local(samples[start : start + size], records[start : start + size]))
+            start += size
+        sums = step.apply(total)
+        found = {"loss": sums.mean_loss, **step.metrics(sums)}
+        for name, value in expected.items():
+            [ours_named] = [
+                mine for mine in found if mine.rstrip("_0123456789") == name.rstrip("_0123456789")
+            ]
+            assert found[ours_named] == pytest.approx(float(value), rel=TOLERANCE, abs=TOLERANCE), name
+    for one, its in zip(theirs.get_weights(), ours.get_weights(), strict=True):
+        np.testing.assert_allclose(one, its, atol=2 * TOLERANCE)
+
+
+def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:
+    keras().utils.set_random_seed(1)
+    model = pictures()
+    recipe = Recipe(optimizer="sgd", optimizer_args={"use_ema": True, "ema_momentum": 0.5}, learning_rate=0.5)
+    compile_model(model, recipe, keras())
+    import tensorflow as tf
+
+    step = Step(model, recipe, (IMAGES[:0], CLASSES[:0]), tf, keras())
+    for number in range(3):
+        step.set_step(number, 0.5)
+        step.apply(np.array(step.local(IMAGES[:8], CLASSES[:8])))
+    trained = [np.array(weights) for weights in model.get_weights()]
+    with step.averaged_weights():
+        averaged = [np.array(weights) for weights in model.get_weights()]
+    assert any(not np.array_equal(one, its) for one, its in zip(trained, averaged, strict=True))
+    assert all(np.array_equal(one, its) for one, its in zip(trained, model.get_weights(), strict=True))

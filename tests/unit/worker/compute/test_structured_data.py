@@ -1,0 +1,101 @@
+"""Inputs, outputs and weights by name or in order: the loss of a step is that of Keras' evaluate."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.recipe import Recipe
+
+tf, keras = load_backend()
+
+COUNT = 12
+GENERATOR = np.random.default_rng(3)
+INPUTS = {"b": GENERATOR.random((COUNT, 1)), "a": GENERATOR.random((COUNT, 3))}
+LABELS = {"kind": np.arange(COUNT) % 2, "age": GENERATOR.random(COUNT)}
+WEIGHTS = np.linspace(0, 2, COUNT)
+LOSSES = {"kind": "sparse_categorical_crossentropy", "age": "mse"}
+
+
+def records(arrays: dict[str, Any]) -> np.ndarray:
+    types = {name: "i4" if array.dtype.kind == "i" else "f4" for name, array in arrays.items()}
+    made = np.zeros(COUNT, [(name, types[name], array.shape[1:]) for name, array in arrays.items()])
+    for name, array in arrays.items():
+        made[name] = array
+    return made
+
+
+def build(*, named: bool, normalized: bool = False, features: bool = False) -> Any:
+    """Return a model of two inputs and two outputs, as dicts or as lists; `features`: with a third one."""
+    first, second = keras.Input((3,), name="a"), keras.Input((1,), name="b")
+    scaled = keras.layers.Rescaling(0.5)(first)
+    joined = keras.layers.Concatenate()([scaled, second])
+    outputs = {
+        "kind": keras.layers.Dense(2, activation="softmax", name="kind")(joined),
+        "age": keras.layers.Dense(1, name="age")(joined),
+    }
+    if features:
+        outputs = {"features": keras.layers.Dense(4, name="features")(joined), **outputs}
+    # A dict of tensors that are no inputs: Keras clones them under other names.
+    inputs = {"a": scaled if normalized else first, "b": second}
+    model = keras.Model(
+        inputs if named else list(inputs.values()), outputs if named else list(outputs.values())
+    )
+    losses = LOSSES if named or not features else {**LOSSES, "features": None}
+    model.compile("sgd", loss=losses)
+    return model
+
+
+def loss_of(model: Any, samples: np.ndarray, labels: np.ndarray) -> float:
+    step = Step(model, Recipe(input_range=None), (samples[:0], labels[:0]), tf, keras)
+    return step.evaluate(samples, labels).mean_loss
+
+
+def loss_of_keras(model: Any, inputs: Any, labels: Any) -> float:
+    return float(model.evaluate(inputs, labels, sample_weight=WEIGHTS, verbose=0, return_dict=True)["loss"])
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_dicts_are_taken_by_name_in_any_order(normalized: bool) -> None:
+    model = build(named=True, normalized=normalized)
+    expected = loss_of_keras(model, INPUTS, LABELS)
+    for order in (list, lambda names: list(reversed(list(names)))):
+        samples = records({name: INPUTS[name] for name in order(INPUTS)})
+        labels = records({name: LABELS[name] for name in order(LABELS)} | {"sample_weight": WEIGHTS})
+        assert loss_of(model, samples, labels) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_tuples_are_taken_in_order(named: bool) -> None:
+    model = build(named=named)
+    samples = records({"input_0": INPUTS["a"], "input_1": INPUTS["b"]})
+    labels = {"output_0": LABELS["kind"], "output_1": LABELS["age"], "sample_weight": WEIGHTS}
+    expected = loss_of_keras(
+        model,
+        INPUTS if named else [INPUTS["a"], INPUTS["b"]],
+        LABELS if named else [LABELS["kind"], LABELS["age"]],
+    )
+    assert loss_of(model, samples, records(labels)) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_output_without_a_loss_needs_no_labels(named: bool) -> None:
+    model = build(named=named, features=True)
+    labels = records({**LABELS, "sample_weight": WEIGHTS})
+    found = loss_of(model, records(INPUTS), labels)
+    if named:
+        expected = loss_of_keras(model, INPUTS, LABELS)
+    else:
+        unused = np.zeros((COUNT, 4))
+        expected = loss_of_keras(model, [INPUTS["a"], INPUTS["b"]], [unused, LABELS["kind"], LABELS["age"]])
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_weights_of_one_output() -> None:
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2, activation="softmax")])
+    model.compile("sgd", loss="sparse_categorical_crossentropy")
+    labels = records({"label": LABELS["kind"], "sample_weight": WEIGHTS})
+    expected = loss_of_keras(model, INPUTS["a"], LABELS["kind"])
+    assert loss_of(model, INPUTS["a"].astype(np.float32), labels) == pytest.approx(expected, rel=1e-6)

@@ -1,0 +1,115 @@
+"""Tables of .csv files: numbers only, as one vector or as an input for each column."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.worker.data.arrays import open_arrays
+from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.prepare import prepare
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, TableSchema
+
+TABLE = "id,age,pulse,name,target,weight\n1,63,150.5,ann,1,0.5\n2,37,187,bob,0,2\n3,41,172,eve,1,1\n"
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> PrepareSpec:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "patients-4711.csv").write_text(TABLE)
+    table = TableSchema(("target",), "", ("id", "name", "weight"))
+    return PrepareSpec(str(tmp_path / "data"), str(tmp_path / "store"), table=table)
+
+
+def arrays(info: DatasetInfo) -> tuple[np.ndarray, np.ndarray]:
+    return open_arrays(f"{info.path}/images.npy", f"{info.path}/labels.npy")
+
+
+def file_of(spec: PrepareSpec) -> Path:
+    return next(Path(spec.source).iterdir())
+
+
+def test_columns_become_one_vector(spec: PrepareSpec) -> None:
+    info = prepare(spec)
+    samples, labels = arrays(info)
+    assert samples.tolist() == [[63, 150.5], [37, 187], [41, 172]]
+    assert (samples.dtype, labels.dtype) == (np.float32, np.int32)
+    assert (labels.tolist(), info.max_label) == ([1, 0, 1], 1)
+    assert prepare(replace(spec, source=str(file_of(spec)))).num_samples == 3
+
+
+def test_columns_become_the_inputs_that_are_named_after_them(spec: PrepareSpec) -> None:
+    table = replace(spec.table or TableSchema(()), dropped=())
+    info = prepare(replace(spec, table=table, inputs={"pulse": (1,), "age": ()}))
+    assert info.inputs == {"pulse": ("float32", (1,)), "age": ("float32", ())}
+    assert arrays(info)[0]["age"].tolist() == [63, 37, 41]
+
+
+def test_labels_of_several_columns_and_weights(spec: PrepareSpec) -> None:
+    table = TableSchema(("pulse", "target"), "weight", ("id", "name"))
+    info = prepare(replace(spec, table=table, outputs=("target", "pulse")))
+    assert info.labels == {
+        "pulse": ("float32", ()),
+        "target": ("int32", ()),
+        "sample_weight": ("float32", ()),
+    }
+    assert arrays(info)[1]["sample_weight"].tolist() == [0.5, 2, 1]
+    info = prepare(replace(spec, table=table))
+    assert info.labels == {"label": ("float32", (2,)), "sample_weight": ("float32", ())}
+    assert arrays(info)[1]["label"][0].tolist() == [150.5, 1]
+
+
+def test_folder_of_tables_is_read_in_order_of_the_names(spec: PrepareSpec) -> None:
+    (Path(spec.source) / "later").mkdir()
+    (Path(spec.source) / "later" / "b.CSV").write_text("\ufeff" + TABLE.splitlines()[0] + "\n\n4,1,2,x,7,1\n")
+    info = prepare(spec)
+    assert arrays(info)[1].tolist() == [7, 1, 0, 1]
+
+
+def test_interrupted_call_resumes(spec: PrepareSpec) -> None:
+    def stop(progress: PrepareProgress) -> None:
+        if progress.num_done == 1:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        prepare(spec, limits=IngestLimits(block_samples=1, sync_interval_s=0), on_progress=stop)
+    assert arrays(prepare(spec))[0].tolist() == [[63, 150.5], [37, 187], [41, 172]]
+
+
+@pytest.mark.parametrize(
+    ("table", "text", "message", "remedy"),
+    [
+        (None, TABLE, "the job does not describe them", "data.csv"),
+        (TableSchema(("target",)), TABLE, "text, or numbers that are not finite in column name", "drop"),
+        (TableSchema(("a",)), "a,b\n1,\n", "empty cells in column b", "drop"),
+        (TableSchema(("a",)), "a,b\n1\n", "empty cells in column b", "drop"),
+        (TableSchema(("a",)), "a,b\n1,nan\n", "not finite in column b", "drop"),
+        (TableSchema(("goal", "a")), "a,b\n1,2\n", "has no column goal, but a, b", "data.csv"),
+        (TableSchema(("a",)), "a,b,b\n1,2,3\n", "a column twice", "same header"),
+        (TableSchema(("a",)), "a\n1\n", "no columns but labels", "data.csv"),
+        (TableSchema(("a",)), "a,b\n", "is empty", "add samples"),
+        (TableSchema(("a",)), "", "is empty", "add samples"),
+        (TableSchema(("a",)), 'a,b\n"1', "empty cells", "drop"),
+    ],
+)
+def test_anything_else_is_refused_with_a_remedy(
+    spec: PrepareSpec, table: TableSchema | None, text: str, message: str, remedy: str
+) -> None:
+    file_of(spec).write_text(text)
+    with pytest.raises(WorkerError, match=message) as raised:
+        prepare(replace(spec, table=table))
+    assert remedy in raised.value.remedy
+    assert raised.value.exit_code == 2
+    assert not any(secret in raised.value.message for secret in ("4711", "ann", "63"))
+
+
+def test_input_without_a_column_is_refused(spec: PrepareSpec) -> None:
+    with pytest.raises(WorkerError, match="no column height for the model's inputs"):
+        prepare(replace(spec, inputs={"age": (1,), "height": (1,)}))
+
+
+def test_columns_of_private_tables_are_not_listed(spec: PrepareSpec) -> None:
+    with pytest.raises(WorkerError, match="has no column goal$"):
+        prepare(replace(spec, table=TableSchema(("goal",)), is_private=True))

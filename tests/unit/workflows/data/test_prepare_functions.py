@@ -1,0 +1,129 @@
+"""`prepare` with functions of the user's, on a host and a node that are directories of this machine."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.model import HOST_NAME, Fleet, Node
+from csdctl.job.model import load_job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.transport.local import LocalSession
+from csdctl.workflows.data.prepare import Prepared, prepare_job
+
+JOB = """\
+model: model.py:build
+code: [words.py]
+data:
+  public: {path: data, function: data.py:public}
+  validation: {path: data, function: data.py:validation}
+  private: {path: private, function: data.py:private}
+recipe: {epochs: 1, learning_rate: 0.05}
+"""
+MODEL = """\
+import keras
+
+
+def build():
+    model = keras.Sequential([
+        keras.Input((None,), dtype="int64"),
+        keras.layers.Embedding(20, 4, mask_zero=True),
+        keras.layers.LSTM(3),
+        keras.layers.Dense(1, activation="sigmoid"),
+    ])
+    model.compile("adam", loss="binary_crossentropy")
+    return model
+"""
+WORDS = "LENGTHS = {'public': 7, 'validation': 5, 'private': 6}\n"
+DATA = """\
+import numpy as np
+import tensorflow as tf
+
+from words import LENGTHS
+
+
+def sequences(longest, *more):
+    rows = [list(range(1, 1 + length)) for length in range(1, longest + 1)]
+    return tf.data.Dataset.from_tensor_slices((tf.ragged.constant(rows), np.arange(longest) % 2, *more))
+
+
+def public(path):
+    return sequences(LENGTHS["public"], np.full(LENGTHS["public"], 0.5)).batch(3)
+
+
+def validation(path):
+    return sequences(LENGTHS["validation"])
+
+
+def private(path):
+    return sequences(LENGTHS["private"]).batch(2)
+"""
+
+Prepare = Callable[[], Prepared]
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Prepare:
+    for name, text in {"job.yaml": JOB, "model.py": MODEL, "words.py": WORDS, "data.py": DATA}.items():
+        (tmp_path / name).write_text(text)
+    for directory in (tmp_path / "data", tmp_path / "csd0" / "private"):
+        directory.mkdir(parents=True)
+        (directory / "source").write_text("anything")
+
+    def run() -> Prepared:
+        fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
+        sessions = {
+            HOST_NAME: LocalSession(HOST_NAME, tmp_path),
+            "csd0": LocalSession("csd0", tmp_path / "csd0"),
+        }
+        job = load_job(tmp_path / "job.yaml")
+        lines: list[str] = []
+        try:
+            return prepare_job(job, fleet, sessions, ProjectDirectory(tmp_path), lines.append)
+        finally:
+            (tmp_path / "said").write_text("\n".join(lines))
+            for session in sessions.values():
+                session.close()
+
+    return run
+
+
+def test_all_data_follows_the_public_data(prepare: Prepare, tmp_path: Path) -> None:
+    prepared = prepare()
+    assert prepared.validation
+    infos = [prepared.public, prepared.validation, prepared.private["csd0"]]
+    assert {info.sample_shape for info in infos} == {(7,)}
+    assert {info.label_dtype for info in infos} == {prepared.public.label_dtype}
+    labels = np.load(tmp_path / prepared.validation.path / "labels.npy")
+    assert labels["sample_weight"].tolist() == [1] * 5
+    assert np.load(tmp_path / prepared.validation.path / "images.npy")[1].tolist() == [1, 2, 0, 0, 0, 0, 0]
+    said = (tmp_path / "said").read_text()
+    for name in ("public", "validation", "csd0"):
+        assert f"{name}: different lengths were padded with 0: samples to 7" in said
+
+
+def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "words.py").write_text(WORDS.replace("6", "9"))
+    with pytest.raises(CsdctlError, match=r"yields samples of shape \(8,\), longer than \(7,\)") as raised:
+        prepare()
+    assert "csd0" in str(raised.value)
+
+
+def test_changed_code_prepares_the_data_again(prepare: Prepare, tmp_path: Path) -> None:
+    first = prepare()
+    (tmp_path / "words.py").write_text(WORDS.replace("5", "4"))
+    second = prepare()
+    assert second.validation
+    assert second.validation.num_samples == 4
+    assert second.public.fingerprint != first.public.fingerprint
+
+
+def test_private_weights_need_public_ones(prepare: Prepare, tmp_path: Path) -> None:
+    text = DATA.replace(', np.full(LENGTHS["public"], 0.5)', "")
+    (tmp_path / "data.py").write_text(text.replace('LENGTHS["private"])', 'LENGTHS["private"], np.ones(6))'))
+    with pytest.raises(InputError, match="labels of different types") as raised:
+        prepare()
+    assert "private data of csd0 label int32 1 and sample_weight float32" in raised.value.message
