@@ -12,6 +12,8 @@ their precision, sums of squares would lose it.
 import zlib
 from typing import Any
 
+import numpy as np
+
 from csdctl.worker.compute.keras_internals import flatten_layers, seed_generators
 
 
@@ -30,6 +32,15 @@ class MovingStatistics:
             for layer in self._layers
         ]
         self.size = sum(2 * int(mean.shape[0]) for mean, _, _ in self._variables)
+
+    def find_moved(self, changes: Any) -> list[str]:
+        """Return the names of the layers whose statistics `changes`, shape (size,), would move.
+
+        Only a layer that normalizes by its batch moves them, and not one that is called with training=False.
+        """
+        ends = np.cumsum([2 * int(mean.shape[0]) for mean, _, _ in self._variables])[:-1]
+        parts = np.split(np.asarray(changes), ends) if self.size else []
+        return [layer.name for layer, part in zip(self._layers, parts, strict=True) if part.any()]
 
     def read(self) -> list[Any]:
         """Return the current statistics, for `take_changes`; inside a graph."""
@@ -68,18 +79,33 @@ class Seeds:
     """
 
     def __init__(self, model: Any, seed: int, rank: int) -> None:
-        self._states = []
-        for number, generator in enumerate(seed_generators(model)):
-            key = zlib.crc32(f"{seed}/{rank}/{number}".encode())
-            self._states.append((generator.state, key))
+        self._generators = seed_generators(model)
+        self._seed = seed
+        self._own_keys = self._keys(rank)
 
-    @property
-    def is_needed(self) -> bool:
-        """Whether the model has random layers."""
-        return bool(self._states)
+    def set_step(self, step: int, rank: int | None = None) -> None:
+        """Set the random states for step `step` of the run, counted from 0; of another rank when given."""
+        keys = self._own_keys if rank is None else self._keys(rank)
+        for (_, generator), key in zip(self._generators, keys, strict=True):
+            generator.state.assign([key, _first_counter(step)])
 
-    def set_step(self, step: int) -> None:
-        """Set the random states for step `step` of the run, counted from 0."""
-        for state, key in self._states:
-            # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
-            state.assign([key, (step << 10) & 0xFFFFFFFF])
+    def find_drawing(self, step: int) -> list[str]:
+        """Return the names of the layers that have drawn random numbers since `set_step(step)`.
+
+        A layer may have a seed generator and never use it, as an LSTM without dropout.
+        """
+        return [
+            name
+            for name, generator in self._generators
+            if int(np.asarray(generator.state)[1]) != _first_counter(step)
+        ]
+
+    def _keys(self, rank: int) -> list[int]:
+        return [
+            zlib.crc32(f"{self._seed}/{rank}/{number}".encode()) for number in range(len(self._generators))
+        ]
+
+
+def _first_counter(step: int) -> int:
+    # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
+    return (step << 10) & 0xFFFFFFFF

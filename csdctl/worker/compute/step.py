@@ -68,15 +68,17 @@ class Step:
         self.evaluated_names = (*self.metric_names, *own)
         self._evaluated = [*self._metrics, *own.values()]
         self._input_range = recipe.input_range
-        self._statistics = MovingStatistics(model, tf, keras)
-        self._seeds = Seeds(model, recipe.seed, rank)
+        self.statistics = MovingStatistics(model, tf, keras)
+        """Those of the model's batch norm layers."""
+        self.seeds = Seeds(model, recipe.seed, rank)
+        """The random states of the model's layers."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         self.has_noise = noise is not None
         """Whether private samples are clipped and get noise."""
         self.layout = VectorLayout(
             num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
-            num_statistics=self._statistics.size,
+            num_statistics=self.statistics.size,
             num_metrics=len(self._metrics),
             has_public_count=self.has_noise,
         )
@@ -84,7 +86,8 @@ class Step:
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
         # directory for each graph of a rank that is killed.
         batch = [self._spec_of(array) for array in example]
-        self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
+        self._local_signature = batch
+        self.retrace()
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
             self._apply_graph,
@@ -96,10 +99,11 @@ class Step:
             of_one = self._loss_of_one, self._penalty
             self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
 
-    @property
-    def mixes_samples(self) -> bool:
-        """Whether the output for a sample depends on its batch (batch norm) or on random draws."""
-        return self._statistics.size > 0 or self._seeds.is_needed
+    def retrace(self) -> None:
+        """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
+        self._local = self._tf.function(
+            self._local_graph, autograph=False, input_signature=self._local_signature
+        )
 
     @property
     def state(self) -> list[Any]:
@@ -108,7 +112,7 @@ class Step:
 
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
-        self._seeds.set_step(step)
+        self.seeds.set_step(step)
         self.optimizer.learning_rate.assign(learning_rate)
 
     def local(
@@ -254,9 +258,9 @@ class Step:
 
     def _local_graph(self, images: Any, labels: Any) -> Any:
         tf = self._tf
-        before = self._statistics.read()
+        before = self.statistics.read()
         gradients, sums = self._gradients(images, labels)
-        changes = self._statistics.take_changes(before, sums[-1])
+        changes = self.statistics.take_changes(before, sums[-1])
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
         if self.has_noise:
             sums = [*sums, sums[-1]]
@@ -271,7 +275,7 @@ class Step:
         flat = tf.split(mean[self.layout.gradients], sizes)
         gradients = [tf.reshape(gradient, v.shape) for gradient, v in zip(flat, variables, strict=True)]
         self.optimizer.apply(gradients, variables)
-        self._statistics.apply_changes(mean[self.layout.statistics])
+        self.statistics.apply_changes(mean[self.layout.statistics])
 
     def _alone_graph(self, images: Any, labels: Any) -> Any:
         gradients, sums = self._gradients(images, labels)
