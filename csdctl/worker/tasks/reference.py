@@ -61,8 +61,8 @@ class ExactSum:
 
         NaN if an element is not finite.
         """
-        wrong = np.maximum(np.abs(total - self._sum) - self._count * SMALLEST, 0)
         with np.errstate(divide="ignore", invalid="ignore"):
+            wrong = np.maximum(np.abs(total - self._sum) - self._count * SMALLEST, 0)
             return float(np.where(wrong == 0, 0, wrong / self._magnitudes).max(initial=0))
 
 
@@ -125,9 +125,9 @@ class Reference:
         """Return the vector of a rank, float64, its spread, and what one sample makes of it."""
         columns, n = self.samples(number), self._sizes[number]
         batch = [column[:-1] for column in columns]
-        own = self._compute(number, *batch)
-        moves = [self._compute(number, *batch, draw=draw) - own for draw in range(NUM_DRAWS)]
-        other = self._compute(number, *(np.concatenate([column[-1:], column[1:-1]]) for column in columns))
+        own = self._compute(number, batch)
+        moves = [self._compute(number, batch, draw=draw) - own for draw in range(NUM_DRAWS)]
+        other = self._compute(number, [np.concatenate([column[-1:], column[1:-1]]) for column in columns])
         one_sample = self._relative(other - own, own)
         # Where all weights are 0, moving them changes nothing; the terms of the sum are rounded all the same.
         floor = self._roundoff * (1 + n * one_sample)
@@ -148,7 +148,7 @@ class Reference:
     def measure_one_batch(self) -> Array:
         """Return the vector of one batch of all ranks' samples, float64."""
         columns = zip(*(self.samples(number) for number in range(len(self._ranks))), strict=True)
-        return self._compute(0, *(np.concatenate([part[:-1] for part in column]) for column in columns))
+        return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""
@@ -164,7 +164,7 @@ class Reference:
         count = slice(layout.count, layout.count + 1)
         return _relative(change, whole, layout.gradients, layout.statistics, count)
 
-    def _compute(self, number: int, images: Array, labels: Array, draw: int | None = None) -> Array:
+    def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
         """Return the vector of a rank, float64; with `draw`, of weights that moved by their rounding."""
         rank, step = self._ranks[number], self._step
         self._start.restore()
@@ -172,7 +172,7 @@ class Reference:
             self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
         step.seeds.set_step(0, rank.rank)
         step.micro_batch_size = rank.micro_batch_size
-        vector: Array = np.array(step.local(images, labels), np.float64)
+        vector: Array = np.array(step.local(*batch), np.float64)
         self.drawing = step.seeds.find_drawing(0)
         return vector * (rank.weight / self._weight)
 

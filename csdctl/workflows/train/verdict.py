@@ -31,7 +31,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
             False,
             f"the sum that all ranks got is not the sum of what they computed: an element is off by "
             f"{verified.sum_difference:.1e} of its terms, and rounding explains {verified.sum_rounding:.1e}",
-            f"the {verified.collective} collective is at fault: please report it, with `csdctl discover --json`",
+            f"the {verified.collective} collective is at fault: please report it, with `csdctl discover`",
         )
     if wrong := [at for at, rank in enumerate(found) if rank.is_sharp and rank.difference > rank.tolerance]:
         return _judge_wrong(verified, nodes, wrong)
@@ -41,10 +41,10 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     if one_batch and not one_batch.difference <= one_batch.tolerance:
         return Verdict(
             False,
-            f"one batch of all samples has another gradient than the ranks' batches together: they differ by "
-            f"{one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
-            "a layer or the loss compares the samples of a batch with each other: the gradient depends on how "
-            "samples are divided among the ranks",
+            f"one batch of all samples has another gradient than the ranks' batches together: they differ "
+            f"by {one_batch.difference:.1e}, rounding explains {one_batch.spread:.1e}",
+            "a layer or the loss compares the samples of a batch with each other: the gradient depends on "
+            "how samples are divided among the ranks",
         )
     apart = max([*found, *filter(None, [one_batch])], key=lambda one: one.difference / one.spread)
     spreads = apart.difference / apart.spread
@@ -53,7 +53,7 @@ def judge(verified: Verified, nodes: Sequence[str]) -> Verdict:
     return Verdict(
         True,
         f"equal but for rounding: {spreads:.0f} times as far apart as one process is from itself in "
-        f"{verified.compared_in}, and one sample makes {apart.one_sample / apart.difference:.0f} times as much",
+        f"{verified.compared_in}; one sample makes {apart.one_sample / apart.difference:.0f} times as much",
     )
 
 
@@ -86,13 +86,13 @@ def _judge_hidden(verified: Verified, nodes: Sequence[str], hidden: Sequence[int
     if worst.one_sample == 0:
         return Verdict(
             False,
-            f"nothing can be compared on {_names(nodes, hidden)}: another sample does not change the gradient",
+            f"nothing can be compared on {_names(nodes, hidden)}: another sample has the same gradient",
             "look at the initial weights: what reaches the loss does not depend on the samples",
         )
     return Verdict(
         False,
-        f"nothing can be said about {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the gradient by "
-        f"{worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
+        f"nothing can be said about {_names(nodes, hidden)}: rounding in {verified.compared_in} moves the "
+        f"gradient by {worst.spread:.1e}, one sample by no more than {worst.one_sample:.1e}",
         "look at the initial weights: with these, the gradient of random samples is lost in rounding",
     )
 

@@ -47,10 +47,10 @@ from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeas
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
+    Compared,
     Joined,
     NodeBack,
     NodeLost,
-    RankVerified,
     Rebalanced,
     Verified,
     WaitingFor,
@@ -175,10 +175,10 @@ def show_keys(console: PrintableConsole) -> None:
 
 
 def show_verified(console: PrintableConsole) -> None:
-    rank = RankVerified(1e-7, 1e-7, 0.1)
-    numbers = 1e-7, 1e-7, 1e-7, None, 1e-7
-    told = (HOSTILE,), HOSTILE, HOSTILE
-    verified = Verified(0, HOSTILE, 16, (8, 8), HOSTILE, (rank, rank), *numbers, *told)
+    ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
+    sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
+    told = 1e-7, None, (HOSTILE,), HOSTILE, HOSTILE
+    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, *told)
     nodes = [HOSTILE, HOSTILE]
     render_verified(console, verified, judge(verified, nodes), nodes, emulated=False)
 

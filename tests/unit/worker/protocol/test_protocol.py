@@ -12,6 +12,7 @@ from csdctl.worker.protocol.events import (
     EVENTS,
     CheckpointSaved,
     CollectiveTimed,
+    Compared,
     EpochEnd,
     Evaluating,
     Event,
@@ -28,7 +29,6 @@ from csdctl.worker.protocol.events import (
     Pong,
     Progress,
     Ready,
-    RankVerified,
     Rebalanced,
     SentBytes,
     Started,
@@ -91,9 +91,9 @@ VALUES = [
 ]
 PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
 VERIFIED = Verified(
-    *(0, "host", 20, (16, 4), "bfloat16"),
-    (RankVerified(0.0, 3e-3, 0.2), RankVerified(1e-3, 4e-3, 0.5)),
-    *(6e-8, 1.2e-7, 3.5e-7, None, 1e-3, ("random numbers in dropout",), "hash", "star"),
+    *(0, "host", 20, (16, 4), "bfloat16", 6e-8, 1.2e-7, "float32"),
+    (Compared(0.0, 3e-7, 0.2), Compared(1e-7, 4e-7, 0.5)),
+    *(3.5e-7, Compared(1e-7, 4e-7, 0.02), ("random numbers in dropout",), "hash", "star"),
 )
 EVENT_EXAMPLES = [
     Started(1, "csd0", "node-7"),

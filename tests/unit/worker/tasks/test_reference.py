@@ -1,4 +1,4 @@
-"""What rank 0 computes to judge the others: sums in float64, sizes of batches, random states of every rank."""
+"""What rank 0 computes to judge the others: exact sums, sizes of batches, random states of every rank."""
 
 import math
 
