@@ -306,7 +306,7 @@ def test_verify_proves_the_gradient_on_this_fleet(demo: Path) -> None:
     assert found["one_batch"]["difference"] <= 1e-6
     assert found["is_equal"]
     assert found["verdict"] == "equal: as near as one process is to itself in float32"
-    assert set(found["batch_sizes"]) == {"host", "csd0", "csd1"}
+    assert set(found["ranks"]) == {"host", "csd0", "csd1"}
 
 
 @pytest.mark.fault(37)

@@ -48,7 +48,7 @@ def verify_document(
     verified: Verified, verdict: Verdict, nodes: Sequence[str], *, emulated: bool
 ) -> dict[str, Any]:
     """Return the `csdctl.verify/1` document."""
-    left_out = ("rank", "node", "of_ranks", "batch_sizes")
+    left_out = ("rank", "node", "of_ranks", "batch_sizes")  # "ranks" has them by name
     return {
         "schema": "csdctl.verify/1",
         "emulated": emulated,
@@ -59,7 +59,6 @@ def verify_document(
             node: {"batch_size": size, **asdict(rank)}
             for node, size, rank in zip(nodes, verified.batch_sizes, verified.of_ranks, strict=True)
         },
-        "batch_sizes": dict(zip(nodes, verified.batch_sizes, strict=True)),
     }
 
 

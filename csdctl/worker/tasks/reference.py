@@ -124,6 +124,8 @@ class Reference:
     def measure(self, number: int) -> tuple[Array, float, float]:
         """Return the vector of a rank, float64, its spread, and what one sample makes of it."""
         columns, n = self.samples(number), self._sizes[number]
+        if n == 0:
+            return np.zeros(self._step.layout.step_size), self._roundoff, 1.0
         batch = [column[:-1] for column in columns]
         own = self._compute(number, batch)
         moves = [self._compute(number, batch, draw=draw) - own for draw in range(NUM_DRAWS)]
@@ -140,7 +142,9 @@ class Reference:
             return
         own = self.measure_one_batch()
         shares = [
-            one.one_sample * n / sum(self._sizes) for one, n in zip(self.of_ranks, self._sizes, strict=True)
+            one.one_sample * n / sum(self._sizes)
+            for one, n in zip(self.of_ranks, self._sizes, strict=True)
+            if n
         ]
         difference = _relative(self._sent - own, own, self._step.layout.gradients)
         self.one_batch = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))

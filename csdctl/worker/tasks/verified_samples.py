@@ -20,15 +20,16 @@ SAMPLE_WEIGHT = "sample_weight"
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
-    """Return how many samples each rank takes: never all the same number, unless all ranks take one.
+    """Return how many samples each rank takes: none where the plan has none, and not the same number on all.
 
     With equal numbers, a plain mean of the ranks' means would be right.
     """
-    sizes = [max(1, min(size, MAX_SAMPLES)) for size in batch_sizes]
-    if len(set(sizes)) > 1 or sizes[0] == 1:
-        return sizes
-    fewer = sizes[0] - max(1, sizes[0] // 4)
-    return [fewer if number % 2 else size for number, size in enumerate(sizes)]
+    sizes = [min(size, MAX_SAMPLES) for size in batch_sizes]
+    takers = [number for number, size in enumerate(sizes) if size]
+    if len({sizes[number] for number in takers}) == 1:
+        for number in takers[1::2]:
+            sizes[number] = max(1, sizes[number] - max(1, sizes[number] // 4))
+    return sizes
 
 
 def draw_samples(

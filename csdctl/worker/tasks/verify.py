@@ -20,7 +20,7 @@ from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import as_hash
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import emit
-from csdctl.worker.protocol.events import SUMS, VERIFIED, Verified
+from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.precision import compute_type, computing_in, types_to_compare_in
 from csdctl.worker.tasks.reference import ExactSum, Reference, Snapshot
@@ -130,7 +130,7 @@ class Verify(ModelTask):
 def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
     """Send `vector` to rank 0, which yields those of all ranks, in their order, its own first."""
     if communicator.rank:
-        communicator.send(0, vector, SUMS)
+        communicator.send(0, vector, STATE)
         return
     yield vector
     for rank in range(1, communicator.size):

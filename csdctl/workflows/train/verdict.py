@@ -74,7 +74,8 @@ def _judge_not_finite(verified: Verified, nodes: Sequence[str]) -> Verdict:
     where = f"on {_names(nodes, wrong)} " if wrong else ""
     return Verdict(
         False,
-        f"nothing can be compared: the gradient of random samples {where}is not finite in {verified.dtype}",
+        f"nothing can be compared: the gradient of random samples {where}is 0 or not finite "
+        f"in {verified.dtype}",
         "use mixed_bfloat16 in place of mixed_float16"
         if verified.dtype == "float16"
         else "look at the initial weights, and at data.input_range",

@@ -62,7 +62,8 @@ class TestSizes:
             ([64, 64, 64], [16, 12, 16]),
             ([2, 2], [2, 1]),
             ([1, 1], [1, 1]),
-            ([5, 0], [5, 1]),
+            ([0, 64, 64], [0, 16, 12]),
+            ([0, 64], [0, 16]),
         ],
     )
     def test_sizes_follow_the_plan(self, plan: list[int], verified: list[int]) -> None:

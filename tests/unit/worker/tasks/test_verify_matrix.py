@@ -26,6 +26,11 @@ from csdctl.worker.tasks.verify import Verify
 from csdctl.workflows.train.verdict import Verdict, judge
 from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, Row, make_step, passes_of
 
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras
+]
+
 Vectors = dict[str, np.ndarray]
 """What other_ranks_program.py saved for a row."""
 NODES = ["host", "csd0", "csd1"]
@@ -214,7 +219,7 @@ def other_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Compute the other ranks' vectors of all rows; return their directory."""
     directory = tmp_path_factory.mktemp("other-ranks")
     program = [sys.executable, "-m", "tests.unit.worker.tasks.other_ranks_program", str(directory)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(program, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return directory
 
