@@ -33,10 +33,16 @@ JOINED: dict[str, Any] = {
     "sum_s": 0.01,
 }
 VERIFIED = {
-    "global_batch": 1,
-    "batch_sizes": [1],
+    "global_batch": 3,
+    "batch_sizes": [1, 1, 1],
+    "dtype": "float32",
+    "sum_difference": 0.0,
+    "sum_rounding": 1e-7,
+    "compared_in": "float32",
+    "of_ranks": [{"difference": 0.0, "spread": 1e-6, "one_sample": 0.1}] * 3,
     "by_parts": 0.0,
-    "as_one_batch": None,
+    "one_batch": None,
+    "not_one_batch": [],
     "weights_hash": "",
     "collective": "star",
 }

@@ -303,8 +303,10 @@ def test_verify_proves_the_gradient_on_this_fleet(demo: Path) -> None:
     found = json.loads(done.stdout)
     assert found["schema"] == "csdctl.verify/1"
     assert found["by_parts"] <= 1e-6
-    assert found["as_one_batch"] <= 1e-6
-    assert set(found["batch_sizes"]) == {"host", "csd0", "csd1"}
+    assert found["one_batch"]["difference"] <= 1e-6
+    assert found["is_equal"]
+    assert found["verdict"] == "equal: as near as one process is to itself in float32"
+    assert set(found["ranks"]) == {"host", "csd0", "csd1"}
 
 
 @pytest.mark.fault(37)

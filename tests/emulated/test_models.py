@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from csdctl.job.model import load_job
+from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
@@ -36,6 +38,16 @@ def build():
     weather = keras.Input((3,), name="weather")
     both = layers.Concatenate()([layers.Flatten()(picture), weather])
     return keras.Model([picture, weather], layers.Dense(1)(layers.Dense(8, activation="relu")(both)))
+
+
+def build_random():
+    picture = keras.Input((6, 6, 1), name="picture")
+    weather = keras.Input((3,), name="weather")
+    turned = layers.RandomRotation(0.2)(picture)
+    both = layers.Concatenate()([layers.Flatten()(turned), weather])
+    hidden = layers.Dense(8, activation="relu", dtype="mixed_bfloat16")(both)
+    dropped = layers.Dropout(0.5, dtype="mixed_bfloat16", name="drops")(hidden)
+    return keras.Model([picture, weather], layers.Dense(1, dtype="float32")(dropped))
 
 
 def far_off(labels, predictions):
@@ -106,6 +118,38 @@ def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
     done = csdctl(project, "verify", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["by_parts"] <= 1e-5
+
+
+def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank(project: Path) -> None:
+    (project / "random.yaml").write_text(JOB.replace(":build", ":build_random"))
+    done = csdctl(project, "verify", "random.yaml", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["dtype"], found["compared_in"]) == ("bfloat16", "float32")
+    assert found["is_equal"]
+    assert found["ranks"]["csd0"]["difference"] <= 8 * found["ranks"]["csd0"]["spread"]
+    assert found["one_batch"] is None
+    assert len(found["not_one_batch"]) == 1
+    assert found["not_one_batch"][0].startswith("random numbers in ")
+    assert "drops" in found["not_one_batch"][0]
+    assert "random_rotation" in found["not_one_batch"][0]
+
+
+def test_verify_refuses_a_plan_with_one_rank(project: Path) -> None:
+    job = load_job(project / "job.yaml")
+    ranks = [RankPlan(node="host", batch_size=8, threads=1)]
+    plan = Plan(
+        job="job",
+        job_fingerprint=job.fingerprint(),
+        method="equal",
+        emulated=True,
+        left_out=["csd0"],
+        ranks=ranks,
+    )
+    save_plan(project / "alone.yaml", plan)
+    done = csdctl(project, "verify", "--plan", "alone.yaml")
+    assert done.returncode == 2, done.stderr
+    assert "the plan has one rank (host), which would be compared with itself" in done.stderr
 
 
 def test_data_without_an_input_of_the_model_is_refused(project: Path) -> None:

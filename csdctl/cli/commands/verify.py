@@ -32,8 +32,10 @@ def verify(
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.cli.render.preparing import PreparationScreen
-    from csdctl.cli.render.verify import judge_verified, render_verified, verify_document
+    from csdctl.cli.render.verify import render_verified, verify_document
+    from csdctl.errors import RunError
     from csdctl.job.model import load_job
+    from csdctl.workflows.train.verdict import judge
     from csdctl.workflows.train.verify import VerifyRequest, run_verification
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
@@ -41,6 +43,9 @@ def verify(
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     request = VerifyRequest(loaded, chosen, streams.directory, plan)
     found = run_verification(request, PreparationScreen(streams))
-    render_verified(streams.console, found.result, found.nodes, emulated=chosen.emulated)
-    streams.result(verify_document(found.result, found.nodes, emulated=chosen.emulated))
-    judge_verified(found.result)
+    verdict = judge(found.result, found.nodes)
+    shown = found.result, verdict, found.nodes
+    render_verified(streams.console, *shown, emulated=chosen.emulated)
+    streams.result(verify_document(*shown, emulated=chosen.emulated))
+    if not verdict.is_equal:
+        raise RunError(verdict.text, remedy=verdict.remedy)

@@ -33,10 +33,12 @@ def own_state(layer: Any) -> list[Any]:
     return list(layer._non_trainable_variables)
 
 
-def seed_generators(model: Any) -> list[Any]:
-    """Return the seed generators of all layers of `model`, in a fixed order."""
+def seed_generators(model: Any) -> list[tuple[str, Any]]:
+    """Return the seed generators of `model` and its layers, with the layers' names, in a fixed order."""
     return [
-        generator for layer in flatten_layers(model) for generator in getattr(layer, "_seed_generators", ())
+        (layer.name, generator)
+        for layer in (*flatten_layers(model), model)
+        for generator in getattr(layer, "_seed_generators", ())
     ]
 
 

@@ -13,12 +13,16 @@ over all samples is exact for moving averages of batch means, and for state that
 import zlib
 from typing import Any
 
+import numpy as np
+
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     global_seed_generator,
     own_state,
     seed_generators,
 )
+
+UNTRACKED = "a layer without a seed generator of its own"
 
 
 class MovingStatistics:
@@ -36,6 +40,15 @@ class MovingStatistics:
             for layer in self._layers
         ]
         self.size = sum(2 * int(mean.shape[0]) for mean, _, _ in self._variables)
+
+    def find_moved(self, changes: Any) -> list[str]:
+        """Return the names of the layers whose statistics `changes`, shape (size,), would move.
+
+        Only a layer that normalizes by its batch moves them, and not one that is called with training=False.
+        """
+        ends = np.cumsum([2 * int(mean.shape[0]) for mean, _, _ in self._variables])[:-1]
+        parts = np.split(np.asarray(changes), ends) if self.size else []
+        return [layer.name for layer, part in zip(self._layers, parts, strict=True) if part.any()]
 
     def read(self) -> list[Any]:
         """Return the current statistics, for `take_changes`; inside a graph."""
@@ -73,9 +86,18 @@ class LayerStates:
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
         self._statistics = MovingStatistics(model, tf, keras)
-        self._variables = [variable for _, variable in changing_state(model, keras)]
+        found = changing_state(model, keras)
+        self._names = [layer.name for layer, _ in found]
+        self._variables = [variable for _, variable in found]
         self._sizes = [int(tf.size(variable)) for variable in self._variables]
         self.size = self._statistics.size + sum(self._sizes)
+
+    def find_moved(self, changes: Any) -> list[str]:
+        """Return the names of the layers whose state `changes`, shape (size,), would move."""
+        of_statistics, others = np.split(np.asarray(changes), [self._statistics.size])
+        parts = np.split(others, np.cumsum(self._sizes)[:-1]) if self._sizes else []
+        moved = [name for name, part in zip(self._names, parts, strict=True) if part.any()]
+        return self._statistics.find_moved(of_statistics) + moved
 
     def read(self) -> tuple[list[Any], list[Any]]:
         """Return the current state, for `take_changes`; inside a graph."""
@@ -128,16 +150,33 @@ class Seeds:
     """
 
     def __init__(self, model: Any, seed: int, rank: int) -> None:
-        self._states = []
-        own = seed_generators(model)
-        for number, generator in enumerate([*own, global_seed_generator()]):
-            key = zlib.crc32(f"{seed}/{rank}/{number}".encode())
-            self._states.append((generator.state, key))
-        self.is_needed = bool(own)
-        """Whether the model has random layers."""
+        self._generators = [*seed_generators(model), (UNTRACKED, global_seed_generator())]
+        self._seed = seed
+        self._own_keys = self._keys(rank)
 
-    def set_step(self, step: int) -> None:
-        """Set the random states for step `step` of the run, counted from 0."""
-        for state, key in self._states:
-            # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
-            state.assign([key, (step << 10) & 0xFFFFFFFF])
+    def set_step(self, step: int, rank: int | None = None) -> None:
+        """Set the random states for step `step` of the run, counted from 0; of another rank when given."""
+        keys = self._own_keys if rank is None else self._keys(rank)
+        for (_, generator), key in zip(self._generators, keys, strict=True):
+            generator.state.assign([key, _first_counter(step)])
+
+    def find_drawing(self, step: int) -> list[str]:
+        """Return the names of the layers that have drawn random numbers since `set_step(step)`.
+
+        A layer may have a seed generator and never use it, as an LSTM without dropout.
+        """
+        return [
+            name
+            for name, generator in self._generators
+            if int(np.asarray(generator.state)[1]) != _first_counter(step)
+        ]
+
+    def _keys(self, rank: int) -> list[int]:
+        return [
+            zlib.crc32(f"{self._seed}/{rank}/{number}".encode()) for number in range(len(self._generators))
+        ]
+
+
+def _first_counter(step: int) -> int:
+    # A layer draws a few times in a step; shifting keeps the counters of consecutive steps apart.
+    return (step << 10) & 0xFFFFFFFF

@@ -71,13 +71,15 @@ class Step:
         self.has_noise = noise is not None
         """Whether private samples are clipped and get noise."""
         self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
-        self._states = LayerStates(model, tf, keras)
-        self._seeds = Seeds(model, recipe.seed, rank)
+        self.states = LayerStates(model, tf, keras)
+        """What the model's layers keep besides weights."""
+        self.seeds = Seeds(model, recipe.seed, rank)
+        """The random states of the model's layers."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         self.layout = VectorLayout(
             num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
-            num_statistics=self._states.size,
+            num_statistics=self.states.size,
             num_states=self.objective.metrics.size,
             has_loss_count=self.has_noise or self.objective.counts_elements,
             divides_gradients=self.objective.counts_elements and not self.has_noise,
@@ -86,7 +88,7 @@ class Step:
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
         # directory for each graph of a rank that is killed.
         batch = self.objective.signature
-        self._local = tf.function(self._local_graph, autograph=False, input_signature=batch)
+        self.retrace()
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
             self._apply_graph,
@@ -98,10 +100,11 @@ class Step:
             of_one = self._loss_of_one, self._penalty
             self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
 
-    @property
-    def mixes_samples(self) -> bool:
-        """Whether the output for a sample depends on its batch (batch norm) or on random draws."""
-        return self._states.size > 0 or self._seeds.is_needed
+    def retrace(self) -> None:
+        """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
+        self._local = self._tf.function(
+            self._local_graph, autograph=False, input_signature=self.objective.signature
+        )
 
     @property
     def has_loss_scaling(self) -> bool:
@@ -115,7 +118,7 @@ class Step:
 
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
-        self._seeds.set_step(step)
+        self.seeds.set_step(step)
         self.optimizer.learning_rate.assign(learning_rate)
 
     def local(
@@ -255,9 +258,9 @@ class Step:
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:
         tf = self._tf
-        before = self._states.read()
+        before = self.states.read()
         gradients, batch = self._gradients(samples, labels)
-        changes = self._states.take_changes(before, batch.samples)
+        changes = self.states.take_changes(before, batch.samples)
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
         vector = tf.concat([*flat, *changes, *self._tail(batch, with_samples=True)], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
@@ -269,7 +272,7 @@ class Step:
         flat = tf.split(total[layout.gradients] / total[layout.divisor], sizes)
         gradients = [tf.reshape(gradient, v.shape) for gradient, v in zip(flat, variables, strict=True)]
         self.optimizer.apply(gradients, variables)
-        self._states.apply_changes(total[layout.statistics] / total[layout.count])
+        self.states.apply_changes(total[layout.statistics] / total[layout.count])
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
         gradients, batch = self._gradients(samples, labels)

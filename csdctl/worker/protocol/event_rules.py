@@ -57,6 +57,8 @@ def check_event(event: Event, nodes: Sequence[str]) -> None:
         )
     if event.rank != 0:
         _check_is_own(event)
+    if isinstance(event, Verified) and {len(event.batch_sizes), len(event.of_ranks)} != {len(nodes)}:
+        raise ProtocolError(f"{name}: expected results of {len(nodes)} ranks, received another number")
     named = _nodes_in(event)
     if len(named) > len(nodes) or not set(named) <= set(nodes):
         raise ProtocolError(f"{name}: expected nodes of the run, received {shorten(named)}")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -34,6 +35,11 @@ MAX_MESSAGE_CHARS = 4000
 
 UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
+
+
+MIN_SHARPNESS = 100.0
+"""One sample's effect over the spread, from which on `verify` judges: ten times the spread is tolerated then,
+and one sample is ten times as much."""
 
 
 SUMS, SAMPLES, STATE = "sums", "samples", "state"
@@ -191,15 +197,52 @@ class Traffic(Event):
 
 
 @dataclass(frozen=True)
+class Compared:
+    """A gradient against the one that rank 0 computes from the same samples.
+
+    All numbers are relative to the latter, in the Euclidean norm. A rank's moving statistics and number of
+    samples are part of its gradient here.
+    """
+
+    difference: Measured
+    spread: Measured
+    """How far rank 0's own result moves when its weights move by the rounding of their type."""
+    one_sample: Measured
+    """How far it moves when one sample is another one."""
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether rounding is so far below the effect of one sample that both can be told apart."""
+        return self.one_sample >= MIN_SHARPNESS * self.spread
+
+    @property
+    def tolerance(self) -> float:
+        """As many times above the spread as it is below the effect of one sample."""
+        return math.sqrt(self.spread * self.one_sample)
+
+
+@dataclass(frozen=True)
 class Verified(Event):
-    """The ranks' gradient against that of one process: relative differences in the Euclidean norm."""
+    """The ranks' gradients and their sum against those of one process."""
 
     global_batch: Count
     batch_sizes: tuple[Count, ...]
+    dtype: ShortText
+    """The coarsest type that a layer computes in."""
+    sum_difference: Measured
+    """Of the sum to the ranks' vectors added in float64: the largest of any element, relative to the sum of
+    its terms' magnitudes."""
+    sum_rounding: Measured
+    """The largest `sum_difference` that rounding to float32 explains, in whatever order they are added."""
+    compared_in: ShortText
+    """The type that all layers computed in for what follows: finer than `dtype` where it hides a sample."""
+    of_ranks: tuple[Compared, ...]
     by_parts: Measured
-    """To one process that computes every rank's batch in turn."""
-    as_one_batch: Measured | None
-    """To one process with one batch of all samples; None where samples of a batch affect each other."""
+    """Relative difference of all ranks' gradient to one process that computes their batches in turn."""
+    one_batch: Compared | None
+    """All ranks' gradient against one batch of all samples in one process; None if it was not compared."""
+    not_one_batch: tuple[ShortText, ...]
+    """Why the gradient depends on how samples are divided into batches."""
     weights_hash: ShortText
     collective: CollectiveName
 

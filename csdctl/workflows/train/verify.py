@@ -5,7 +5,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from csdctl.errors import RunError
+from csdctl.errors import InputError, RunError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
@@ -53,6 +53,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
     ) as space:
         plan = _choose_plan(request, space)
+        _check_several(plan)
         prepared = prepare_in(space, job, observer)
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
@@ -66,6 +67,16 @@ def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
     if request.plan_path or path.exists():
         return load_checked_plan(path, request.job, space)
     return build_equal_plan(request.job, space.fleet, space.facts, DEFAULT_BATCH_SIZE)
+
+
+def _check_several(plan: Plan) -> None:
+    """Raise InputError for one rank: it would be compared with itself."""
+    if len(plan.ranks) < 2:
+        names = ", ".join(rank.node for rank in plan.ranks)
+        raise InputError(
+            f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
+            remedy="name a plan with more ranks (--plan), or add nodes to the fleet",
+        )
 
 
 def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace) -> Verified:

@@ -46,7 +46,15 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.events import Joined, NodeBack, NodeLost, Rebalanced, Verified, WaitingFor
+from csdctl.worker.protocol.events import (
+    Compared,
+    Joined,
+    NodeBack,
+    NodeLost,
+    Rebalanced,
+    Verified,
+    WaitingFor,
+)
 from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.discovery.discover import DiscoverResult
 from csdctl.workflows.discovery.trust import KeyState, ShownKey
@@ -55,6 +63,7 @@ from csdctl.workflows.forecast.forecast import forecast
 from csdctl.workflows.forecast.request import ForecastRequest
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import PrivacyReport
+from csdctl.workflows.train.verdict import judge
 from tests.attacks.hostile_text import HOSTILE, MARKUP
 from tests.unit.cli.test_console import foreign
 from tests.unit.cli.test_discover import CSD, result_of
@@ -166,8 +175,12 @@ def show_keys(console: PrintableConsole) -> None:
 
 
 def show_verified(console: PrintableConsole) -> None:
-    verified = Verified(0, HOSTILE, 16, (8, 8), 1e-7, 1e-7, HOSTILE, HOSTILE)
-    render_verified(console, verified, [HOSTILE, HOSTILE], emulated=False)
+    ranks = (Compared(1e-7, 1e-7, 0.1),) * 2
+    sums = HOSTILE, 1e-7, 1e-7, f"{HOSTILE}2"
+    told = 1e-7, None, (HOSTILE,), HOSTILE, HOSTILE
+    verified = Verified(0, HOSTILE, 16, (8, 8), *sums, ranks, *told)
+    nodes = [HOSTILE, HOSTILE]
+    render_verified(console, verified, judge(verified, nodes), nodes, emulated=False)
 
 
 SCREENS: list[Callable[[PrintableConsole], None]] = [

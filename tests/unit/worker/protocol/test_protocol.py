@@ -12,6 +12,7 @@ from csdctl.worker.protocol.events import (
     EVENTS,
     CheckpointSaved,
     CollectiveTimed,
+    Compared,
     EpochEnd,
     Evaluating,
     Event,
@@ -89,6 +90,11 @@ VALUES = [
     ProbeResult(32, 0.25, 4, 1 << 30),
 ]
 PROGRESS = Progress(0, "host", 1, 2, 3, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+VERIFIED = Verified(
+    *(0, "host", 20, (16, 4), "bfloat16", 6e-8, 1.2e-7, "float32"),
+    (Compared(0.0, 3e-7, 0.2), Compared(1e-7, 4e-7, 0.5)),
+    *(3.5e-7, Compared(1e-7, 4e-7, 0.02), ("random numbers in dropout",), "hash", "star"),
+)
 EVENT_EXAMPLES = [
     Started(1, "csd0", "node-7"),
     MpiChecked(1, "csd0", "Open MPI v5.0.11", 1 << 20, 0.0035),
@@ -96,7 +102,7 @@ EVENT_EXAMPLES = [
     Ready(1, "csd0", 100, 3.25),
     PROGRESS,
     Traffic(0, "host", 2, (SentBytes("sums", 0, 1, 1 << 33), SentBytes("samples", 0, 2, 7))),
-    Verified(0, "host", 36, (32, 4), 3.5e-7, None, "hash", "star"),
+    VERIFIED,
     Evaluating(0, "host", 256, 10_000),
     EpochEnd(1, "csd0", 1, 4, 16, 0.5, 0.25, 0.8, "hash"),
     CheckpointSaved(0, "host", 1, 40, "step-00000040.npz", True),

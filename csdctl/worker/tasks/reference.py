@@ -1,0 +1,203 @@
+"""One process in place of all ranks: what rank 0 computes to judge the vectors of one step.
+
+Every comparison comes with two measures of what it is worth, both from this model and these samples:
+
+- the spread: how far rank 0's own vector moves when each weight moves by the rounding of the type that its
+  layer computes in. Kernels of other processors and other numbers of threads round as differently;
+- one sample: how far the vector moves when one sample of the batch is another one. A difference of this size
+  is a sample that was lost or counted twice, and must be far outside of the spread to be visible.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.protocol.events import Compared
+from csdctl.worker.protocol.run_spec import RankSpec
+from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
+from csdctl.worker.tasks.verified_samples import draw_samples
+
+NUM_DRAWS = 3
+"""Of the rounding of the weights; the spread is the largest of them."""
+MAX_REASON_CHARS = 200
+SMALLEST = 2.0**-126
+"""The smallest float32 that every processor adds; some take smaller ones for 0."""
+
+
+class Snapshot:
+    """The values of variables at one moment."""
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._values = [(variable, np.array(variable)) for variable in variables]
+
+    def restore(self) -> None:
+        """Bring them back."""
+        for variable, value in self._values:
+            variable.assign(value)
+
+
+class ExactSum:
+    """Adds the ranks' vectors in float64, to judge their sum in float32."""
+
+    def __init__(self, size: int) -> None:
+        self._sum, self._magnitudes, self._count = np.zeros(size), np.zeros(size), 0
+
+    def add(self, vector: Array) -> None:
+        """Add one rank's vector, shape (size,)."""
+        self._sum += vector
+        self._magnitudes += np.abs(vector)
+        self._count += 1
+
+    @property
+    def rounding(self) -> float:
+        """The largest `difference` of a sum in float32, in whatever order (Higham 1993, equation 3.4)."""
+        return self._count * ROUNDOFFS["float32"]
+
+    def difference(self, total: Array) -> float:
+        """Return how far `total` is off: of all elements the most, relative to Σ |term|.
+
+        NaN if an element is not finite.
+        """
+        with np.errstate(divide="ignore", invalid="ignore"):
+            wrong = np.maximum(np.abs(total - self._sum) - self._count * SMALLEST, 0)
+            return float(np.where(wrong == 0, 0, wrong / self._magnitudes).max(initial=0))
+
+
+class Reference:
+    """Computes the vectors of all `ranks` in this process, with each rank's samples and random states.
+
+    Starts from the weights as they are when it is created, and leaves them in any state.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        seed: int,
+        ranks: Sequence[RankSpec],
+        sizes: Sequence[int],
+        example: tuple[Array, Array],
+        weight: float = 1.0,
+    ) -> None:
+        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors."""
+        self._step, self._seed = step, seed
+        self._ranks, self._sizes = ranks, sizes
+        self._example, self._weight = example, weight
+        self._start = Snapshot(step.model.variables)
+        self._weights = weights_by_type(step.model)
+        self._roundoff = ROUNDOFFS[coarsest("float32", *(str(weight.dtype) for weight, _ in self._weights))]
+        """Of gradients, which have the type of their weights and are summed in float32."""
+        self.drawing: list[str] = []
+        """The layers that have drawn random numbers for the latest vector."""
+        self._sent, self._own = np.zeros(step.layout.step_size), np.zeros(step.layout.step_size)
+        self.of_ranks: list[Compared] = []
+        """The comparisons so far."""
+        self.one_batch: Compared | None = None
+        """That with one batch of all samples; None where such a batch has another gradient."""
+        self.not_one_batch: tuple[str, ...] = ()
+        """Why it has."""
+
+    @property
+    def is_sharp(self) -> bool:
+        """Whether rounding and the effect of one sample can be told apart on every rank."""
+        return bool(self.of_ranks) and all(compared.is_sharp for compared in self.of_ranks)
+
+    @property
+    def by_parts(self) -> float:
+        """How far the gradient of all ranks is from that of their batches in turn."""
+        return _relative(self._sent - self._own, self._own, self._step.layout.gradients)
+
+    def samples(self, number: int) -> tuple[Array, Array]:
+        """Return the samples of the rank with this number among the ranks, and one more."""
+        rank, count = self._ranks[number].rank, self._sizes[number] + 1
+        return draw_samples(self._seed, rank, count, self._example, self._step.model)
+
+    def compare(self, sent: Array) -> None:
+        """Compare the vector `sent` of the next rank with that of this process."""
+        own, spread, one_sample = self.measure(len(self.of_ranks))
+        self.of_ranks.append(Compared(self._relative(sent - own, own), spread, one_sample))
+        self._own += own
+        self._sent += sent
+
+    def measure(self, number: int) -> tuple[Array, float, float]:
+        """Return the vector of a rank, float64, its spread, and what one sample makes of it."""
+        columns, n = self.samples(number), self._sizes[number]
+        if n == 0:
+            return np.zeros(self._step.layout.step_size), self._roundoff, 1.0
+        batch = [column[:-1] for column in columns]
+        own = self._compute(number, batch)
+        moves = [self._compute(number, batch, draw=draw) - own for draw in range(NUM_DRAWS)]
+        other = self._compute(number, [np.concatenate([column[-1:], column[1:-1]]) for column in columns])
+        one_sample = self._relative(other - own, own)
+        # Where all weights are 0, moving them changes nothing; the terms of the sum are rounded all the same.
+        floor = self._roundoff * (1 + n * one_sample)
+        return own, max(floor, *(self._relative(move, own) for move in moves)), one_sample
+
+    def compare_one_batch(self) -> None:
+        """Compare what all ranks have sent with one batch of all their samples; after `compare` of each."""
+        self.not_one_batch = self._find_reasons()
+        if self.not_one_batch:
+            return
+        own = self.measure_one_batch()
+        shares = [
+            one.one_sample * n / sum(self._sizes)
+            for one, n in zip(self.of_ranks, self._sizes, strict=True)
+            if n
+        ]
+        difference = _relative(self._sent - own, own, self._step.layout.gradients)
+        self.one_batch = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
+
+    def measure_one_batch(self) -> Array:
+        """Return the vector of one batch of all ranks' samples, float64."""
+        columns = zip(*(self.samples(number) for number in range(len(self._ranks))), strict=True)
+        return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
+
+    def _find_reasons(self) -> tuple[str, ...]:
+        """Return why the gradient depends on how samples are divided into batches."""
+        normalizing = self._step.states.find_moved(self._own[self._step.layout.statistics])
+        named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
+        reasons = [f"{what} in {_list_names(names)}" for what, names in named.items() if names]
+        if len({rank.weight for rank in self._ranks}) > 1:
+            reasons.append("samples of different weight on different ranks")
+        return tuple(reason[:MAX_REASON_CHARS] for reason in reasons)
+
+    def _relative(self, change: Array, whole: Array) -> float:
+        layout = self._step.layout
+        count = slice(layout.count, layout.count + 1)
+        return _relative(change, whole, layout.gradients, layout.statistics, count)
+
+    def _compute(self, number: int, batch: Iterable[Array], draw: int | None = None) -> Array:
+        """Return the vector of a rank, float64; with `draw`, of weights that moved by their rounding."""
+        rank, step = self._ranks[number], self._step
+        self._start.restore()
+        if draw is not None:
+            self._round_otherwise(np.random.default_rng([self._seed, rank.rank, draw]))
+        step.seeds.set_step(0, rank.rank)
+        step.micro_batch_size = rank.micro_batch_size
+        vector: Array = np.array(step.local(*batch), np.float64)
+        self.drawing = step.seeds.find_drawing(0)
+        return vector * (rank.weight / self._weight)
+
+    def _round_otherwise(self, generator: np.random.Generator) -> None:
+        for variable, dtype in self._weights:
+            value = np.array(variable).astype(np.float32)
+            # Two roundings wide: half of the weights that are stored in this type become a neighbour.
+            moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
+            variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))
+
+
+def _list_names(names: Sequence[str], at_most: int = 3) -> str:
+    distinct = list(dict.fromkeys(names))
+    more = f" and {len(distinct) - at_most} more" if len(distinct) > at_most else ""
+    return ", ".join(distinct[:at_most]) + more
+
+
+def _relative(change: Array, whole: Array, *parts: slice) -> float:
+    """Return how large the `change` of a vector is, relative to each of the parts of the `whole`."""
+    square = 0.0
+    for part in parts:
+        changed, norm = (float(np.linalg.norm(vector[part])) for vector in (change, whole))
+        square += (changed / norm) ** 2 if norm else (np.inf if changed else 0.0)
+    return float(np.sqrt(square))

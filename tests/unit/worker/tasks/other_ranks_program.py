@@ -1,0 +1,49 @@
+"""Program run by test_verify_matrix.py: the vectors of all ranks of all rows, computed as on other machines.
+
+With other threads and kernels than those of the test, so that vectors are rounded otherwise. For each row,
+saves each rank's vector of the verified step, and wrong ones of rank 1.
+"""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.protocol.run_spec import Runtime
+from csdctl.worker.tasks.precision import computing_in
+from csdctl.worker.tasks.verified_samples import draw_samples
+from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, make_step, passes_of
+
+tf, keras = load_backend(Runtime(threads=2, onednn=False))
+
+
+def save_vectors(name: str, path: Path) -> None:
+    row = ROWS[name]
+    example = row.samples, row.labels
+    step = make_step(row, tf, keras)
+    start = [np.array(variable) for variable in step.model.variables]
+
+    def vector(rank: int, samples: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        for variable, value in zip(step.model.variables, start, strict=True):
+            variable.assign(value)
+        step.seeds.set_step(0, rank)
+        return np.array(step.local(samples, labels))
+
+    saved = {}
+    drawn = [draw_samples(SEED, rank, size, example, step.model) for rank, size in enumerate(SIZES)]
+    size = SIZES[WRONG]
+    first_again = np.r_[0, 0, 2:size]
+    for dtype in set(passes_of(row)):
+        with computing_in(step, dtype):
+            found = {f"rank {rank}": vector(rank, *batch) for rank, batch in enumerate(drawn)}
+            found["one sample twice"] = vector(WRONG, *(column[first_again] for column in drawn[WRONG]))
+            found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
+            found["another rank's random states"] = vector(0, *drawn[WRONG])
+            found["stale"] = vector(WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model))
+        saved |= {f"{dtype} {what}": value for what, value in found.items()}
+    np.savez(path, **saved)
+
+
+for name in ROWS:
+    save_vectors(name, Path(sys.argv[1]) / f"{name}.npz")

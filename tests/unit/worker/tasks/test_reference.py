@@ -1,0 +1,123 @@
+"""What rank 0 computes to judge the others: exact sums, sizes of batches, random states of every rank."""
+
+import math
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.statistics import Seeds
+from csdctl.worker.tasks.reference import ExactSum
+from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples, verified_sizes
+from tests.unit.worker.compute.built_models import keras
+
+BITS = 24
+
+
+def exact_sum(vectors: np.ndarray) -> ExactSum:
+    exact = ExactSum(vectors.shape[1])
+    for vector in vectors:
+        exact.add(vector)
+    return exact
+
+
+class TestExactSum:
+    """A sum in float32 is as near as rounding allows, in whatever order it is taken."""
+
+    @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [5, 3, 1, 0, 2, 4]])
+    def test_sums_in_any_order_are_within_rounding(self, order: list[int]) -> None:
+        vectors = np.random.default_rng(1).normal(size=(6, 10_000)).astype(np.float32)
+        total = np.zeros(10_000, np.float32)
+        for rank in order:
+            total += vectors[rank]
+        exact = exact_sum(vectors)
+        assert 0 < exact.difference(total) <= exact.rounding == 6 * 2.0**-BITS
+
+    def test_one_wrong_element_of_many_is_seen(self) -> None:
+        vectors = np.random.default_rng(1).normal(size=(3, 10_000)).astype(np.float32)
+        total = vectors.sum(axis=0)
+        total[77] += 1e-5
+        assert exact_sum(vectors).difference(total) > exact_sum(vectors).rounding
+
+    def test_element_that_nobody_computed_is_seen(self) -> None:
+        assert exact_sum(np.zeros((2, 3), np.float32)).difference(np.array([0, 1e-30, 0])) == math.inf
+
+    def test_elements_too_small_for_some_processors_do_not_count(self) -> None:
+        vectors = np.full((2, 3), 1e-40, np.float32)
+        assert exact_sum(vectors).difference(np.zeros(3, np.float32)) == 0
+
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_values_that_are_not_finite_are_seen(self, value: float) -> None:
+        vectors = np.ones((2, 3), np.float32)
+        assert math.isnan(exact_sum(vectors * value).difference(vectors[0] * value))
+        assert not math.isfinite(exact_sum(vectors).difference(np.array([2, value, 2])))
+
+
+class TestSizes:
+    """Batches of different sizes: with equal ones, a plain mean of means would be right."""
+
+    @pytest.mark.parametrize(
+        ("plan", "verified"),
+        [
+            ([320, 32, 8], [16, 16, 8]),
+            ([64, 64, 64], [16, 12, 16]),
+            ([2, 2], [2, 1]),
+            ([1, 1], [1, 1]),
+            ([0, 64, 64], [0, 16, 12]),
+            ([0, 64], [0, 16]),
+        ],
+    )
+    def test_sizes_follow_the_plan(self, plan: list[int], verified: list[int]) -> None:
+        assert verified_sizes(plan) == verified
+        assert max(verified) <= MAX_SAMPLES
+
+
+class TestSamples:
+    """Random samples in the range that the model takes."""
+
+    def test_integers_stay_below_the_smallest_embedding(self) -> None:
+        layers = keras().layers
+        model = keras().Sequential([keras().Input((7,)), layers.Embedding(5, 2), layers.Flatten()])
+        example = np.zeros((0, 7), np.int32), np.zeros((0, 1), np.float32)
+        samples, labels = draw_samples(3, 0, 50, example, model)
+        assert (samples.min(), samples.max()) == (0, 4)
+        assert labels.shape == (50, 1)
+        again = draw_samples(3, 0, 50, example, model)
+        assert np.array_equal(samples, again[0])
+
+    def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
+        layers = keras().layers
+        inputs = keras().Input((4,))
+        model = keras().Model(inputs, [layers.Dense(3)(inputs), layers.Dense(2)(inputs)])
+        fields = [("kind", np.int32), ("place", np.float32, (2,)), ("sample_weight", np.float32)]
+        example = np.zeros((0, 4), np.float32), np.zeros(0, fields)
+        _, labels = draw_samples(3, 0, 200, example, model)
+        assert set(labels["kind"].tolist()) == {0, 1, 2}
+        assert labels["place"].shape == (200, 2)
+        assert 0.5 <= labels["sample_weight"].min() < labels["sample_weight"].max() < 1.5
+
+
+class TestSeeds:
+    """Random states are a function of seed, rank and step."""
+
+    def build(self) -> object:
+        layers = keras().layers
+        inner = [layers.LSTM(2), layers.Dropout(0.5, name="drops"), layers.Dropout(0.0, name="keeps")]
+        return keras().Sequential([keras().Input((3, 2)), *inner])
+
+    def test_rank_0_can_take_the_states_of_every_rank(self) -> None:
+        model, values = self.build(), np.ones((4, 3, 2))
+        of_0, of_2 = Seeds(model, 7, 0), Seeds(model, 7, 2)
+        drawn = []
+        for seeds, rank in ((of_2, None), (of_0, 2), (of_0, None)):
+            seeds.set_step(5, rank)
+            drawn.append(np.array(model(values, training=True)))  # type: ignore[operator]
+        assert np.array_equal(drawn[0], drawn[1])
+        assert not np.array_equal(drawn[0], drawn[2])
+
+    def test_only_layers_that_draw_are_named(self) -> None:
+        model = self.build()
+        seeds = Seeds(model, 7, 0)
+        seeds.set_step(5)
+        assert seeds.find_drawing(5) == []
+        model(np.ones((4, 3, 2)), training=True)  # type: ignore[operator]
+        assert seeds.find_drawing(5) == ["drops"]

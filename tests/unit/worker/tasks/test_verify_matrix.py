@@ -1,0 +1,259 @@
+"""`verify` over models of all kinds × engines that are right, and that are wrong on purpose.
+
+The other ranks' vectors come from a process with other threads and kernels, as from other machines.
+"""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.protocol.events import Verified, event_from_line
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+from csdctl.worker.tasks.precision import compute_type
+from csdctl.worker.tasks.progress import RunProgress
+from csdctl.worker.tasks.reference import Reference, Snapshot
+from csdctl.worker.tasks.reporter import Reporter
+from csdctl.worker.tasks.task import Group, TaskContext
+from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.verify import Verify
+from csdctl.workflows.train.verdict import Verdict, judge
+from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, Row, make_step, passes_of
+
+pytestmark = [
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras
+]
+
+Vectors = dict[str, np.ndarray]
+"""What other_ranks_program.py saved for a row."""
+NODES = ["host", "csd0", "csd1"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Engine:
+    """How the ranks compute and add: `send` changes what the ranks computed, `add` is their sum."""
+
+    send: Callable[[list[np.ndarray], Vectors], list[np.ndarray]] = lambda sent, _: sent
+    add: Callable[[list[np.ndarray], Vectors], np.ndarray] = lambda sent, _: sum_of(sent)
+
+
+def sum_of(vectors: list[np.ndarray]) -> np.ndarray:
+    total = np.zeros_like(vectors[0])
+    for vector in vectors:
+        total += vector
+    return total
+
+
+def plain_mean(sent: list[np.ndarray], _: Vectors) -> np.ndarray:
+    """Every rank counts the same, whatever number of samples it has; the count is right."""
+    part = sum(SIZES) / len(SIZES)
+    total = sum_of([vector * np.float32(part / size) for vector, size in zip(sent, SIZES, strict=True)])
+    total[-1] = sum(SIZES)
+    return total
+
+
+def without_rank(sent: list[np.ndarray], _: Vectors) -> np.ndarray:
+    total = sum_of([vector for rank, vector in enumerate(sent) if rank != WRONG])
+    total[-1] = sum(SIZES)
+    return total
+
+
+def replaced(by: str) -> Callable[[list[np.ndarray], Vectors], list[np.ndarray]]:
+    def change(sent: list[np.ndarray], saved: Vectors) -> list[np.ndarray]:
+        return [saved[by] if rank == WRONG else vector for rank, vector in enumerate(sent)]
+
+    return change
+
+
+def without_count(change: Callable[..., Any]) -> Callable[..., Any]:
+    """The rank says that it has as many samples as expected."""
+
+    def changed(sent: list[np.ndarray], saved: Vectors) -> list[np.ndarray]:
+        vectors = [vector.copy() for vector in change(sent, saved)]
+        vectors[WRONG][-1] = SIZES[WRONG]
+        return vectors
+
+    return changed
+
+
+def in_sum(change: Callable[..., Any]) -> Engine:
+    """The rank computes what it should, and another vector is in the sum."""
+    return Engine(add=lambda sent, saved: sum_of(change(sent, saved)))
+
+
+TWICE, MORE, STALE = replaced("one sample twice"), replaced("one sample more"), replaced("stale")
+WRONG_ENGINES = {
+    "plain mean": Engine(add=plain_mean),
+    "dropped rank": Engine(add=without_rank),
+    "stale gradient": Engine(STALE),
+    "stale gradient in the sum": in_sum(STALE),
+    "sample twice in place of another": Engine(TWICE),
+    "sample twice in place of another in the sum": in_sum(TWICE),
+    "sample twice": Engine(MORE),
+    "sample twice, counted once": Engine(without_count(MORE)),
+    "sample twice in the sum, counted once": in_sum(without_count(MORE)),
+}
+"""Name → engine. A rank that computes something else sends it to rank 0, too."""
+OTHER_STATES = Engine(replaced("another rank's random states"))
+"""Wrong for a model that draws random numbers."""
+
+
+class PlayedGroup:
+    """A group of this process and of ranks whose vectors are known: implements what `Verify` needs."""
+
+    rank, size, collective = 0, len(SIZES), "star"
+
+    def __init__(self, engine: Engine, saved: Vectors, passes: list[str], num_elements: int) -> None:
+        self.local = np.zeros(num_elements, np.float32)
+        self._engine, self._saved, self._passes = engine, saved, iter(passes)
+
+    def sum(self, vector: np.ndarray) -> np.ndarray:
+        sent, saved = self._sent_in(next(self._passes))
+        sent[0] = vector[: len(sent[0])]
+        total = np.zeros_like(vector)
+        total[: len(sent[0])] = self._engine.add(sent, saved)
+        self._sent = sent
+        return total
+
+    def receive(self, rank: int, max_bytes: int) -> bytes:
+        content = self._sent[rank].tobytes()
+        if rank == self.size - 1 and (dtype := next(self._passes, "")):
+            self._sent, _ = self._sent_in(dtype)
+        return content
+
+    def allgather(self, value: Any, check: Callable[[Any], Any]) -> list[Any]:
+        return [check(value)] * self.size
+
+    def _sent_in(self, dtype: str) -> tuple[list[np.ndarray], Vectors]:
+        saved = {
+            what.removeprefix(f"{dtype} "): vector
+            for what, vector in self._saved.items()
+            if what.startswith(f"{dtype} ")
+        }
+        vectors = [saved[f"rank {rank}"] for rank in range(self.size)]
+        return self._engine.send(vectors, saved), saved
+
+
+class RowReader:
+    """Stands in for a reader of files: draws what the row's model takes."""
+
+    def __init__(self, row: Row, model: Any) -> None:
+        self._example, self._model = (row.samples, row.labels), model
+
+    def empty_batch(self) -> tuple[Any, Any]:
+        return self._example
+
+    def first(self, count: int) -> tuple[Any, Any]:
+        return draw_samples(0, 0, count, self._example, self._model)
+
+
+class RememberingReference(Reference):
+    """Measures only once, in each type: what rank 0 computes does not depend on what the others send."""
+
+    def __init__(self, known: dict[Any, Any], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._known = known
+
+    def measure(self, number: int) -> Any:
+        if number not in self._known:
+            self._known[number] = super().measure(number), self.drawing
+        measured, self.drawing = self._known[number]
+        return measured
+
+    def measure_one_batch(self) -> Any:
+        if "one batch" not in self._known:
+            self._known["one batch"] = super().measure_one_batch()
+        return self._known["one batch"]
+
+
+class RowVerify(Verify):
+    """Rank 0's task with the model of a row, and without files."""
+
+    def __init__(self, context: TaskContext, row: Row) -> None:
+        super().__init__(context)
+        self._row = row
+        self._vectors: dict[str, Any] = {}
+        self._known: dict[str, Any] = {}
+
+    def open_reader(self) -> Any:
+        return RowReader(self._row, self._step_of_probes.model)
+
+    def _compute(self) -> Any:
+        dtype = compute_type(self.step.model)
+        if dtype not in self._vectors:
+            self._vectors[dtype] = super()._compute()
+        return self._vectors[dtype]
+
+    def _make_reference(self) -> Reference:
+        known = self._known.setdefault(compute_type(self.step.model), {})
+        return RememberingReference(known, self.step, SEED, self.spec.ranks, SIZES, self.reader.empty_batch())
+
+
+def load_task(row: Row) -> Verify:
+    """Return rank 0's task, ready to run."""
+    ranks = tuple(
+        RankSpec(rank, node, size, Runtime(), None, None, 0, size)
+        for rank, (node, size) in enumerate(zip(NODES, SIZES, strict=True))
+    )
+    recipe = dataclasses.replace(row.recipe, seed=SEED)
+    spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
+    no_orders: Any = None
+    step = make_step(row, *load_backend())
+    context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(spec, ranks[0]), no_orders, step)
+    task = RowVerify(context, row)
+    before = Snapshot(step.model.variables)
+    task.load()
+    before.restore()  # to warm up normalizes the kernels of a SpectralNormalization
+    return task
+
+
+@pytest.fixture(scope="module")
+def other_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compute the other ranks' vectors of all rows; return their directory."""
+    directory = tmp_path_factory.mktemp("other-ranks")
+    program = [sys.executable, "-m", "tests.unit.worker.tasks.other_ranks_program", str(directory)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=800, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return directory
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_right_engine_passes_and_every_wrong_one_fails(
+    name: str, other_ranks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row, saved = ROWS[name], dict(np.load(other_ranks / f"{name}.npz"))
+    task = load_task(row)
+    start = Snapshot(task.step.state)
+
+    def verify(engine: Engine) -> tuple[Verified, Verdict]:
+        start.restore()
+        capsys.readouterr()
+        played: Any = PlayedGroup(engine, saved, passes_of(row), task.num_elements)
+        task.run(Group(1, tuple(range(len(SIZES))), played))
+        verified = event_from_line(capsys.readouterr().out.strip())
+        assert isinstance(verified, Verified)
+        return verified, judge(verified, NODES)
+
+    verified, verdict = verify(Engine())
+    wrong = dict(WRONG_ENGINES)
+    if verified.not_one_batch and "random" in verified.not_one_batch[0]:
+        wrong["another rank's random states"] = OTHER_STATES
+    missed = [engine for engine in wrong if verify(wrong[engine])[1].is_equal]
+    print(f"{name} [{verified.dtype}, compared in {verified.compared_in}]: {verdict.text}")
+    for rank in verified.of_ranks:
+        told = f"{rank.difference / rank.spread:.2f} spreads of {rank.spread:.1e}"
+        print(f"  differs by {rank.difference:.1e}, {told}; one sample {rank.one_sample:.1e}")
+    print(f"  sum {verified.sum_difference:.1e} of {verified.sum_rounding:.1e}")
+    print(f"  one batch: {verified.one_batch}, {verified.not_one_batch}")
+    assert verdict.is_equal, verdict.text
+    assert not missed
+    assert verified.compared_in == row.compared_in
+    assert (verified.one_batch is None) == bool(row.reasons)
+    assert all(any(part in reason for reason in verified.not_one_batch) for part in row.reasons)

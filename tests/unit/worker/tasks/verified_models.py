@@ -1,0 +1,271 @@
+"""Models as Keras users write them, tiny, with the recipe and the data that each one takes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.tasks.precision import types_to_compare_in
+
+SIZES = (16, 12, 5)
+"""The batch sizes of the ranks."""
+WRONG = 1
+"""The rank that computes something else where the engine is wrong."""
+SEED = 5
+PIXELS = np.zeros((0, 16, 16, 3), np.uint8)
+CLASSES = np.zeros(0, np.int32)
+TOKENS = np.zeros((0, 12), np.int32)
+SERIES = np.zeros((0, 20, 2), np.float32)
+TABLE = np.zeros((0, 10), np.float32)
+NUMBERS = np.zeros((0, 1), np.float32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the matrix."""
+
+    build: Callable[[Any], Any]
+    """Given the module keras, returns the model."""
+    samples: Any = field(default_factory=lambda: PIXELS)
+    labels: Any = field(default_factory=lambda: CLASSES)
+    recipe: Recipe = field(default_factory=Recipe)
+    policy: str = "float32"
+    """Keras' dtype policy."""
+    compared_in: str = "float32"
+    """The type in which a sample can be told from rounding."""
+    reasons: tuple[str, ...] = ()
+    """Why it is not compared with one batch of all samples: parts of these sentences."""
+
+
+def convolutions(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((16, 16, 3)),
+            layers.Conv2D(8, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(5, activation="softmax", dtype="float32"),
+        ]
+    )
+
+
+def with_dropout(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((16, 16, 3))
+    x = layers.Conv2D(8, 3, padding="same", activation="relu")(inputs)
+    x = layers.MaxPooling2D()(x)
+    x = layers.SpatialDropout2D(0.2)(x)
+    x = layers.Flatten()(x)
+    x = layers.Dense(16, activation="relu")(x)
+    x = layers.Dropout(0.5)(x)
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+def with_augmentation(keras: Any) -> Any:
+    layers = keras.layers
+    augmentation = keras.Sequential(
+        [
+            layers.RandomFlip("horizontal"),
+            layers.RandomRotation(0.1),
+            layers.RandomZoom(0.2),
+            layers.RandomContrast(0.2),
+            layers.GaussianNoise(0.1),
+        ],
+        name="augmentation",
+    )
+    inputs = keras.Input((16, 16, 3))
+    x = layers.Conv2D(8, 3, strides=2, activation="relu")(augmentation(inputs))
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(layers.Flatten()(x)))
+
+
+def residual_with_batch_norm(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((16, 16, 3))
+    x = layers.Rescaling(2.0, offset=-1.0)(inputs)
+    for filters in (8, 16):
+        shortcut = layers.Conv2D(filters, 1, strides=2, use_bias=False)(x)
+        x = layers.Conv2D(filters, 3, strides=2, padding="same", use_bias=False)(x)
+        x = layers.BatchNormalization()(x)
+        x = layers.ReLU()(x)
+        x = layers.SeparableConv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = layers.BatchNormalization(gamma_initializer="zeros" if filters == 16 else "ones")(x)
+        x = layers.ReLU()(layers.Add()([x, shortcut]))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras.Model(inputs, layers.Dense(5, activation="softmax", dtype="float32")(x))
+
+
+def recurrent(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((12,), dtype="int32"),
+            layers.Embedding(50, 8, mask_zero=True),
+            layers.Bidirectional(layers.LSTM(6)),
+            layers.Dense(1, activation="sigmoid"),
+        ]
+    )
+
+
+def recurrent_with_dropout(keras: Any) -> Any:
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input((20, 2)),
+            layers.GRU(6, return_sequences=True, dropout=0.2, recurrent_dropout=0.2),
+            layers.LSTM(6),
+            layers.Dense(1),
+        ]
+    )
+
+
+def transformer(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((12,), dtype="int32")
+    positions = keras.ops.arange(12)
+    x = layers.Embedding(100, 16)(inputs) + layers.Embedding(12, 16)(positions)
+    attended = layers.MultiHeadAttention(2, 8, dropout=0.1)(x, x, use_causal_mask=True)
+    x = layers.LayerNormalization()(x + attended)
+    fed = layers.EinsumDense("abc,cd->abd", output_shape=(None, 32), activation="gelu", bias_axes="d")(x)
+    x = layers.LayerNormalization()(x + layers.Dropout(0.1)(layers.Dense(16)(fed)))
+    x = layers.GlobalAveragePooling1D()(x)
+    return keras.Model(inputs, layers.Dense(4, activation="softmax", dtype="float32")(x))
+
+
+def attention_without_dropout(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((20, 2))
+    x = layers.Dense(8)(inputs)
+    x = x + layers.MultiHeadAttention(2, 4)(x, x)
+    x = layers.Dense(8, activation="gelu")(layers.LayerNormalization()(x))
+    return keras.Model(inputs, layers.Dense(1)(layers.GlobalAveragePooling1D()(x)))
+
+
+def regularized(keras: Any) -> Any:
+    layers, regularizers = keras.layers, keras.regularizers
+    return keras.Sequential(
+        [
+            keras.Input((10,)),
+            layers.Dense(16, activation="tanh", kernel_regularizer=regularizers.L1L2(0.01, 0.01)),
+            layers.ActivityRegularization(l2=0.01),
+            layers.Dense(8, activation="relu", activity_regularizer="l1"),
+            layers.Dense(1, bias_regularizer="l2"),
+        ]
+    )
+
+
+def group_and_spectral_norm(keras: Any) -> Any:
+    layers = keras.layers
+    inner = keras.Sequential(
+        [layers.Conv2D(8, 3), layers.GroupNormalization(4), layers.ReLU(), layers.AveragePooling2D(2)],
+        name="inner",
+    )
+    inputs = keras.Input((16, 16, 3))
+    x = layers.SpectralNormalization(layers.Conv2D(8, 3))(inner(inputs))
+    x = layers.LeakyReLU()(layers.UnitNormalization()(layers.GlobalMaxPooling2D()(x)))
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+def siamese(keras: Any) -> Any:
+    layers = keras.layers
+    tower = keras.Sequential([layers.Dense(12, activation="relu"), layers.Dense(6)], name="tower")
+    left, right = keras.Input((10,), name="left"), keras.Input((10,), name="right")
+    near = layers.Dot(1, normalize=True)([tower(left), tower(right)])
+    return keras.Model([left, right], layers.Dense(1, activation="sigmoid")(near))
+
+
+def zero_weights(keras: Any) -> Any:
+    dense = keras.layers.Dense(3, activation="softmax", kernel_initializer="zeros")
+    return keras.Sequential([keras.Input((10,)), dense])
+
+
+def tiny_gradients(keras: Any) -> Any:
+    layers = keras.layers
+    shrink = layers.Rescaling(1e-12)
+    inner = [layers.Dense(16, activation="relu"), layers.Dense(16, activation="relu")]
+    return keras.Sequential([keras.Input((10,)), *inner, layers.Dense(1), shrink])
+
+
+def large_gradients(keras: Any) -> Any:
+    layers = keras.layers
+    inner = [layers.Dense(16, activation="relu"), layers.Dense(16, activation="relu")]
+    return keras.Sequential([keras.Input((10,)), layers.Rescaling(1e6), *inner, layers.Dense(1)])
+
+
+def steep(keras: Any) -> Any:
+    """Rounding in float32 moves the phase by a tenth."""
+    layers, ops = keras.layers, keras.ops
+    inputs = keras.Input((10,))
+    x = ops.sin(1e3 * ops.sin(1e3 * layers.Dense(8)(inputs)))
+    return keras.Model(inputs, layers.Dense(1)(x))
+
+
+def mobile_net(keras: Any) -> Any:
+    return keras.applications.MobileNetV3Small(
+        (32, 32, 3), alpha=0.35, minimalistic=False, weights=None, classes=5, include_preprocessing=True
+    )
+
+
+def frozen_base(keras: Any) -> Any:
+    base = residual_with_batch_norm(keras)
+    base.trainable = False
+    inputs = keras.Input((16, 16, 3))
+    return keras.Model(inputs, keras.layers.Dense(5, activation="softmax")(base(inputs, training=False)))
+
+
+PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
+SQUARES, BINARY = Recipe(loss="mean_squared_error"), Recipe(loss="binary_crossentropy")
+BF16, F16 = "mixed_bfloat16", "mixed_float16"
+ROWS = {
+    "convolutions": Row(convolutions),
+    "dropout": Row(with_dropout, reasons=("dropout", "spatial_dropout2d")),
+    "augmentation": Row(with_augmentation, reasons=("random numbers in", "random_zoom")),
+    "batch norm": Row(residual_with_batch_norm, reasons=("batch_normalization",)),
+    "batch norm frozen": Row(frozen_base),
+    "LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY),
+    "GRU with dropout": Row(recurrent_with_dropout, SERIES, NUMBERS, SQUARES, reasons=("gru",)),
+    "transformer": Row(transformer, TOKENS, reasons=("dropout",)),
+    "attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES),
+    "regularized": Row(regularized, TABLE, NUMBERS, SQUARES),
+    "group and spectral norm": Row(group_and_spectral_norm),
+    "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
+    "all weights 0": Row(zero_weights, TABLE),
+    "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
+    "large gradients": Row(large_gradients, TABLE, NUMBERS, SQUARES),
+    "steep": Row(steep, TABLE, NUMBERS, SQUARES, compared_in="float64"),
+    "bfloat16 convolutions": Row(convolutions, policy=BF16),
+    "bfloat16 batch norm": Row(residual_with_batch_norm, policy=BF16, reasons=("batch_normalization",)),
+    "bfloat16 transformer": Row(transformer, TOKENS, policy=BF16, reasons=("dropout",)),
+    "bfloat16 LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY, policy=BF16),
+    "float16 convolutions": Row(convolutions, policy=F16),
+    "float16 attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES, policy=F16),
+    "MobileNetV3Small": Row(
+        mobile_net,
+        np.zeros((0, 32, 32, 3), np.uint8),
+        reasons=("random numbers in dropout", "normalization by the batch in conv_bn"),
+    ),
+}
+
+
+def passes_of(row: Row) -> list[str]:
+    """Return the types that a rank's vector is computed in, one after another, until it has been compared."""
+    own = row.policy.removeprefix("mixed_")
+    types = list(types_to_compare_in(own))
+    return [own, *types[: types.index(row.compared_in) + 1]]
+
+
+def make_step(row: Row, tf: Any, keras: Any) -> Step:
+    """Return the step of rank 0, with the same weights in every process."""
+    keras.backend.clear_session()
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(row.policy)
+    keras.utils.set_random_seed(SEED)
+    try:
+        model = row.build(keras)
+    finally:
+        keras.config.set_dtype_policy(before)
+    return Step(model, replace(row.recipe, seed=SEED), (row.samples, row.labels), tf, keras)
