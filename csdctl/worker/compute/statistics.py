@@ -86,18 +86,13 @@ class LayerStates:
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
         self._statistics = MovingStatistics(model, tf, keras)
-        found = changing_state(model, keras)
-        self._names = [layer.name for layer, _ in found]
-        self._variables = [variable for _, variable in found]
+        self._variables = changing_state(model, keras)
         self._sizes = [int(tf.size(variable)) for variable in self._variables]
         self.size = self._statistics.size + sum(self._sizes)
 
-    def find_moved(self, changes: Any) -> list[str]:
-        """Return the names of the layers whose state `changes`, shape (size,), would move."""
-        of_statistics, others = np.split(np.asarray(changes), [self._statistics.size])
-        parts = np.split(others, np.cumsum(self._sizes)[:-1]) if self._sizes else []
-        moved = [name for name, part in zip(self._names, parts, strict=True) if part.any()]
-        return self._statistics.find_moved(of_statistics) + moved
+    def find_normalizing(self, changes: Any) -> list[str]:
+        """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,)."""
+        return self._statistics.find_moved(np.asarray(changes)[: self._statistics.size])
 
     def read(self) -> tuple[list[Any], list[Any]]:
         """Return the current state, for `take_changes`; inside a graph."""
@@ -127,15 +122,15 @@ class LayerStates:
             variable.assign_add(tf.cast(shaped, variable.dtype))
 
 
-def changing_state(model: Any, keras: Any) -> list[tuple[Any, Any]]:
-    """Return the layers other than batch norm that keep state of their own, each with a tf.Variable of it.
+def changing_state(model: Any, keras: Any) -> list[Any]:
+    """Return the state of layers other than batch norm, as tf.Variables.
 
     Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out.
     """
     layers = keras.layers
     constant = (layers.Normalization, layers.BatchNormalization)
     return [
-        (layer, variable.value)
+        variable.value
         for layer in flatten_layers(model)
         if not isinstance(layer, constant)
         for variable in own_state(layer)

@@ -156,7 +156,7 @@ class Reference:
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""
-        normalizing = self._step.states.find_moved(self._own[self._step.layout.statistics])
+        normalizing = self._step.states.find_normalizing(self._own[self._step.layout.statistics])
         named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
         reasons = [f"{what} in {_list_names(names)}" for what, names in named.items() if names]
         if len({rank.weight for rank in self._ranks}) > 1:

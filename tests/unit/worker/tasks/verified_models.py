@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.precision import types_to_compare_in
 
 SIZES = (16, 12, 5)
@@ -31,7 +32,7 @@ class Row:
     """Given the module keras, returns the model."""
     samples: Any = field(default_factory=lambda: PIXELS)
     labels: Any = field(default_factory=lambda: CLASSES)
-    recipe: Recipe = field(default_factory=Recipe)
+    recipe: Recipe = field(default_factory=lambda: Recipe(learning_rate=0.01))
     policy: str = "float32"
     """Keras' dtype policy."""
     compared_in: str = "float32"
@@ -217,8 +218,30 @@ def frozen_base(keras: Any) -> Any:
     return keras.Model(inputs, keras.layers.Dense(5, activation="softmax")(base(inputs, training=False)))
 
 
+def two_outputs(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((16, 16, 3))
+    x = layers.GlobalAveragePooling2D()(layers.Conv2D(8, 3, activation="relu")(inputs))
+    kind = layers.Dense(5, activation="softmax", name="kind")(x)
+    return keras.Model(inputs, {"kind": kind, "size": layers.Dense(1, name="size")(x)})
+
+
+def masked(keras: Any) -> Any:
+    layers = keras.layers
+    inputs = keras.Input((12,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
+TAGS = np.zeros((0, 12), np.int32)
 PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
-SQUARES, BINARY = Recipe(loss="mean_squared_error"), Recipe(loss="binary_crossentropy")
+SQUARES = Recipe(losses={"": LossTerm("mean_squared_error")}, learning_rate=0.01)
+BINARY = Recipe(losses={"": LossTerm("binary_crossentropy")}, learning_rate=0.01)
+TWO = Recipe(
+    losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
+    learning_rate=0.01,
+)
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 ROWS = {
     "convolutions": Row(convolutions),
@@ -232,6 +255,8 @@ ROWS = {
     "attention": Row(attention_without_dropout, SERIES, NUMBERS, SQUARES),
     "regularized": Row(regularized, TABLE, NUMBERS, SQUARES),
     "group and spectral norm": Row(group_and_spectral_norm),
+    "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
+    "masked time steps": Row(masked, TOKENS, TAGS),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
@@ -266,6 +291,7 @@ def make_step(row: Row, tf: Any, keras: Any) -> Step:
     keras.utils.set_random_seed(SEED)
     try:
         model = row.build(keras)
+        recipe = compile_model(model, replace(row.recipe, seed=SEED), keras)
     finally:
         keras.config.set_dtype_policy(before)
-    return Step(model, replace(row.recipe, seed=SEED), (row.samples, row.labels), tf, keras)
+    return Step(model, recipe, (row.samples, row.labels), tf, keras)
