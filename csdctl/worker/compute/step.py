@@ -69,7 +69,6 @@ class Step:
         self._evaluated = [*self._metrics, *own.values()]
         self._input_range = recipe.input_range
         self.statistics = MovingStatistics(model, tf, keras)
-        """Those of the model's batch norm layers."""
         self.seeds = Seeds(model, recipe.seed, rank)
         """The random states of the model's layers."""
         self.micro_batch_size = micro_batch_size
@@ -237,7 +236,7 @@ class Step:
             objective, sums = self._forward(images, labels, self._metrics, training=True)
             if self.model.losses:
                 # A regularization loss is one number per model; multiplied by n, it survives the mean.
-                objective += sums[-1] * tf.add_n(self.model.losses)
+                objective += sums[-1] * self._add(self.model.losses)
         gradients = tape.gradient(objective, [v.value for v in variables])
         return [
             tf.zeros(variable.shape) if gradient is None else tf.convert_to_tensor(gradient)
@@ -250,11 +249,15 @@ class Step:
         loss = tf.cast(self._loss(labels, self.model(self._inputs(images), training=True)), tf.float32)
         added = self.model.losses
         sample_losses = added[: len(added) - len(regularization_losses(self.model))]
-        return loss + tf.add_n(sample_losses) if sample_losses else loss
+        return loss + self._add(sample_losses) if sample_losses else loss
 
     def _penalty(self) -> Any:
         penalties = regularization_losses(self.model)
-        return self._tf.add_n(penalties) if penalties else None
+        return self._add(penalties) if penalties else None
+
+    def _add(self, losses: Sequence[Any]) -> Any:
+        """Return the sum of losses of layers, which have the types that these compute in."""
+        return self._tf.add_n([self._tf.cast(loss, self._tf.float32) for loss in losses])
 
     def _local_graph(self, images: Any, labels: Any) -> Any:
         tf = self._tf
