@@ -254,7 +254,10 @@ class Step:
 
     def _penalty(self) -> Any:
         penalties = regularization_losses(self.model)
-        return self._tf.add_n(penalties) if penalties else None
+        # They have the types that their layers compute in.
+        return (
+            self._tf.add_n([self._tf.cast(one, self._tf.float32) for one in penalties]) if penalties else None
+        )
 
     def _local_graph(self, samples: Any, labels: Any) -> Any:
         tf = self._tf

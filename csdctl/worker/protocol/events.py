@@ -17,7 +17,7 @@ from csdctl.worker.protocol.bounds import (
     Seconds,
     ShortText,
 )
-from csdctl.worker.protocol.comparison import Compared
+from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
 from csdctl.worker.protocol.orders import CollectiveName
 

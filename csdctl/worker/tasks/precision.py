@@ -57,10 +57,12 @@ def computing_in(step: Step, dtype: str) -> Iterator[None]:
     for layer, policy in coarser:
         layer.dtype_policy = _make_policy(dtype, policy.variable_dtype)
     step.retrace()
-    yield
-    for layer, policy in coarser:
-        layer.dtype_policy = policy
-    step.retrace()
+    try:
+        yield
+    finally:
+        for layer, policy in coarser:
+            layer.dtype_policy = policy
+        step.retrace()
 
 
 def _make_policy(dtype: str, variable_dtype: str) -> Any:

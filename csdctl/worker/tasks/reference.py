@@ -15,7 +15,7 @@ import numpy as np
 
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
-from csdctl.worker.protocol.comparison import Compared
+from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
 from csdctl.worker.tasks.verified_samples import draw_samples
@@ -53,7 +53,7 @@ class ExactSum:
 
     @property
     def rounding(self) -> float:
-        """The largest `difference` of a sum in float32, in whatever order (Higham 1993, equation 3.4)."""
+        """The largest `difference` of a sum in float32, in whatever order (Higham 1993)."""
         return self._count * ROUNDOFFS["float32"]
 
     def difference(self, total: Array) -> float:

@@ -18,7 +18,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.group.values import as_hash
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import STATE, VERIFIED, Verified
 from csdctl.worker.tasks.model_task import ModelTask
@@ -77,15 +77,24 @@ class Verify(ModelTask):
         exact = ExactSum(total.size)
         for sent in _gather(communicator, vector):
             exact.add(sent)
-        dtype = compute_type(self.step.model)
-        for compared_in in types_to_compare_in(dtype):
-            with computing_in(self.step, compared_in):
-                if compared_in != dtype:
-                    vector = self._compute()
-                reference = self._compare_ranks(communicator, vector)
+        dtype, compared_in, reference = compute_type(self.step.model), "", None
+        for finer in types_to_compare_in(dtype):
+            with computing_in(self.step, finer):
+                problem = ""
+                if finer != dtype:
+                    vector, problem = self._try_to_compute(vector)
+                if not all(communicator.allgather(not problem, _as_bool)):
+                    break
+                compared_in, reference = finer, self._compare_ranks(communicator, vector)
             is_sharp = reference is None or reference.is_sharp
             if communicator.allgather(is_sharp, _as_bool)[0]:
                 break
+        if not compared_in:
+            raise WorkerError(
+                f"rounding in {dtype} hides a sample, and the model cannot be computed in float32: "
+                f"{problem or 'not on all ranks'}",
+                remedy="take types from `self.compute_dtype` in your layers",
+            )
         if reference is None:
             return None
         return Verified(
@@ -100,6 +109,13 @@ class Verify(ModelTask):
             self._weights_hash,
             communicator.collective,
         )
+
+    def _try_to_compute(self, otherwise: Array) -> tuple[Array, str]:
+        """Return this rank's vector and "", or `otherwise` and why layers cannot compute in this type."""
+        try:
+            return self._compute(), ""
+        except Exception as error:  # of any kind: layers of the user's own
+            return otherwise, describe(error)
 
     def _compare_ranks(self, communicator: Communicator, vector: Array) -> Reference | None:
         """Compare each rank's vector, on rank 0; `vector` is this rank's."""

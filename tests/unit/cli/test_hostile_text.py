@@ -45,7 +45,7 @@ from csdctl.transport.many import Outcome
 from csdctl.transport.meter import TrafficClass
 from csdctl.tuning.measurements import ModelFeatures, RuntimeSettings, TrialMeasurement, TrialRank
 from csdctl.tuning.plan import Plan, RankPlan
-from csdctl.worker.protocol.comparison import Compared
+from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
     Joined,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from csdctl.worker.protocol.bounds import AnyNumber, Between, MaxLength, OneOf
+from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import DatasetDigest, DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.event_rules import check_event, check_sender
 from csdctl.worker.protocol.events import (
@@ -22,6 +23,7 @@ from csdctl.worker.protocol.events import (
     Failed,
     Progress,
     Ready,
+    Verified,
     event_from_line,
     event_to_line,
 )
@@ -267,6 +269,17 @@ def test_event_must_be_of_a_rank_of_the_run_and_its_node() -> None:
             check_event(wrong, NODES)
         with pytest.raises(ProtocolError, match="expected rank 1 on csd0"):
             check_sender(wrong, 1, NODES)
+
+
+def test_verification_has_a_result_for_every_rank() -> None:
+    compared = Compared(0.0, 1e-7, 0.1)
+    sums, told = ("float32", 0.0, 1e-7, "float32"), (0.0, None, (), "", "star")
+    verified = Verified(0, "host", 24, (8, 8, 8), *sums, (compared,) * 3, *told)
+    check_event(verified, NODES)
+    fewer = {"batch_sizes": (8, 8), "of_ranks": (compared,) * 2}
+    for wrong in ({name: value} for name, value in fewer.items()):
+        with pytest.raises(ProtocolError, match="expected results of 3 ranks"):
+            check_event(dataclasses.replace(verified, **wrong), NODES)
 
 
 def test_rank_that_fails_before_it_knows_its_node_is_of_the_run() -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.tasks.precision import compute_type
@@ -24,7 +25,16 @@ from csdctl.worker.tasks.task import Group, TaskContext
 from csdctl.worker.tasks.verified_samples import draw_samples
 from csdctl.worker.tasks.verify import Verify
 from csdctl.workflows.train.verdict import Verdict, judge
-from tests.unit.worker.tasks.verified_models import ROWS, SEED, SIZES, WRONG, Row, make_step, passes_of
+from tests.unit.worker.tasks.verified_models import (
+    ROWS,
+    SEED,
+    SIZES,
+    SQUARES,
+    WRONG,
+    Row,
+    make_step,
+    passes_of,
+)
 
 pytestmark = [
     pytest.mark.timeout(900),
@@ -222,6 +232,69 @@ def other_ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(program, capture_output=True, text=True, timeout=800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return directory
+
+
+def with_fixed_types(dtype: str) -> Callable[[Any], Any]:
+    """Return what builds a model with a layer that computes in `dtype` alone, whatever its policy says."""
+
+    def build(keras: Any) -> Any:
+        class Fixed(keras.layers.Layer):
+            def build(self, shape: Any) -> None:
+                self.kernel = self.add_weight(shape=(8, 8))
+
+            def call(self, inputs: Any) -> Any:
+                return tf.matmul(tf.cast(inputs, dtype), self.kernel.value)
+
+            def compute_output_shape(self, shape: Any) -> Any:
+                return shape
+
+        tf = load_backend()[0]
+        inputs = keras.Input((10,))
+        x = keras.ops.sin(1e3 * keras.ops.sin(1e3 * keras.layers.Dense(8)(inputs)))
+        return keras.Model(inputs, keras.layers.Dense(1, dtype="float32")(Fixed()(x)))
+
+    return build
+
+
+def vectors_of(task: Verify, dtype: str) -> Vectors:
+    """Return the vectors of all ranks, computed in this process in the model's own type."""
+    example, start = task.reader.empty_batch(), Snapshot(task.step.model.variables)
+    saved = {}
+    for rank, size in enumerate(SIZES):
+        task.step.seeds.set_step(0, rank)
+        samples = draw_samples(SEED, rank, size, example, task.step.model)
+        saved[f"{dtype} rank {rank}"] = np.array(task.step.local(*samples))
+        start.restore()
+    return saved
+
+
+def test_model_that_cannot_be_computed_in_a_finer_type_is_not_called_equal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = load_task(
+        Row(with_fixed_types("float32"), *(ROWS["steep"].samples, ROWS["steep"].labels), SQUARES)
+    )
+    played: Any = PlayedGroup(Engine(), vectors_of(task, "float32"), ["float32"] * 2, task.num_elements)
+    capsys.readouterr()
+    task.run(Group(1, tuple(range(len(SIZES))), played))
+    verified = event_from_line(capsys.readouterr().out.strip())
+    assert isinstance(verified, Verified)
+    verdict = judge(verified, NODES)
+    assert not verdict.is_equal
+    assert "nothing can be said about host, csd0, csd1: rounding in float32" in verdict.text
+
+
+def test_model_that_computes_in_16_bits_only_is_refused() -> None:
+    row = Row(
+        with_fixed_types("float16"), ROWS["steep"].samples, ROWS["steep"].labels, SQUARES, "mixed_float16"
+    )
+    task = load_task(row)
+    played: Any = PlayedGroup(Engine(), vectors_of(task, "float16"), ["float16"], task.num_elements)
+    with pytest.raises(
+        WorkerError, match="hides a sample, and the model cannot be computed in float32"
+    ) as caught:
+        task.run(Group(1, tuple(range(len(SIZES))), played))
+    assert "self.compute_dtype" in caught.value.remedy
 
 
 @pytest.mark.parametrize("name", ROWS)

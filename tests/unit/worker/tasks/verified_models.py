@@ -264,6 +264,7 @@ ROWS = {
     "steep": Row(steep, TABLE, NUMBERS, SQUARES, compared_in="float64"),
     "bfloat16 convolutions": Row(convolutions, policy=BF16),
     "bfloat16 batch norm": Row(residual_with_batch_norm, policy=BF16, reasons=("batch_normalization",)),
+    "bfloat16 regularized": Row(regularized, TABLE, NUMBERS, SQUARES, policy=BF16),
     "bfloat16 transformer": Row(transformer, TOKENS, policy=BF16, reasons=("dropout",)),
     "bfloat16 LSTM": Row(recurrent, TOKENS, NUMBERS, BINARY, policy=BF16),
     "float16 convolutions": Row(convolutions, policy=F16),

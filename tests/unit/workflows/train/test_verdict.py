@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from csdctl.worker.protocol.comparison import MIN_SHARPNESS, Compared
+from csdctl.worker.protocol.compared import MIN_SHARPNESS, Compared
 from csdctl.worker.protocol.events import Verified
 from csdctl.workflows.train.verdict import NEAR, judge
 

@@ -1,4 +1,4 @@
-"""A gradient against another, and what the comparison is worth."""
+"""A gradient compared with that of one process, and what the comparison is worth."""
 
 import math
 from dataclasses import dataclass
