@@ -11,6 +11,8 @@
   state of losses and metrics before the first batch.
 - `Model._compile_config`: the arguments of compile() as given. `get_compile_config` serializes them, which
   fails for losses that are not at the top level of a module.
+- `Model._compile_loss`: the loss of compile() alone. `compute_loss` cannot add the losses of layers to it when
+  these compute in 16 bits.
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
@@ -47,22 +49,16 @@ def regularization_losses(model: Any) -> list[Any]:
     return list(model._get_regularization_losses())
 
 
-def build_compiled(model: Any, samples: Any, labels: Any, inputs: Any, targets: Any) -> None:
-    """Create the variables of the model's losses and metrics, for symbolic samples and labels.
-
-    `inputs` (samples) and `targets` (labels, predictions, training=…) return what the model takes.
-    """
+def run_symbolically(code: Any, *symbols: Any) -> None:
+    """Run `code` on symbolic tensors, which creates the variables of losses and metrics that it uses."""
     from keras.src.backend import compute_output_spec
 
-    def run(samples: Any, labels: Any) -> Any:
-        given = inputs(samples)
-        predictions = model(given, training=False)
-        structured, weights = targets(labels, predictions, training=False)
-        loss = model.compute_loss(given, structured, predictions, weights, training=False)
-        model.compute_metrics(given, structured, predictions, weights)
-        return loss
+    compute_output_spec(code, *symbols)
 
-    compute_output_spec(run, samples, labels)
+
+def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
+    """Return the loss of compile() without what layers add; None if the model was compiled without one."""
+    return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:

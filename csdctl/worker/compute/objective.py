@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.keras_internals import (
-    build_compiled,
+    compiled_loss,
     flatten_layers,
     keras_mask,
     loss_trackers,
+    run_symbolically,
 )
 from csdctl.worker.compute.metrics import LOSS, MetricStates
 from csdctl.worker.data.arrays import Array
@@ -70,16 +71,32 @@ class Objective:
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
-        tf, model = self._tf, self._model
+        tf = self._tf
         self.metrics.reset()
-        inputs = self.inputs(samples)
-        predictions = model(inputs, training=training)
-        targets, weights = self.targets(labels, predictions, training=training)
-        loss = model.compute_loss(inputs, targets, predictions, weights, training=training)
-        model.compute_metrics(inputs, targets, predictions, weights)
+        loss, predictions, weights = self._run_model(samples, labels, training=training)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
         return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read(count))
+
+    def _run_model(self, samples: Any, labels: Any, *, training: bool) -> tuple[Any, Any, Any]:
+        """Return loss, predictions and the samples' weights; also updates the metrics."""
+        model = self._model
+        inputs = self.inputs(samples)
+        predictions = model(inputs, training=training)
+        targets, weights = self.targets(labels, predictions, training=training)
+        if type(model).compute_loss is self._keras.Model.compute_loss:
+            loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
+        else:
+            loss = model.compute_loss(inputs, targets, predictions, weights, training=training)
+        model.compute_metrics(inputs, targets, predictions, weights)
+        return loss, predictions, weights
+
+    def _add_losses(self, compiled: Any) -> Any:
+        """Return the loss of compile() and of layers as Keras adds them, but whatever types they have."""
+        ops = self._keras.ops
+        found = [] if compiled is None else [compiled]
+        parts = [ops.sum(ops.cast(loss, "float32")) for loss in (*found, *self._model.losses)]
+        return sum(parts[1:], parts[0]) if parts else ops.zeros(())
 
     def inputs(self, samples: Any) -> Any:
         """Return what the model is called with: by name where both have names, else in order."""
@@ -168,7 +185,7 @@ class Objective:
             return self._keras.KerasTensor(spec.shape, spec.dtype.name)
 
         samples, labels = (self._tf.nest.map_structure(symbol, part) for part in self.signature)
-        build_compiled(self._model, samples, labels, self.inputs, self.targets)
+        run_symbolically(lambda *batch: self._run_model(*batch, training=False)[0], samples, labels)
 
 
 def is_position(name: str) -> bool:
