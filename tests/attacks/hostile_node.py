@@ -9,7 +9,8 @@ from pathlib import Path
 
 _SANDBOX = """
 import dataclasses, sys
-sys.argv = sys.argv[1:]
+worker = next(place for place, word in enumerate(sys.argv) if word.endswith(".pyz"))
+sys.argv = sys.argv[worker:]
 sys.path.insert(0, sys.argv[0])
 from csdctl.worker.protocol.json_codec import from_json, to_json
 from csdctl.worker.protocol.sandbox import SandboxPolicy

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.shipping.worker_zip import pack_worker
+from csdctl.worker.sandbox.system_calls import Program
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -257,31 +258,35 @@ def test_token_that_was_seen_on_the_network_is_not_accepted_again(user: User, pl
     twice = LISTENING + 'accepted, peer = listening.accept()\nprint("again", flush=True)\n'
     with (
         Sandbox(user, place, ["-c", twice], key=key, peers=peers) as listening,
-        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM, socket.htons(ETH_P_IP)) as network,
+        socket.socket(socket.AF_PACKET, socket.SOCK_DGRAM) as network,
     ):
         port = int(listening.read_line())
+        to_port = Program(
+            [(LOAD_HALF, 0, 0, 22), (IF_EQUAL, 0, 1, port), (RETURN, 0, 0, 1 << 16), (RETURN, 0, 0, 0)]
+        )
+        network.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, to_port.header)
         network.bind(("lo", ETH_P_IP))
         with Sandbox(user, place, ["-c", CONNECTING, str(port)], key=key, peers=peers) as member:
             member.read_all()
         assert listening.read_line() == "accepted 127.0.0.1 hello"
-        seen = first_content(network, port)
+        seen = first_content(network)
         assert len(seen) == 32
         assert not tries_to_connect(port, content=seen)
         assert not tries_to_connect(port, content=seen + b"hello")
         assert listening.process.poll() is None
 
 
-ETH_P_IP = 0x0800
+ETH_P_IP, SO_ATTACH_FILTER = 0x0800, 26
+LOAD_HALF, IF_EQUAL, RETURN = 0x28, 0x15, 0x06
 
 
-def first_content(network: socket.socket, port: int) -> bytes:
-    """Return the content of the first packet to `port` that has any."""
+def first_content(network: socket.socket) -> bytes:
+    """Return the content of the first packet that has any."""
     network.settimeout(10)
     while True:
         packet = network.recv(65536)
         tcp = packet[4 * (packet[0] & 0xF) :]
-        content = tcp[4 * (tcp[12] >> 4) :]
-        if packet[9] == socket.IPPROTO_TCP and int.from_bytes(tcp[2:4], "big") == port and content:
+        if content := tcp[4 * (tcp[12] >> 4) :]:
             return content
 
 
