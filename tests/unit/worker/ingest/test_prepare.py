@@ -288,6 +288,11 @@ class TestProblems:
             prepare("~/not/here", str(store))
         assert raised.value.exit_code == 2
 
+    def test_path_that_no_file_system_can_have_is_reported(self, root: Path, store: Path) -> None:
+        with pytest.raises(WorkerError, match="cannot be read: File name too long") as raised:
+            prepare(f"{root}/{'a' * 300}", str(store))
+        assert raised.value.exit_code == 2
+
     def test_file_of_another_format_is_bad_input(self, root: Path, store: Path) -> None:
         (root / "a.csv").write_text("1,2\n")
         with pytest.raises(WorkerError, match="not in a supported format"):
