@@ -11,6 +11,7 @@ import signal
 import tempfile
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from tests.fuzz.mutation import Mutator
 from tests.fuzz.target import Target
 
 MAX_GROWTH_BYTES = 200 << 20
-MAX_POOL = 400
+MAX_REFUSED, MAX_ACCEPTED = 400, 100
+"""Inputs that are kept, to be changed further."""
 _WITHIN = "/csdctl/"
 
 
@@ -74,8 +76,9 @@ class Fuzzing:
         self._directory = directory
         self._mutator = Mutator(target.form, target.words, (target.name, seed))
         self._known = [*target.build_seeds(), *target.corpus]
-        """What is always kept."""
-        self._pool = list(self._known)
+        self._refused: list[bytes] = []
+        """One input for each place that refuses."""
+        self._accepted: deque[bytes] = deque(maxlen=MAX_ACCEPTED)
         self._places: set[str] = set()
 
     def try_known(self) -> None:
@@ -87,7 +90,7 @@ class Fuzzing:
         """Try one changed input."""
         try:
             with _ended_after(LIMITS.cpu_s):
-                content = self._mutator.next(self._pool)
+                content = self._mutator.next(self._known, self._refused, self._accepted)
         except (MemoryError, EndlessError):  # lists of lists of lists, repeated
             return
         self._note(content)
@@ -99,8 +102,10 @@ class Fuzzing:
         self.tally.slowest_s = max(self.tally.slowest_s, outcome.cpu_s)
         if outcome.defect:
             self.tally.defects.setdefault(outcome.place, (content, outcome.defect))
-        elif outcome.place not in self._places and content not in self._pool and len(self._pool) < MAX_POOL:
-            self._pool.append(content)  # it came further, or elsewhere, than all inputs before it
+        elif outcome.is_accepted:
+            self._accepted.append(content)
+        elif outcome.place not in self._places and len(self._refused) < MAX_REFUSED:
+            self._refused.append(content)  # it came further, or elsewhere, than all inputs before it
         self._places.add(outcome.place)
 
 

@@ -85,8 +85,9 @@ class Mutator:
         self._words = (*SCRAPS, *words)
         self._random = random.Random(repr(seed))
 
-    def next(self, pool: Sequence[bytes]) -> bytes:
-        """Return a change of one of `pool`."""
+    def next(self, *pools: Sequence[bytes]) -> bytes:
+        """Return a change of an input of one of the `pools`, which are equally likely."""
+        pool = self._random.choice([pool for pool in pools if pool])
         content = self._random.choice(pool)
         if self._form != Form.BINARY and self._random.random() < 0.8:
             changed = self._change_structure(content)
@@ -144,7 +145,7 @@ class Mutator:
         tree = self._change_tree(tree)
         if self._random.random() < 0.3:
             return self._dump_json(tree)
-        style = self._random.choice((None, None, '"', "'", "|", ">"))
+        style = self._random.choice((*[None] * 12, '"', "'", "|", ">"))  # with a style, numbers become texts
         try:
             dumped = yaml.dump(tree, Dumper=_DUMPER, default_style=style, allow_unicode=True, sort_keys=False)
             return str(dumped)
