@@ -173,10 +173,13 @@ class RunDirectory:
         save_json(self.manifest, content)
 
     def load_manifest(self) -> dict[str, Any]:
-        """Read manifest.json; raises InputError when it is missing, or its values do not belong together."""
+        """Read manifest.json; raises InputError when it is missing, or its values do not belong together.
+
+        The values that csdctl reads are those of `Manifest`, with its types and defaults.
+        """
         content: dict[str, Any] = load_json(self.manifest, remedy=NEW_RUN)
-        check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
-        return content
+        checked = check_values(content, Manifest, str(self.manifest), remedy=NEW_RUN)
+        return {**content, **checked.model_dump(by_alias=True)}
 
     def read_events(self, nodes: Sequence[str]) -> StoredEvents:
         """Return the stored events of the run, whose ranks are on `nodes`, in order."""

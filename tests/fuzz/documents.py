@@ -26,7 +26,7 @@ from csdctl.fleet.ssh_aliases import list_aliases
 from csdctl.fleet.writing import render_fleet
 from csdctl.job.model import load_job
 from csdctl.job.values import describe_job
-from csdctl.reporting.differential_privacy import count_passes
+from csdctl.reporting.differential_privacy import count_passes, measure_privacy
 from csdctl.reporting.privacy import add_flows
 from csdctl.reporting.summary import summarize
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
@@ -140,6 +140,12 @@ def _manifest(content: bytes, directory: Path) -> None:
     manifest = run.load_manifest()
     Manifest.model_validate(manifest).shards()
     summarize("run", manifest, [])
+    measure_privacy(manifest, count_passes([], len(manifest["placed"])), lambda: False)
+
+
+def _manifest_seeds() -> list[bytes]:
+    noise = {"l2_norm_clip": 1.0, "noise_multiplier": 8.0, "delta": 1e-5}
+    return [json.dumps(manifest_of(NODES) | changes).encode() for changes in ({}, {"noise": noise})]
 
 
 def _run_spec(content: bytes, directory: Path) -> None:
@@ -354,7 +360,7 @@ TARGETS = (
     Target("job", Form.YAML, _job, (InputError,), lambda: [JOB]),
     Target("fleet", Form.YAML, _fleet, (InputError,), lambda: [FLEET]),
     Target("plan", Form.YAML, _plan, (InputError,), _plan_seeds),
-    Target("manifest", Form.JSON, _manifest, (InputError,), lambda: _json_of(manifest_of())),
+    Target("manifest", Form.JSON, _manifest, (InputError,), _manifest_seeds),
     Target("run-spec", Form.JSON, _run_spec, (InputError,), lambda: _json_of(dataclasses.asdict(run_spec()))),
     Target("stored-events", Form.LINES, _stored_events, (InputError,), _event_seeds),
     Target("ledger", Form.LINES, _ledger, (InputError,), _ledger_seeds),

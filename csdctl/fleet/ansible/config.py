@@ -8,6 +8,10 @@ from pathlib import Path
 from csdctl.documents import load_text
 from csdctl.errors import InputError
 from csdctl.fleet.ansible.inventory import Value, Variables
+from csdctl.notify import shorten
+
+MAX_PROBLEM = 500
+"""Characters; the parser lists every line that it cannot read."""
 
 _VARIABLES = {
     ("defaults", "remote_user"): "ansible_user",
@@ -37,7 +41,8 @@ def _read(path: Path) -> Variables:
     try:
         parser.read_string(load_text(path), source=str(path))
     except configparser.Error as error:
-        raise InputError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
+        problem = shorten(" ".join(str(error).split()), MAX_PROBLEM)
+        raise InputError(f"{path} cannot be read: {problem}") from None
     return {
         variable: Value(_resolve(path, variable, parser[section][key]), str(path))
         for (section, key), variable in _VARIABLES.items()

@@ -63,7 +63,7 @@ def _beside(inventory_path: Path, directory: str, name: str, inventory: Inventor
         return variables
     base = inventory_path.resolve().parent / directory
     candidates = [base / f"{name}{ending}" for ending in ("", ".yml", ".yaml", ".json")]
-    found = next((path for path in candidates if path.exists()), None) if base.is_dir() else None
+    found = next((path for path in candidates if os.path.exists(path)), None) if base.is_dir() else None
     files = [found] if found else []
     if found and found.is_dir():
         files = sorted(file for file in found.rglob("*") if _is_variable_file(file, found))

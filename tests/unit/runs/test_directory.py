@@ -80,8 +80,15 @@ class TestFindingRuns:
 
 class TestManifest:
     def test_manifest_round_trips(self, run: RunDirectory) -> None:
-        run.save_manifest(manifest_of() | {"versions": {"keras": "3.15"}})
-        assert run.load_manifest() == manifest_of() | {"versions": {"keras": "3.15"}}
+        written = manifest_of() | {"versions": {"keras": "3.15"}, "predicted_samples_per_s": 100.5}
+        run.save_manifest(written)
+        assert run.load_manifest() == written
+
+    def test_values_that_are_left_out_have_their_defaults(self, run: RunDirectory) -> None:
+        written = manifest_of()
+        del written["placed"][1]["num_repeated"]
+        run.save_manifest(written)
+        assert run.load_manifest()["placed"] == manifest_of()["placed"]
 
     def test_run_without_a_manifest_is_an_error(self, run: RunDirectory) -> None:
         with pytest.raises(InputError, match="manifest.json does not exist"):
