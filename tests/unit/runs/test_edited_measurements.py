@@ -10,7 +10,7 @@ import pytest
 from csdctl.errors import CsdctlError, DamagedMeasurementsError, InputError
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.runs.measurements import MeasurementStore, open_measurements
-from csdctl.runs.measurements_file import MAX_FILE_BYTES
+from csdctl.runs.measurements_file import MAX_FILE_BYTES, MeasurementsFile
 from csdctl.runs.measurements_overview import load_overview
 from csdctl.tuning.measurements import CollectiveMeasurement
 from tests.unit.runs.test_measurements import CSD, FLEET, MODEL, PROBES, TRIAL, messages_when_measuring
@@ -85,6 +85,26 @@ def test_value_that_nobody_measured_is_named(
     ):
         pass
     assert "replaced by a new file" in messages_when_measuring(path)[0]
+
+
+def test_name_that_was_changed_in_one_place_is_found(path: Path, store: MeasurementStore) -> None:
+    """The table and its index each have the hash of the model, and so has every probe."""
+    store.add_probes(MODEL, "recipe", CSD, PROBES)
+    store.file.close()
+    whole, name = path.read_bytes(), MODEL.hash.encode()
+    places = [number for number in range(len(whole)) if whole.startswith(name, number)]
+    assert len(places) > 2
+    for place in places:
+        path.write_bytes(whole[:place] + b"f" + whole[place + 1 :])
+        with pytest.raises(DamagedMeasurementsError), open_measurements(path) as opened:
+            load_overview(opened.file)
+
+
+def test_schema_that_is_not_utf8_is_damaged(path: Path, store: MeasurementStore) -> None:
+    store.file.close()
+    path.write_bytes(path.read_bytes().replace(b"indextrials", b"index\xa7rials"))
+    with pytest.raises(DamagedMeasurementsError, match="not a readable measurements file"):
+        MeasurementsFile(path)
 
 
 @pytest.mark.parametrize("content", ["", "5", "{}", "[" * 5000, '{"architecture": 5}'])
