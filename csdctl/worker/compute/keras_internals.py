@@ -11,8 +11,8 @@
   state of losses and metrics before the first batch.
 - `Model._compile_config`: the arguments of compile() as given. `get_compile_config` serializes them, which
   fails for losses that are not at the top level of a module.
-- `Model._compile_loss`: the loss of compile() alone. `compute_loss` cannot add the losses of layers to it when
-  these compute in 16 bits.
+- `Model._compile_loss`: the loss of compile() alone. `compute_loss` cannot add the losses of layers to it
+  when these compute in 16 bits.
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
