@@ -83,7 +83,7 @@ def test_model_with_two_inputs_trains_and_own_metric_is_evaluated(project: Path)
     assert lines[-1]["state"] == "done"
     assert lines[-1]["samples"] == 2 * 2 * NUM_SAMPLES
     ends = [line for line in lines if line.get("event") == "EpochEnd" and line["rank"] == 0]
-    assert set(ends[-1]["metrics"]) == {"mean_absolute_error"}
+    assert set(ends[-1]["metrics"]) == {"mean_absolute_error", "far_off"}
     found = ends[-1]["validation_metrics"]
     assert set(found) == {"mean_absolute_error", "far_off"}
     assert 0 <= found["far_off"] <= 1

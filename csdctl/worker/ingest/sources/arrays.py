@@ -52,7 +52,7 @@ def check_arrays(samples: Rows, labels: Rows, source: str) -> None:
     """Raise WorkerError, exit code 2, unless they are samples and their labels."""
     if not samples.shape or not labels.shape:
         raise WorkerError(f"data at {source} is a single number, not an array of samples", exit_code=2)
-    if 0 in samples.shape or 0 in labels.shape[1:]:
+    if 0 in samples.shape:  # labels without values are those of a loss inside the model
         raise empty_data_error(source)
     if samples.shape[0] != labels.shape[0]:
         raise WorkerError(
