@@ -12,6 +12,7 @@ import yaml
 from csdctl.documents import make_directory, save_text, write_atomically
 from csdctl.errors import InputError
 from csdctl.job import model as files
+from csdctl.worker.protocol.fields import INPUT, OUTPUT, name_of_position
 
 LOADER = '''"""Reads the arrays of a job that was made in Python."""
 
@@ -31,7 +32,7 @@ def load(path):
     return tuple(parts if isinstance(parts[2], np.ndarray) else parts[:2])
 '''
 KINDS = ("x", "y", "w")
-POSITIONS = {"x": "input", "y": "output"}
+POSITIONS = {"x": INPUT, "y": OUTPUT}
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,10 @@ def _name_arrays(parts: tuple[Any, ...], name: str) -> dict[str, np.ndarray[Any,
             named |= {f"{kind}/{key}": np.asarray(value) for key, value in part.items()}
         elif isinstance(part, tuple | list) and all(hasattr(value, "shape") for value in part):
             position = POSITIONS.get(kind, kind)
-            named |= {f"{kind}/{position}_{number}": np.asarray(one) for number, one in enumerate(part)}
+            named |= {
+                f"{kind}/{name_of_position(position, number)}": np.asarray(one)
+                for number, one in enumerate(part)
+            }
         elif part is not None:
             named[kind] = np.asarray(part)
     lengths = {key: len(array) if array.ndim else 0 for key, array in named.items()}

@@ -4,10 +4,9 @@ from collections.abc import Mapping
 
 from csdctl.errors import InputError
 from csdctl.worker.protocol.datasets import DatasetInfo, Parts
+from csdctl.worker.protocol.fields import INPUT, OUTPUT, SAMPLE_WEIGHT, is_position
 from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
-
-SAMPLE_WEIGHT = "sample_weight"
 
 _SPARSE = ("sparsecategoricalcrossentropy",)
 _LOGITS = {
@@ -135,7 +134,7 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
     """Check that the data has an array for each input: by name, or in order if the data names none."""
     expected, found = inputs_of(model), data.inputs
     if expected.keys() != found.keys():
-        if len(found) != len(expected) or not all(_is_position(name, "input") for name in found):
+        if len(found) != len(expected) or not all(is_position(name, INPUT) for name in found):
             raise InputError(
                 f"model {model.name} takes {_names(expected) or 'one input'}, "
                 f"the {which} has {_names(found) or 'one array'}",
@@ -153,11 +152,6 @@ def _check_inputs(model: ModelInfo, data: DatasetInfo, which: str) -> None:
 
 def _names(parts: Mapping[str, object]) -> str:
     return ", ".join(sorted(name for name in parts if name))
-
-
-def _is_position(name: str, kind: str) -> bool:
-    start, _, number = name.rpartition("_")
-    return start == kind and number.isdigit()
 
 
 def _takes(expected: Shape, shape: Shape) -> bool:
@@ -196,7 +190,7 @@ def _match(
     by_name = {output.name: output for output in outputs}
     if set(needed) <= set(fields) <= set(by_name):
         return [(by_name[name], name) for name in fields]
-    if len(fields) == len(outputs) and all(_is_position(name, "output") for name in fields):
+    if len(fields) == len(outputs) and all(is_position(name, OUTPUT) for name in fields):
         return list(zip(outputs, fields, strict=True))
     raise InputError(
         f"model {model.name} has the outputs {', '.join(needed) or 'none'} with a loss, "

@@ -16,7 +16,7 @@ import numpy as np
 
 from csdctl.worker.compute.flops import count_flops
 from csdctl.worker.compute.keras_internals import flatten_layers, own_state
-from csdctl.worker.compute.recipe import compile_model, own_references
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.user_code import (
     find_objects,
     import_packed,
@@ -25,7 +25,9 @@ from csdctl.worker.compute.user_code import (
     load_function,
     run_user_code,
 )
+from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
+from csdctl.worker.protocol.fields import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode
@@ -50,8 +52,6 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
-    for own in own_references(recipe):
-        load_function(own)
     resolved = compile_model(model, recipe, keras)
     needs_code, architecture = _to_json(model, spec, keras)
     (output / "architecture.json").write_text(architecture)
@@ -91,7 +91,12 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
 
 
 def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
-    """Return the compiled Keras model that `build` wrote; raises WorkerError if it cannot be built here."""
+    """Return the compiled Keras model that `build` wrote.
+
+    Raises WorkerError if it cannot be built here, or a file is not what csdctl sent.
+    """
+    for file in (architecture, weights, *([code.archive] if code else [])):
+        check_stored(str(file))
     own = import_packed(code.archive, code.modules) if code else {}
     try:
         with keras.saving.custom_object_scope(own):
@@ -170,8 +175,12 @@ def _find(spec: BuildSpec, keras: Any) -> Any:
 
 def _own_objects(spec: BuildSpec) -> dict[str, Any]:
     """Return what the imported code of the job defines, by name."""
-    roots = [str(Path(root).resolve()) for root in spec.code_roots]
-    return find_objects(lambda file: any(file == root or file.startswith(root + "/") for root in roots))
+    return find_objects(lambda file: _is_named(Path(file), spec))
+
+
+def _is_named(file: Path, spec: BuildSpec) -> bool:
+    """Return whether the job names a file of code, or a directory above it."""
+    return any(file.is_relative_to(Path(root).resolve()) for root in spec.code_roots)
 
 
 def _load_file(spec: BuildSpec, keras: Any) -> Any:
@@ -213,15 +222,7 @@ def _is_built(model: Any) -> bool:
 def _build_by_call(model: Any, spec: BuildSpec) -> None:
     """Build a subclassed model by calling it on samples of the data's shapes."""
     samples = {name: np.zeros((2, *shape), dtype) for name, (dtype, shape) in spec.sample_shapes.items()}
-    run_user_code(f"calling {spec.reference}'s model", lambda: model(_structure(samples)))
-
-
-def _structure(samples: dict[str, Any]) -> Any:
-    from csdctl.worker.compute.objective import is_position
-
-    if list(samples) == [""]:
-        return samples[""]
-    return list(samples.values()) if all(is_position(name) for name in samples) else samples
+    run_user_code(f"calling {spec.reference}'s model", lambda: model(as_inputs(samples)))
 
 
 def _to_json(model: Any, spec: BuildSpec, keras: Any) -> tuple[bool, str]:
@@ -276,12 +277,7 @@ def _describe_builder(spec: BuildSpec, error: Exception) -> str:
 
 def _check_named(spec: BuildSpec) -> None:
     """Raise WorkerError if the model imported files of the user's that the nodes would not get."""
-    roots = [str(Path(root)) for root in spec.code_roots]
-    missing = [
-        file
-        for file in imported_beside(Path(spec.directory))
-        if not any(str(file) == root or str(file).startswith(root + "/") for root in roots)
-    ]
+    missing = [file for file in imported_beside(Path(spec.directory)) if not _is_named(file, spec)]
     if missing:
         names = ", ".join(str(file.relative_to(Path(spec.directory).resolve())) for file in missing[:5])
         raise WorkerError(

@@ -66,9 +66,8 @@ class NoisySums:
         def add_one(number: Any, total: list[Any]) -> tuple[Any, list[Any]]:
             sample = slice(number, number + 1)
             with tf.GradientTape() as tape:
-                objective = self._objective(
-                    tf.nest.map_structure(lambda array: array[sample], images), labels[sample]
-                )
+                one = tf.nest.map_structure(lambda array: array[sample], (images, labels))
+                objective = self._objective(*one)
             gradients = self._gradients(tape, objective)
             norm = tf.linalg.global_norm(gradients)
             # A gradient that is not finite must not be visible in the sum either: it counts as zero.

@@ -19,10 +19,8 @@ from csdctl.worker.compute.keras_internals import (
 from csdctl.worker.compute.metrics import LOSS, MetricStates
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.fields import INPUT, SAMPLE_WEIGHT, as_inputs, is_position
 from csdctl.worker.protocol.recipe import Recipe
-
-SAMPLE_WEIGHT = "sample_weight"
-"""The field of the labels with the weight of each sample."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,15 @@ class Objective:
         self._build()
         own = [metric for metric in model.metrics if metric.name != LOSS]
         self.metrics = MetricStates(own, loss_trackers(model), tf)
-        self.counts_elements = not is_per_sample and (_has_mask(model) or _weighs_mean(model))
+        self._weighs_mean = _weighs_mean(model)
+        self.counts_elements = not is_per_sample and (self._weighs_mean or _has_mask(model))
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
 
-    def tensor(self, array: Array) -> Any:
-        """Return `array` as a tensor; records become a dict of their fields."""
+    def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
+        """Return a batch as tensors; records become dicts of their fields."""
+        return self._tensor(samples), self._tensor(labels)
+
+    def _tensor(self, array: Array) -> Any:
         if array.dtype.names is None:
             return self._tf.convert_to_tensor(array)
         return {name: self._tf.convert_to_tensor(array[name]) for name in array.dtype.names}
@@ -73,13 +75,20 @@ class Objective:
         """Compute loss and metrics of one batch; inside a graph."""
         tf = self._tf
         self.metrics.reset()
-        loss, predictions, weights = self._run_model(samples, labels, training=training)
+        loss, predictions, weights = self._run_model(samples, labels, training=training, with_metrics=True)
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
         return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read(count))
 
-    def _run_model(self, samples: Any, labels: Any, *, training: bool) -> tuple[Any, Any, Any]:
-        """Return loss, predictions and the samples' weights; also updates the metrics."""
+    def loss(self, samples: Any, labels: Any) -> Any:
+        """Return the loss of a batch in training, without its metrics; inside a graph."""
+        loss, _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
+        return self._tf.cast(loss, self._tf.float32)
+
+    def _run_model(
+        self, samples: Any, labels: Any, *, training: bool, with_metrics: bool
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, predictions and the samples' weights."""
         model = self._model
         inputs = self.inputs(samples)
         predictions = model(inputs, training=training)
@@ -88,7 +97,8 @@ class Objective:
             loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
         else:
             loss = model.compute_loss(inputs, targets, predictions, weights, training=training)
-        model.compute_metrics(inputs, targets, predictions, weights)
+        if with_metrics:
+            model.compute_metrics(inputs, targets, predictions, weights)
         return loss, predictions, weights
 
     def _add_losses(self, compiled: Any) -> Any:
@@ -107,8 +117,8 @@ class Objective:
             return scale(samples, self._input_range, dtype, self._tf)
         if structure is None:
             scaled = {name: scale(part, self._input_range, None, self._tf) for name, part in samples.items()}
-            return list(scaled.values()) if all(is_position(name) for name in scaled) else scaled
-        positions = iter(samples.values()) if all(is_position(name) for name in samples) else None
+            return as_inputs(scaled)
+        positions = iter(samples.values()) if all(is_position(name, INPUT) for name in samples) else None
 
         def pick(tensor: Any, name: str) -> Any:
             part = next(positions) if positions else samples[name]
@@ -157,7 +167,7 @@ class Objective:
         tf = self._tf
         outputs = tf.nest.flatten(predictions)
         mask = keras_mask(outputs[0])
-        if _weighs_mean(self._model) and weights is not None:
+        if self._weighs_mean and weights is not None:
             return tf.reduce_sum(tf.cast(weights, tf.float32))
         if mask is None:
             return count
@@ -185,13 +195,11 @@ class Objective:
             return self._keras.KerasTensor(spec.shape, spec.dtype.name)
 
         samples, labels = (self._tf.nest.map_structure(symbol, part) for part in self.signature)
-        run_symbolically(lambda *batch: self._run_model(*batch, training=False)[0], samples, labels)
 
+        def run(samples: Any, labels: Any) -> Any:
+            return self._run_model(samples, labels, training=False, with_metrics=True)[0]
 
-def is_position(name: str) -> bool:
-    """Return whether a field's name only says its position: `input_0`, `output_1`, `label`."""
-    kind, _, number = name.rpartition("_")
-    return kind in ("input", "output") and number.isdigit()
+        run_symbolically(run, samples, labels)
 
 
 def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:

@@ -6,7 +6,7 @@ serializes. The optimizer's learning rate is set by csdctl in every step.
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from csdctl.worker.compute.keras_internals import compile_arguments
@@ -168,7 +168,6 @@ _ABBREVIATIONS = {
     "mae": "meanabsoluteerror",
     "mape": "meanabsolutepercentageerror",
     "msle": "meansquaredlogarithmicerror",
-    "kldivergence": "kldivergence",
     "kld": "kldivergence",
     "bce": "binarycrossentropy",
 }
@@ -247,10 +246,3 @@ def make_metric(name: str, keras: Any) -> Any:
             remedy="fix recipe.metrics in job.yaml",
             exit_code=2,
         ) from None
-
-
-def own_references(recipe: Recipe) -> Sequence[str]:
-    """Return the `FILE.py:NAME` of losses and metrics of the recipe."""
-    return [
-        name for name in (*(term.name for term in recipe.losses.values()), *recipe.metrics) if is_own(name)
-    ]

@@ -135,7 +135,7 @@ class Step:
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
         # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
-        private = self.objective.tensor(images[:count]), self.objective.tensor(labels[:count])
+        private = self.objective.tensors(images[:count], labels[:count])
         self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
         vector[self.layout.count] += count * self._weight
         return vector
@@ -143,17 +143,13 @@ class Step:
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
-            return np.asarray(self._local(self.objective.tensor(images), self.objective.tensor(labels)))
+            return np.asarray(self._local(*self.objective.tensors(images, labels)))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
             micro_batch = slice(start, start + size)
-            part = np.asarray(
-                self._local(
-                    self.objective.tensor(images[micro_batch]), self.objective.tensor(labels[micro_batch])
-                )
-            )
+            part = np.asarray(self._local(*self.objective.tensors(images[micro_batch], labels[micro_batch])))
             if start:
                 np.add(vector, part, out=vector)
             else:
@@ -171,15 +167,11 @@ class Step:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
         if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
             return self.apply(self.local(images, labels, private_copies=private_copies))
-        return self._sums(
-            np.asarray(self._alone(self.objective.tensor(images), self.objective.tensor(labels)))
-        )
+        return self._sums(np.asarray(self._alone(*self.objective.tensors(images, labels))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""
-        return self._sums(
-            np.asarray(self._evaluate(self.objective.tensor(images), self.objective.tensor(labels)))
-        )
+        return self._sums(np.asarray(self._evaluate(*self.objective.tensors(images, labels))))
 
     def read_sums(self, total: Array) -> Sums:
         """Return loss sum, metric sums and count of a summed vector."""
@@ -248,7 +240,7 @@ class Step:
 
     def _loss_of_one(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch of one sample, with what layers add for it, without weight penalties."""
-        loss = self.objective.forward(samples, labels, training=True).mean
+        loss = self.objective.loss(samples, labels)
         penalty = self._penalty()
         return loss if penalty is None else loss - penalty
 

@@ -28,11 +28,12 @@ from csdctl.worker.data.element_spec import dtype_from_text, dtype_to_text
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, open_private
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
-from csdctl.worker.ingest.sources.source import LABEL, Block
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.bounds import Count, Shape
 from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.fields import LABEL
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _RECORD = "record.json"

@@ -28,12 +28,13 @@ from csdctl.worker.ingest.partial_dataset import (
 )
 from csdctl.worker.ingest.sources.arrays import open_npy_pair
 from csdctl.worker.ingest.sources.detect import detect_format, fingerprint_settings, open_source
-from csdctl.worker.ingest.sources.source import LABEL, Block, SampleSource, num_threads
+from csdctl.worker.ingest.sources.source import Block, SampleSource, num_threads
 from csdctl.worker.ingest.sources.structure import conform
 from csdctl.worker.ingest.sources.tree import Tree, read_tree
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import save_atomically
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec, parts_of
+from csdctl.worker.protocol.fields import LABEL
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
 _LABELS_AT_ONCE = 1 << 20

@@ -9,7 +9,6 @@ import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
-from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.data.prepared import EpochReader
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.tasks.task import TaskContext
@@ -57,8 +56,6 @@ class ModelTask:
 
     def _load_step(self) -> Step:
         spec, me = self.spec, self.me
-        for file in (spec.architecture, spec.weights, *([spec.code.archive] if spec.code else [])):
-            check_stored(file)
         return Step(
             load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code),
             spec.recipe,

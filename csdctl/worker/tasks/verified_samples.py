@@ -10,13 +10,12 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import flatten_layers
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 
 MAX_SAMPLES = 16
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
 MAX_INTEGER = 128
 """Integers are drawn below this, and below the size of every embedding."""
-SAMPLE_WEIGHT = "sample_weight"
-"""The field of structured labels with the weight of each sample."""
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:

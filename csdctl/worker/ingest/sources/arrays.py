@@ -9,10 +9,11 @@ from pathlib import Path
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, is_numeric, map_array
 from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.sources.rows import IdxFile, InMemoryRows, NpzMember, Rows, as_rows
-from csdctl.worker.ingest.sources.source import LABEL, SAMPLE_WEIGHT, Block
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.files import DAMAGED_ARCHIVE
 from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.fields import LABEL, SAMPLE_WEIGHT
 
 PAIR_NAMES = (("x", "y"), ("images", "labels"))
 LABEL_NAMES = ("y", "labels")

@@ -12,10 +12,6 @@ import numpy as np
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.ingest.limits import IngestLimits
 
-LABEL = "label"
-"""The field of labels that have no name of their own, beside the samples' weights."""
-SAMPLE_WEIGHT = "sample_weight"
-
 
 class UnusableError(Exception):
     """A sample cannot be used; it is skipped and counted under `reason`."""

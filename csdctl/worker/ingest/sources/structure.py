@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.data.arrays import Array, as_labels, as_samples, fields_of
-from csdctl.worker.ingest.sources.source import LABEL, SAMPLE_WEIGHT, Block
+from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.protocol.datasets import PrepareSpec
+from csdctl.worker.protocol.fields import INPUT, LABEL, OUTPUT, SAMPLE_WEIGHT, name_of_position
 
 EXPECTED = (
     "expected (samples, labels), (samples, labels, weights), or samples alone, as arrays or as a "
@@ -24,7 +25,6 @@ _NUMBERS = (
     "of different lengths into one array, with keras.utils.pad_sequences"
 )
 _MAX_NAME = 128
-INPUT, OUTPUT = "input", "output"
 
 
 class StructureError(Exception):
@@ -98,7 +98,7 @@ def _name_parts(structure: Any, kind: str) -> dict[str, Any]:
                 f"name inputs and outputs with up to {_MAX_NAME} printable ASCII characters",
             )
     elif isinstance(structure, tuple | list) and structure and all(map(_is_part, structure)):
-        parts = {f"{kind}_{number}": part for number, part in enumerate(structure)}
+        parts = {name_of_position(kind, number): part for number, part in enumerate(structure)}
         if len(parts) == 1:
             parts = {"": structure[0]}
     else:
