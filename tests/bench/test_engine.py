@@ -324,6 +324,7 @@ import statistics, sys, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import Recipe
 
@@ -340,7 +341,8 @@ inputs = keras.Input((64, 64, 3), dtype="uint8")
 peer = keras.Model(inputs, build()(keras.layers.Rescaling(1 / 255.0)(inputs)))
 sgd = keras.optimizers.SGD(0.01, momentum=0.9)
 peer.compile(sgd, "sparse_categorical_crossentropy", metrics=["accuracy"], jit_compile=False)
-step = Step(build(), recipe, (images[:0], labels[:0]), tf, keras)
+model = build()
+step = Step(model, compile_model(model, recipe, keras), (images[:0], labels[:0]), tf, keras)
 
 def fit():
     peer.fit(images, labels, batch_size=SIZE, epochs=1, verbose=0, shuffle=True)

@@ -17,6 +17,7 @@ import json, sys, time
 import numpy as np
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.noise import secret_normal
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.process.memory import peak_memory_bytes
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -35,7 +36,9 @@ model = keras.Sequential([keras.Input((size, size, 3)), *inner, layers.Dense(10,
 generator = np.random.default_rng(0)
 images = generator.integers(0, 256, (count, size, size, 3), dtype=np.uint8)
 labels = generator.integers(0, 10, count).astype(np.int32)
-step = Step(model, Recipe(), (images, labels), tf, keras, noise=Noise(1.0, 8.0, 1e-5) if has_noise else None)
+recipe = compile_model(model, Recipe(learning_rate=0.01), keras)
+noise = Noise(1.0, 8.0, 1e-5) if has_noise else None
+step = Step(model, recipe, (images, labels), tf, keras, noise=noise)
 out, copies = np.zeros(step.layout.step_size, np.float32), np.ones(count, np.int64)
 times = []
 for _ in range(8):

@@ -18,6 +18,7 @@ PROGRAM = """
 import hashlib, json, re, sys, time
 from pathlib import Path
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.prepared import EpochReader
 from csdctl.worker.data.schedule import OwnSamples, begin_epoch
@@ -34,7 +35,7 @@ reader.set_epoch(1)
 segment = begin_epoch([OwnSamples(0, num_rows)], {0: 32})
 tf, keras = load_backend()
 model = keras.applications.MobileNetV2(input_shape=(64, 64, 3), classes=200, weights=None)
-step = Step(model, spec.recipe, reader.empty_batch(), tf, keras)
+step = Step(model, compile_model(model, spec.recipe, keras), reader.empty_batch(), tf, keras)
 for number in range(3):
     step.alone(*reader.read(segment.batch(number)[0]))
 started = time.perf_counter()
