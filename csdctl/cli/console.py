@@ -25,6 +25,9 @@ class PrintableConsole(Console):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        self.is_notebook = self.is_jupyter
+        """Whether this process is the kernel of a notebook."""
+        self.is_jupyter = False  # lines are text of the cell; Rich makes an output of each
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print strings and renderables; the lines of a string after its first one are indented.

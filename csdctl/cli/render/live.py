@@ -1,4 +1,4 @@
-"""A run while it trains: a live table on a terminal, plain lines elsewhere."""
+"""A run while it trains: a live table on a terminal and in a notebook, plain lines elsewhere."""
 
 import time
 from dataclasses import dataclass
