@@ -115,9 +115,7 @@ def train(
         has_plan = ProjectDirectory(streams.directory).plan(loaded.name).exists()
         if batch_size is None and resume is None and not has_plan:
             tune(job, chosen)
-        request = TrainRequest(
-            loaded, chosen, streams.directory, chosen_options, None, batch_size, resume
-        )
+        request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
         with TrainingScreen(streams, emulated=chosen.emulated) as screen:
             try:
                 result = run_training(request, screen)

@@ -33,7 +33,8 @@ def load_callback(reference: str) -> Callback:
 def _run(path: Path, reference: str) -> dict[str, object]:
     """Run a file as a module, and return what it defines."""
     specification = importlib.util.spec_from_file_location(f"csdctl_callback_{path.stem}", path)
-    assert specification and specification.loader
+    assert specification
+    assert specification.loader
     module = importlib.util.module_from_spec(specification)
     sys.modules[module.__name__] = module  # dataclasses, among others, look there
     sys.path.append(str(path.resolve().parent))

@@ -35,7 +35,6 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Stop
 
-
 USER, CALLBACK = "user", "callback"
 """Who has stopped a run (`Supervisor.stopped_by`)."""
 

@@ -1,4 +1,4 @@
-"""A hook of mkdocs: the page of the notebook shows its cells, so that the site needs no plugin for notebooks."""
+"""A hook of mkdocs: the notebook's page shows its cells, so that the site needs no plugin for notebooks."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,7 @@ from csdctl.cli.console import PrintableConsole
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.5, 10.0
 """Between two updates. The interval is a hundredth of the time so far: a server keeps the updates of a
 notebook that nobody has open."""
-HTML = '<pre style="font-family:Menlo,\'DejaVu Sans Mono\',consolas,monospace;line-height:1.3">{code}</pre>'
+HTML = "<pre style=\"font-family:Menlo,'DejaVu Sans Mono',consolas,monospace;line-height:1.3\">{code}</pre>"
 
 
 def render_bundle(renderable: RenderableType, width: int) -> dict[str, str]:

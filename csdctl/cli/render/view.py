@@ -51,9 +51,7 @@ def text_column(text_format: str, *, style: str = "none") -> TextColumn:
     return TextColumn(text_format, style=style, markup=False)
 
 
-def live_on(
-    console: PrintableConsole, render: Callable[[], RenderableType]
-) -> Live | NotebookLive | None:
+def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
     """Draw what `render` returns several times a second on a terminal or in a notebook; else None."""
     if console.is_notebook:
         return NotebookLive(console, render)

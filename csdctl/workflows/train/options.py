@@ -18,14 +18,17 @@ class TrainOptions:
 
     deadlines: Deadlines = Deadlines()
     max_steps: int | None = None
+    """Stop after this many steps."""
     min_nodes: int = 1
     """The run ends when fewer nodes are left; it can be resumed."""
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float = 600.0
+    """Between two checkpoints; there is also one after each epoch."""
     num_checkpoints: int = 3
     """Checkpoints to keep, besides the best."""
     collective: str = MEASURED
+    """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
 

@@ -101,11 +101,18 @@ def run_to_end(
 
         try:
             stopped_by = run_ranks(
-                inputs, space, options, observer.on_delivery, record, should_stop=lambda: callbacks.has_stopped
+                inputs,
+                space,
+                options,
+                observer.on_delivery,
+                record,
+                should_stop=lambda: callbacks.has_stopped,
             )
             is_done, is_interrupted = not stopped_by, stopped_by == USER
         except KeyboardInterrupt:
-            is_interrupted = True  # the ranks were ended at once; the state of the last completed step is kept
+            is_interrupted = (
+                True  # the ranks were ended at once; the state of the last completed step is kept
+            )
         finally:
             log.close()
             settle_step_file(inputs, is_done=is_done)

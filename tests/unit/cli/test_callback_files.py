@@ -16,7 +16,9 @@ def write(directory: Path, content: str, name: str = "log.py") -> Path:
 
 def test_function_is_loaded_and_imports_what_lies_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "FACTOR = 2\n", "beside_the_callback.py")
-    path = write(tmp_path, "import beside_the_callback as b\n\ndef log(event):\n    return b.FACTOR * event\n")
+    path = write(
+        tmp_path, "import beside_the_callback as b\n\ndef log(event):\n    return b.FACTOR * event\n"
+    )
     assert load_callback(f"{path}:log")(21) == 42  # type: ignore[arg-type]
 
 

@@ -58,10 +58,13 @@ def test_nan_loss_is_not_an_improvement() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(early_stopping=EarlyStopping("accurancy")), Recipe(reduce_on_plateau=ReduceOnPlateau("accurancy"))],
+    [
+        Recipe(early_stopping=EarlyStopping("accurancy")),
+        Recipe(reduce_on_plateau=ReduceOnPlateau("accurancy")),
+    ],
     ids=["early_stopping", "reduce_on_plateau"],
 )
 def test_unknown_metric_is_refused(recipe: Recipe) -> None:
     with pytest.raises(WorkerError, match="monitors 'accurancy', which is not among the results") as caught:
         after_epoch(recipe, CallbackState(), 1, {"loss": 1.0, "validation_loss": None})
-    assert "one of loss, validation_loss" in str(caught.value)
+    assert caught.value.remedy == "one of loss, validation_loss"
