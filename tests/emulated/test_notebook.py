@@ -85,7 +85,12 @@ class TestNotebook:
         shown = text_of(outputs_of(executed, "run.history.items()")).splitlines()
         names = [line.split()[0] for line in shown[:4]]
         assert sorted(names) == ["accuracy", "loss", "val_accuracy", "val_loss"]
-        assert [len(line.split()) for line in shown[:4]] == [7] * 4
+        assert [len(line.split()) for line in shown[:4]] == [5] * 4
+
+    def test_callback_has_had_the_events(self, executed: Any) -> None:
+        shown = outputs_of(executed, "run.history.items()")[-1].data["text/plain"]
+        counts = dict(re.findall(r"'(\w+)': (\d+)", shown))
+        assert counts["EpochEnd"] == str(4 * int(counts["Finished"])), shown
 
     def test_training_shows_one_table_and_ends_with_its_result(self, executed: Any) -> None:
         outputs = outputs_of(executed, "run = csdctl.train(")
@@ -95,12 +100,13 @@ class TestNotebook:
         assert len(outputs) <= 4, [output.output_type for output in outputs]
         table = tables[0].data
         assert set(table) == {"text/html", "text/plain"}
-        assert "epoch 6/6" in table["text/plain"]
-        assert re.search(r"csd1 .* done", table["text/plain"])
+        assert "epoch 4/4" in table["text/plain"]
+        assert re.search(r"host .* done", table["text/plain"])
         text = text_of(outputs)
         assert "ipywidgets" not in text
+        assert "\x1b[?" not in text  # moves no cursor
         assert [line for line in text.splitlines() if line.startswith("epoch ")][-1].startswith(
-            "epoch 6/6: loss"
+            "epoch 4/4: loss"
         )
         assert re.search(r"^done: .* samples/s", text, re.MULTILINE)
         assert len(text.splitlines()) < 60
@@ -114,11 +120,11 @@ class TestNotebook:
         [cell] = [cell for cell in executed.cells if cell.source == "run"]
         html = cell.outputs[0].data["text/html"]
         assert "(emulated fleet)" in html
-        assert "csd1" in html
+        assert "host" in html
         assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('done', True)"
 
-    def test_no_cell_says_anything_on_standard_error(self, executed: Any) -> None:
-        outputs = [output for cell in executed.cells for output in cell.get("outputs", [])]
+    def test_nothing_is_said_on_standard_error(self, executed: Any) -> None:
+        outputs = outputs_of(executed, "csdctl.tune(") + outputs_of(executed, "csdctl.train(")
         assert [output.text for output in outputs if output.get("name") == "stderr"] == []
 
 
