@@ -97,7 +97,7 @@ def _signature(name: str, function: Any) -> str:
         if one.name not in ("self", "cls")
     ]
     shown = found.replace(parameters=parameters, return_annotation=found.empty)
-    return f"```python\n{name}{shown}\n```"
+    return f"```text\n{name}{shown}\n```"
 
 
 def _docstring(documented: Any) -> str:

@@ -27,7 +27,7 @@ def load_callback(reference: str) -> Callback:
     if not callable(found):
         what = "is not a function" if found is not None else "does not exist"
         raise InputError(f"{name} {what} in {path}", remedy=f"define it: def {name}(event): …")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _run(path: Path, reference: str) -> dict[str, object]:
