@@ -86,7 +86,7 @@ def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:
 
     Raises InputError for a run that does not exist.
     """
-    project = ProjectDirectory(Path(directory))
+    project = ProjectDirectory(Path(directory).absolute())
     return Run(project.find_run(None if run_id == LATEST else run_id))
 
 
