@@ -1,6 +1,7 @@
 """Callbacks over events: whatever the user's function does, the run is not delayed and not broken."""
 
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -155,6 +156,22 @@ def test_function_that_hangs_is_left_behind() -> None:
     may_end.set()
     thread.join()
     assert len(received) == 1  # it gets nothing more, once the run is over
+
+
+def test_process_ends_while_a_function_hangs() -> None:
+    program = """
+import threading
+from csdctl.supervision.event_callbacks import EventCallbacks
+from csdctl.worker.protocol.events import Ready
+
+with EventCallbacks([lambda event: threading.Event().wait()], "run", print, 0.1) as callbacks:
+    callbacks.put(0.0, Ready(0, "host", 100, 0.1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("csdctl no longer waits for it\n")
 
 
 def test_stop_is_asked_for_once() -> None:
