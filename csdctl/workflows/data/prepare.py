@@ -30,6 +30,8 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.workflows.data.augment import check_augment
+from csdctl.workflows.data.imports import check_host, check_nodes
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import (
     SerializedModel,
@@ -85,6 +87,7 @@ def prepare_job(
     InputError when data is described differently than when it was prepared.
     """
     worker = store_worker(project)
+    check_host(job, sessions[HOST_NAME], fleet)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
@@ -95,7 +98,9 @@ def prepare_job(
     if not model.info.is_built:
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
     if model.code:
-        say(f"code for the nodes: {describe_code(job, model.code)}")
+        say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
+    check_nodes(job, model, fleet, sessions)
+    check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
     if job.is_everywhere:
         preparing.check_shared(sessions, public)
     validation = None
