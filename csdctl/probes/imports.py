@@ -32,7 +32,7 @@ def parse_missing(modules: Sequence[str], output: str) -> FactValues:
     """Parse the output of the program above; raises ValueError for anything but a part of `modules`."""
     try:
         missing = json.loads(output)
-    except RecursionError:
+    except (ValueError, RecursionError):
         missing = None
     if not isinstance(missing, list) or not all(name in modules for name in missing):
         raise ValueError("its Python does not tell which modules it finds")

@@ -10,7 +10,9 @@ from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.backend import load_backend
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.tasks.probe import measure
 
 FUNCTION = """\
 def shift(samples, labels, rng):
@@ -68,6 +70,12 @@ def test_rank_without_others_trains_on_the_same_batch(micro_batch_size: int | No
         assert loss == pytest.approx(plain.alone(*augmented(reference, number)).mean_loss, rel=1e-5)
     for weights, expected in zip(own.model.get_weights(), plain.model.get_weights(), strict=True):
         assert np.allclose(weights, expected, atol=1e-6)
+
+
+def test_measured_step_includes_the_function(reference: str) -> None:
+    request = ProbeRequest(7, min_steps=5, min_duration_s=0.0, warm_up_steps=2)
+    measure(make_step(reference), (SAMPLES, LABELS), request, None)
+    assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
 
 
 def test_evaluation_is_not_augmented(reference: str) -> None:
