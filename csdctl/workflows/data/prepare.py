@@ -112,14 +112,12 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_compatibility(
-        model.info.recipe, model.info, {"public": public, "validation": validation, **private}
-    )
+    datasets = {"public": public, "validation": validation, **private}
+    check_compatibility(model.info.recipe, model.info, datasets)
     if job.noise:
         check_noise(job.noise, model.info, private)
-    for name, info in {"public": public, "validation": validation, **private}.items():
-        if info:
-            say_padded(name, info, say)
+    for name, info in datasets.items():
+        say_padded(name, info, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -133,9 +131,9 @@ def prepare_job(
     return Prepared(worker, model, public, validation, private)
 
 
-def say_padded(name: str, info: DatasetInfo, say: Say) -> None:
+def say_padded(name: str, info: DatasetInfo | None, say: Say) -> None:
     """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
-    if info.padded:
+    if info and info.padded:
         sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
         say(f"{name}: different lengths were padded with 0: {sizes}")
 
