@@ -48,7 +48,7 @@ class JobImports:
     host: tuple[Needed, ...] = ()
     nodes: tuple[Needed, ...] = ()
     perhaps: tuple[Needed, ...] = ()
-    """On the nodes, if the model cannot be rebuilt there without the job's code, which is not known yet."""
+    """On the nodes, if the model cannot be rebuilt there without its file, which is not known yet."""
     problem: str = ""
     """Why the job could not be read."""
 
@@ -63,6 +63,8 @@ def list_imports(job: Job, needs_code: bool | None) -> JobImports:
     sent = [*_function_files(job, private), *python_files(job.augment_roots)]
     nodes = {need.module: need for need in _needed(sent, job)}
     perhaps = {name: need for name, need in model.items() if name not in nodes}
+    if needs_code is None and has_own_classes(job):
+        needs_code = True
     if needs_code:
         nodes |= perhaps
     return JobImports(
@@ -70,6 +72,22 @@ def list_imports(job: Job, needs_code: bool | None) -> JobImports:
         tuple(nodes.values()),
         tuple(perhaps.values()) if needs_code is None else (),
     )
+
+
+def has_own_classes(job: Job) -> bool:
+    """Return whether the job has losses, metrics, layers of its own, as far as reading it tells."""
+    losses = [term.name for term in job.recipe.losses.values()]
+    if set(job.code) - set(job.augment_roots) or files_of([*losses, *job.recipe.metrics]):
+        return True
+    return any(isinstance(node, ast.ClassDef) for file in job.code_roots for node in _statements(file))
+
+
+def _statements(file: Path) -> list[ast.stmt]:
+    """Return the statements of a Python file; none if it cannot be parsed."""
+    try:
+        return ast.parse(file.read_bytes()).body
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
 
 
 def _function_files(job: Job, files: Sequence[Path]) -> list[Path]:
@@ -92,8 +110,8 @@ def required_modules(file: Path) -> set[str]:
     """Return the top-level names that a Python file cannot do without; none if it cannot be parsed."""
     imports = _Imports()
     try:
-        imports.visit(ast.parse(file.read_bytes()))
-    except (OSError, SyntaxError, ValueError, RecursionError):
+        imports.visit(ast.Module(_statements(file), []))
+    except RecursionError:
         return set()
     return imports.names - sys.stdlib_module_names - CHECKED_APART
 

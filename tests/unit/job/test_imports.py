@@ -73,8 +73,32 @@ def test_nodes_need_what_the_code_imports_that_they_get(job_path: Path) -> None:
     for_model = {"of_model", "beside"}
     assert names(list_imports(job, False).nodes) == sent
     assert names(list_imports(job, True).nodes) == sent | for_model
-    unknown = list_imports(job, None)
-    assert (names(unknown.nodes), names(unknown.perhaps)) == (sent, for_model)
+    # Who names `code` wants it to be sent.
+    assert list_imports(job, None) == list_imports(job, True)
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "is_certain"),
+    [
+        ("import scipy\ndef build(): ...", "", False),
+        ("import scipy\nclass Own(keras.layers.Layer): ...", "", True),
+        ("import scipy\ndef build(): ...", ", loss: 'model.py:own'", True),
+        ("import scipy\ndef build(): ...", ", loss: 'loss.py:own'", True),
+    ],
+)
+def test_model_that_was_not_built_needs_its_code_if_it_has_classes_or_other_files(
+    model: str, recipe: str, is_certain: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(model)
+    (tmp_path / "loss.py").write_text("")
+    (tmp_path / "job.yaml").write_text(
+        "model: model.py:build\ndata: {public: {path: data}}\n"
+        f"recipe: {{epochs: 1, learning_rate: 0.1{recipe}}}\n"
+    )
+    found = list_imports(load_job(tmp_path / "job.yaml"), None)
+    assert (names(found.nodes), names(found.perhaps)) == (
+        ({"scipy"}, set()) if is_certain else (set(), {"scipy"})
+    )
 
 
 def test_host_needs_what_all_files_import_but_what_lies_beside_the_model(job_path: Path) -> None:
