@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox.
+"""The worker's commands: build, prepare, augment, digest, probe, rank, link, mpi-check, sandbox(-check).
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -14,6 +14,7 @@ from pathlib import Path
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
+from csdctl.worker.protocol.augment import AugmentTrial
 from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.json_codec import (
@@ -37,6 +38,8 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
+    augment = commands.add_parser("augment")
+    augment.add_argument("--spec", required=True)
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -64,6 +67,7 @@ def main(arguments: list[str]) -> int:
     chosen = {
         "build": _build,
         "prepare": _prepare,
+        "augment": _augment,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -117,6 +121,16 @@ def _prepare(_: argparse.Namespace) -> int:
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
+
+
+def _augment(options: argparse.Namespace) -> int:
+    from csdctl.worker.compute.augment_trial import try_augment
+    from csdctl.worker.compute.backend import load_backend
+
+    spec = from_json(AugmentTrial, options.spec)
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
+    print_answer(try_augment(spec))
+    return 0
 
 
 def _digest(options: argparse.Namespace) -> int:

@@ -73,6 +73,8 @@ class Recipe:
     """The weight of the samples of a class, by its number; 1 for classes that are not listed."""
     input_range: tuple[float, float] | None = (0.0, 1.0)
     """Range to which uint8 0…255 is scaled; None leaves the values unchanged."""
+    augment: str = ""
+    """`FILE.py:NAME` of the function that changes the samples of every training batch; '': none."""
     seed: int = 0
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""
