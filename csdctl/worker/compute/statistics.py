@@ -125,17 +125,18 @@ class LayerStates:
 def changing_state(model: Any, keras: Any) -> list[Any]:
     """Return the state of layers other than batch norm, as tf.Variables.
 
-    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out.
+    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out. A
+    SpectralNormalization writes the kernel that it wraps.
     """
     layers = keras.layers
     constant = (layers.Normalization, layers.BatchNormalization)
-    return [
-        variable.value
-        for layer in flatten_layers(model)
-        if not isinstance(layer, constant)
-        for variable in own_state(layer)
-        if variable.value.dtype.is_floating or variable.value.dtype.is_integer
-    ]
+    found = {}
+    for layer in flatten_layers(model):
+        state = [] if isinstance(layer, constant) else own_state(layer)
+        if isinstance(layer, layers.SpectralNormalization):
+            state.append(layer.kernel)
+        found |= {id(variable): variable.value for variable in state}
+    return [value for value in found.values() if value.dtype.is_floating or value.dtype.is_integer]
 
 
 class Seeds:

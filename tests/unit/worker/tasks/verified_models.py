@@ -233,6 +233,23 @@ def masked(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
 
 
+def coupled(keras: Any) -> Any:
+    """Every output depends on all samples of the batch."""
+    inputs = keras.Input((10,))
+    x = keras.layers.Dense(8)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
+
+
+def with_summed_loss(keras: Any) -> Any:
+    class Adding(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(keras.ops.mean(inputs**2, axis=-1))
+            return inputs
+
+    inputs = keras.Input((10,))
+    return keras.Model(inputs, keras.layers.Dense(1)(Adding()(keras.layers.Dense(8)(inputs))))
+
+
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
 PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
@@ -257,6 +274,8 @@ ROWS = {
     "group and spectral norm": Row(group_and_spectral_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
+    "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
@@ -284,7 +303,7 @@ def passes_of(row: Row) -> list[str]:
     return [own, *types[: types.index(row.compared_in) + 1]]
 
 
-def make_step(row: Row, tf: Any, keras: Any) -> Step:
+def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
     """Return the step of rank 0, with the same weights in every process."""
     keras.backend.clear_session()
     before = keras.config.dtype_policy()
@@ -295,4 +314,4 @@ def make_step(row: Row, tf: Any, keras: Any) -> Step:
         recipe = compile_model(model, replace(row.recipe, seed=SEED), keras)
     finally:
         keras.config.set_dtype_policy(before)
-    return Step(model, recipe, (row.samples, row.labels), tf, keras)
+    return kind(model, recipe, (row.samples, row.labels), tf, keras)
