@@ -3,7 +3,7 @@
 No private sample is sent, and rank 0 can repeat the computation of all ranks.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,9 @@ from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 MAX_SAMPLES = 16
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
 MAX_INTEGER = 128
-"""Integers are drawn below this, and below the size of every embedding."""
+"""Integers are drawn below this, below the size of every embedding, and not above those of rank 0's data."""
+Limits = dict[str, int]
+"""The largest integer of each field of the samples; '' for samples that are one array."""
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
@@ -31,8 +33,32 @@ def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
     return sizes
 
 
+def find_limits(samples: Array) -> Limits:
+    """Return the largest integers of `samples`: an input may be a class that a layer compares with."""
+    fields = {name: samples[name] for name in samples.dtype.names} if samples.dtype.names else {"": samples}
+    return {
+        name: max(1, int(values.max()))
+        for name, values in fields.items()
+        if values.dtype.kind in "iu" and values.size
+    }
+
+
+def as_limits(value: Any) -> Limits:
+    """Return what rank 0 sent, checked; raises TypeError."""
+    if not isinstance(value, dict) or not all(
+        isinstance(name, str) and type(limit) is int and limit > 0 for name, limit in value.items()
+    ):
+        raise TypeError("expected the largest integer of each field")
+    return value
+
+
 def draw_samples(
-    seed: int, rank: int, count: int, example: tuple[Array, Array], model: Any
+    seed: int,
+    rank: int,
+    count: int,
+    example: tuple[Array, Array],
+    model: Any,
+    limits: Mapping[str, int] | None = None,
 ) -> tuple[Array, Array]:
     """Return the first `count` random samples of rank `rank`, the same on every machine.
 
@@ -45,17 +71,20 @@ def draw_samples(
     samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
     for number in range(count):
         generator = np.random.default_rng([seed, rank, number])
-        _draw_sample(generator, samples[number : number + 1], limit)
+        _draw_sample(generator, samples[number : number + 1], limit, limits or {})
         _draw_labels(generator, labels[number : number + 1], sizes)
     return samples, labels
 
 
-def _draw_sample(generator: np.random.Generator, sample: Array, limit: int) -> None:
+def _draw_sample(
+    generator: np.random.Generator, sample: Array, limit: int, limits: Mapping[str, int]
+) -> None:
     """Fill in `sample`: integers in [0, `limit`) or floats in [0, 1), field by field."""
-    for name in sample.dtype.names or [...]:
-        values = sample[name]
+    for name in sample.dtype.names or [""]:
+        values = sample[name or ...]
         drawn = generator.random(values.shape) * (1 - generator.random())
-        values[...] = drawn * limit if values.dtype.kind in "iu" else drawn
+        below = min(limit, limits.get(name, limit) + 1)
+        values[...] = drawn * below if values.dtype.kind in "iu" else drawn
 
 
 def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[int]) -> None:

@@ -213,7 +213,9 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
     records = as_records(labels, weights)
     import tensorflow as tf
 
-    step = Step(ours, resolved, (samples[:0], records[:0]), tf, keras(), micro_batch_size=MICRO_BATCHES.get(case))
+    step = Step(
+        ours, resolved, (samples[:0], records[:0]), tf, keras(), micro_batch_size=MICRO_BATCHES.get(case)
+    )
     class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
     for number in range(NUM_STEPS):
         start = number * NUM_SAMPLES

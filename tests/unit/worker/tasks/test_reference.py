@@ -7,7 +7,13 @@ import pytest
 
 from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.tasks.reference import ExactSum
-from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples, verified_sizes
+from csdctl.worker.tasks.verified_samples import (
+    MAX_SAMPLES,
+    as_limits,
+    draw_samples,
+    find_limits,
+    verified_sizes,
+)
 from tests.unit.worker.compute.built_models import keras
 
 BITS = 24
@@ -83,6 +89,24 @@ class TestSamples:
         assert labels.shape == (50, 1)
         again = draw_samples(3, 0, 50, example, model)
         assert np.array_equal(samples, again[0])
+
+    def test_integers_are_not_above_those_of_the_data(self) -> None:
+        """An input may be a class, which a layer compares with."""
+        kinds = [("picture", np.uint8, (4,)), ("kind", np.int64), ("size", np.float32)]
+        data = np.zeros(3, kinds)
+        data["picture"], data["kind"], data["size"] = 255, [0, 6, 2], 9.0
+        limits = as_limits(find_limits(data))
+        assert limits == {"picture": 255, "kind": 6}
+        model = keras().Sequential([keras().Input((4,))])
+        drawn, _ = draw_samples(3, 0, 200, (data[:0], np.zeros(0, np.int32)), model, limits)
+        assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
+        assert drawn["picture"].max() > 100
+        assert drawn["size"].max() < 1
+
+    @pytest.mark.parametrize("sent", [None, [3], {"kind": 0}, {"kind": True}, {3: 3}, {"kind": 2.0}])
+    def test_other_limits_than_integers_are_refused(self, sent: object) -> None:
+        with pytest.raises(TypeError, match="largest integer"):
+            as_limits(sent)
 
     def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
         layers = keras().layers
