@@ -97,7 +97,7 @@ class TestSamples:
         data["picture"], data["kind"], data["size"] = 255, [0, 6, 2], 9.0
         limits = as_limits(find_limits(data))
         assert limits == {"picture": 255, "kind": 6}
-        model = keras().Sequential([keras().Input((4,))])
+        model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(7)])
         drawn, _ = draw_samples(3, 0, 200, (data[:0], np.zeros(0, np.int32)), model, limits)
         assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
         assert drawn["picture"].max() > 100
