@@ -23,6 +23,7 @@ from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds
 from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
@@ -83,7 +84,8 @@ class Step:
         self._has_summed = False
         self._has_loss_count = self.has_noise or self.objective.counts_elements
         self.retrace()
-        self._local.get_concrete_function()  # what layers add to the loss is known by tracing them
+        # What layers add to the loss, and what they write, is known by tracing them.
+        self._check_writes(self._local.get_concrete_function().graph)
         self.layout = VectorLayout(
             num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
             num_statistics=self.states.size,
@@ -103,6 +105,20 @@ class Step:
         if noise:
             of_one = self._loss_of_one, self._penalty
             self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
+
+    def _check_writes(self, graph: Any) -> None:
+        """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
+        writes = [op.inputs[0] for op in graph.get_operations() if op.type.startswith("Assign")]
+        written = {id(handle) for handle, inner in graph.captures if any(inner is found for found in writes)}
+        restored = {id(variable) for variable in self.states.variables}
+        for variable in self.model.trainable_variables:
+            value = variable.value
+            if id(value.handle) in written and id(value) not in restored:
+                raise WorkerError(
+                    f"the model's forward pass writes {variable.path}, which the optimizer trains",
+                    remedy="use a constraint (kernel_constraint) instead, or create it with trainable=False",
+                    exit_code=2,
+                )
 
     def retrace(self) -> None:
         """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""

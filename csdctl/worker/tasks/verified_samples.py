@@ -67,7 +67,7 @@ def draw_samples(
     of an untrained model cancel.
     """
     limit = min([MAX_INTEGER, *(layer.input_dim for layer in flatten_layers(model) if _is_embedding(layer))])
-    sizes = [max(2, int(output.shape[-1] or 0)) for output in model.outputs or ()]
+    sizes = [max(2, int(output.shape[-1] or 0)) for output in getattr(model, "outputs", None) or ()]
     samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
     for number in range(count):
         generator = np.random.default_rng([seed, rank, number])

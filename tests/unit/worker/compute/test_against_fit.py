@@ -7,6 +7,7 @@ import pytest
 
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras
 
@@ -275,3 +276,22 @@ def test_kernel_that_a_forward_pass_normalizes_is_changed_by_the_step_alone() ->
     assert all(np.array_equal(one, its) for one, its in zip(before, model.get_weights(), strict=True))
     step.apply(vector)
     assert np.abs(model.get_weights()[0] - before[0]).max() > 0.01
+
+
+def test_layer_that_writes_its_trainable_weight_is_refused() -> None:
+    """Each rank would write another one."""
+    layers = keras().layers
+
+    class Centered(layers.Dense):  # type: ignore[misc]
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.kernel.assign(self.kernel - keras().ops.mean(self.kernel))
+            return super().call(inputs)
+
+    model = keras().Sequential([keras().Input((9,)), Centered(5, name="centered")])
+    compile_model(model, Recipe(from_logits=True, **SGD), keras())
+    import tensorflow as tf
+
+    with pytest.raises(WorkerError, match="forward pass writes .*centered/kernel") as caught:
+        Step(model, Recipe(), (np.zeros((0, 9), np.float32), CLASSES[:0]), tf, keras())
+    assert (caught.value.exit_code, "trainable=False" in caught.value.remedy) == (2, True)
