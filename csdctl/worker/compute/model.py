@@ -90,6 +90,16 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
+def find_smallest_embedding(model: Any) -> int | None:
+    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
+    sizes = (
+        getattr(layer, "input_dim", None)
+        for layer in flatten_layers(model)
+        if type(layer).__name__.endswith("Embedding")
+    )
+    return min((size for size in sizes if isinstance(size, int)), default=None)
+
+
 def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
     """Return the compiled Keras model that `build` wrote.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.model import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 
@@ -66,7 +66,7 @@ def draw_samples(
     nearly the same gradient, so that one could be taken for another, and with balanced classes the gradients
     of an untrained model cancel.
     """
-    limit = min([MAX_INTEGER, *(layer.input_dim for layer in flatten_layers(model) if _is_embedding(layer))])
+    limit = min(MAX_INTEGER, find_smallest_embedding(model) or MAX_INTEGER)
     sizes = [max(2, int(output.shape[-1] or 0)) for output in getattr(model, "outputs", None) or ()]
     samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
     for number in range(count):
@@ -104,7 +104,3 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
 def _size_of(sizes: Sequence[int], number: int) -> int:
     """Return the size of an output; 2 for one that is only known by calling the model."""
     return sizes[number] if number < len(sizes) else 2
-
-
-def _is_embedding(layer: Any) -> bool:
-    return type(layer).__name__.endswith("Embedding") and isinstance(getattr(layer, "input_dim", None), int)

@@ -49,8 +49,7 @@ class Verify(ModelTask):
         self._check_complete(group)
         communicator, step = group.communicator, self.step
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        limits = find_limits(self.reader.first(NUM_LOOKED_AT)[0]) if self.is_root else {}
-        self._limits = communicator.allgather(limits, as_limits)[0]
+        self._limits = communicator.allgather(self._find_limits() if self.is_root else {}, as_limits)[0]
         self._start = Snapshot(step.model.variables)
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
@@ -74,6 +73,10 @@ class Verify(ModelTask):
                 f"verification needs all ranks of the plan, and {', '.join(missing)} is lost",
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
+
+    def _find_limits(self) -> Limits:
+        """Return how large the integers of the samples may be."""
+        return find_limits(self.reader.first(NUM_LOOKED_AT)[0])
 
     def _compute(self) -> Array:
         """Return this rank's vector, computed from the weights of the beginning."""

@@ -156,13 +156,13 @@ class RowReader:
     """Stands in for a reader of files: draws what the row's model takes."""
 
     def __init__(self, row: Row, model: Any) -> None:
-        self._example, self._model = (row.samples, row.labels), model
+        self._example, self._model, self._limits = (row.samples, row.labels), model, row.limits
 
     def empty_batch(self) -> tuple[Any, Any]:
         return self._example
 
     def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._model)
+        return draw_samples(0, 0, count, self._example, self._model, self._limits)
 
 
 class RememberingReference(Reference):
@@ -196,6 +196,9 @@ class RowVerify(Verify):
     def open_reader(self) -> Any:
         return RowReader(self._row, self._step_of_probes.model)
 
+    def _find_limits(self) -> Any:
+        return self._row.limits
+
     def _compute(self) -> Any:
         dtype = compute_type(self.step.model)
         if dtype not in self._vectors:
@@ -204,7 +207,10 @@ class RowVerify(Verify):
 
     def _make_reference(self) -> Reference:
         known = self._known.setdefault(compute_type(self.step.model), {})
-        return RememberingReference(known, self.step, SEED, self.spec.ranks, SIZES, self.reader.empty_batch())
+        example, weight = self.reader.empty_batch(), 1.0
+        return RememberingReference(
+            known, self.step, SEED, self.spec.ranks, SIZES, example, weight, self._limits
+        )
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:

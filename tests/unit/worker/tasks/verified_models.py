@@ -39,6 +39,8 @@ class Row:
     """The type in which a sample can be told from rounding."""
     reasons: tuple[str, ...] = ()
     """Why it is not compared with one batch of all samples: parts of these sentences."""
+    limits: dict[str, int] = field(default_factory=dict)
+    """The largest integers that the data has."""
 
 
 def convolutions(keras: Any) -> Any:
@@ -250,6 +252,24 @@ def with_summed_loss(keras: Any) -> Any:
     return keras.Model(inputs, keras.layers.Dense(1)(Adding()(keras.layers.Dense(8)(inputs))))
 
 
+def with_class_as_input(keras: Any) -> Any:
+    """The loss looks up the class: one beyond the last would be an error."""
+    layers, ops = keras.layers, keras.ops
+
+    class Endpoint(layers.Layer):
+        def call(self, outputs: Any, kind: Any) -> Any:
+            self.add_loss(-ops.take_along_axis(ops.log_softmax(outputs), kind, axis=1))
+            return outputs
+
+    inputs, kind = keras.Input((10,), name="table"), keras.Input((1,), dtype="int32", name="kind")
+    outputs = Endpoint()(layers.Dense(4)(inputs), kind)
+    model = keras.Model([inputs, kind], outputs)
+    model.compile("sgd")
+    return model
+
+
+TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (1,))])
+NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
 PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
@@ -276,6 +296,7 @@ ROWS = {
     "masked time steps": Row(masked, TOKENS, TAGS),
     "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
+    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, limits={"kind": 3}),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
