@@ -129,7 +129,7 @@ class Objective:
         """
         ops = self._keras.ops
         means: list[Any] = [] if compiled is None else [compiled]
-        of_samples = []
+        of_samples: list[Any] = []
         for loss in self._model.losses:
             has_samples = len(loss.shape) > 0 and loss.shape[0] is None
             (of_samples if has_samples else means).append(loss)

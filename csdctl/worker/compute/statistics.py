@@ -131,7 +131,7 @@ def changing_state(model: Any, keras: Any) -> list[Any]:
     """
     layers = keras.layers
     constant = (layers.Normalization, layers.BatchNormalization)
-    found = {}
+    found: dict[int, Any] = {}
     for layer in flatten_layers(model):
         state = [] if isinstance(layer, constant) else own_state(layer)
         if isinstance(layer, layers.SpectralNormalization):

@@ -40,7 +40,7 @@ class VectorLayout:
     @property
     def step_size(self) -> int:
         """Elements of the step's part."""
-        return self.statistics.stop + self.num_sums
+        return self.num_gradients * (1 + self.has_summed) + self.num_statistics + self.num_sums
 
     @property
     def size(self) -> int:
