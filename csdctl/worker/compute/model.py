@@ -42,6 +42,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
     reference, recipe = spec.reference, spec.recipe
+    keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec, keras)
