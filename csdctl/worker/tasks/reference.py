@@ -18,7 +18,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
-from csdctl.worker.tasks.verified_samples import Limits, draw_samples
+from csdctl.worker.tasks.verified_samples import Ranges, draw_samples
 
 NUM_DRAWS = 3
 """Of the rounding of the weights; the spread is the largest of them."""
@@ -83,13 +83,13 @@ class Reference:
         sizes: Sequence[int],
         example: tuple[Array, Array],
         weight: float = 1.0,
-        limits: Limits | None = None,
+        ranges: Ranges | None = None,
     ) -> None:
         """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors.
 
-        `limits`: the largest integers of samples.
+        `ranges`: of the samples' values.
         """
-        self._limits = limits
+        self._ranges = ranges
         self._step, self._seed = step, seed
         self._ranks, self._sizes = ranks, sizes
         self._example, self._weight = example, weight
@@ -120,7 +120,7 @@ class Reference:
     def samples(self, number: int) -> tuple[Array, Array]:
         """Return the samples of the rank with this number among the ranks, and one more."""
         rank, count = self._ranks[number].rank, self._sizes[number] + 1
-        return draw_samples(self._seed, rank, count, self._example, self._step.model, self._limits)
+        return draw_samples(self._seed, rank, count, self._example, self._step.model, self._ranges)
 
     def compare(self, sent: Array) -> None:
         """Compare the vector `sent` of the next rank with that of this process."""

@@ -26,15 +26,15 @@ from csdctl.worker.tasks.precision import compute_type, computing_in, types_to_c
 from csdctl.worker.tasks.reference import ExactSum, Reference, Snapshot
 from csdctl.worker.tasks.task import Group, TaskOutcome
 from csdctl.worker.tasks.verified_samples import (
-    Limits,
-    as_limits,
+    Ranges,
+    as_ranges,
     draw_samples,
-    find_limits,
+    find_ranges,
     verified_sizes,
 )
 
 NUM_LOOKED_AT = 64
-"""Samples of rank 0 that tell how large integers are."""
+"""Samples of rank 0 that tell the ranges of values."""
 
 
 class Verify(ModelTask):
@@ -42,14 +42,14 @@ class Verify(ModelTask):
 
     is_resumable = False
     _weights_hash = ""
-    _limits: Limits
+    _limits: Ranges
 
     def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
         communicator, step = group.communicator, self.step
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
-        self._limits = communicator.allgather(self._find_limits() if self.is_root else {}, as_limits)[0]
+        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
         self._start = Snapshot(step.model.variables)
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
@@ -74,9 +74,9 @@ class Verify(ModelTask):
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
 
-    def _find_limits(self) -> Limits:
-        """Return how large the integers of the samples may be."""
-        return find_limits(self.reader.first(NUM_LOOKED_AT)[0])
+    def _find_ranges(self) -> Ranges:
+        """Return the ranges of the samples, by those of this rank."""
+        return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
 
     def _compute(self) -> Array:
         """Return this rank's vector, computed from the weights of the beginning."""
@@ -85,7 +85,7 @@ class Verify(ModelTask):
         step.set_step(0, recipe.learning_rate or 0.0)
         step.micro_batch_size = me.micro_batch_size
         count, example = self._sizes[me.rank], self.reader.empty_batch()
-        samples = draw_samples(recipe.seed, me.rank, count, example, step.model, self._limits)
+        samples = draw_samples(recipe.seed, me.rank, count, example, step.model, self._ranges)
         return np.array(step.local(*samples))
 
     def _compare(self, communicator: Communicator, vector: Array, total: Array) -> Verified | None:
@@ -146,7 +146,7 @@ class Verify(ModelTask):
 
     def _make_reference(self) -> Reference:
         seed, example = self.spec.recipe.seed, self.reader.empty_batch()
-        return Reference(self.step, seed, self.spec.ranks, self._sizes, example, self.me.weight, self._limits)
+        return Reference(self.step, seed, self.spec.ranks, self._sizes, example, self.me.weight, self._ranges)
 
     def _check_weights(self, communicator: Communicator) -> None:
         self._weights_hash = hash_weights(self.step.model)

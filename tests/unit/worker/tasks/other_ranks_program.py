@@ -32,7 +32,7 @@ def save_vectors(name: str, path: Path) -> None:
 
     saved = {}
     drawn = [
-        draw_samples(SEED, rank, size, example, step.model, row.limits) for rank, size in enumerate(SIZES)
+        draw_samples(SEED, rank, size, example, step.model, row.ranges) for rank, size in enumerate(SIZES)
     ]
     size = SIZES[WRONG]
     first_again = np.r_[0, 0, 2:size]
@@ -43,7 +43,7 @@ def save_vectors(name: str, path: Path) -> None:
             found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
             found["another rank's random states"] = vector(0, *drawn[WRONG])
             found["stale"] = vector(
-                WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.limits)
+                WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.ranges)
             )
         saved |= {f"{dtype} {what}": value for what, value in found.items()}
     np.savez(path, **saved)

@@ -9,9 +9,9 @@ from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.tasks.reference import ExactSum
 from csdctl.worker.tasks.verified_samples import (
     MAX_SAMPLES,
-    as_limits,
+    as_ranges,
     draw_samples,
-    find_limits,
+    find_ranges,
     verified_sizes,
 )
 from tests.unit.worker.compute.built_models import keras
@@ -90,23 +90,41 @@ class TestSamples:
         again = draw_samples(3, 0, 50, example, model)
         assert np.array_equal(samples, again[0])
 
-    def test_integers_are_not_above_those_of_the_data(self) -> None:
-        """An input may be a class, which a layer compares with."""
-        kinds = [("picture", np.uint8, (4,)), ("kind", np.int64), ("size", np.float32)]
+    def test_values_are_in_the_range_of_the_data(self) -> None:
+        """An input may be a class, which a layer compares with, or numbers that a layer normalizes."""
+        kinds = [("picture", np.uint8, (2, 2)), ("kind", np.int64), ("table", np.float32, (2,))]
         data = np.zeros(3, kinds)
-        data["picture"], data["kind"], data["size"] = 255, [0, 6, 2], 9.0
-        limits = as_limits(find_limits(data))
-        assert limits == {"picture": 255, "kind": 6}
+        data["picture"][0], data["kind"] = 255, [0, 6, 2]
+        data["table"] = [[-9, 240], [-7, np.nan], [-8, 300]]
+        ranges = as_ranges(find_ranges(data))
+        assert ranges == {
+            "picture": ([0.0], [255.0]),
+            "kind": ([0.0], [6.0]),
+            "table": ([-9.0, 240.0], [-8.0, 300.0]),
+        }
         model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(7)])
-        drawn, _ = draw_samples(3, 0, 200, (data[:0], np.zeros(0, np.int32)), model, limits)
+        drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), model, ranges)
         assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
-        assert drawn["picture"].max() > 100
-        assert drawn["size"].max() < 1
+        assert drawn["picture"].max() > 200
+        assert (drawn["table"].min(axis=0) >= [-9, 240]).all()
+        assert (drawn["table"].max(axis=0) <= [-8, 300]).all()
+        assert drawn["table"].max(axis=0)[1] > 280
 
-    @pytest.mark.parametrize("sent", [None, [3], {"kind": 0}, {"kind": True}, {3: 3}, {"kind": 2.0}])
-    def test_other_limits_than_integers_are_refused(self, sent: object) -> None:
-        with pytest.raises(TypeError, match="largest integer"):
-            as_limits(sent)
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            None,
+            [3],
+            {"a": 0},
+            {"a": [[1.0], [2]]},
+            {"a": [[1.0], []]},
+            {"a": [[1.0], [math.inf]]},
+            {"a": [[], []]},
+        ],
+    )
+    def test_other_ranges_than_numbers_are_refused(self, sent: object) -> None:
+        with pytest.raises(TypeError, match="smallest and largest"):
+            as_ranges(sent)
 
     def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
         layers = keras().layers

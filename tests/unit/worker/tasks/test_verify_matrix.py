@@ -156,13 +156,13 @@ class RowReader:
     """Stands in for a reader of files: draws what the row's model takes."""
 
     def __init__(self, row: Row, model: Any) -> None:
-        self._example, self._model, self._limits = (row.samples, row.labels), model, row.limits
+        self._example, self._model, self._ranges = (row.samples, row.labels), model, row.ranges
 
     def empty_batch(self) -> tuple[Any, Any]:
         return self._example
 
     def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._model, self._limits)
+        return draw_samples(0, 0, count, self._example, self._model, self._ranges)
 
 
 class RememberingReference(Reference):
@@ -196,8 +196,8 @@ class RowVerify(Verify):
     def open_reader(self) -> Any:
         return RowReader(self._row, self._step_of_probes.model)
 
-    def _find_limits(self) -> Any:
-        return self._row.limits
+    def _find_ranges(self) -> Any:
+        return self._row.ranges
 
     def _compute(self) -> Any:
         dtype = compute_type(self.step.model)
@@ -209,7 +209,7 @@ class RowVerify(Verify):
         known = self._known.setdefault(compute_type(self.step.model), {})
         example, weight = self.reader.empty_batch(), 1.0
         return RememberingReference(
-            known, self.step, SEED, self.spec.ranks, SIZES, example, weight, self._limits
+            known, self.step, SEED, self.spec.ranks, SIZES, example, weight, self._ranges
         )
 
 

@@ -10,6 +10,7 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.precision import types_to_compare_in
+from csdctl.worker.tasks.verified_samples import Ranges
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
@@ -39,8 +40,8 @@ class Row:
     """The type in which a sample can be told from rounding."""
     reasons: tuple[str, ...] = ()
     """Why it is not compared with one batch of all samples: parts of these sentences."""
-    limits: dict[str, int] = field(default_factory=dict)
-    """The largest integers that the data has."""
+    ranges: Ranges = field(default_factory=dict)
+    """Of the data."""
 
 
 def convolutions(keras: Any) -> Any:
@@ -268,6 +269,13 @@ def with_class_as_input(keras: Any) -> Any:
     return model
 
 
+def normalized(keras: Any) -> Any:
+    """Takes numbers around 240: those around 0 are far off, and saturate the output."""
+    layers = keras.layers
+    inner = [layers.Dense(16, activation="relu"), layers.Dense(1, activation="sigmoid")]
+    return keras.Sequential([keras.Input((10,)), layers.Normalization(mean=240.0, variance=100.0), *inner])
+
+
 TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (1,))])
 NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
@@ -296,7 +304,8 @@ ROWS = {
     "masked time steps": Row(masked, TOKENS, TAGS),
     "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
-    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, limits={"kind": 3}),
+    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
+    "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
