@@ -42,6 +42,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     Raises WorkerError with exit code 2 if the model cannot be found, built, compiled or transferred.
     """
     reference, recipe = spec.reference, spec.recipe
+    keras.utils.set_random_seed(recipe.seed)  # for what files draw when they are imported
     import_roots(spec.code_roots)
     keras.utils.set_random_seed(recipe.seed)
     model = _find(spec, keras)
@@ -88,6 +89,16 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
         if getattr(layer, "stateful", False) or (own_state(layer) and not is_constant):
             found.append(f"{layer.name} ({type(layer).__name__})")
     return tuple(found)
+
+
+def find_smallest_embedding(model: Any) -> int | None:
+    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
+    sizes = (
+        getattr(layer, "input_dim", None)
+        for layer in flatten_layers(model)
+        if type(layer).__name__.endswith("Embedding")
+    )
+    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:

@@ -4,6 +4,7 @@ Keras' loss is a mean over the batch: over samples, over time steps or pixels of
 several outputs. Multiplied by the count that it was divided by, it becomes a sum that ranks can add.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,8 @@ class BatchLoss:
 
     mean: Any
     """With the penalties of layers, as in fit; a scalar."""
+    summed: Any
+    """What layers add for each sample, summed as in fit; a scalar, or None."""
     loss_count: Any
     """What the mean was divided by: samples, or unmasked elements."""
     samples: Any
@@ -56,8 +59,10 @@ class Objective:
         self._class_weights = _class_weights(recipe.class_weight)
         self.signature = [self._spec_of(array) for array in example]
         self._build()
-        own = [metric for metric in model.metrics if metric.name != LOSS]
-        self.metrics = MetricStates(own, loss_trackers(model), tf)
+        own, trackers = [metric for metric in model.metrics if metric.name != LOSS], loss_trackers(model)
+        of_batches = self._find_of_batches([metric for metric in own if metric not in trackers])
+        self.metrics = MetricStates(own, [*trackers, *of_batches], tf)
+        self._is_per_sample = is_per_sample
         self._weighs_mean = _weighs_mean(model)
         self.counts_elements = not is_per_sample and (self._weighs_mean or _has_mask(model))
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
@@ -75,20 +80,35 @@ class Objective:
         """Compute loss and metrics of one batch; inside a graph."""
         tf = self._tf
         self.metrics.reset()
-        loss, predictions, weights = self._run_model(samples, labels, training=training, with_metrics=True)
+        (mean, summed), predictions, weights = self._run_model(
+            samples, labels, training=training, with_metrics=True
+        )
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
+        if summed is not None and self._is_per_sample:
+            mean, summed = mean + summed / count, None
         loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
-        return BatchLoss(tf.cast(loss, tf.float32), loss_count, count, self.metrics.read(count))
+        return BatchLoss(mean, summed, loss_count, count, self.metrics.read(count))
+
+    def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
+        """Return Keras' loss of each batch in training: what is a mean, and what is summed."""
+
+        def run(samples: Any, labels: Any) -> tuple[Any, Any]:
+            batch = self.forward(samples, labels, training=True)
+            return batch.mean, self._tf.zeros(()) if batch.summed is None else batch.summed
+
+        traced = self._tf.function(run, autograph=False, input_signature=self.signature)
+        found = (traced(*self.tensors(samples, labels)) for samples, labels in batches)
+        return [(float(mean), float(summed)) for mean, summed in found]
 
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics; inside a graph."""
-        loss, _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
-        return self._tf.cast(loss, self._tf.float32)
+        (mean, summed), _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
+        return mean if summed is None else mean + summed
 
     def _run_model(
         self, samples: Any, labels: Any, *, training: bool, with_metrics: bool
-    ) -> tuple[Any, Any, Any]:
-        """Return loss, predictions and the samples' weights."""
+    ) -> tuple[tuple[Any, Any], Any, Any]:
+        """Return the loss as mean and sum, predictions and the samples' weights."""
         model = self._model
         inputs = self.inputs(samples)
         predictions = model(inputs, training=training)
@@ -96,17 +116,28 @@ class Objective:
         if type(model).compute_loss is self._keras.Model.compute_loss:
             loss = self._add_losses(compiled_loss(model, targets, predictions, weights))
         else:
-            loss = model.compute_loss(inputs, targets, predictions, weights, training=training)
+            own = model.compute_loss(inputs, targets, predictions, weights, training=training)
+            loss = self._keras.ops.cast(own, "float32"), None
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
         return loss, predictions, weights
 
-    def _add_losses(self, compiled: Any) -> Any:
-        """Return the loss of compile() and of layers as Keras adds them, but whatever types they have."""
+    def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
+        """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
+
+        First those that are means, then the sum of those with a value for each sample, or None.
+        """
         ops = self._keras.ops
-        found = [] if compiled is None else [compiled]
-        parts = [ops.sum(ops.cast(loss, "float32")) for loss in (*found, *self._model.losses)]
-        return sum(parts[1:], parts[0]) if parts else ops.zeros(())
+        means: list[Any] = [] if compiled is None else [compiled]
+        of_samples: list[Any] = []
+        for loss in self._model.losses:
+            has_samples = len(loss.shape) > 0 and loss.shape[0] is None
+            (of_samples if has_samples else means).append(loss)
+        mean, summed = (
+            sum((ops.sum(ops.cast(loss, "float32")) for loss in losses), start=ops.zeros(()))
+            for losses in (means, of_samples)
+        )
+        return mean, summed if of_samples else None
 
     def inputs(self, samples: Any) -> Any:
         """Return what the model is called with: by name where both have names, else in order."""
@@ -197,9 +228,44 @@ class Objective:
         samples, labels = (self._tf.nest.map_structure(symbol, part) for part in self.signature)
 
         def run(samples: Any, labels: Any) -> Any:
-            return self._run_model(samples, labels, training=False, with_metrics=True)[0]
+            return self._run_model(samples, labels, training=False, with_metrics=True)[1]
 
         run_symbolically(run, samples, labels)
+
+    def _find_of_batches(self, metrics: list[Any]) -> list[Any]:
+        """Return the means whose count is that of batches: their function returns one number for a batch."""
+        tf, keras = self._tf, self._keras
+        means = [mean for mean in _flatten_metrics(metrics) if isinstance(mean, keras.metrics.Mean)]
+        suspects = [mean for mean in means if not _is_of_keras(mean)]
+        if not suspects:
+            return []
+        counts = []
+        for size in (2, 3):
+            for mean in suspects:
+                mean.reset_state()
+            samples, labels = tf.nest.map_structure(
+                lambda spec, size=size: tf.zeros((size, *spec.shape[1:]), spec.dtype), self.signature
+            )
+            if isinstance(labels, dict) and SAMPLE_WEIGHT in labels:
+                labels[SAMPLE_WEIGHT] += 1
+            self._run_model(samples, labels, training=False, with_metrics=True)
+            counts.append([float(mean.count) for mean in suspects])
+        for metric in metrics:
+            metric.reset_state()
+        return [mean for mean, *found in zip(suspects, *counts, strict=True) if found == [1.0, 1.0]]
+
+
+def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
+    """Yield metrics, and those that they contain, as that of compile() does."""
+    for metric in metrics:
+        yield metric
+        yield from _flatten_metrics(metric.metrics if hasattr(metric, "metrics") else ())
+
+
+def _is_of_keras(mean: Any) -> bool:
+    """Return whether a mean is that of a function of Keras, which returns a number for each sample."""
+    function = getattr(mean, "_fn", None)
+    return str(getattr(function, "__module__", "")).startswith("keras.")
 
 
 def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:

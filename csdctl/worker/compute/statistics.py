@@ -86,8 +86,9 @@ class LayerStates:
     def __init__(self, model: Any, tf: Any, keras: Any) -> None:
         self._tf = tf
         self._statistics = MovingStatistics(model, tf, keras)
-        self._variables = changing_state(model, keras)
-        self._sizes = [int(tf.size(variable)) for variable in self._variables]
+        self.variables = changing_state(model, keras)
+        """Of layers other than batch norm; restored after a forward pass."""
+        self._sizes = [int(tf.size(variable)) for variable in self.variables]
         self.size = self._statistics.size + sum(self._sizes)
 
     def find_normalizing(self, changes: Any) -> list[str]:
@@ -96,13 +97,13 @@ class LayerStates:
 
     def read(self) -> tuple[list[Any], list[Any]]:
         """Return the current state, for `take_changes`; inside a graph."""
-        return self._statistics.read(), [self._tf.identity(variable) for variable in self._variables]
+        return self._statistics.read(), [self._tf.identity(variable) for variable in self.variables]
 
     def take_changes(self, before: tuple[list[Any], list[Any]], count: Any) -> list[Any]:
         """Return the changes by a forward pass, times `count`, and restore the state; inside a graph."""
         tf = self._tf
         changes = self._statistics.take_changes(before[0], count)
-        for old, variable in zip(before[1], self._variables, strict=True):
+        for old, variable in zip(before[1], self.variables, strict=True):
             change = tf.cast(variable, tf.float32) - tf.cast(old, tf.float32)
             changes.append(tf.reshape(change * count, [-1]))
             variable.assign(old)
@@ -115,7 +116,7 @@ class LayerStates:
         if not self._sizes:
             return
         for variable, change in zip(
-            self._variables, tf.split(changes[self._statistics.size :], self._sizes), strict=True
+            self.variables, tf.split(changes[self._statistics.size :], self._sizes), strict=True
         ):
             is_counter = not variable.dtype.is_floating  # which all ranks advance alike
             shaped = tf.reshape(tf.round(change) if is_counter else change, variable.shape)
@@ -125,17 +126,18 @@ class LayerStates:
 def changing_state(model: Any, keras: Any) -> list[Any]:
     """Return the state of layers other than batch norm, as tf.Variables.
 
-    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out.
+    Layers do not declare what changes it: only the constants of Keras' own preprocessing are left out. A
+    SpectralNormalization writes the kernel that it wraps.
     """
     layers = keras.layers
     constant = (layers.Normalization, layers.BatchNormalization)
-    return [
-        variable.value
-        for layer in flatten_layers(model)
-        if not isinstance(layer, constant)
-        for variable in own_state(layer)
-        if variable.value.dtype.is_floating or variable.value.dtype.is_integer
-    ]
+    found: dict[int, Any] = {}
+    for layer in flatten_layers(model):
+        state = [] if isinstance(layer, constant) else own_state(layer)
+        if isinstance(layer, layers.SpectralNormalization):
+            state.append(layer.kernel)
+        found |= {id(variable): variable.value for variable in state}
+    return [value for value in found.values() if value.dtype.is_floating or value.dtype.is_integer]
 
 
 class Seeds:

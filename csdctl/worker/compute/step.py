@@ -24,6 +24,7 @@ from csdctl.worker.compute.objective import BatchLoss, Objective
 from csdctl.worker.compute.statistics import LayerStates, Seeds
 from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 
@@ -80,18 +81,23 @@ class Step:
         """The user's function that every training batch passes through."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
+        # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
+        # directory for each graph of a rank that is killed.
+        batch = self.objective.signature
+        self._has_summed = False
+        self._has_loss_count = self.has_noise or self.objective.counts_elements
+        self.retrace()
+        # What layers add to the loss, and what they write, is known by tracing them.
+        self._check_writes(self._local.get_concrete_function().graph)
         self.layout = VectorLayout(
             num_gradients=sum(int(np.prod(v.shape)) for v in model.trainable_variables),
             num_statistics=self.states.size,
             num_states=self.objective.metrics.size,
-            has_loss_count=self.has_noise or self.objective.counts_elements,
+            has_loss_count=self._has_loss_count,
             divides_gradients=self.objective.counts_elements and not self.has_noise,
+            has_summed=self._has_summed,
         )
         """The layout of the rank's vector, without what a training loop appends."""
-        # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
-        # directory for each graph of a rank that is killed.
-        batch = self.objective.signature
-        self.retrace()
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         self._apply = tf.function(
             self._apply_graph,
@@ -102,6 +108,20 @@ class Step:
         if noise:
             of_one = self._loss_of_one, self._penalty
             self._noisy = NoisySums(noise, model.trainable_variables, *of_one, batch, tf)
+
+    def _check_writes(self, graph: Any) -> None:
+        """Raise WorkerError, exit code 2, if a layer writes what is trained: each rank its own."""
+        writes = [op.inputs[0] for op in graph.get_operations() if op.type.startswith("Assign")]
+        written = {id(handle) for handle, inner in graph.captures if any(inner is found for found in writes)}
+        restored = {id(variable) for variable in self.states.variables}
+        for variable in self.model.trainable_variables:
+            value = variable.value
+            if id(value.handle) in written and id(value) not in restored:
+                raise WorkerError(
+                    f"the model's forward pass writes {variable.path}, which the optimizer trains",
+                    remedy="use a constraint (kernel_constraint) instead, or create it with trainable=False",
+                    exit_code=2,
+                )
 
     def retrace(self) -> None:
         """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
@@ -222,32 +242,46 @@ class Step:
             for variable, value in zip(self.model.trainable_variables, before, strict=True):
                 variable.assign(value)
 
-    @staticmethod
-    def _sums(tail: Array) -> Sums:
+    def _sums(self, tail: Array) -> Sums:
         loss, *states, count = (float(value) for value in tail)
+        if self._has_summed:
+            loss += states.pop(0) * count
         return Sums(loss, tuple(states), count)
 
     def _tail(self, batch: BatchLoss, *, with_samples: bool) -> list[Any]:
-        """Return the end of a vector: Σ loss, metrics' states, count of the loss (and n)."""
+        """Return the end of a vector: Σ loss, what is summed, metrics' states, count of the loss (and n)."""
         tf = self._tf
-        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
-        if not with_samples or self.layout.has_loss_count:
+        tail = [tf.reshape(batch.mean * batch.loss_count, [1])]
+        if self._has_summed:  # in evaluation, layers may leave it out
+            tail.append(tf.zeros([1]) if batch.summed is None else tf.reshape(batch.summed, [1]))
+        tail += batch.states
+        if not with_samples or self._has_loss_count:
             tail.append(tf.reshape(batch.loss_count, [1]))
         return [*tail, tf.reshape(batch.samples, [1])] if with_samples else tail
 
-    def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], BatchLoss]:
-        """Return the summed gradients of all trainable variables, in float32, and the loss."""
+    def _gradients(self, samples: Any, labels: Any) -> tuple[list[Any], list[Any], BatchLoss]:
+        """Return the gradients of all trainable variables, in float32, and the loss.
+
+        First those of the mean loss, not yet times its count: a mean stays within the range of float16, where
+        a sum would overflow. Then those of what is summed; [] without.
+        """
         tf = self._tf
         variables = self.model.trainable_variables
-        with tf.GradientTape() as tape:
+        with tf.GradientTape(persistent=True) as tape:
             batch = self.objective.forward(samples, labels, training=True)
-            objective = self.optimizer.scale_loss(batch.mean) if self.has_loss_scaling else batch.mean
-        gradients = tape.gradient(objective, [v.value for v in variables])
-        return [
-            # A mean stays within the range of float16, where a sum would overflow.
-            tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32) * batch.loss_count
-            for gradient, variable in zip(gradients, variables, strict=True)
-        ], batch
+            parts = [batch.mean] if batch.summed is None else [batch.mean, batch.summed]
+            objectives = [self.optimizer.scale_loss(one) if self.has_loss_scaling else one for one in parts]
+        self._has_summed = batch.summed is not None
+        means, *summed = (
+            [
+                tf.zeros(variable.shape) if gradient is None else tf.cast(gradient, tf.float32)
+                for gradient, variable in zip(
+                    tape.gradient(objective, [v.value for v in variables]), variables, strict=True
+                )
+            ]
+            for objective in objectives
+        )
+        return means, summed[0] if summed else [], batch
 
     def _loss_of_one(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch of one sample, with what layers add for it, without weight penalties."""
@@ -265,8 +299,9 @@ class Step:
     def _local_graph(self, samples: Any, labels: Any) -> Any:
         tf = self._tf
         before = self.states.read()
-        gradients, batch = self._gradients(samples, labels)
+        means, summed, batch = self._gradients(samples, labels)
         changes = self.states.take_changes(before, batch.samples)
+        gradients = [*(mean * batch.loss_count for mean in means), *summed]
         flat = [tf.reshape(gradient, [-1]) for gradient in gradients]
         vector = tf.concat([*flat, *changes, *self._tail(batch, with_samples=True)], axis=0)
         return vector if self._weight == 1.0 else vector * self._weight
@@ -275,15 +310,20 @@ class Step:
         tf, layout = self._tf, self.layout
         variables = self.model.trainable_variables
         sizes = [int(np.prod(v.shape)) for v in variables]
-        flat = tf.split(total[layout.gradients] / total[layout.divisor], sizes)
+        gradient = total[layout.divided_gradients] / total[layout.divisor]
+        if layout.has_summed:
+            gradient += total[layout.undivided_gradients]
+        flat = tf.split(gradient, sizes)
         gradients = [tf.reshape(gradient, v.shape) for gradient, v in zip(flat, variables, strict=True)]
-        self.optimizer.apply(gradients, variables)
+        # First what the forward pass did to the weights, as in fit.
         self.states.apply_changes(total[layout.statistics] / total[layout.count])
+        self.optimizer.apply(gradients, variables)
 
     def _alone_graph(self, samples: Any, labels: Any) -> Any:
-        gradients, batch = self._gradients(samples, labels)
-        means = [self._tf.math.divide_no_nan(gradient, batch.loss_count) for gradient in gradients]
-        self.optimizer.apply(means, self.model.trainable_variables)
+        gradients, summed, batch = self._gradients(samples, labels)
+        if summed:
+            gradients = [mean + other for mean, other in zip(gradients, summed, strict=True)]
+        self.optimizer.apply(gradients, self.model.trainable_variables)
         return self._tf.concat(self._tail(batch, with_samples=False), axis=0) * self._weight
 
     def _evaluate_graph(self, samples: Any, labels: Any) -> Any:

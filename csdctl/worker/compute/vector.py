@@ -2,6 +2,9 @@
 
     [ Σ gradient | changes of layers' state · n | Σ loss, metrics' states, (loss count), n | stop | seconds ]
 
+Where layers add a loss for each sample, which fit sums over the batch, its gradient and its sum stand behind
+those of the rest, and are not divided.
+
 All parts are float32. The step (step.py) owns everything up to n, the number of samples; divided by it, a sum
 over ranks is the mean over all their samples. A loss that is no mean over samples has a count of its own:
 unmasked elements, a sum of weights, or the public samples among private ones with noise. Behind n the
@@ -24,18 +27,20 @@ class VectorLayout:
     """Whether the loss is divided by a count of its own, which stands before n."""
     divides_gradients: bool = False
     """Whether gradients are divided by that count too; otherwise by n."""
+    has_summed: bool = False
+    """Whether a part of the loss is a sum over samples, not a mean, with a gradient of its own."""
     num_ranks: int = 0
     """Ranks whose compute times follow; 0: the step's part alone."""
 
     @property
     def num_sums(self) -> int:
         """Elements of the step's part behind gradients and statistics: loss, metrics' states and counts."""
-        return 2 + self.num_states + self.has_loss_count
+        return 2 + self.has_summed + self.num_states + self.has_loss_count
 
     @property
     def step_size(self) -> int:
         """Elements of the step's part."""
-        return self.num_gradients + self.num_statistics + self.num_sums
+        return self.num_gradients * (1 + self.has_summed) + self.num_statistics + self.num_sums
 
     @property
     def size(self) -> int:
@@ -45,17 +50,27 @@ class VectorLayout:
     @property
     def gradients(self) -> slice:
         """The summed gradients of all trainable variables, flat, in the model's order."""
+        return slice(0, self.num_gradients * (1 + self.has_summed))
+
+    @property
+    def divided_gradients(self) -> slice:
+        """Those of the loss that is a mean."""
         return slice(0, self.num_gradients)
+
+    @property
+    def undivided_gradients(self) -> slice:
+        """Those of the loss that is a sum."""
+        return slice(self.num_gradients, self.gradients.stop)
 
     @property
     def statistics(self) -> slice:
         """The changes of the state that layers keep, times n."""
-        return slice(self.num_gradients, self.num_gradients + self.num_statistics)
+        return slice(self.gradients.stop, self.gradients.stop + self.num_statistics)
 
     @property
     def sums(self) -> slice:
         """Loss, metrics' states, and the count that the loss is divided by."""
-        return slice(self.num_gradients + self.num_statistics, self.step_size - self.has_loss_count)
+        return slice(self.statistics.stop, self.step_size - self.has_loss_count)
 
     @property
     def divisor(self) -> int:

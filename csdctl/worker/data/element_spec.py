@@ -63,15 +63,25 @@ def _random(
 
 
 def random_batch(
-    generator: np.random.Generator, element_spec: DatasetInfo, count: int
+    generator: np.random.Generator, element_spec: DatasetInfo, count: int, num_indices: int | None = None
 ) -> tuple[Array, Array]:
-    """Return random samples (n, …) and labels (n, …) shaped like a data set's: a step takes as long."""
+    """Return random samples (n, …) and labels (n, …) shaped like a data set's: a step takes as long.
+
+    `num_indices`: of the model's smallest embedding. The columns of one input may be indices of several.
+    """
     info = element_spec
-    samples = random_samples(
-        generator, (count, *info.sample_shape), dtype_from_text(info.dtype), info.max_values
-    )
-    dtype = info.label_dtype or ("int32" if info.max_label >= 0 else "float32")
+    dtype = dtype_from_text(info.dtype)
+    largest = dict(info.max_values)
+    if num_indices is not None:
+        largest = {
+            name: min(num_indices - 1, largest.get(name, num_indices - 1)) for name in dtype.names or [""]
+        }
+    samples = random_samples(generator, (count, *info.sample_shape), dtype, largest)
+    label_dtype = info.label_dtype or ("int32" if info.max_label >= 0 else "float32")
     labels = random_samples(
-        generator, (count, *info.label_shape), dtype_from_text(dtype), {"": info.max_label, **info.max_labels}
+        generator,
+        (count, *info.label_shape),
+        dtype_from_text(label_dtype),
+        {"": info.max_label, **info.max_labels},
     )
     return samples, labels

@@ -9,11 +9,12 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples
-from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.process.events import emit
 from csdctl.worker.protocol.events import CheckpointSaved
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -25,6 +26,26 @@ MAX_COST_SHARE = 0.01
 LAST_MODEL, BEST_MODEL = "model.keras", "best.keras"
 KEPT_STEP_FILE = "step.state"
 """In the run directory: the step file of a run that has failed, which csdctl has moved out of memory."""
+
+
+def save_model(model: Any, path: Path) -> Path:
+    """Save `model` to `path`; returns that, or the path of a .weights.h5 beside it.
+
+    Keras cannot save a model whose class has no get_config, which its function builds on every rank.
+    """
+    try:
+        aside = path.with_name(f"part-{path.name}")
+        model.save(aside)
+    except OSError:
+        raise
+    except Exception as error:  # of the user's classes
+        aside.unlink(missing_ok=True)
+        path = path.with_suffix(".weights.h5")
+        print(f"only the weights are saved: {describe(error)}", flush=True)
+        aside = path.with_name(f"part-{path.name}")
+        model.save_weights(aside)
+    os.replace(aside, path)
+    return path
 
 
 class Checkpointer:
@@ -83,13 +104,9 @@ class Checkpointer:
         )
 
     def save_model(self, name: str) -> str:
-        """Save the model as a .keras file; returns its path."""
-        path = Path(self._spec.output_directory) / name
-        aside = path.with_name(f"part-{name}")
+        """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
         with self._step.averaged_weights():
-            self._step.model.save(aside)
-        os.replace(aside, path)
-        return str(path)
+            return str(save_model(self._step.model, Path(self._spec.output_directory) / name))
 
     def save_last_good(self) -> None:
         """Save the model of the newest checkpoint, if it exists: later weights are not finite."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.model import load
+from csdctl.worker.compute.model import find_smallest_embedding, load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
@@ -35,8 +35,8 @@ from csdctl.worker.tasks.session import RankSession
 def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
     """Answer requests until standard input ends."""
     model = load(Path(spec.architecture), Path(spec.weights), keras, spec.code)
-    generator = np.random.default_rng(0)
-    example = random_batch(generator, spec.data, 1)
+    generator, num_indices = np.random.default_rng(0), find_smallest_embedding(model)
+    example = random_batch(generator, spec.data, 1, num_indices)
     step = Step(model, spec.recipe, example, tf, keras, noise=spec.noise)
     step.set_step(0, 0.0)
     # The first step traces the graphs, which is part of starting and not of a measurement.
@@ -49,7 +49,7 @@ def serve_probes(spec: ProbeSpec, tf: Any, keras: Any) -> None:
             _print_ready()
             continue
         step.micro_batch_size = request.micro_batch_size
-        batch = random_batch(generator, spec.data, request.batch_size)
+        batch = random_batch(generator, spec.data, request.batch_size, num_indices)
         copies = _copies(step, spec, request.batch_size)
         print(to_json(measure(step, batch, request, copies)), flush=True)
 

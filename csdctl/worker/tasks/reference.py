@@ -8,7 +8,7 @@ Every comparison comes with two measures of what it is worth, both from this mod
   is a sample that was lost or counted twice, and must be far outside of the spread to be visible.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +18,14 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
-from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.verified_samples import Ranges, draw_samples
 
 NUM_DRAWS = 3
 """Of the rounding of the weights; the spread is the largest of them."""
 MAX_REASON_CHARS = 200
+LOSS_ROUNDING = 1e-5
+"""What rounding in float32 explains between the loss of one batch and of its parts, relative."""
+COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
 
@@ -80,8 +83,13 @@ class Reference:
         sizes: Sequence[int],
         example: tuple[Array, Array],
         weight: float = 1.0,
+        ranges: Ranges | None = None,
     ) -> None:
-        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors."""
+        """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors.
+
+        `ranges`: of the samples' values.
+        """
+        self._ranges = ranges
         self._step, self._seed = step, seed
         self._ranks, self._sizes = ranks, sizes
         self._example, self._weight = example, weight
@@ -112,7 +120,7 @@ class Reference:
     def samples(self, number: int) -> tuple[Array, Array]:
         """Return the samples of the rank with this number among the ranks, and one more."""
         rank, count = self._ranks[number].rank, self._sizes[number] + 1
-        return draw_samples(self._seed, rank, count, self._example, self._step.model)
+        return draw_samples(self._seed, rank, count, self._example, self._step.model, self._ranges)
 
     def compare(self, sent: Array) -> None:
         """Compare the vector `sent` of the next rank with that of this process."""
@@ -147,12 +155,37 @@ class Reference:
             if n
         ]
         difference = _relative(self._sent - own, own, self._step.layout.gradients)
-        self.one_batch = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
+        found = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
+        if not found.difference <= found.tolerance and (apart := self._compare_losses()) > LOSS_ROUNDING:
+            self.not_one_batch = (COUPLED.format(apart),)
+        else:
+            self.one_batch = found
 
     def measure_one_batch(self) -> Array:
         """Return the vector of one batch of all ranks' samples, float64."""
         columns = zip(*(self.samples(number) for number in range(len(self._ranks))), strict=True)
         return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
+
+    def _compare_losses(self) -> float:
+        """Return how far Keras' loss of one batch of all samples is from the ranks' together, relative.
+
+        Only of models whose loss is divided by samples: of others, the count would be this program's.
+        """
+        if self._step.objective.counts_elements:
+            return 0.0
+        ranks = [number for number, size in enumerate(self._sizes) if size]
+        batches = [[part[:-1] for part in self.samples(number)] for number in ranks]
+        whole = [np.concatenate(column) for column in zip(*batches, strict=True)]
+        (mean, summed), *parts = self._step.objective.losses(self._from_start([whole, *batches]))
+        shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
+        together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
+        return abs(together - mean - summed) / max(abs(mean + summed), SMALLEST)
+
+    def _from_start(self, batches: Iterable[list[Array]]) -> Iterator[list[Array]]:
+        """Yield batches, each with the weights of the beginning."""
+        for batch in batches:
+            self._start.restore()
+            yield batch
 
     def _find_reasons(self) -> tuple[str, ...]:
         """Return why the gradient depends on how samples are divided into batches."""

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from csdctl.worker.compute.model import find_smallest_embedding
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo
@@ -16,7 +17,9 @@ class Trial(Train):
     def open_reader(self) -> SyntheticReader:
         """Return a reader of random samples."""
         element_spec = from_dict(DatasetInfo, self.spec.task.arguments[ELEMENT_SPEC])
-        return SyntheticReader(element_spec, self.me.rank)
+        step = self._step_of_probes
+        num_indices = find_smallest_embedding(step.model) if step else None
+        return SyntheticReader(element_spec, self.me.rank, num_indices)
 
     @property
     def variables(self) -> list[Any]:

@@ -3,19 +3,24 @@
 No private sample is sent, and rank 0 can repeat the computation of all ranks.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.model import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 
 MAX_SAMPLES = 16
 """Per rank: enough for unequal batches, and few enough for rank 0 to compute for all ranks."""
 MAX_INTEGER = 128
-"""Integers are drawn below this, and below the size of every embedding."""
+"""Integers are drawn below this and below the size of every embedding, where nothing is known of the data."""
+MAX_COLUMNS = 1024
+"""Of a table, whose columns have ranges of their own."""
+Ranges = dict[str, tuple[list[float], list[float]]]
+"""By field of the samples, '' without fields: the smallest and largest value of each column, or of all."""
 
 
 def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
@@ -31,8 +36,43 @@ def verified_sizes(batch_sizes: Sequence[int]) -> list[int]:
     return sizes
 
 
+def find_ranges(samples: Array) -> Ranges:
+    """Return the ranges of `samples`: an input may be a class that a layer compares with, or in metres."""
+    fields = {name: samples[name] for name in samples.dtype.names} if samples.dtype.names else {"": samples}
+    found = {}
+    for name, values in fields.items():
+        is_table = values.ndim == 2 and values.shape[1] <= MAX_COLUMNS
+        columns = values.astype(np.float64).reshape(-1, values.shape[1] if is_table else 1)
+        columns = columns[np.isfinite(columns).all(axis=1)]
+        if columns.size:
+            found[name] = columns.min(axis=0).tolist(), columns.max(axis=0).tolist()
+    return found
+
+
+def as_ranges(value: Any) -> Ranges:
+    """Return what rank 0 sent, checked; raises TypeError."""
+    if not isinstance(value, dict) or not all(_is_range(one) for one in value.values()):
+        raise TypeError("expected the smallest and largest values of each field")
+    return {name: (low, high) for name, (low, high) in value.items()}
+
+
+def _is_range(value: Any) -> bool:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        return False
+    is_numbers = all(
+        isinstance(bounds, list) and all(type(one) is float and math.isfinite(one) for one in bounds)
+        for bounds in value
+    )
+    return is_numbers and 0 < len(value[0]) == len(value[1]) <= MAX_COLUMNS
+
+
 def draw_samples(
-    seed: int, rank: int, count: int, example: tuple[Array, Array], model: Any
+    seed: int,
+    rank: int,
+    count: int,
+    example: tuple[Array, Array],
+    model: Any,
+    ranges: Ranges | None = None,
 ) -> tuple[Array, Array]:
     """Return the first `count` random samples of rank `rank`, the same on every machine.
 
@@ -40,22 +80,34 @@ def draw_samples(
     nearly the same gradient, so that one could be taken for another, and with balanced classes the gradients
     of an untrained model cancel.
     """
-    limit = min([MAX_INTEGER, *(layer.input_dim for layer in flatten_layers(model) if _is_embedding(layer))])
-    sizes = [max(2, int(output.shape[-1] or 0)) for output in model.outputs or ()]
+    limit = min(MAX_INTEGER, find_smallest_embedding(model) or MAX_INTEGER)
+    sizes = [max(2, int(output.shape[-1] or 0)) for output in getattr(model, "outputs", None) or ()]
     samples, labels = (np.empty((count, *array.shape[1:]), array.dtype) for array in example)
     for number in range(count):
         generator = np.random.default_rng([seed, rank, number])
-        _draw_sample(generator, samples[number : number + 1], limit)
+        _draw_sample(generator, samples[number : number + 1], limit, (ranges or {}).get)
         _draw_labels(generator, labels[number : number + 1], sizes)
     return samples, labels
 
 
-def _draw_sample(generator: np.random.Generator, sample: Array, limit: int) -> None:
-    """Fill in `sample`: integers in [0, `limit`) or floats in [0, 1), field by field."""
-    for name in sample.dtype.names or [...]:
-        values = sample[name]
+def _draw_sample(
+    generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Any]
+) -> None:
+    """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1)."""
+    for name in sample.dtype.names or [""]:
+        values = sample[name or ...]
         drawn = generator.random(values.shape) * (1 - generator.random())
-        values[...] = drawn * limit if values.dtype.kind in "iu" else drawn
+        is_integer, found = values.dtype.kind in "iu", find_range(name)
+        if found is None:
+            values[...] = drawn * limit if is_integer else drawn
+            continue
+        low, high = map(np.array, found)
+        if is_integer:
+            high = np.minimum(high, limit - 1) if limit < MAX_INTEGER else high
+            drawn = np.floor(drawn * (high - low + 1))
+        else:
+            drawn *= high - low
+        values[...] = low + drawn
 
 
 def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[int]) -> None:
@@ -75,7 +127,3 @@ def _draw_labels(generator: np.random.Generator, labels: Array, sizes: Sequence[
 def _size_of(sizes: Sequence[int], number: int) -> int:
     """Return the size of an output; 2 for one that is only known by calling the model."""
     return sizes[number] if number < len(sizes) else 2
-
-
-def _is_embedding(layer: Any) -> bool:
-    return type(layer).__name__.endswith("Embedding") and isinstance(getattr(layer, "input_dim", None), int)

@@ -25,7 +25,16 @@ from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.precision import compute_type, computing_in, types_to_compare_in
 from csdctl.worker.tasks.reference import ExactSum, Reference, Snapshot
 from csdctl.worker.tasks.task import Group, TaskOutcome
-from csdctl.worker.tasks.verified_samples import draw_samples, verified_sizes
+from csdctl.worker.tasks.verified_samples import (
+    Ranges,
+    as_ranges,
+    draw_samples,
+    find_ranges,
+    verified_sizes,
+)
+
+NUM_LOOKED_AT = 64
+"""Samples of rank 0 that tell the ranges of values."""
 
 
 class Verify(ModelTask):
@@ -33,12 +42,14 @@ class Verify(ModelTask):
 
     is_resumable = False
     _weights_hash = ""
+    _limits: Ranges
 
     def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
         communicator, step = group.communicator, self.step
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
+        self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
         self._start = Snapshot(step.model.variables)
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
@@ -63,6 +74,10 @@ class Verify(ModelTask):
                 remedy="examine it with `csdctl doctor`, or leave it out with --exclude",
             )
 
+    def _find_ranges(self) -> Ranges:
+        """Return the ranges of the samples, by those of this rank."""
+        return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
+
     def _compute(self) -> Array:
         """Return this rank's vector, computed from the weights of the beginning."""
         recipe, me, step = self.spec.recipe, self.me, self.step
@@ -70,7 +85,8 @@ class Verify(ModelTask):
         step.set_step(0, recipe.learning_rate or 0.0)
         step.micro_batch_size = me.micro_batch_size
         count, example = self._sizes[me.rank], self.reader.empty_batch()
-        return np.array(step.local(*draw_samples(recipe.seed, me.rank, count, example, step.model)))
+        samples = draw_samples(recipe.seed, me.rank, count, example, step.model, self._ranges)
+        return np.array(step.local(*samples))
 
     def _compare(self, communicator: Communicator, vector: Array, total: Array) -> Verified | None:
         """Compare the sum of all ranks, and each rank's vector; returns the result on rank 0."""
@@ -130,7 +146,7 @@ class Verify(ModelTask):
 
     def _make_reference(self) -> Reference:
         seed, example = self.spec.recipe.seed, self.reader.empty_batch()
-        return Reference(self.step, seed, self.spec.ranks, self._sizes, example, self.me.weight)
+        return Reference(self.step, seed, self.spec.ranks, self._sizes, example, self.me.weight, self._ranges)
 
     def _check_weights(self, communicator: Communicator) -> None:
         self._weights_hash = hash_weights(self.step.model)

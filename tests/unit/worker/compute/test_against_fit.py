@@ -7,6 +7,7 @@ import pytest
 
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from tests.unit.worker.compute.built_models import keras
 
@@ -77,6 +78,46 @@ def two_classes() -> Any:
     )
 
 
+def spectral() -> Any:
+    layers = keras().layers
+    normalized = layers.SpectralNormalization(layers.Conv2D(8, 3))
+    return keras().Sequential([keras().Input((9, 9, 3)), normalized, layers.Flatten(), layers.Dense(5)])
+
+
+def add_of_samples(layer: Any, inputs: Any) -> Any:
+    """Add a loss for each sample, which fit sums over the batch."""
+    layer.add_loss(0.1 * keras().ops.mean(inputs**2, axis=-1))
+    return inputs
+
+
+def with_summed() -> Any:
+    layers = keras().layers
+
+    class Adding(layers.Layer):  # type: ignore[misc]
+        call = add_of_samples
+
+    inputs = keras().Input((9, 9, 3))
+    x = layers.Dense(5, kernel_regularizer="l2")(layers.Flatten()(inputs))
+    return keras().Model(inputs, layers.Softmax()(Adding()(x)))
+
+
+def with_summed_alone() -> Any:
+    model = with_summed()
+    model.compile("sgd")
+    return model
+
+
+def share_of_second_class(y_true: Any, y_pred: Any) -> Any:
+    """One number for the batch, as many metrics of users return it."""
+    return keras().ops.mean(y_pred[:, 1])
+
+
+def with_number_of_batch() -> Any:
+    model = pictures()
+    model.compile("sgd", "sparse_categorical_crossentropy", metrics=[share_of_second_class, "accuracy"])
+    return model
+
+
 def as_records(labels: Any, weights: Array | None) -> Array:
     """Return labels as prepared data has them."""
     if not isinstance(labels, dict) and weights is None:
@@ -133,6 +174,16 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
     ),
     "two outputs, compiled": (two_compiled, Recipe(), IMAGES, TWO, None),
     "two outputs, weighted": (two_compiled, Recipe(), IMAGES, TWO, WEIGHTS),
+    "spectral normalization": (
+        spectral,
+        Recipe(from_logits=True, optimizer="adamw", optimizer_args={"weight_decay": 0.1}, learning_rate=0.01),
+        IMAGES,
+        CLASSES,
+        None,
+    ),
+    "a summed loss and a mean": (with_summed, Recipe(learning_rate=0.01), IMAGES, CLASSES, None),
+    "a summed loss": (with_summed_alone, Recipe(learning_rate=0.01), IMAGES, CLASSES, None),
+    "a metric of the batch": (with_number_of_batch, Recipe(**SGD), IMAGES, CLASSES, None),
     "metrics with state": (
         two_classes,
         Recipe(
@@ -145,6 +196,10 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
         None,
     ),
 }
+
+MICRO_BATCHES = dict.fromkeys(
+    ("spectral normalization", "a summed loss and a mean", "a summed loss", "a metric of the batch"), 12
+)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -159,7 +214,9 @@ def test_unequal_batches_take_the_steps_of_fit(case: str) -> None:
     records = as_records(labels, weights)
     import tensorflow as tf
 
-    step = Step(ours, resolved, (samples[:0], records[:0]), tf, keras())
+    step = Step(
+        ours, resolved, (samples[:0], records[:0]), tf, keras(), micro_batch_size=MICRO_BATCHES.get(case)
+    )
     class_weight = {int(number): weight for number, weight in recipe.class_weight.items()} or None
     for number in range(NUM_STEPS):
         start = number * NUM_SAMPLES
@@ -204,3 +261,37 @@ def test_average_of_the_weights_is_held_where_the_model_is_saved() -> None:
         averaged = [np.array(weights) for weights in model.get_weights()]
     assert any(not np.array_equal(one, its) for one, its in zip(trained, averaged, strict=True))
     assert all(np.array_equal(one, its) for one, its in zip(trained, model.get_weights(), strict=True))
+
+
+def test_kernel_that_a_forward_pass_normalizes_is_changed_by_the_step_alone() -> None:
+    """On a rank without samples, too, and to the same bits on all machines."""
+    keras().utils.set_random_seed(1)
+    model = spectral()
+    compile_model(model, Recipe(from_logits=True, **SGD), keras())
+    import tensorflow as tf
+
+    step = Step(model, Recipe(), (IMAGES[:0], CLASSES[:0]), tf, keras())
+    before = [np.array(weights) for weights in model.get_weights()]
+    vector = np.array(step.local(IMAGES[:8], CLASSES[:8]))
+    assert all(np.array_equal(one, its) for one, its in zip(before, model.get_weights(), strict=True))
+    step.apply(vector)
+    assert np.abs(model.get_weights()[0] - before[0]).max() > 0.01
+
+
+def test_layer_that_writes_its_trainable_weight_is_refused() -> None:
+    """Each rank would write another one."""
+    layers = keras().layers
+
+    class Centered(layers.Dense):  # type: ignore[misc]
+        def call(self, inputs: Any, training: bool = False) -> Any:
+            if training:
+                self.kernel.assign(self.kernel - keras().ops.mean(self.kernel))
+            return super().call(inputs)
+
+    model = keras().Sequential([keras().Input((9,)), Centered(5, name="centered")])
+    compile_model(model, Recipe(from_logits=True, **SGD), keras())
+    import tensorflow as tf
+
+    with pytest.raises(WorkerError, match="forward pass writes .*centered/kernel") as caught:
+        Step(model, Recipe(), (np.zeros((0, 9), np.float32), CLASSES[:0]), tf, keras())
+    assert (caught.value.exit_code, "trainable=False" in caught.value.remedy) == (2, True)

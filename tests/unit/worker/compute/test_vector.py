@@ -11,10 +11,17 @@ STEP = VectorLayout(num_gradients=7, num_statistics=4, num_states=2)
 
 
 @pytest.mark.parametrize("has_loss_count", [False, True])
-def test_parts_cover_the_vector_without_overlap(has_loss_count: bool) -> None:
-    layout = replace(STEP, has_loss_count=has_loss_count, num_ranks=3)
+@pytest.mark.parametrize("has_summed", [False, True])
+def test_parts_cover_the_vector_without_overlap(has_loss_count: bool, has_summed: bool) -> None:
+    layout = replace(STEP, has_loss_count=has_loss_count, has_summed=has_summed, num_ranks=3)
     touched = np.zeros(layout.size, int)
-    for part in (layout.gradients, layout.statistics, layout.sums, layout.compute_s):
+    for part in (
+        layout.divided_gradients,
+        layout.undivided_gradients,
+        layout.statistics,
+        layout.sums,
+        layout.compute_s,
+    ):
         touched[part] += 1
     if has_loss_count:  # otherwise the count is the last element of the sums
         touched[layout.count] += 1

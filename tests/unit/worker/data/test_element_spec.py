@@ -64,3 +64,12 @@ def test_types_of_fields_are_those_that_ranks_use() -> None:
     )
     plain = np.zeros(3, np.float16)
     assert as_samples(plain) is plain
+
+
+@pytest.mark.parametrize(("largest", "highest"), [({"": 119}, 39), ({"": 5}, 5), ({}, 39)])
+def test_columns_of_one_input_may_be_indices_of_several_embeddings(
+    largest: dict[str, int], highest: int
+) -> None:
+    info = DatasetInfo("d", 9, (2,), "int64", (), 1, "f", max_values=largest)
+    samples, _ = random_batch(np.random.default_rng(0), info, 500, num_indices=40)
+    assert (samples.min(), samples.max()) == (0, highest)

@@ -31,7 +31,9 @@ def save_vectors(name: str, path: Path) -> None:
         return np.array(step.local(samples, labels))
 
     saved = {}
-    drawn = [draw_samples(SEED, rank, size, example, step.model) for rank, size in enumerate(SIZES)]
+    drawn = [
+        draw_samples(SEED, rank, size, example, step.model, row.ranges) for rank, size in enumerate(SIZES)
+    ]
     size = SIZES[WRONG]
     first_again = np.r_[0, 0, 2:size]
     for dtype in set(passes_of(row)):
@@ -40,7 +42,9 @@ def save_vectors(name: str, path: Path) -> None:
             found["one sample twice"] = vector(WRONG, *(column[first_again] for column in drawn[WRONG]))
             found["one sample more"] = vector(WRONG, *(np.r_[column[:1], column] for column in drawn[WRONG]))
             found["another rank's random states"] = vector(0, *drawn[WRONG])
-            found["stale"] = vector(WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model))
+            found["stale"] = vector(
+                WRONG, *draw_samples(SEED + 1, WRONG, size, example, step.model, row.ranges)
+            )
         saved |= {f"{dtype} {what}": value for what, value in found.items()}
     np.savez(path, **saved)
 

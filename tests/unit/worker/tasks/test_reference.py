@@ -7,7 +7,13 @@ import pytest
 
 from csdctl.worker.compute.statistics import Seeds
 from csdctl.worker.tasks.reference import ExactSum
-from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples, verified_sizes
+from csdctl.worker.tasks.verified_samples import (
+    MAX_SAMPLES,
+    as_ranges,
+    draw_samples,
+    find_ranges,
+    verified_sizes,
+)
 from tests.unit.worker.compute.built_models import keras
 
 BITS = 24
@@ -83,6 +89,42 @@ class TestSamples:
         assert labels.shape == (50, 1)
         again = draw_samples(3, 0, 50, example, model)
         assert np.array_equal(samples, again[0])
+
+    def test_values_are_in_the_range_of_the_data(self) -> None:
+        """An input may be a class, which a layer compares with, or numbers that a layer normalizes."""
+        kinds = [("picture", np.uint8, (2, 2)), ("kind", np.int64), ("table", np.float32, (2,))]
+        data = np.zeros(3, kinds)
+        data["picture"][0], data["kind"] = 255, [0, 6, 2]
+        data["table"] = [[-9, 240], [-7, np.nan], [-8, 300]]
+        ranges = as_ranges(find_ranges(data))
+        assert ranges == {
+            "picture": ([0.0], [255.0]),
+            "kind": ([0.0], [6.0]),
+            "table": ([-9.0, 240.0], [-8.0, 300.0]),
+        }
+        model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(7)])
+        drawn, _ = draw_samples(3, 0, 300, (data[:0], np.zeros(0, np.int32)), model, ranges)
+        assert (drawn["kind"].min(), drawn["kind"].max()) == (0, 6)
+        assert drawn["picture"].max() > 200
+        assert (drawn["table"].min(axis=0) >= [-9, 240]).all()
+        assert (drawn["table"].max(axis=0) <= [-8, 300]).all()
+        assert drawn["table"].max(axis=0)[1] > 280
+
+    @pytest.mark.parametrize(
+        "sent",
+        [
+            None,
+            [3],
+            {"a": 0},
+            {"a": [[1.0], [2]]},
+            {"a": [[1.0], []]},
+            {"a": [[1.0], [math.inf]]},
+            {"a": [[], []]},
+        ],
+    )
+    def test_other_ranges_than_numbers_are_refused(self, sent: object) -> None:
+        with pytest.raises(TypeError, match="smallest and largest"):
+            as_ranges(sent)
 
     def test_labels_of_several_outputs_have_their_own_classes(self) -> None:
         layers = keras().layers

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.step import Step
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import Verified, event_from_line
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
@@ -22,7 +23,7 @@ from csdctl.worker.tasks.progress import RunProgress
 from csdctl.worker.tasks.reference import Reference, Snapshot
 from csdctl.worker.tasks.reporter import Reporter
 from csdctl.worker.tasks.task import Group, TaskContext
-from csdctl.worker.tasks.verified_samples import draw_samples
+from csdctl.worker.tasks.verified_samples import MAX_SAMPLES, draw_samples
 from csdctl.worker.tasks.verify import Verify
 from csdctl.workflows.train.verdict import Verdict, judge
 from tests.unit.worker.tasks.verified_models import (
@@ -155,13 +156,13 @@ class RowReader:
     """Stands in for a reader of files: draws what the row's model takes."""
 
     def __init__(self, row: Row, model: Any) -> None:
-        self._example, self._model = (row.samples, row.labels), model
+        self._example, self._model, self._ranges = (row.samples, row.labels), model, row.ranges
 
     def empty_batch(self) -> tuple[Any, Any]:
         return self._example
 
     def first(self, count: int) -> tuple[Any, Any]:
-        return draw_samples(0, 0, count, self._example, self._model)
+        return draw_samples(0, 0, count, self._example, self._model, self._ranges)
 
 
 class RememberingReference(Reference):
@@ -195,6 +196,9 @@ class RowVerify(Verify):
     def open_reader(self) -> Any:
         return RowReader(self._row, self._step_of_probes.model)
 
+    def _find_ranges(self) -> Any:
+        return self._row.ranges
+
     def _compute(self) -> Any:
         dtype = compute_type(self.step.model)
         if dtype not in self._vectors:
@@ -203,10 +207,13 @@ class RowVerify(Verify):
 
     def _make_reference(self) -> Reference:
         known = self._known.setdefault(compute_type(self.step.model), {})
-        return RememberingReference(known, self.step, SEED, self.spec.ranks, SIZES, self.reader.empty_batch())
+        example, weight = self.reader.empty_batch(), 1.0
+        return RememberingReference(
+            known, self.step, SEED, self.spec.ranks, SIZES, example, weight, self._ranges
+        )
 
 
-def load_task(row: Row) -> Verify:
+def load_task(row: Row, kind: type[Step] = Step) -> Verify:
     """Return rank 0's task, ready to run."""
     ranks = tuple(
         RankSpec(rank, node, size, Runtime(), None, None, 0, size)
@@ -215,12 +222,10 @@ def load_task(row: Row) -> Verify:
     recipe = dataclasses.replace(row.recipe, seed=SEED)
     spec = RunSpec("verify-matrix", "", "", recipe, ranks, None, None, "")
     no_orders: Any = None
-    step = make_step(row, *load_backend())
+    step = make_step(row, *load_backend(), kind)
     context = TaskContext(spec, ranks[0], RunProgress(spec), Reporter(spec, ranks[0]), no_orders, step)
     task = RowVerify(context, row)
-    before = Snapshot(step.model.variables)
     task.load()
-    before.restore()  # to warm up normalizes the kernels of a SpectralNormalization
     return task
 
 
@@ -295,6 +300,29 @@ def test_model_that_computes_in_16_bits_only_is_refused() -> None:
     ) as caught:
         task.run(Group(1, tuple(range(len(SIZES))), played))
     assert "self.compute_dtype" in caught.value.remedy
+
+
+class PlainMeanStep(Step):
+    """Sends the gradient of its mean, times the same number on every rank."""
+
+    def local(self, *batch: Any, **options: Any) -> Any:
+        vector = np.array(super().local(*batch, **options))
+        vector[self.layout.gradients] *= MAX_SAMPLES / vector[self.layout.count]
+        return vector
+
+
+def test_step_that_is_wrong_on_host_and_ranks_alike_is_not_taken_for_a_coupled_model(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    task = load_task(ROWS["attention"], PlainMeanStep)
+    played: Any = PlayedGroup(Engine(), vectors_of(task, "float32"), ["float32"] * 2, task.num_elements)
+    capsys.readouterr()
+    task.run(Group(1, tuple(range(len(SIZES))), played))
+    verified = event_from_line(capsys.readouterr().out.strip())
+    assert isinstance(verified, Verified)
+    verdict = judge(verified, NODES)
+    assert not verdict.is_equal
+    assert "one batch of all samples has another gradient" in verdict.text
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -10,6 +10,7 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.step import Step
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.precision import types_to_compare_in
+from csdctl.worker.tasks.verified_samples import Ranges
 
 SIZES = (16, 12, 5)
 """The batch sizes of the ranks."""
@@ -39,6 +40,8 @@ class Row:
     """The type in which a sample can be told from rounding."""
     reasons: tuple[str, ...] = ()
     """Why it is not compared with one batch of all samples: parts of these sentences."""
+    ranges: Ranges = field(default_factory=dict)
+    """Of the data."""
 
 
 def convolutions(keras: Any) -> Any:
@@ -233,6 +236,48 @@ def masked(keras: Any) -> Any:
     return keras.Model(inputs, layers.Dense(5, activation="softmax")(x))
 
 
+def coupled(keras: Any) -> Any:
+    """Every output depends on all samples of the batch."""
+    inputs = keras.Input((10,))
+    x = keras.layers.Dense(8)(inputs)
+    return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
+
+
+def with_summed_loss(keras: Any) -> Any:
+    class Adding(keras.layers.Layer):
+        def call(self, inputs: Any) -> Any:
+            self.add_loss(keras.ops.mean(inputs**2, axis=-1))
+            return inputs
+
+    inputs = keras.Input((10,))
+    return keras.Model(inputs, keras.layers.Dense(1)(Adding()(keras.layers.Dense(8)(inputs))))
+
+
+def with_class_as_input(keras: Any) -> Any:
+    """The loss looks up the class: one beyond the last would be an error."""
+    layers, ops = keras.layers, keras.ops
+
+    class Endpoint(layers.Layer):
+        def call(self, outputs: Any, kind: Any) -> Any:
+            self.add_loss(-ops.take_along_axis(ops.log_softmax(outputs), kind, axis=1))
+            return outputs
+
+    inputs, kind = keras.Input((10,), name="table"), keras.Input((1,), dtype="int32", name="kind")
+    outputs = Endpoint()(layers.Dense(4)(inputs), kind)
+    model = keras.Model([inputs, kind], outputs)
+    model.compile("sgd")
+    return model
+
+
+def normalized(keras: Any) -> Any:
+    """Takes numbers around 240: those around 0 are far off, and saturate the output."""
+    layers = keras.layers
+    inner = [layers.Dense(16, activation="relu"), layers.Dense(1, activation="sigmoid")]
+    return keras.Sequential([keras.Input((10,)), layers.Normalization(mean=240.0, variance=100.0), *inner])
+
+
+TABLE_AND_KIND = np.zeros(0, [("table", np.float32, (10,)), ("kind", np.int32, (1,))])
+NO_LABELS = np.zeros((0, 0), np.float32)
 KINDS_AND_SIZES = np.zeros(0, [("kind", np.int32), ("size", np.float32, (1,)), ("sample_weight", np.float32)])
 TAGS = np.zeros((0, 12), np.int32)
 PAIRS = np.zeros(0, [("left", np.float32, (10,)), ("right", np.float32, (10,))])
@@ -257,6 +302,10 @@ ROWS = {
     "group and spectral norm": Row(group_and_spectral_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
+    "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
+    "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
+    "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),
     "siamese": Row(siamese, PAIRS, NUMBERS, BINARY),
     "all weights 0": Row(zero_weights, TABLE),
     "tiny gradients": Row(tiny_gradients, TABLE, NUMBERS, SQUARES),
@@ -284,7 +333,7 @@ def passes_of(row: Row) -> list[str]:
     return [own, *types[: types.index(row.compared_in) + 1]]
 
 
-def make_step(row: Row, tf: Any, keras: Any) -> Step:
+def make_step(row: Row, tf: Any, keras: Any, kind: type[Step] = Step) -> Step:
     """Return the step of rank 0, with the same weights in every process."""
     keras.backend.clear_session()
     before = keras.config.dtype_policy()
@@ -295,4 +344,4 @@ def make_step(row: Row, tf: Any, keras: Any) -> Step:
         recipe = compile_model(model, replace(row.recipe, seed=SEED), keras)
     finally:
         keras.config.set_dtype_policy(before)
-    return Step(model, recipe, (row.samples, row.labels), tf, keras)
+    return kind(model, recipe, (row.samples, row.labels), tf, keras)
