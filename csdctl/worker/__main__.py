@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox.
+"""The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from csdctl.worker.process.errors import WorkerError
@@ -24,6 +25,7 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from csdctl.worker.protocol.looks import LookSpec
 from csdctl.worker.protocol.model_info import BuildSpec
 from csdctl.worker.protocol.probe import ProbeSpec
 from csdctl.worker.protocol.run_spec import RunSpec
@@ -37,6 +39,9 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
+    commands.add_parser("look")
+    find_data = commands.add_parser("find-data")
+    find_data.add_argument("--directory", type=Path, required=True)
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -64,6 +69,8 @@ def main(arguments: list[str]) -> int:
     chosen = {
         "build": _build,
         "prepare": _prepare,
+        "look": _look,
+        "find-data": _find_data,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -91,6 +98,27 @@ def print_answer(value: object) -> None:
 
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
+
+    def read(request: str, note: OnProgress) -> object:
+        return prepare(from_json(PrepareSpec, request), on_progress=note)
+
+    return _read_data(read)
+
+
+def _look(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.look import look
+
+    def read(request: str, note: OnProgress) -> object:
+        return look(from_json(LookSpec, request), on_progress=note)
+
+    return _read_data(read)
+
+
+OnProgress = Callable[[PrepareProgress], None]
+
+
+def _read_data(read: Callable[[str, OnProgress], object]) -> int:
+    """Call `read` with the first line of standard input; print its progress, then what it returns."""
     from csdctl.worker.process.output import GuardedOutput
 
     output = GuardedOutput()
@@ -104,11 +132,11 @@ def _prepare(_: argparse.Namespace) -> int:
         return PROGRESS_PREFIX + to_json(latest)
 
     try:
-        spec = from_json(PrepareSpec, sys.stdin.readline())
+        request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = prepare(spec, on_progress=note)
+            answer = read(request, note)
         output.write_line(working())
-        output.write_line(ANSWER_PREFIX + to_json(info))
+        output.write_line(ANSWER_PREFIX + to_json(answer))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
@@ -117,6 +145,13 @@ def _prepare(_: argparse.Namespace) -> int:
         failed = WorkerError(f"preparing failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
+
+
+def _find_data(options: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.find_data import find_data
+
+    print_answer(find_data(options.directory))
+    return 0
 
 
 def _digest(options: argparse.Namespace) -> int:
