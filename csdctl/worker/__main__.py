@@ -99,26 +99,21 @@ def print_answer(value: object) -> None:
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
 
-    def read(request: str, note: OnProgress) -> object:
-        return prepare(from_json(PrepareSpec, request), on_progress=note)
-
-    return _read_data(read)
+    return _report_progress(
+        "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
+    )
 
 
 def _look(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.look import look
 
-    def read(request: str, note: OnProgress) -> object:
-        return look(from_json(LookSpec, request), on_progress=note)
-
-    return _read_data(read)
-
-
-OnProgress = Callable[[PrepareProgress], None]
+    return _report_progress(
+        "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
+    )
 
 
-def _read_data(read: Callable[[str, OnProgress], object]) -> int:
-    """Call `read` with the first line of standard input; print its progress, then what it returns."""
+def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress], None]], object]) -> int:
+    """Run what answers the request on standard input; print progress, then its answer."""
     from csdctl.worker.process.output import GuardedOutput
 
     output = GuardedOutput()
@@ -134,15 +129,15 @@ def _read_data(read: Callable[[str, OnProgress], object]) -> int:
     try:
         request = sys.stdin.readline()
         with output.heartbeat(working):
-            answer = read(request, note)
+            info = run(request, note)
         output.write_line(working())
-        output.write_line(ANSWER_PREFIX + to_json(answer))
+        output.write_line(ANSWER_PREFIX + to_json(info))
         return 0
     except (WorkerError, ProtocolError) as error:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        failed = WorkerError(f"preparing failed: {type(error).__name__}")
+        failed = WorkerError(f"{doing} failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
 

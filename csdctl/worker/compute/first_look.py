@@ -19,9 +19,10 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
     if isinstance(rate, dict):
         schedule = str(rate.get("class_name", ""))
         rate = keras.optimizers.schedules.deserialize(rate)(0)
+    rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
     named = (*_names(own.get("metrics")), *_names(own.get("weighted_metrics")))
     return OwnCompile(
-        type(optimizer).__name__, float(rate), schedule, own.get("loss") is not None, tuple(named)
+        type(optimizer).__name__, rate, schedule, own.get("loss") is not None, tuple(named)
     )
 
 

@@ -178,7 +178,7 @@ class _Looking:
             first = self._look_at_public(self._job(sources, DEFAULT_SIZE), None)
             sources = replace(sources, model_args=choose_application_args(first))
         job = self._job(sources)
-        say(f"looking at the model: {job.model}")
+        say(f"looking at the model: {sources.model}")
         model = self._serialize(job).info
         if first is None:
             say(f"looking at the data: {sources.public.path}")

@@ -136,7 +136,7 @@ def _data_lines(sources: Sources, looks: Looks) -> list[str]:
     if sources.validation and looks.validation:
         lines += _line(f"validation: {_reference(sources.validation)}", describe_data(looks.validation), 2)
     else:
-        why = "evaluated after each epoch; early_stopping and reduce_on_plateau watch it"
+        why = "evaluated after each epoch, for val_loss, early_stopping and best.keras"
         lines += _line("# validation: {path: PATH}", why, 2)
     if sources.private:
         why = "on each node, whose home is ~; never leaves it; was not looked at"
@@ -207,9 +207,9 @@ def _recipe_lines(looks: Looks) -> list[str]:
     lines += _loss_lines(looks)
     lines += _metric_lines(looks)
     lines += _weight_lines(looks.public)
-    has_validation = "" if looks.validation else "; needs data.validation"
+    watched = "the validation loss" if looks.validation else "the training loss, without data.validation"
     lines += _line(
-        "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping{has_validation}", 2
+        "# early_stopping: {patience: 5}", f"like keras.callbacks.EarlyStopping; watches {watched}", 2
     )
     return lines + _line("# seed: 0", "of weights, shards and the order of samples", 2)
 
