@@ -20,16 +20,17 @@ def render_written(streams: Streams, written: Written) -> None:
         streams.say(f"validation data: {describe_data(looks.validation)}")
     streams.say(f"{written.path} written: read its comments, which name placeholders and guesses")
     if not written.misfit:
-        streams.say(
-            "next: " + ", ".join(f"`{command}`" for command in next_commands(written.path, streams.directory))
-        )
+        if not (streams.directory / DEFAULT_FLEET).exists():
+            streams.say(
+                f"{DEFAULT_FLEET} does not exist: describe your machines there, or `csdctl emulate up`"
+            )
+        streams.say("next: " + ", ".join(f"`{command}`" for command in next_commands(written.path)))
 
 
-def next_commands(job: Path, directory: Path) -> list[str]:
+def next_commands(job: Path) -> list[str]:
     """Return the commands that lead from a job file to a training."""
-    fleet = [] if (directory / DEFAULT_FLEET).exists() else ["csdctl emulate up"]
     named = "" if job == DEFAULT_JOB else f" {job}"
-    return fleet + [f"csdctl {command}{named}" for command in ("doctor", "prepare", "tune", "train")]
+    return ["csdctl doctor", *(f"csdctl {command}{named}" for command in ("prepare", "tune", "train"))]
 
 
 def init_document(written: Written) -> dict[str, Any]:
@@ -42,6 +43,7 @@ def init_document(written: Written) -> dict[str, Any]:
         "public": _look_document(looks.public),
         "validation": _look_document(looks.validation) if looks.validation else None,
         "fits": misfit is None,
+        "next": next_commands(written.path),
         "problem": {"message": misfit.message, "remedy": misfit.remedy} if misfit else None,
     }
 

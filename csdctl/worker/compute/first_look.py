@@ -21,9 +21,7 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
         rate = keras.optimizers.schedules.deserialize(rate)(0)
     rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
     named = (*_names(own.get("metrics")), *_names(own.get("weighted_metrics")))
-    return OwnCompile(
-        type(optimizer).__name__, rate, schedule, own.get("loss") is not None, tuple(named)
-    )
+    return OwnCompile(type(optimizer).__name__, rate, schedule, own.get("loss") is not None, tuple(named))
 
 
 def find_scaling_layers(model: Any, keras: Any) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.workflows.data.init_choices import DEFAULT_SIZE, Looks, choose_application_args, choose_size
 from csdctl.workflows.data.init_sources import (
     Sources,
+    check_classes,
     choose_model,
     choose_public,
     choose_validation,
@@ -220,6 +221,7 @@ class _Looking:
         if model is not None and is_any_size(model) and job.reading.picture.shape is None:
             spec = replace(spec, picture=replace(spec.picture, shape=_picture_shape(model, DEFAULT_SIZE)))
         found = self._look("public", job, replace(spec, names_classes=True), str(job.public_path))
+        check_classes("--public", str(job.public_path), found.class_counts)
         if found.pictures and model is not None and is_any_size(model):
             shape = _picture_shape(model, choose_size(found)[0])
             found = replace(found, info=replace(found.info, sample_shape=shape))

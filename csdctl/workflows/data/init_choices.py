@@ -51,8 +51,10 @@ class LossChoice:
 def choose_size(data: DataLook) -> tuple[Shape, str]:
     """Return height and width for pictures, and why, for a model that takes any."""
     sizes = data.pictures
-    if sizes and sizes.smallest == sizes.largest:
-        return sizes.smallest, "the size of all pictures"
+    if sizes is None:
+        return DEFAULT_SIZE, "a placeholder"
+    if sizes.smallest == sizes.largest:
+        return sizes.smallest, "the size of all pictures that were looked at"
     return DEFAULT_SIZE, "a placeholder: the pictures have different sizes"
 
 

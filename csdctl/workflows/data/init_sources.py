@@ -2,7 +2,7 @@
 
 import ast
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from csdctl.errors import InputError
 from csdctl.worker.protocol.looks import FoundData
 
 _MAX_LISTED = 10
+_PARTS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+"""Folders that are parts of a data set, not classes."""
 _MODEL_CLASSES = ("Model", "Sequential", "Functional")
 _MODEL_MAKERS = ("load_model", "clone_model", "model_from_json")
 
@@ -125,6 +127,19 @@ def choose_validation(found: FoundData) -> str:
     without_tests = [path for path in found.validation if "test" not in path.lower()]
     chosen = without_tests or list(found.validation)
     return chosen[0] if len(chosen) == 1 else ""
+
+
+def check_classes(option: str, path: str, folders: Iterable[str]) -> None:
+    """Raise InputError for folders that are data sets of their own: train, val."""
+    names = sorted(folders)
+    if names and {name.lower() for name in names} <= _PARTS:
+        training = next((name for name in names if name.lower().startswith("train")), names[0])
+        others = [name for name in names if name != training]
+        validation = f" --validation {Path(path) / others[-1]}" if others else ""
+        raise InputError(
+            f"{option}: {path} has the folders {', '.join(names)}, which are data sets, not classes",
+            remedy=f"--public {Path(path) / training}{validation}",
+        )
 
 
 def _choose_one(found: list[str], none: str, several: str, option: str, remedy: str) -> str:
