@@ -11,17 +11,18 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
     own = compile_arguments(model)
     if not own:
         return None
-    optimizer = own.get("optimizer")
-    if isinstance(optimizer, str):
-        optimizer = keras.optimizers.get(optimizer)
+    has_loss = own.get("loss") is not None
+    metrics = tuple(_names([own.get("metrics"), own.get("weighted_metrics")]))
+    optimizer = keras.optimizers.get(own.get("optimizer"))
+    if optimizer is None:
+        return OwnCompile("", 0.0, "", has_loss, metrics)
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # of a model with float16
     rate, schedule = optimizer.get_config()["learning_rate"], ""
     if isinstance(rate, dict):
         schedule = str(rate.get("class_name", ""))
         rate = keras.optimizers.schedules.deserialize(rate)(0)
     rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
-    named = (*_names(own.get("metrics")), *_names(own.get("weighted_metrics")))
-    return OwnCompile(type(optimizer).__name__, rate, schedule, own.get("loss") is not None, tuple(named))
+    return OwnCompile(type(optimizer).__name__, rate, schedule, has_loss, metrics)
 
 
 def find_scaling_layers(model: Any, keras: Any) -> tuple[str, ...]:

@@ -80,12 +80,8 @@ class _FirstPart:
         self.sample_bytes = source.sample_bytes
         self.class_names = source.class_names
         self.files_of_class = source.files_of_class
+        self.padded = source.padded  # which the source adds to
         self.is_at_end = False
-
-    @property
-    def padded(self) -> dict[str, tuple[int, ...]]:
-        """As of the source; complete after `blocks`."""
-        return self._source.padded
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield the samples from index `start` on."""

@@ -47,9 +47,9 @@ class OwnCompile:
     """What a model was compiled with, before the job's recipe; losses are those of its outputs."""
 
     optimizer: str
-    """Keras' name, such as 'Adam'."""
+    """Keras' name, such as 'Adam'; '' for none."""
     learning_rate: float
-    """Of a schedule, the first."""
+    """Of a schedule, the first; 0 without an optimizer."""
     schedule: str = ""
     """Keras' name, such as 'CosineDecay'; '' for none."""
     has_loss: bool = True

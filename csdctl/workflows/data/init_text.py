@@ -192,11 +192,11 @@ def _recipe_lines(looks: Looks) -> list[str]:
     if compiled and compiled.schedule:
         why = f"compile() has {compiled.schedule} from {compiled.learning_rate:g}, which is kept"
         lines += _line(f"# learning_rate: {_value(compiled.learning_rate)}", why, 2)
-    elif compiled:
+    elif compiled and compiled.optimizer:
         why = f"of compile(): {compiled.optimizer}"
         lines += _line(f"# learning_rate: {_value(compiled.learning_rate)}", why, 2)
     else:
-        why = "a placeholder: the model is not compiled"
+        why = "a placeholder: the model is not compiled" + (" with an optimizer" if compiled else "")
         lines += _line(f"learning_rate: {LEARNING_RATE}", why, 2)
         lines += _line(f"optimizer: {OPTIMIZER}", "a placeholder; any optimizer of Keras", 2)
     why = (
@@ -253,8 +253,8 @@ def _metric_lines(looks: Looks) -> list[str]:
 
 
 def _weight_lines(look: DataLook) -> list[str]:
-    counts = list(look.class_counts.values())
-    if counts and min(counts) and max(counts) >= 2 * min(counts):
+    counts: list[int] = list(look.class_counts.values())
+    if counts and min(counts) > 0 and max(counts) >= 2 * min(counts):
         mean = sum(counts) / len(counts)
         weights = {str(label): round(mean / count, 3) for label, count in enumerate(counts)}
         why = "as fit's class_weight; these values make up for the different numbers of files"
