@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-keras = pytest.importorskip("keras")
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
+from csdctl.worker.protocol.model_info import OwnCompile
 
-from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers  # noqa: E402
-from csdctl.worker.protocol.model_info import OwnCompile  # noqa: E402
+_, keras = load_backend()
 
 
 def model(**compiled: Any) -> Any:

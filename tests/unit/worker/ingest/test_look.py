@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.worker.compute.backend import load_tensorflow
 from csdctl.worker.ingest.find_data import find_data
 from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
 from csdctl.worker.process.errors import WorkerError
@@ -79,7 +80,7 @@ class TestLook:
         assert look_at(tmp_path / "t.csv", "b", ("c",)).info.sample_shape == (1,)
 
     def test_features_of_records_are_found_by_their_content(self, tmp_path: Path) -> None:
-        tf = pytest.importorskip("tensorflow")
+        tf = load_tensorflow()
         write_bmp(tmp_path / "x.bmp", 4, 4)
 
         def feature(value: Any) -> Any:
@@ -102,7 +103,7 @@ class TestLook:
         assert look_at(tmp_path / "x.tfrecord", "image/height").info.max_label == 4
 
     def test_records_without_an_image_list_their_features(self, tmp_path: Path) -> None:
-        tf = pytest.importorskip("tensorflow")
+        tf = load_tensorflow()
         with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as writer:
             writer.write(b"")
         with pytest.raises(
