@@ -24,6 +24,7 @@ COMMANDS: CommandTable = {
         "inventory": "Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON.",
     },
     "Data and code": {
+        "init": "Write a commented job.yaml, after a look at your model and data.",
         "prepare": "Convert data and model to the format that training reads; data stays where it is.",
         "deploy": "Copy a job's files, or directory trees, to every node; send only what is missing there.",
     },

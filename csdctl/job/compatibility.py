@@ -9,7 +9,7 @@ from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
 from csdctl.worker.protocol.recipe import Noise, Recipe
 
 _SPARSE = ("sparsecategoricalcrossentropy",)
-_LOGITS = {
+LOGITS = {
     "sparsecategoricalcrossentropy": "softmax",
     "categoricalcrossentropy": "softmax",
     "categoricalfocalcrossentropy": "softmax",
@@ -19,7 +19,7 @@ _LOGITS = {
 """Losses that take probabilities or logits, and the activation that gives probabilities."""
 
 _SAME_SHAPE = {
-    *_LOGITS.keys() - set(_SPARSE),
+    *LOGITS.keys() - set(_SPARSE),
     *("meansquarederror", "meanabsoluteerror", "meanabsolutepercentageerror", "meansquaredlogarithmicerror"),
     *("mse", "mae", "mape", "msle", "kld", "bce"),
     *("huber", "logcosh", "poisson", "kldivergence", "hinge", "squaredhinge", "categoricalhinge"),
@@ -114,7 +114,7 @@ def _describe(parts: Parts) -> str:
 
 def _check_logits(model: ModelInfo, output: OutputInfo) -> None:
     """Check the last activation, if it is known, against `from_logits` of the loss."""
-    probabilities = _LOGITS.get(_plain(output.loss))
+    probabilities = LOGITS.get(_plain(output.loss))
     wrong = probabilities if output.from_logits else "linear"
     if probabilities and output.activation == wrong:
         current, other = str(output.from_logits).lower(), str(not output.from_logits).lower()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from csdctl.documents import Document, load_document
 from csdctl.errors import InputError
@@ -173,28 +173,40 @@ class DataEntry(Document):
         return value
 
 
+def _check_json(value: dict[str, Any]) -> dict[str, Any]:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"must be JSON values: {error}") from None
+    return value
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_check_json)]
+
+
 class JobFile(Document):
     """The content of job.yaml."""
 
     model: Annotated[str, Field(min_length=1)]
-    model_args: dict[str, Any] = {}
+    model_args: Arguments = {}
     code: list[Path] = []
     data: DataEntry
     recipe: RecipeEntry
 
-    @field_validator("model_args")
-    @classmethod
-    def _json(cls, value: dict[str, Any]) -> dict[str, Any]:
-        try:
-            json.dumps(value, allow_nan=False)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"must be JSON values: {error}") from None
-        return value
+
+class ModelArguments(Document):
+    """Arguments of the function that builds the model, alone."""
+
+    model_args: Arguments = {}
 
 
 def load_job(path: Path) -> Job:
     """Read job.yaml; its paths are relative to it. Raises InputError."""
-    file = load_document(path, JobFile)
+    return build_job(load_document(path, JobFile), path)
+
+
+def build_job(file: JobFile, path: Path) -> Job:
+    """Return the job of a job.yaml that was read from `path`, or will be written there; raises InputError."""
     directory = path.parent
 
     def on_host(written: Path) -> Path:

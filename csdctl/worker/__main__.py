@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, augment, digest, probe, rank, link, mpi-check, sandbox(-check).
+"""The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from csdctl.worker.process.errors import WorkerError
@@ -25,6 +26,7 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
+from csdctl.worker.protocol.looks import LookSpec
 from csdctl.worker.protocol.model_info import BuildSpec
 from csdctl.worker.protocol.probe import ProbeSpec
 from csdctl.worker.protocol.run_spec import RunSpec
@@ -40,6 +42,9 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("prepare")
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
+    commands.add_parser("look")
+    find_data = commands.add_parser("find-data")
+    find_data.add_argument("--directory", type=Path, required=True)
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -68,6 +73,8 @@ def main(arguments: list[str]) -> int:
         "build": _build,
         "prepare": _prepare,
         "augment": _augment,
+        "look": _look,
+        "find-data": _find_data,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -95,6 +102,22 @@ def print_answer(value: object) -> None:
 
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
+
+    return _report_progress(
+        "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
+    )
+
+
+def _look(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.look import look
+
+    return _report_progress(
+        "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
+    )
+
+
+def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress], None]], object]) -> int:
+    """Run what answers the request on standard input; print progress, then its answer."""
     from csdctl.worker.process.output import GuardedOutput
 
     output = GuardedOutput()
@@ -108,9 +131,9 @@ def _prepare(_: argparse.Namespace) -> int:
         return PROGRESS_PREFIX + to_json(latest)
 
     try:
-        spec = from_json(PrepareSpec, sys.stdin.readline())
+        request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = prepare(spec, on_progress=note)
+            info = run(request, note)
         output.write_line(working())
         output.write_line(ANSWER_PREFIX + to_json(info))
         return 0
@@ -118,7 +141,7 @@ def _prepare(_: argparse.Namespace) -> int:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        failed = WorkerError(f"preparing failed: {type(error).__name__}")
+        failed = WorkerError(f"{doing} failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
 
@@ -130,6 +153,13 @@ def _augment(options: argparse.Namespace) -> int:
     spec = from_json(AugmentTrial, options.spec)
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
     print_answer(try_augment(spec))
+    return 0
+
+
+def _find_data(options: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.find_data import find_data
+
+    print_answer(find_data(options.directory))
     return 0
 
 

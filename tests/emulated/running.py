@@ -20,3 +20,16 @@ def csdctl(
         timeout=400,
         stdin=subprocess.DEVNULL,
     )
+
+
+def run_python(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program of the user's."""
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=directory,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=400,
+        stdin=subprocess.DEVNULL,
+    )

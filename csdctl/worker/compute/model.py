@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
 from csdctl.worker.compute.flops import count_flops
 from csdctl.worker.compute.keras_internals import flatten_layers, own_state
 from csdctl.worker.compute.recipe import compile_model
@@ -53,6 +54,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
         _build_by_call(model, spec)
     if not model.trainable_variables:
         raise WorkerError(f"{reference}: the model has no trainable variables", exit_code=2)
+    compiled = describe_compile(model, keras)
     resolved = compile_model(model, recipe, keras)
     needs_code, architecture = _to_json(model, spec, keras)
     (output / "architecture.json").write_text(architecture)
@@ -73,6 +75,8 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
         outputs=outputs,
         recipe=resolved,
         needs_code=needs_code,
+        compiled=compiled,
+        scaling_layers=find_scaling_layers(model, keras),
     )
 
 

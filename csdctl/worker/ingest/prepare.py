@@ -74,8 +74,8 @@ def prepare(
             partial.discard()
             return done
         _check_free_space(source, partial.record, spec.store)
-        _fill(partial, source, spec, limits, on_progress)
-        info = _describe(
+        fill(partial, source, spec, limits, on_progress)
+        info = describe(
             partial.record, source.class_names, source.files_of_class, spec, str(target), source.padded
         )
         finished = partial.finish(target, info)
@@ -136,7 +136,7 @@ def _use_in_place(
     if samples.dtype != np.uint8 and any(field.dtype.kind in "iu" for field in fields_of(samples).values()):
         for start in range(0, len(samples), num_rows):
             record = count_values(record, samples[start : start + num_rows])
-    info = hash_arrays(_describe(record, spec.classes, (), spec, str(tree.root), {}), tree.root)
+    info = hash_arrays(describe(record, spec.classes, (), spec, str(tree.root), {}), tree.root)
     aside = _partial_directory(tree, spec)
     with convert_write_errors():
         shutil.rmtree(aside, ignore_errors=True)
@@ -154,13 +154,15 @@ def _partial_directory(tree: Tree, spec: PrepareSpec) -> Path:
     return Path(spec.store) / f".part-{place}"
 
 
-def _fill(
+def fill(
     partial: PartialDataset,
     source: SampleSource,
     spec: PrepareSpec,
     limits: IngestLimits,
     on_progress: Callable[[PrepareProgress], None],
 ) -> None:
+    """Append the samples of `source` that `partial` does not have yet."""
+
     def report() -> None:
         record = partial.record
         num_skipped = sum(record.num_skipped.values())
@@ -184,7 +186,7 @@ def _check_free_space(source: SampleSource, record: IngestRecord, store: str) ->
         )
 
 
-def _describe(
+def describe(
     record: IngestRecord,
     class_names: tuple[str, ...] | None,
     files_of_class: tuple[int, ...],

@@ -43,6 +43,20 @@ class OutputInfo:
 
 
 @dataclass(frozen=True)
+class OwnCompile:
+    """What a model was compiled with, before the job's recipe; losses are those of its outputs."""
+
+    optimizer: str
+    """Keras' name, such as 'Adam'; '' for none."""
+    learning_rate: float
+    """Of a schedule, the first; 0 without an optimizer."""
+    schedule: str = ""
+    """Keras' name, such as 'CosineDecay'; '' for none."""
+    has_loss: bool = True
+    metrics: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Size of a model, and the shapes that data must fit."""
 
@@ -69,3 +83,7 @@ class ModelInfo:
     """Whether the nodes need the job's code to build the model."""
     is_built: bool = True
     """False: it is a subclass that gets its weights by being called; nothing but its name is known."""
+    compiled: OwnCompile | None = None
+    """None: the model was not compiled."""
+    scaling_layers: tuple[str, ...] = ()
+    """Layers that scale what they are given, such as 'rescaling (Rescaling)'."""

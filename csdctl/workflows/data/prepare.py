@@ -93,7 +93,6 @@ def prepare_job(
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
     say(f"public data: {job.public_path}")
     public = preparing.public(sessions)
-    preparing.number_classes(public)
     preparing.follow(public)
     if not model.info.is_built:
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
@@ -153,36 +152,16 @@ class _Preparing:
         is_checked: bool,
     ) -> None:
         self._job = job
-        reading = job.reading
-        picture = reading.picture
-        if picture.shape is None:
-            picture = replace(picture, shape=model.input_shape)
-        self._spec = PrepareSpec(
-            "",
-            DATA_STORE,
-            picture,
-            classes=reading.classes,
-            records=reading.records,
-            is_checked=is_checked,
-            inputs=inputs_of(model),
-            outputs=tuple(output.name for output in model.outputs if output.name),
-            table=reading.table,
-        )
-        self._private_function = reading.private_function
+        self._spec = first_spec(job, model, is_checked=is_checked)
+        self._private_function = job.reading.private_function
         self._fleet = fleet
         self._worker = worker
         self._project = project
         self._on_progress = on_progress
 
-    def number_classes(self, public: DatasetInfo) -> None:
-        """From now on use the classes of the public data, unless the job names classes."""
-        if self._spec.classes is None and public.class_counts:
-            self._spec = replace(self._spec, classes=tuple(public.class_counts))
-
     def follow(self, public: DatasetInfo) -> None:
-        """From now on give samples and labels the shapes that those of the public data have."""
-        inputs = {name: shape for name, (_, shape) in public.inputs.items()}
-        self._spec = replace(self._spec, inputs=inputs, labels=public.labels)
+        """From now on give the data sets classes, shapes and types as the public data has them."""
+        self._spec = follow(self._spec, public)
 
     def public(self, sessions: Mapping[str, Session]) -> DatasetInfo:
         """Prepare the public data: in the project, or beside the source if all nodes read it there."""
@@ -228,13 +207,11 @@ class _Preparing:
         store: str = DATA_STORE,
     ) -> DatasetInfo:
         """Prepare a data set of the host; the user's function runs from the store, as on a node."""
-        stored, code = self._store_function(function)
+        stored, code = store_function(self._job, function, self._project)
         spec = replace(
-            self._spec,
+            with_function(self._spec, function, stored, code),
             source=str(path),
             store=store,
-            function=_stored_name(stored, function),
-            code=_user_code(code),
             names_classes=name == "public",
             is_shared=store != DATA_STORE,
         )
@@ -242,9 +219,10 @@ class _Preparing:
 
     def on_nodes(self, sessions: Mapping[str, Session], path: str) -> dict[str, DatasetInfo]:
         """Prepare private data on each node; a node without data or with a failure is an error."""
-        stored, code = self._store_function(self._private_function)
-        function = _stored_name(stored, self._private_function)
-        spec = replace(self._spec, source=path, function=function, is_private=True, code=_user_code(code))
+        stored, code = store_function(self._job, self._private_function, self._project)
+        spec = replace(
+            with_function(self._spec, self._private_function, stored, code), source=path, is_private=True
+        )
         parcel = pack_parcel([file.as_object() for file in (self._worker, stored, code) if file])
         chunks = SharedChunks()
 
@@ -254,17 +232,6 @@ class _Preparing:
 
         nodes = {node.name: sessions[node.name] for node in self._fleet.nodes}
         return values_or_raise(run_on_all(nodes, on_node), "preparing private data")
-
-    def _store_function(self, function: str) -> tuple[StoredFile | None, StoredFile | None]:
-        """Store the file of a user's function, and what it imports of the job's code."""
-        if not function:
-            return None, None
-        file = Path(function.rpartition(":")[0])
-        stored = store_file(file, self._project.root, TrafficClass.CODE)
-        imported = find_imported(file, self._job.code_roots)
-        if not imported:
-            return stored, None
-        return stored, store_bytes(pack_code(imported), ".zip", self._project.root, TrafficClass.CODE)
 
     def _prepare(self, name: str, session: Session, spec: PrepareSpec) -> DatasetInfo:
         info = watch_worker(
@@ -281,10 +248,49 @@ class _Preparing:
         return info
 
 
-def _user_code(code: StoredFile | None) -> UserCode | None:
-    return UserCode(code.path, ()) if code else None
+def first_spec(job: Job, model: ModelInfo, *, is_checked: bool = False) -> PrepareSpec:
+    """Return what is common to the job's data sets, as long as nothing is known of them."""
+    picture = job.reading.picture
+    if picture.shape is None:
+        picture = replace(picture, shape=model.input_shape)
+    return PrepareSpec(
+        "",
+        DATA_STORE,
+        picture,
+        classes=job.reading.classes,
+        records=job.reading.records,
+        is_checked=is_checked,
+        inputs=inputs_of(model),
+        outputs=tuple(output.name for output in model.outputs if output.name),
+        table=job.reading.table,
+    )
 
 
-def _stored_name(stored: StoredFile | None, function: str) -> str:
-    """Return the reference to the user's function in the store of the worker's machine."""
-    return f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""
+def follow(spec: PrepareSpec, public: DatasetInfo) -> PrepareSpec:
+    """Return `spec` for other data sets: with classes, shapes and types as the public data has them."""
+    if spec.classes is None and public.class_counts:
+        spec = replace(spec, classes=tuple(public.class_counts))
+    inputs = {name: shape for name, (_, shape) in public.inputs.items()}
+    return replace(spec, inputs=inputs, labels=public.labels)
+
+
+def store_function(
+    job: Job, function: str, project: ProjectDirectory
+) -> tuple[StoredFile | None, StoredFile | None]:
+    """Store the file of a user's function, and what it imports of the job's code; '' is no function."""
+    if not function:
+        return None, None
+    file = Path(function.rpartition(":")[0])
+    stored = store_file(file, project.root, TrafficClass.CODE)
+    imported = find_imported(file, job.code_roots)
+    if not imported:
+        return stored, None
+    return stored, store_bytes(pack_code(imported), ".zip", project.root, TrafficClass.CODE)
+
+
+def with_function(
+    spec: PrepareSpec, function: str, stored: StoredFile | None, code: StoredFile | None
+) -> PrepareSpec:
+    """Return `spec` with the user's function as it is stored on the worker's machine."""
+    name = f"{stored.path}:{function.rpartition(':')[2]}" if stored else ""
+    return replace(spec, function=name, code=UserCode(code.path, ()) if code else None)

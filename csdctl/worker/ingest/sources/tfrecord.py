@@ -57,12 +57,13 @@ class RecordFiles:
 
     def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
         """Yield all examples from index `start` on."""
-        candidates = self._candidates(start)
+        candidates = self.candidates(start)
         return decode_blocks(
             candidates, self._decode, limits, threads=self._threads, sample_bytes=self.sample_bytes
         )
 
-    def _candidates(self, start: int) -> Iterator[EncodedSample]:
+    def candidates(self, start: int) -> Iterator[EncodedSample]:
+        """Yield the records from index `start` on, as they are."""
         number = 0
         for path in self._paths:
             for record in self._records(path):

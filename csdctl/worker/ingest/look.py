@@ -1,0 +1,209 @@
+"""`look`: what a data set is like, from some of its samples, read as `prepare` reads them.
+
+Nothing is kept: the samples that are read are prepared below a directory for temporary files. Only for data
+of the host.
+"""
+
+import csv
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
+from csdctl.worker.ingest.partial_dataset import PartialDataset
+from csdctl.worker.ingest.prepare import describe, fill
+from csdctl.worker.ingest.sources.detect import detect_format, open_source
+from csdctl.worker.ingest.sources.headers import read_header
+from csdctl.worker.ingest.sources.source import Block, SampleSource, num_threads
+from csdctl.worker.ingest.sources.table import is_table
+from csdctl.worker.ingest.sources.tfrecord import RecordFiles
+from csdctl.worker.ingest.sources.tree import Tree, read_tree
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec, RecordSchema, TableSchema
+from csdctl.worker.protocol.looks import DataLook, LookSpec, PictureSizes
+
+MAX_PICTURES = 512
+MAX_BYTES = 64 << 20
+"""Of numbers."""
+LABELS = ("label", "labels", "target", "targets", "y", "class", "outcome", "category")
+"""What a column or feature with the label is called; a feature also ends so: image/class/label."""
+
+
+def look(
+    spec: LookSpec, *, on_progress: Callable[[PrepareProgress], None] = lambda progress: None
+) -> DataLook:
+    """Return what the data at `spec.prepare.source` is like; raises WorkerError as `prepare` does."""
+    tree = read_tree(spec.prepare.source)
+    prepared = spec.prepare
+    source_format = detect_format(tree, prepared)
+    if source_format == "csv" and prepared.table is None:
+        prepared = replace(prepared, table=_choose_columns(tree, spec))
+    if source_format == "tfrecord" and prepared.records is None:
+        prepared = replace(prepared, records=_choose_features(tree, spec))
+    has_pictures = source_format in ("class folders", "tfrecord")
+    whole = open_source(source_format, tree, prepared, num_threads())
+    source = whole
+    if source_format == "class folders":
+        source = open_source(source_format, _thin(tree), prepared, num_threads())
+    part = _FirstPart(source, MAX_PICTURES if has_pictures else 0)
+    with tempfile.TemporaryDirectory(prefix="csdctl-look-") as scratch:
+        partial = PartialDataset(Path(scratch) / "data", "0" * 32, len(source.class_names or ()))
+        try:
+            fill(partial, part, prepared, DEFAULT_LIMITS, on_progress)
+        finally:
+            partial.close()
+        info = describe(partial.record, part.class_names, part.files_of_class, prepared, scratch, part.padded)
+    is_whole = part.is_at_end and source.num_samples == whole.num_samples
+    names = whole.class_names or ()
+    return DataLook(
+        source_format,
+        info,
+        partial.record.num_read if is_whole else whole.num_samples,
+        is_whole,
+        _measure_pictures(_thin(tree)) if source_format == "class folders" else None,
+        dict(zip(names, whole.files_of_class, strict=True)) if whole.files_of_class else {},
+        prepared.table if source_format == "csv" else None,
+        prepared.records if source_format == "tfrecord" else None,
+    )
+
+
+class _FirstPart:
+    """The first samples of a source, which ends after `max_samples` (0: any number) or MAX_BYTES."""
+
+    def __init__(self, source: SampleSource, max_samples: int) -> None:
+        self._source = source
+        self._max_samples = max_samples
+        self.num_samples = min(source.num_samples, max_samples) if max_samples else source.num_samples
+        self.sample_bytes = source.sample_bytes
+        self.class_names = source.class_names
+        self.files_of_class = source.files_of_class
+        self.padded = source.padded  # which the source adds to
+        self.is_at_end = False
+
+    def blocks(self, start: int, limits: IngestLimits) -> Iterator[Block]:
+        """Yield the samples from index `start` on."""
+        num_read = num_bytes = 0
+        for block in self._source.blocks(start, limits):
+            yield block
+            num_read += block.num_read
+            num_bytes += block.samples.nbytes
+            if num_bytes >= MAX_BYTES or 0 < self._max_samples <= num_read:
+                self.is_at_end = num_read == self._source.num_samples
+                return
+        self.is_at_end = True
+
+
+def _thin(tree: Tree) -> Tree:
+    """Return the tree with about MAX_PICTURES of its files, from all of its folders."""
+    step = -(-len(tree.files) // MAX_PICTURES)
+    return replace(tree, files=tree.files[:: max(1, step)])
+
+
+def _measure_pictures(tree: Tree) -> PictureSizes | None:
+    headers = []
+    for file in tree.files:
+        try:
+            header = read_header(tree.path_of(file).read_bytes())
+        except (OSError, ValueError):  # which is counted as skipped
+            continue
+        headers += [header] if header else []
+    if not headers:
+        return None
+    by_size = sorted((header.height * header.width, header.height, header.width) for header in headers)
+    formats = tuple(sorted({header.format for header in headers}))
+    return PictureSizes(formats, by_size[0][1:], by_size[-1][1:])
+
+
+def _choose_columns(tree: Tree, spec: LookSpec) -> TableSchema:
+    """Return the label's column of a table; raises WorkerError, exit code 2, if it is not clear."""
+    source = spec.prepare.source
+    file = next(file for file in tree.files if is_table(file, tree))
+    try:
+        with tree.path_of(file).open(newline="", encoding="utf-8-sig") as text:
+            columns = [name.strip() for name in next(csv.reader(text), [])]
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise WorkerError(f"data at {source} cannot be read: {type(error).__name__}", exit_code=2) from None
+    return TableSchema((_choose_label(columns, spec, "column"),), "", spec.dropped)
+
+
+def _choose_features(tree: Tree, spec: LookSpec) -> RecordSchema:
+    """Return image and label of the first example of TFRecord files.
+
+    Raises WorkerError, exit code 2, if it is not clear which they are.
+    """
+    source = spec.prepare.source
+    features = _first_features(tree, spec.prepare)
+    images = [name for name, feature in features.items() if _is_image(feature)]
+    labels = [name for name, feature in features.items() if name not in images and _is_label(feature)]
+    if len(images) != 1:
+        found = ", ".join(f"{name} ({_kind(feature)})" for name, feature in features.items())
+        raise WorkerError(
+            f"the examples at {source} have {len(images)} features with an encoded image, expected one: "
+            f"{found or 'no features'}",
+            remedy="describe them in data.tfrecord of a job.yaml of your own: {image: FEATURE, "
+            "label: FEATURE, shape: …}",
+            exit_code=2,
+        )
+    return RecordSchema(images[0], _choose_label(labels, spec, "feature"))
+
+
+def _first_features(tree: Tree, spec: PrepareSpec) -> dict[str, Any]:
+    schema = RecordSchema("image", "label", (1,), "float32")  # any: only the record itself is read
+    first = next(RecordFiles(tree, replace(spec, records=schema), 1).candidates(0), None)
+    from csdctl.worker.compute.backend import load_tensorflow
+
+    try:
+        example = load_tensorflow().train.Example.FromString(first.content if first else None)
+    except Exception:  # protobuf's own error, which TensorFlow does not export
+        raise WorkerError(
+            f"data at {spec.source} has no tf.train.Example", remedy="replace the damaged file", exit_code=2
+        ) from None
+    return dict(sorted(example.features.feature.items()))
+
+
+def _is_image(feature: Any) -> bool:
+    try:
+        values = feature.bytes_list.value
+        return len(values) == 1 and read_header(values[0]) is not None
+    except ValueError:
+        return False
+
+
+def _is_label(feature: Any) -> bool:
+    return len(feature.int64_list.value) == 1
+
+
+def _kind(feature: Any) -> str:
+    kind = feature.WhichOneof("kind") or "empty"
+    return f"{kind.removesuffix('_list')} × {len(getattr(feature, kind).value) if kind != 'empty' else 0}"
+
+
+def _choose_label(names: list[str], spec: LookSpec, kind: str) -> str:
+    """Return the one of `names` that is called as a label; raises WorkerError if that is not clear."""
+    if spec.label:
+        return spec.label  # whatever reads it reports one that does not exist
+    found = [name for name in names if name.lower().rpartition("/")[2] in LABELS]
+    if not found and len(names) == 1:
+        found = names
+    if len(found) == 1:
+        return found[0]
+    listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+    raise WorkerError(
+        f"which {kind} of {spec.prepare.source} is the label? It has {listed or 'none of integers'}",
+        remedy=f"name it: --label {kind.upper()}",
+        exit_code=2,
+    )
+
+
+def is_picture(path: Path) -> bool:
+    """Return whether a file begins as a picture does that can be decoded."""
+    try:
+        with path.open("rb") as file:
+            return read_header(file.read(os.sysconf("SC_PAGE_SIZE"))) is not None
+    except ValueError:  # the size is further back
+        return True
+    except OSError:
+        return False

@@ -1,0 +1,183 @@
+"""`csdctl init`: what it writes is prepared and trained as it is, on an emulated host and node."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.job.model import load_job
+from tests.emulated.running import csdctl, run_python
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+LAYERS = """\
+import keras
+
+
+class Scale(keras.layers.Layer):
+    def __init__(self, by=2.0, **more):
+        super().__init__(**more)
+        self.by = by
+
+    def call(self, x):
+        return x * self.by
+
+    def get_config(self):
+        return {**super().get_config(), "by": self.by}
+"""
+MODELS = """\
+import keras
+from keras import layers
+from own_layers import Scale
+
+
+def build():
+    model = keras.Sequential([
+        keras.Input((8, 8, 3)), layers.Rescaling(1 / 255), layers.Conv2D(4, 3), Scale(2.0),
+        layers.GlobalAveragePooling2D(), layers.Dense(3, activation="softmax"),
+    ])
+    model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def series():
+    return keras.Sequential([keras.Input((12, 1)), layers.LSTM(4), layers.Dense(1)])
+
+
+def narrow():
+    return keras.Sequential([keras.Input((5,)), layers.Dense(4)])
+"""
+DATA = """\
+import numpy as np
+
+
+def load(path):
+    x = np.random.default_rng(0).random((96, 12, 1), np.float32)
+    return x, x.mean((1, 2))
+"""
+SAVED = """\
+import keras
+import numpy as np
+
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True), metrics=["accuracy"])
+model.save("saved.keras")
+"""
+
+
+def write_bmp(path: Path, grey: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = bytes([grey] * 3 * 8) * 8
+    numbers = [(54 + len(rows), 4), (0, 4), (54, 4), (40, 4), (8, 4), (8, 4), (1, 2), (24, 2)]
+    header = b"BM" + b"".join(value.to_bytes(length, "little") for value, length in numbers)
+    path.write_bytes(header.ljust(54, b"\0") + rows)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("init")
+    assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "1").returncode == 0
+    for name, text in (("own_layers.py", LAYERS), ("models.py", MODELS), ("data.py", DATA)):
+        (directory / name).write_text(text)
+    home = directory / ".csdctl" / "emulated" / "nodes" / "csd0" / "home"
+    for part, number in (("pictures/train", 30), ("pictures/val", 6)):
+        for label, name in enumerate(("black", "grey", "white")):
+            for index in range(number):
+                write_bmp(directory / part / name / f"{index}.bmp", 100 * label + index)
+    shutil.copytree(directory / "pictures/val", home / "private", dirs_exist_ok=True)
+    generator = np.random.default_rng(0)
+    for name, number in (("train", 96), ("val", 32)):
+        x = generator.random((number, 8), np.float32)
+        np.savez(directory / f"{name}.npz", x=x, y=x[:, :4].argmax(1))
+    yield directory
+    csdctl(directory, "emulate", "down")
+
+
+def init(project: Path, name: str, *options: str) -> dict[str, Any]:
+    done = csdctl(project, "init", "--output", f"{name}.yaml", "--json", *options)
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    assert (document["schema"], document["fits"], document["path"]) == ("csdctl.init/1", True, f"{name}.yaml")
+    assert document["next"] == [
+        "csdctl doctor",
+        *(f"csdctl {command} {name}.yaml" for command in ("prepare", "tune", "train")),
+    ]
+    return document
+
+
+def train(project: Path, name: str) -> dict[str, Any]:
+    """Prepare and train the job as it was written; return the last report."""
+    prepared = csdctl(project, "prepare", f"{name}.yaml")
+    assert prepared.returncode == 0, prepared.stderr
+    options = ("--batch-size", "8", "--max-steps", "3", "--skip-doctor", "--json")
+    trained = csdctl(project, "train", f"{name}.yaml", *options)
+    assert trained.returncode == 0, trained.stderr
+    done = csdctl(project, "report", "--json")
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["steps"] == 3
+    return report
+
+
+def test_compiled_model_with_own_layers_and_class_folders(project: Path) -> None:
+    options = ("--public", "pictures/train", "--validation", "pictures/val", "--private", "~/private")
+    document = init(project, "cnn", "--model", "models.py:build", *options)
+    assert document["model"]["compiled"]["learning_rate"] == 0.003
+    assert document["public"]["class_counts"] == {"black": 30, "grey": 30, "white": 30}
+    job = load_job(project / "cnn.yaml")
+    assert job.code == (project / "own_layers.py",)
+    assert (job.recipe.input_range, job.recipe.learning_rate, job.private_path) == (None, None, "~/private")
+    train(project, "cnn")
+
+
+def test_saved_model_and_npz(project: Path) -> None:
+    assert run_python(project, SAVED).returncode == 0
+    document = init(
+        project, "saved", "--model", "saved.keras", "--public", "train.npz", "--validation", "val.npz"
+    )
+    assert document["model"]["compiled"]["metrics"] == ["accuracy"]
+    assert document["public"]["num_samples"] == 96
+    train(project, "saved")
+
+
+def test_function_that_reads_data_for_a_model_that_is_not_compiled(project: Path) -> None:
+    document = init(project, "series", "--model", "models.py:series", "--public", "data.py:load")
+    assert document["model"]["compiled"] is None
+    assert "loss: mean_squared_error" in (project / "series.yaml").read_text()
+    train(project, "series")
+
+
+def test_what_does_not_fit_is_written_with_the_reason(project: Path) -> None:
+    options = ("--model", "models.py:narrow", "--public", "train.npz", "--output", "narrow.yaml")
+    done = csdctl(project, "init", "--json", *options)
+    assert done.returncode == 2
+    problem = json.loads(done.stdout)["problem"]["message"]
+    assert "takes samples of shape 5, the public data has 8" in problem
+    assert f"error: {problem}" in done.stderr
+    assert f"# THIS DOES NOT FIT YET: {problem[:40]}" in (project / "narrow.yaml").read_text()
+    assert load_job(project / "narrow.yaml").recipe.epochs == 10
+
+
+def test_nothing_is_overwritten_without_force(project: Path) -> None:
+    (project / "job.yaml").write_text("mine")
+    done = csdctl(project, "init", "--model", "models.py:build", "--public", "train.npz")
+    assert (done.returncode, (project / "job.yaml").read_text()) == (2, "mine")
+    assert "job.yaml exists" in done.stderr
+    assert "--force" in done.stderr
+
+
+def test_folders_that_are_data_sets_are_not_classes(project: Path) -> None:
+    done = csdctl(project, "init", "--model", "models.py:build", "--public", "pictures", "--output", "a.yaml")
+    assert done.returncode == 2
+    assert "has the folders train, val, which are data sets, not classes" in done.stderr
+    assert not (project / "a.yaml").exists()
+
+
+def test_several_candidates_are_listed(project: Path) -> None:
+    done = csdctl(project, "init", "--output", "a.yaml")
+    assert done.returncode == 2
+    assert "several models were found here: " in done.stderr
+    assert "models.py:build, models.py:series, models.py:narrow" in done.stderr

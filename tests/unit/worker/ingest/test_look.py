@@ -1,0 +1,131 @@
+"""A look at data: as `prepare` would read it, but only some samples, and nothing is kept."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.backend import load_tensorflow
+from csdctl.worker.ingest.find_data import find_data
+from csdctl.worker.ingest.look import MAX_BYTES, MAX_PICTURES, look
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.datasets import ImageRule, PrepareSpec, TableSchema
+from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.looks import DataLook, LookSpec
+
+
+def look_at(path: Path, label: str = "", dropped: tuple[str, ...] = (), **settings: Any) -> DataLook:
+    spec = PrepareSpec(str(path), "never used", ImageRule((8, 8, 3)), names_classes=True, **settings)
+    found = look(LookSpec(spec, label, dropped))
+    assert from_json(DataLook, to_json(found)) == found
+    return found
+
+
+def write_bmp(path: Path, height: int, width: int) -> None:
+    """Write a grey picture of 24 bits per pixel."""
+    row = bytes([128] * (3 * width)).ljust((3 * width + 3) // 4 * 4, b"\0")
+    size = 54 + len(row) * height
+    numbers = [(size, 4), (0, 4), (54, 4), (40, 4), (width, 4), (height, 4), (1, 2), (24, 2)]
+    header = b"BM" + b"".join(value.to_bytes(length, "little") for value, length in numbers)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(header.ljust(54, b"\0") + row * height)
+
+
+class TestLook:
+    def test_small_arrays_are_read_whole(self, tmp_path: Path) -> None:
+        np.savez(tmp_path / "a.npz", x=np.zeros((6, 4, 5), np.uint8), y=np.arange(6))
+        found = look_at(tmp_path / "a.npz")
+        assert (found.format, found.num_samples, found.is_whole) == ("npz", 6, True)
+        assert (found.info.sample_shape, found.info.dtype, found.info.max_label) == ((4, 5), "uint8", 5)
+
+    def test_large_arrays_are_read_in_part_and_nothing_is_kept(self, tmp_path: Path) -> None:
+        num_samples = 3 * MAX_BYTES // 4096
+        np.save(tmp_path / "images.npy", np.broadcast_to(np.uint8(1), (num_samples, 4096)))
+        np.save(tmp_path / "labels.npy", np.zeros(num_samples, np.int64))
+        before = sorted(tmp_path.iterdir())
+        found = look_at(tmp_path)
+        assert (found.num_samples, found.is_whole) == (num_samples, False)
+        assert found.info.num_samples < num_samples
+        assert sorted(tmp_path.iterdir()) == before
+
+    def test_pictures_of_all_classes_are_looked_at(self, tmp_path: Path) -> None:
+        for number in range(2 * MAX_PICTURES):
+            write_bmp(tmp_path / ("cat" if number % 3 else "dog") / f"{number:04d}.bmp", 4 + number % 5, 6)
+        (tmp_path / "cat" / "0000.bmp").write_bytes(b"BM damaged")
+        found = look_at(tmp_path)
+        assert found.pictures is not None
+        assert (found.pictures.formats, found.pictures.smallest, found.pictures.largest) == (
+            ("bmp",),
+            (4, 6),
+            (8, 6),
+        )
+        assert sum(found.class_counts.values()) == found.num_samples == 2 * MAX_PICTURES + 1
+        assert found.info.class_counts["dog"] > 100
+        assert found.info.num_skipped == {"undecodable": 1}
+        assert not found.is_whole
+
+    @pytest.mark.parametrize("name", ["label", "Target", "y"])
+    def test_column_called_as_a_label_is_taken(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "t.csv").write_text(f"a,{name},b\n1,0,2\n3,1,4\n")
+        found = look_at(tmp_path / "t.csv")
+        assert found.table == TableSchema((name,))
+        assert (found.info.sample_shape, found.info.max_label) == ((2,), 1)
+
+    def test_unclear_label_is_asked_for(self, tmp_path: Path) -> None:
+        (tmp_path / "t.csv").write_text("a,b,c\n1,0,x\n")
+        with pytest.raises(WorkerError, match=r"which column of .* is the label\? It has a, b, c") as caught:
+            look_at(tmp_path / "t.csv")
+        assert (caught.value.exit_code, caught.value.remedy) == (2, "name it: --label COLUMN")
+        assert look_at(tmp_path / "t.csv", "b", ("c",)).info.sample_shape == (1,)
+
+    def test_features_of_records_are_found_by_their_content(self, tmp_path: Path) -> None:
+        tf = load_tensorflow()
+        write_bmp(tmp_path / "x.bmp", 4, 4)
+
+        def feature(value: Any) -> Any:
+            if isinstance(value, bytes):
+                return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+            return tf.train.Feature(int64_list=tf.train.Int64List(value=[value]))
+
+        values = {"image/encoded": (tmp_path / "x.bmp").read_bytes(), "image/height": 4}
+        for label in ("image/class/label", "category/label"):
+            values[label] = 2
+            features = tf.train.Features(feature={name: feature(value) for name, value in values.items()})
+            with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as writer:
+                writer.write(tf.train.Example(features=features).SerializeToString())
+            if label == "image/class/label":
+                records = look_at(tmp_path / "x.tfrecord").records
+                assert records is not None
+                assert (records.image, records.label) == ("image/encoded", label)
+        with pytest.raises(WorkerError, match="which feature of .* is the label"):
+            look_at(tmp_path / "x.tfrecord")
+        assert look_at(tmp_path / "x.tfrecord", "image/height").info.max_label == 4
+
+    def test_records_without_an_image_list_their_features(self, tmp_path: Path) -> None:
+        tf = load_tensorflow()
+        with tf.io.TFRecordWriter(str(tmp_path / "x.tfrecord")) as writer:
+            writer.write(b"")
+        with pytest.raises(
+            WorkerError, match="have 0 features with an encoded image, expected one: no features"
+        ):
+            look_at(tmp_path / "x.tfrecord")
+
+
+class TestFindData:
+    def test_data_is_found_by_format_and_role(self, tmp_path: Path) -> None:
+        for part in ("train", "val", "test"):
+            for name in ("cat", "dog"):
+                write_bmp(tmp_path / "data" / part / name / "1.bmp", 4, 4)
+        np.savez(tmp_path / "extra.npz", x=np.zeros(1), y=np.zeros(1))
+        found = find_data(tmp_path)
+        assert found.training == ("data/train", "extra.npz")
+        assert found.validation == ("data/test", "data/val")
+
+    def test_other_directories_are_not_data(self, tmp_path: Path) -> None:
+        for name in ("package/inner/a.py", ".hidden/cat/1.bmp", "docs/pictures/read.txt", "model.py"):
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).touch()
+        write_bmp(tmp_path / "docs" / "drawn" / "1.bmp", 4, 4)  # one of two folders has pictures
+        (tmp_path / "loop").symlink_to(tmp_path)
+        assert find_data(tmp_path).training == ()

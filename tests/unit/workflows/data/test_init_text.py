@@ -1,0 +1,217 @@
+"""The job.yaml that `init` writes: valid for what was seen, with the reasons in comments."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from csdctl.documents import parse_document
+from csdctl.job.model import JobFile
+from csdctl.worker.protocol.datasets import DatasetInfo, RecordSchema, TableSchema
+from csdctl.worker.protocol.looks import DataLook, PictureSizes
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo, OwnCompile
+from csdctl.workflows.data.init_choices import Looks, choose_application_args, choose_losses
+from csdctl.workflows.data.init_sources import DataReference, Sources
+from csdctl.workflows.data.init_text import draft_job, render_job
+
+SOURCES = Sources("model.py:build", DataReference("data/train"))
+SPARSE = "sparse_categorical_crossentropy"
+ADAM = OwnCompile("Adam", 1e-5, metrics=("accuracy",))
+
+
+def model(
+    shape: tuple[int, ...] = (10,), last: str = "softmax", loss: str = SPARSE, **more: Any
+) -> ModelInfo:
+    return ModelInfo(
+        "model.py:build",
+        (28, 28, 1),
+        shape,
+        1234,
+        1200,
+        last,
+        outputs=(OutputInfo("", shape, last, loss),),
+        **more,
+    )
+
+
+def data(labels: tuple[str, tuple[int, ...], int] = ("int32", (), 9), dtype: str = "uint8") -> DataLook:
+    label_dtype, shape, largest = labels
+    info = DatasetInfo(
+        "",
+        500,
+        (28, 28, 1),
+        dtype,
+        shape,
+        largest,
+        "",
+        label_dtype=label_dtype,
+        max_labels={"": largest} if label_dtype.startswith("int") else {},
+    )
+    return DataLook("npz", info, 60_000, False)
+
+
+FOLDERS = replace(
+    data(),
+    format="class folders",
+    num_samples=600,
+    class_counts={"a b": 100, "yes": 500},
+    pictures=PictureSizes(("jpeg", "png"), (28, 28), (480, 640)),
+)
+
+
+def parse(text: str) -> JobFile:
+    return parse_document(text, JobFile, name="job.yaml")
+
+
+def written(looks: Looks, sources: Sources = SOURCES) -> tuple[str, JobFile]:
+    text = render_job(sources, looks)
+    assert max(map(len, text.splitlines())) <= 112
+    return text, parse(text)
+
+
+class TestRecipe:
+    def test_compiled_model_leaves_nothing_to_the_recipe_but_epochs(self) -> None:
+        text, job = written(Looks(model(compiled=ADAM), data()))
+        assert job.recipe.model_dump(exclude_defaults=True) == {"epochs": 10}
+        assert "# learning_rate: 1.0e-05  # of compile(): Adam" in text
+        assert f"# loss: {SPARSE}  # of compile()" in text
+        assert "# metrics: [accuracy]  # of compile()" in text
+
+    def test_commented_keys_of_a_compiled_model_are_valid_too(self) -> None:
+        text, _ = written(Looks(model(compiled=ADAM), data()))
+        lines = [
+            line.replace("# ", "", 1) if line.startswith("  # learning_rate") else line
+            for line in text.splitlines()
+        ]
+        assert parse("\n".join(lines)).recipe.learning_rate == 1e-5
+
+    def test_schedule_of_a_compiled_model_is_kept(self) -> None:
+        text, job = written(Looks(model(compiled=replace(ADAM, schedule="CosineDecay")), data()))
+        assert job.recipe.learning_rate is None
+        assert "compile() has CosineDecay from 1e-05, which is kept" in text
+
+    def test_model_that_is_not_compiled_gets_placeholders_that_say_so(self) -> None:
+        text, job = written(Looks(model(), data()))
+        assert (job.recipe.learning_rate, job.recipe.optimizer, job.recipe.loss) == (0.001, "adam", SPARSE)
+        assert "learning_rate: 0.001  # a placeholder: the model is not compiled" in text
+
+    def test_compiled_loss_that_does_not_know_of_logits_is_mended(self) -> None:
+        text, job = written(Looks(model(last="linear", compiled=ADAM), data()))
+        assert (job.recipe.loss, job.recipe.from_logits) == (SPARSE, True)
+        assert "without from_logits=True" in text
+
+    @pytest.mark.parametrize(
+        ("shape", "last", "labels", "expected"),
+        [
+            ((10,), "softmax", ("int32", (), 9), (SPARSE, False)),
+            ((10,), "linear", ("int32", (), 9), (SPARSE, True)),
+            ((10,), "", ("int32", (), 9), (SPARSE, None)),
+            ((10,), "softmax", ("float32", (10,), -1), ("categorical_crossentropy", False)),
+            ((1,), "sigmoid", ("int32", (), 1), ("binary_crossentropy", False)),
+            ((1,), "linear", ("int32", (), 1), ("binary_crossentropy", True)),
+            ((1,), "linear", ("float32", (), -1), ("mean_squared_error", False)),
+            ((1,), "linear", ("int32", (), 70), ("mean_squared_error", False)),
+            ((8, 8, 3), "softmax", ("int32", (8, 8, 1), 2), (SPARSE, False)),
+            ((0, 0, 3), "softmax", ("int32", (8, 8), 2), (SPARSE, False)),
+        ],
+    )
+    def test_loss_follows_from_labels_and_last_layer(
+        self, shape: tuple[int, ...], last: str, labels: Any, expected: tuple[str, bool | None]
+    ) -> None:
+        looks = Looks(model(shape, last), data(labels))
+        (choice,) = choose_losses(looks).values()
+        assert (choice.name, choice.from_logits) == expected
+        assert written(looks)[1].recipe.from_logits is bool(expected[1])
+
+    def test_each_output_gets_a_loss(self) -> None:
+        outputs = (OutputInfo("kind", (3,), "linear", ""), OutputInfo("size", (1,), "linear", ""))
+        info = replace(
+            data().info,
+            label_dtype='[["kind","int32",[]],["size","float32",[]]]',
+            label_shape=(),
+            max_labels={"kind": 2},
+        )
+        _, job = written(Looks(replace(model(), outputs=outputs), replace(data(), info=info)))
+        assert isinstance(job.recipe.loss, dict)
+        assert job.recipe.loss["size"] == "mean_squared_error"
+        assert job.recipe.loss["kind"].model_extra == {"from_logits": True}  # type: ignore[union-attr]
+
+
+class TestData:
+    def test_class_folders_say_sizes_classes_and_that_not_all_was_seen(self) -> None:
+        text, job = written(Looks(model(), FOLDERS))
+        assert (
+            "class folders: 600 files in 2 classes, 100 to 500 files each, jpeg and png, 28×28 to 480×640"
+            in text
+        )
+        assert "500 were looked at" in text.replace("\n  #", "")
+        assert '# classes: ["a b", "yes"]' in text
+        assert '# class_weight: {"0": 3.0, "1": 0.6}' in text
+        assert job.data.classes is None
+
+    def test_pictures_for_a_model_of_any_size_get_a_shape(self) -> None:
+        any_size = replace(model(), input_shape=(0, 0, 3))
+        same = replace(FOLDERS, info=replace(FOLDERS.info, sample_shape=(96, 64, 3)))
+        _, job = written(Looks(any_size, same))
+        assert job.data.image.shape == (96, 64, 3)
+
+    def test_input_range_follows_from_layers_that_scale(self) -> None:
+        assert written(Looks(model(), data()))[1].data.input_range == (0, 1)
+        scaling = replace(model(), scaling_layers=("rescaling (Rescaling)",))
+        text, job = written(Looks(scaling, data()))
+        assert job.data.input_range is None
+        assert "the model scales its inputs itself: rescaling (Rescaling)" in text
+
+    def test_floats_are_not_scaled_so_nothing_is_said(self) -> None:
+        assert "input_range" not in written(Looks(model(), data(dtype="float32")))[0]
+
+    def test_pretrained_application_gets_the_range_it_was_trained_with(self) -> None:
+        pretrained = replace(SOURCES, model="keras.applications:MobileNetV2", model_args={"classes": 1000})
+        assert written(Looks(model(), data()), pretrained)[1].data.input_range == (-1, 1)
+        scratch = replace(pretrained, model_args={"weights": None})
+        assert written(Looks(model(), data()), scratch)[1].data.input_range == (0, 1)
+
+    def test_columns_and_features_that_were_chosen_are_written(self) -> None:
+        table = replace(data(), format="csv", table=TableSchema(("target",), "", ("no. 1",)))
+        job = written(Looks(model(), table))[1]
+        assert job.data.csv is not None
+        assert (job.data.csv.label, job.data.csv.drop) == ("target", ["no. 1"])
+        records = replace(data(), format="tfrecord", records=RecordSchema("image/encoded", "label"))
+        job = written(Looks(model(), records))[1]
+        assert job.data.tfrecord is not None
+        assert job.data.tfrecord.image == "image/encoded"
+
+    def test_private_data_is_read_by_the_function_of_the_public_data(self) -> None:
+        sources = replace(SOURCES, public=DataReference("train", "data.py:load"), private="~/private")
+        job = written(Looks(model(), data()), sources)[1]
+        assert job.data.private is not None
+        assert (job.data.private.path, job.data.private.function) == ("~/private", "data.py:load")
+
+
+class TestText:
+    @pytest.mark.parametrize(
+        "name", ["a b", "null", "true", "12", "1e5", ".5", "#x", "a: b", "a#b", "ä", '"', "-", "~"]
+    )
+    def test_any_name_survives(self, name: str) -> None:
+        sources = replace(SOURCES, public=DataReference(name), model_args={name: [name, 1e-05, None, True]})
+        for job in (written(Looks(model(), data()), sources)[1], parse(draft_job(sources))):
+            assert str(job.data.public.path) == name
+            assert job.model_args == {name: [name, 1e-05, None, True]}
+
+    def test_comment_stays_a_comment(self) -> None:
+        layers = ("x\nrecipe: {epochs: 99}\x1b[2J (Rescaling)",)
+        text, job = written(Looks(replace(model(), scaling_layers=layers), data()))
+        assert job.recipe.epochs == 10
+        assert "\x1b" not in text
+
+    def test_misfit_is_said_at_the_top(self) -> None:
+        text = render_job(SOURCES, Looks(model(), data()), "model takes 28×28×1, the data has 32×32×3")
+        assert "# THIS DOES NOT FIT YET: model takes 28×28×1, the data has 32×32×3" in text
+        parse(text)
+
+
+def test_application_without_arguments_is_made_for_the_pictures() -> None:
+    expected = {"input_shape": [224, 224, 3], "weights": None, "classes": 2}
+    assert choose_application_args(FOLDERS) == expected
+    small = replace(FOLDERS, pictures=PictureSizes(("png",), (28, 64), (28, 64)))
+    assert choose_application_args(small) == expected | {"input_shape": [32, 64, 3]}
