@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, digest, probe, rank, link, mpi-check, sandbox-check, sandbox.
+"""The worker's commands: build, prepare, extract, digest, probe, rank, link, mpi-check, and the sandbox's.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -10,12 +10,14 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
-from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
+from csdctl.worker.protocol.features import ExtractSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     PROGRESS_PREFIX,
@@ -37,6 +39,7 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
+    commands.add_parser("extract")
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -64,6 +67,7 @@ def main(arguments: list[str]) -> int:
     chosen = {
         "build": _build,
         "prepare": _prepare,
+        "extract": _extract,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -91,6 +95,25 @@ def print_answer(value: object) -> None:
 
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
+
+    return _report_progress(
+        "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
+    )
+
+
+def _extract(_: argparse.Namespace) -> int:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.ingest.extract import extract
+
+    def run(request: str, note: Callable[[PrepareProgress], None]) -> DatasetInfo:
+        spec = from_json(ExtractSpec, request)
+        return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
+
+    return _report_progress("computing features", run)
+
+
+def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress], None]], DatasetInfo]) -> int:
+    """Run what makes a data set of the request on standard input; print progress, then its description."""
     from csdctl.worker.process.output import GuardedOutput
 
     output = GuardedOutput()
@@ -104,9 +127,9 @@ def _prepare(_: argparse.Namespace) -> int:
         return PROGRESS_PREFIX + to_json(latest)
 
     try:
-        spec = from_json(PrepareSpec, sys.stdin.readline())
+        request = sys.stdin.readline()
         with output.heartbeat(working):
-            info = prepare(spec, on_progress=note)
+            info = run(request, note)
         output.write_line(working())
         output.write_line(ANSWER_PREFIX + to_json(info))
         return 0
@@ -114,7 +137,7 @@ def _prepare(_: argparse.Namespace) -> int:
         failed = _as_worker_error(error)
     except Exception as error:
         # The text of an unforeseen error may name a private file, and this line goes to the host.
-        failed = WorkerError(f"preparing failed: {type(error).__name__}")
+        failed = WorkerError(f"{doing} failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from csdctl.worker.compute.features import assemble
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples
@@ -87,7 +88,8 @@ class Checkpointer:
         path = Path(self._spec.output_directory) / name
         aside = path.with_name(f"part-{name}")
         with self._step.averaged_weights():
-            self._step.model.save(aside)
+            whole = assemble(self._spec.head, self._step.model) if self._spec.head else self._step.model
+            whole.save(aside)
         os.replace(aside, path)
         return str(path)
 

@@ -29,6 +29,8 @@ from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
+PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
+"""Of a model with a frozen part at its beginning."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
 BUILD_DEADLINE_S = 300.0
 
@@ -47,6 +49,8 @@ class SerializedModel:
     """The job's own code, if the nodes need it."""
     modules: tuple[str, ...] = ()
     """What a rank imports from it."""
+    parts: tuple[StoredFile, ...] = ()
+    """PART_FILES; none if the model has no frozen part at its beginning."""
 
     @property
     def user_code(self) -> UserCode | None:
@@ -119,6 +123,9 @@ def serialize_model(
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
         code,
         tuple(root.stem for root in job.code_roots) if code else (),
+        tuple(store_file(directory / name, project.root, TrafficClass.MODEL) for name in PART_FILES)
+        if info.features
+        else (),
     )
 
 
@@ -163,7 +170,7 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_json(aside / "info.json", json.loads(to_json(info)))
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
-        save_json(aside / HASHES, {name: hash_file(aside / name) for name in MODEL_FILES})
+        save_json(aside / HASHES, _hash_files(aside))
 
 
 def _load_shapes(directory: Path) -> SampleShapes:
@@ -177,9 +184,15 @@ def _is_as_built(directory: Path) -> bool:
     """Return whether a model was built here, and its files have not changed since."""
     try:
         hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in MODEL_FILES}
+        return hashes == _hash_files(directory)
     except (InputError, OSError):
         return False
+
+
+def _hash_files(directory: Path) -> dict[str, str]:
+    """Return the hash of each file of a built model; raises OSError if one is missing."""
+    parts = [name for name in PART_FILES if (directory / name).exists()]
+    return {name: hash_file(directory / name) for name in (*MODEL_FILES, *parts)}
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:

@@ -4,11 +4,15 @@ from dataclasses import dataclass
 
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
+from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 MEASURED = "auto"
 """The ranks measure which collective is faster."""
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
+DATA_PARALLEL, FEATURES = "data-parallel", "features"
+WAYS = (DATA_PARALLEL, FEATURES)
+"""Every rank computes the whole model in each step; or its frozen part once for each sample."""
 
 
 @dataclass(frozen=True)
@@ -25,12 +29,24 @@ class TrainOptions:
     num_checkpoints: int = 3
     """Checkpoints to keep, besides the best."""
     collective: str = MEASURED
+    way: str = DATA_PARALLEL
+    precision: str = FLOAT32
+    """The type that features are stored in."""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise InputError(
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
+        for name, chosen, known in (
+            ("way", self.way, WAYS),
+            ("feature-precision", self.precision, PRECISIONS),
+        ):
+            if chosen not in known:
+                raise InputError(
+                    f"--{name} must be one of {', '.join(known)}, received {chosen!r}",
+                    remedy=f"for example --{name} {known[0]}",
+                )
         for name, value, least in (
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),

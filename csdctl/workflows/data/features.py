@@ -1,0 +1,157 @@
+"""Training by features: each machine computes the frozen part of the model once for its own samples.
+
+Features stay on the machine that made them, in a cache by content. What is then trained is the model's head,
+with the same step, on fewer numbers.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.shipping.store import StoredFile
+from csdctl.shipping.worker_calls import watch_worker
+from csdctl.transport.answer import Answer
+from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.model_info import FeatureInfo
+from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
+from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
+from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.workspace.workspace import Workspace
+
+FEATURE_STORE = ".csdctl/features"
+_DOING = "computing features"
+
+ShardFiles = Mapping[str, tuple[StoredFile, StoredFile]]
+
+
+@dataclass(frozen=True)
+class FeatureRun:
+    """A run that trains the head of a model on features."""
+
+    spec: RunSpec
+    prepared: Prepared
+    """With the head in place of the whole model."""
+
+
+def find_features(prepared: Prepared) -> FeatureInfo:
+    """Return what is known of the model's frozen part; raises InputError if it has none."""
+    info = prepared.model.info
+    if info.features is None:
+        raise InputError(
+            f"{info.name} cannot be trained by features: it {info.no_features}",
+            remedy="freeze its first layers (base.trainable = False), and put augmentation behind them "
+            "or train with --way data-parallel",
+        )
+    return info.features
+
+
+def compute_features(
+    spec: RunSpec,
+    prepared: Prepared,
+    shards: ShardFiles,
+    space: Workspace,
+    precision: str,
+    on_delivery: OnDelivery,
+    on_progress: OnPrepareProgress,
+) -> FeatureRun:
+    """Compute the features of all samples of `spec` where they are; return the run of the model's head.
+
+    Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
+    """
+    features = find_features(prepared)
+    prefix_architecture, prefix_weights, head_architecture, head_weights = prepared.model.parts
+    prefix = Prefix(
+        prefix_architecture.path,
+        prefix_weights.path,
+        prepared.recipe.input_range,
+        precision,
+        prepared.model.user_code,
+    )
+    head = replace(prepared.model, architecture=head_architecture, weights=head_weights)
+    machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
+    code = [prepared.model.code] if prepared.model.code else []
+    common = [prepared.worker, prefix_architecture, prefix_weights, *code]
+    files = {name: [*common, *shards.get(name, ())] for name in machines if name != HOST_NAME}
+    deploy_files(files, space.fleet, space.sessions, on_delivery)
+    ranks = {rank.node: rank for rank in spec.ranks}
+
+    def on_machine(session: Session) -> RankSpec:
+        rank = ranks[session.name]
+        made = _Extraction(rank, prefix, features, prepared, space, session, on_progress)
+        return replace(
+            rank,
+            private=made.extract(rank.private, rank.num_private - rank.num_repeated),
+            public=made.extract(rank.public, rank.num_public),
+        )
+
+    found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
+    host = _Extraction(
+        spec.ranks[0], prefix, features, prepared, space, space.sessions[HOST_NAME], on_progress
+    )
+    validation = host.extract(
+        spec.validation, prepared.validation.num_samples if prepared.validation else 0, "validation"
+    )
+    whole_model = prepared.model.architecture.path, prepared.model.weights.path
+    return FeatureRun(
+        replace(
+            spec,
+            architecture=head_architecture.path,
+            weights=head_weights.path,
+            ranks=tuple(found.get(rank.node, rank) for rank in spec.ranks),
+            validation=validation,
+            head=HeadSpec(prefix, *whole_model, features.head_weights),
+        ),
+        replace(prepared, model=head),
+    )
+
+
+@dataclass(frozen=True)
+class _Extraction:
+    """The features of one machine."""
+
+    rank: RankSpec
+    prefix: Prefix
+    features: FeatureInfo
+    prepared: Prepared
+    space: Workspace
+    session: Session
+    on_progress: OnPrepareProgress
+
+    def extract(
+        self, source: DatasetSlice | None, num_samples: int, name: str | None = None
+    ) -> DatasetSlice | None:
+        """Return the features of `source`; None stays None."""
+        if source is None:
+            return None
+
+        def note(progress: PrepareProgress) -> None:
+            self.on_progress(name or self.session.name, progress)
+
+        spec = ExtractSpec(
+            source, FEATURE_STORE, self.prefix, self.rank.runtime, self.features.shape, num_samples
+        )
+        info = watch_worker(
+            self.session,
+            self.space.fleet.python_of(self.session.name),
+            self.prepared.worker.path,
+            "extract",
+            spec,
+            DatasetInfo,
+            note,
+            doing=_DOING,
+        )
+        answer = Answer.parse(to_json(info), self.session.name, _DOING)
+        check_info(answer)
+        expected = (num_samples, self.features.shape, self.prefix.precision)
+        if (info.num_samples, info.sample_shape, info.dtype) != expected:
+            raise answer.error(
+                f"received {info.num_samples} features of shape {info.sample_shape} and type {info.dtype}, "
+                f"expected {expected[0]} of {expected[1]} and {expected[2]}"
+            )
+        return whole(info)
