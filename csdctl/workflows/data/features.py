@@ -4,6 +4,7 @@ Features stay on the machine that made them, in a cache by content. What is then
 with the same step, on fewer numbers.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,12 @@ class FeatureRun:
     spec: RunSpec
     prepared: Prepared
     """With the head in place of the whole model."""
+    layer: str
+    """The last layer of the frozen part."""
+    num_samples: int
+    num_computed: int
+    """Samples whose features were not in a cache."""
+    elapsed_s: float
 
 
 def find_features(prepared: Prepared) -> FeatureInfo:
@@ -64,6 +71,7 @@ def compute_features(
 
     Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
     """
+    began = time.monotonic()
     features = find_features(prepared)
     prefix_architecture, prefix_weights, head_architecture, head_weights = prepared.model.parts
     prefix = Prefix(
@@ -79,24 +87,24 @@ def compute_features(
     common = [prepared.worker, prefix_architecture, prefix_weights, *code]
     files = {name: [*common, *shards.get(name, ())] for name in machines if name != HOST_NAME}
     deploy_files(files, space.fleet, space.sessions, on_delivery)
-    ranks = {rank.node: rank for rank in spec.ranks}
+    made = {
+        rank.node: _Extraction(rank, prefix, features, prepared, space, on_progress)
+        for rank in spec.ranks
+        if rank.node in machines
+    }
 
     def on_machine(session: Session) -> RankSpec:
-        rank = ranks[session.name]
-        made = _Extraction(rank, prefix, features, prepared, space, session, on_progress)
+        machine = made[session.name]
+        rank = machine.rank
         return replace(
             rank,
-            private=made.extract(rank.private, rank.num_private - rank.num_repeated),
-            public=made.extract(rank.public, rank.num_public),
+            private=machine.extract(rank.private, rank.num_private - rank.num_repeated),
+            public=machine.extract(rank.public, rank.num_public),
         )
 
     found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
-    host = _Extraction(
-        spec.ranks[0], prefix, features, prepared, space, space.sessions[HOST_NAME], on_progress
-    )
-    validation = host.extract(
-        spec.validation, prepared.validation.num_samples if prepared.validation else 0, "validation"
-    )
+    num_validation = prepared.validation.num_samples if prepared.validation else 0
+    validation = made[HOST_NAME].extract(spec.validation, num_validation, "validation")
     whole_model = prepared.model.architecture.path, prepared.model.weights.path
     return FeatureRun(
         replace(
@@ -108,10 +116,14 @@ def compute_features(
             head=HeadSpec(prefix, *whole_model, features.head_weights),
         ),
         replace(prepared, model=head),
+        features.layer,
+        sum(machine.num_samples for machine in made.values()),
+        sum(machine.num_computed for machine in made.values()),
+        time.monotonic() - began,
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Extraction:
     """The features of one machine."""
 
@@ -120,8 +132,9 @@ class _Extraction:
     features: FeatureInfo
     prepared: Prepared
     space: Workspace
-    session: Session
     on_progress: OnPrepareProgress
+    num_samples: int = 0
+    num_computed: int = 0
 
     def extract(
         self, source: DatasetSlice | None, num_samples: int, name: str | None = None
@@ -130,15 +143,21 @@ class _Extraction:
         if source is None:
             return None
 
+        node = self.rank.node
+        first_done: int | None = None
+
         def note(progress: PrepareProgress) -> None:
-            self.on_progress(name or self.session.name, progress)
+            nonlocal first_done
+            if progress.num_total and first_done is None:
+                first_done = progress.num_done
+            self.on_progress(name or node, progress)
 
         spec = ExtractSpec(
             source, FEATURE_STORE, self.prefix, self.rank.runtime, self.features.shape, num_samples
         )
         info = watch_worker(
-            self.session,
-            self.space.fleet.python_of(self.session.name),
+            self.space.sessions[node],
+            self.space.fleet.python_of(node),
             self.prepared.worker.path,
             "extract",
             spec,
@@ -146,7 +165,7 @@ class _Extraction:
             note,
             doing=_DOING,
         )
-        answer = Answer.parse(to_json(info), self.session.name, _DOING)
+        answer = Answer.parse(to_json(info), node, _DOING)
         check_info(answer)
         expected = (num_samples, self.features.shape, self.prefix.precision)
         if (info.num_samples, info.sample_shape, info.dtype) != expected:
@@ -154,4 +173,6 @@ class _Extraction:
                 f"received {info.num_samples} features of shape {info.sample_shape} and type {info.dtype}, "
                 f"expected {expected[0]} of {expected[1]} and {expected[2]}"
             )
+        self.num_samples += num_samples
+        self.num_computed += 0 if first_done is None else num_samples - first_done
         return whole(info)

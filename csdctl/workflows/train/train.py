@@ -33,6 +33,9 @@ from csdctl.workflows.workspace.workspace import Workspace
 class RunObserver(Protocol):
     """Called during the run by the thread that supervises it; a slow callback delays supervision."""
 
+    def say(self, line: str, /) -> None:
+        """Show one line."""
+
     def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
         """Open a view of the progress of data; closed before anything else is shown."""
 
@@ -88,6 +91,17 @@ def use_features(inputs: RunInputs, space: Workspace, precision: str, observer: 
         run = compute_features(
             inputs.spec, inputs.prepared, inputs.shards, space, precision, observer.on_delivery, on_progress
         )
+    observer.say(
+        f"features: the output of {run.layer} for {run.num_samples:,} samples, {run.num_computed:,} computed "
+        f"in {run.elapsed_s:.1f} s, the others found"
+    )
+    content = {
+        "layer": run.layer,
+        "precision": precision,
+        "num_computed": run.num_computed,
+        "elapsed_s": run.elapsed_s,
+    }
+    inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
     return RunInputs(inputs.directory, run.spec, run.prepared, {})
 
 
