@@ -88,6 +88,23 @@ def frozen_cut(model: Any, keras: Any) -> Cut:
     return frozen[number - 1]
 
 
+def freeze_until(model: Any, name: str) -> bool:
+    """Freeze the layer `name` and all that lead to it, in nested models too; return whether there is one."""
+    if not getattr(model, "inputs", None):
+        return False
+    for operation, node in topological_nodes(model):
+        is_inner = operation.name != name and freeze_until(operation, name)
+        if operation.name != name and not is_inner:
+            continue
+        pending = list(node.parent_nodes) if is_inner else [node]
+        while pending:
+            above = pending.pop()
+            above.operation.trainable = False
+            pending += above.parent_nodes
+        return True
+    return False
+
+
 def _is_constant(prefix: Any) -> bool:
     """Return whether the same samples always have the same features, in training too."""
     shape = [size or 8 for size in prefix.inputs[0].shape[1:]]

@@ -9,7 +9,8 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ def extract(
         _check_free_space(spec, len(samples) - partial.record.num_read)
         on_progress(PrepareProgress(partial.record.num_read, len(samples)))
         extractor = FeatureExtractor(spec.prefix, *load_backend())
+        batch, labels = samples.read(np.arange(0))
+        partial.declare(extractor.extract(batch), labels)
         for start in range(partial.record.num_read, len(samples), limits.block_samples):
             rows = np.arange(start, min(len(samples), start + limits.block_samples))
             batch, labels = samples.read(rows)
@@ -96,10 +99,18 @@ def _fingerprint(spec: ExtractSpec) -> str:
         prefix.code and Path(prefix.code.archive).name,
         prefix.input_range,
         prefix.precision,
-        version("tensorflow"),
-        version("keras"),
+        _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
+        _version_of("keras", "keras-nightly"),
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def _version_of(*names: str) -> str:
+    """Return the version of the first of these packages that is installed; '' without one."""
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return ""
 
 
 def _find_done(target: Path) -> DatasetInfo | None:
