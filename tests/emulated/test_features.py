@@ -143,14 +143,15 @@ def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, re
 
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
     (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
-    process, run = start_training(project, "long.yaml", "--way", "features", "--max-steps", "1000000")
+    arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")
+    process, run = start_training(project, *arguments, until="EpochEnd")
     kill_rank("csd1")(project, run)
     deadline = time.monotonic() + 120
     while not any(event["generation"] == 2 for event in events_of(run, "Joined")):
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    (joined,) = (event for event in events_of(run, "Joined") if event["generation"] == 2)
+    joined = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
     before = len(events_of(run, "EpochEnd"))
     while len(events_of(run, "EpochEnd")) < before + 4:  # an epoch has the samples that csd1 left
         assert process.poll() is None, process.communicate()
@@ -160,9 +161,9 @@ def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project
     output, _ = process.communicate(timeout=120)
     assert "csd1 is lost" in output
     assert nothing_is_left(project, run)
-    last = events_of(run, "EpochEnd")[-1]
+    last = [event for event in events_of(run, "EpochEnd") if event["rank"] == 0][-1]
     assert last["global_samples"] == 2 * NUM_SAMPLES, last  # all public ones, and the private ones of csd0
-    steps = max(event["total_steps"] for event in events_of(run, "CheckpointSaved"))
+    steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))
     assert steps > joined["step"]
     resumed = csdctl(
         project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)
