@@ -25,6 +25,7 @@ COMMANDS: CommandTable = {
     },
     "Data and code": {
         "prepare": "Convert data and model to the format that training reads; data stays where it is.",
+        "extract": "Compute the output of the model's frozen layers for all samples, where they are stored.",
         "deploy": "Copy a job's files, or directory trees, to every node; send only what is missing there.",
     },
     "Before training": {

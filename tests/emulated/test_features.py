@@ -114,6 +114,11 @@ def test_features_train_the_same_model(project: Path) -> None:
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
+    found = csdctl(project, "extract", "faster.yaml", "--batch-size", "8", "--json")
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert (document["num_samples"], document["num_computed"]) == (4 * NUM_SAMPLES, 0)
+    assert (document["layer"], document["shape"]) == ("base", [8])
     # Another learning rate finds the features of all samples.
     again = train(project, "faster.yaml", "--way", "features")
     assert again["features"]["num_computed"] == 0
@@ -169,4 +174,4 @@ def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project
         project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert ", 0 computed in" in resumed.stderr, resumed.stderr
+    assert "; 0 computed in" in resumed.stderr, resumed.stderr

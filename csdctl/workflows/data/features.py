@@ -40,10 +40,21 @@ class FeatureRun:
     """With the head in place of the whole model."""
     layer: str
     """The last layer of the frozen part."""
+    shape: tuple[int, ...]
+    """Of one sample's features."""
+    precision: str
     num_samples: int
     num_computed: int
     """Samples whose features were not in a cache."""
     elapsed_s: float
+
+    def describe(self) -> str:
+        """Return what was computed, as a sentence."""
+        found = self.num_samples - self.num_computed
+        return (
+            f"features: the output of {self.layer} for {self.num_samples:,} samples; {self.num_computed:,} "
+            f"computed in {self.elapsed_s:.1f} s, {found:,} found"
+        )
 
 
 def find_features(prepared: Prepared) -> FeatureInfo:
@@ -117,6 +128,8 @@ def compute_features(
         ),
         replace(prepared, model=head),
         features.layer,
+        features.shape,
+        precision,
         sum(machine.num_samples for machine in made.values()),
         sum(machine.num_computed for machine in made.values()),
         time.monotonic() - began,

@@ -1,5 +1,6 @@
 """The user's options for one run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csdctl.errors import InputError
@@ -38,15 +39,8 @@ class TrainOptions:
             raise InputError(
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
-        for name, chosen, known in (
-            ("way", self.way, WAYS),
-            ("feature-precision", self.precision, PRECISIONS),
-        ):
-            if chosen not in known:
-                raise InputError(
-                    f"--{name} must be one of {', '.join(known)}, received {chosen!r}",
-                    remedy=f"for example --{name} {known[0]}",
-                )
+        _check_choice("way", self.way, WAYS)
+        check_precision(self.precision)
         for name, value, least in (
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
@@ -54,3 +48,13 @@ class TrainOptions:
         ):
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
+
+
+def check_precision(precision: str) -> None:
+    """Raise InputError unless features can be stored in this type."""
+    _check_choice("feature-precision", precision, PRECISIONS)
+
+
+def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:
+    if chosen not in known:
+        raise InputError(f"unknown --{option} {chosen!r}", remedy=f"one of {', '.join(known)}")

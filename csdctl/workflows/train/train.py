@@ -91,10 +91,7 @@ def use_features(inputs: RunInputs, space: Workspace, precision: str, observer: 
         run = compute_features(
             inputs.spec, inputs.prepared, inputs.shards, space, precision, observer.on_delivery, on_progress
         )
-    observer.say(
-        f"features: the output of {run.layer} for {run.num_samples:,} samples, {run.num_computed:,} computed "
-        f"in {run.elapsed_s:.1f} s, the others found"
-    )
+    observer.say(run.describe())
     content = {
         "layer": run.layer,
         "precision": precision,
