@@ -143,7 +143,7 @@ def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, re
     done = csdctl(project, "train", job, "--way", "features", "--batch-size", "8", "--skip-doctor")
     assert done.returncode == 2
     assert reason in " ".join(done.stderr.split())
-    assert not list((project / ".csdctl/runs").glob("*/spec.json")) or "Traceback" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
@@ -174,4 +174,4 @@ def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project
         project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)
     )
     assert resumed.returncode == 0, resumed.stderr
-    assert "; 0 computed in" in resumed.stderr, resumed.stderr
+    assert "; 0 computed in" in resumed.stdout, resumed.stdout
