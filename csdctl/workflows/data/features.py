@@ -22,6 +22,7 @@ from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
 from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -84,20 +85,10 @@ def compute_features(
     """
     began = time.monotonic()
     features = find_features(prepared)
-    prefix_architecture, prefix_weights, head_architecture, head_weights = prepared.model.parts
-    prefix = Prefix(
-        prefix_architecture.path,
-        prefix_weights.path,
-        prepared.recipe.input_range,
-        precision,
-        prepared.model.user_code,
-    )
-    head = replace(prepared.model, architecture=head_architecture, weights=head_weights)
+    prefix, head, files = _divide(prepared, precision)
     machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
-    code = [prepared.model.code] if prepared.model.code else []
-    common = [prepared.worker, prefix_architecture, prefix_weights, *code]
-    files = {name: [*common, *shards.get(name, ())] for name in machines if name != HOST_NAME}
-    deploy_files(files, space.fleet, space.sessions, on_delivery)
+    missing = {name: [*files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
+    deploy_files(missing, space.fleet, space.sessions, on_delivery)
     made = {
         rank.node: _Extraction(rank, prefix, features, prepared, space, on_progress)
         for rank in spec.ranks
@@ -120,8 +111,8 @@ def compute_features(
     return FeatureRun(
         replace(
             spec,
-            architecture=head_architecture.path,
-            weights=head_weights.path,
+            architecture=head.architecture.path,
+            weights=head.weights.path,
             ranks=tuple(found.get(rank.node, rank) for rank in spec.ranks),
             validation=validation,
             head=HeadSpec(prefix, *whole_model, features.head_weights),
@@ -134,6 +125,16 @@ def compute_features(
         sum(machine.num_computed for machine in made.values()),
         time.monotonic() - began,
     )
+
+
+def _divide(prepared: Prepared, precision: str) -> tuple[Prefix, SerializedModel, list[StoredFile]]:
+    """Return the prefix and the head of the model, and the files that a machine needs for features."""
+    architecture, weights, head_architecture, head_weights = prepared.model.parts
+    input_range, code = prepared.recipe.input_range, prepared.model.user_code
+    prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
+    head = replace(prepared.model, architecture=head_architecture, weights=head_weights)
+    of_code = [prepared.model.code] if prepared.model.code else []
+    return prefix, head, [prepared.worker, architecture, weights, *of_code]
 
 
 @dataclass
