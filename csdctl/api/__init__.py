@@ -1,8 +1,35 @@
 """The Python interface: the workflows of the command line, for scripts and notebooks."""
 
+from csdctl.api.before_training import discover, prepare, tune, verify
 from csdctl.api.job import Job
-from csdctl.api.run import Run, train, tune
+from csdctl.api.run import Run, load_run, train
+from csdctl.api.session import load_fleet
+from csdctl.errors import CsdctlError
 from csdctl.fleet.model import Fleet
+from csdctl.supervision.event_callbacks import STOP
 from csdctl.tuning.plan import Plan
+from csdctl.worker.protocol.recipe import EarlyStopping, ReduceOnPlateau
+from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.train import RunStopped
+from csdctl.workflows.tune.options import TuneOptions
 
-__all__ = ["Fleet", "Job", "Plan", "Run", "train", "tune"]
+__all__ = [
+    "STOP",
+    "CsdctlError",
+    "EarlyStopping",
+    "Fleet",
+    "Job",
+    "Plan",
+    "ReduceOnPlateau",
+    "Run",
+    "RunStopped",
+    "TrainOptions",
+    "TuneOptions",
+    "discover",
+    "load_fleet",
+    "load_run",
+    "prepare",
+    "train",
+    "tune",
+    "verify",
+]

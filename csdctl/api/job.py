@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,9 +37,13 @@ POSITIONS = {"x": INPUT, "y": OUTPUT}
 
 @dataclass(frozen=True)
 class Job:
-    """A job file; `csdctl` on the command line takes it too."""
+    """What to train: the job of a job.yaml, `Job("job.yaml")`. Raises InputError when it cannot be used."""
 
     path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", Path(self.path))
+        self.load()
 
     @classmethod
     def from_model(
@@ -60,10 +64,12 @@ class Job:
         several inputs or outputs; an iterable of such batches, as a tf.data.Dataset; or the path of data as
         job.yaml takes it. `code`: files and packages with the model's own layers, losses and metrics.
         `input_range`: scales uint8 arrays; None leaves them as they are. `recipe`: as in job.yaml, such as
-        epochs=5; without it, one epoch.
+        epochs=5 or early_stopping=csdctl.EarlyStopping(patience=3); without it, one epoch. The command line
+        takes the job too: `csdctl train csdctl-job/job.yaml`.
 
         Raises InputError when the job cannot be used.
         """
+        recipe = {"epochs": 1, **{key: _plain(value, f"recipe.{key}") for key, value in recipe.items()}}
         path = Path(directory)
         make_directory(path)
         save = getattr(model, "save", None)
@@ -77,22 +83,34 @@ class Job:
         content: dict[str, Any] = {
             "model": "model.keras",
             "data": {**entries, "input_range": scaling},
-            "recipe": {"epochs": 1, **recipe},
+            "recipe": recipe,
         }
         if code:
             content["code"] = [os.path.relpath(Path(file), path) for file in code]
         save_text(path / "job.yaml", yaml.safe_dump(content, sort_keys=False))
-        return cls.from_file(path / "job.yaml")
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> Self:
-        """Return the job of a job.yaml; raises InputError when it cannot be used."""
-        files.load_job(Path(path))
-        return cls(Path(path))
+        return cls(path / "job.yaml")
 
     def load(self) -> files.Job:
         """Return the job as the workflows take it; raises InputError."""
         return files.load_job(self.path)
+
+
+def _plain(value: Any, name: str) -> Any:
+    """Return a value of the recipe as YAML can hold it; raises InputError for objects."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item, f"{name}.{key}") for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(item, f"{name}[{number}]") for number, item in enumerate(value)]
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise InputError(
+        f"received a {type(value).__name__} as {name}, expected a value of job.yaml",
+        remedy="give loss, optimizer and metrics to model.compile(), or by their Keras names",
+    )
 
 
 def _write_data(directory: Path, name: str, data: Any) -> dict[str, str]:

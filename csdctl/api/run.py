@@ -1,33 +1,34 @@
-"""Tuning and training from Python, and a run's results."""
+"""Training from Python, and a run's results."""
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from csdctl.api.before_training import tune
 from csdctl.api.job import Job
+from csdctl.api.session import FleetOrPath, as_fleet, open_session
+from csdctl.cli.render.notebook import render_bundle
+from csdctl.cli.render.report import report_of
 from csdctl.cli.render.training import TrainingScreen
-from csdctl.cli.render.tuning import TuningScreen
-from csdctl.cli.streams import Streams
-from csdctl.fleet.model import Fleet
+from csdctl.errors import InputError
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from csdctl.runs.private import STATE_DIRECTORY, check_private
-from csdctl.tuning.plan import Plan
+from csdctl.supervision.event_callbacks import Callback
 from csdctl.worker.protocol.events import EpochEnd
 from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.resume import LATEST
 from csdctl.workflows.train.session import TrainRequest, run_training
-from csdctl.workflows.tune.options import TuneOptions
-from csdctl.workflows.tune.tune import tune_job
-from csdctl.workflows.workspace.partial_failure import choose_fleet
+from csdctl.workflows.train.train import RunStopped
+
+REPORT_COLUMNS = 110
 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run."""
+    """One training run. A notebook shows it as the report of `csdctl report`."""
 
     directory: RunDirectory
 
@@ -39,80 +40,87 @@ class Run:
     @property
     def history(self) -> dict[str, list[float]]:
         """Loss and metrics of each epoch by name, as Keras' `History.history`: loss, accuracy, val_loss, …"""
-        history: dict[str, list[float]] = defaultdict(list)
         nodes = [rank["node"] for rank in self.directory.load_manifest()["plan"]["ranks"]]
-        for event in self.directory.read_events(nodes):
-            if isinstance(event, EpochEnd) and event.rank == 0:
-                found: dict[str, Any] = {"loss": event.loss, **event.metrics}
-                found["val_loss"] = event.validation_loss
-                found |= {f"val_{name}": value for name, value in event.validation_metrics.items()}
-                for name, value in found.items():
-                    if value is not None:
-                        history[name].append(value)
+        epochs = {  # a resumed run may repeat an epoch
+            event.epoch: event
+            for event in self.directory.read_events(nodes)
+            if isinstance(event, EpochEnd) and event.rank == 0
+        }
+        history: dict[str, list[float]] = defaultdict(list)
+        for _, event in sorted(epochs.items()):
+            found: dict[str, Any] = {"loss": event.loss, **event.metrics}
+            found["val_loss"] = event.validation_loss
+            found |= {f"val_{name}": value for name, value in event.validation_metrics.items()}
+            for name, value in found.items():
+                if value is not None:
+                    history[name].append(value)
         return dict(history)
 
-    def model(self, custom_objects: dict[str, Any] | None = None) -> Any:
-        """Return the trained model, compiled; `custom_objects` as keras.models.load_model takes them."""
+    def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:
+        """Return the trained model, compiled; `custom_objects` as keras.models.load_model takes them.
+
+        `best`: the model of the best epoch, by validation loss or by what early stopping monitors; only runs
+        with validation data have it. Raises InputError when the run has no such model.
+        """
+        path = self.directory.best_model if best else self.directory.model
+        if not path.exists():
+            raise InputError(
+                f"run {self.id} has no {path.name}",
+                remedy="give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)",
+            )
         os.environ["KERAS_BACKEND"] = "tensorflow"
         import keras
 
-        return keras.models.load_model(self.directory.model, custom_objects=custom_objects)
+        return keras.models.load_model(path, custom_objects=custom_objects)
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""
         return summarize_run(self.directory)
 
+    def _repr_html_(self) -> str:
+        return render_bundle(report_of(self.report()), REPORT_COLUMNS)["text/html"]
 
-def tune(job: Job, fleet: Fleet | str | Path = "fleet.yaml", options: TuneOptions | None = None) -> Plan:
-    """Measure the machines of `fleet`, save the plan with the highest throughput, and return it.
 
-    Raises CsdctlError; its text says what to do.
+def load_run(run_id: str = LATEST, directory: str | Path = ".") -> Run:
+    """Return a run by its id, or the latest one, of the `.csdctl` in `directory`.
+
+    Raises InputError for a run that does not exist.
     """
-    with _session(job) as streams:
-        saved = tune_job(
-            job.load(), _load(fleet), streams.directory, options or TuneOptions(), TuningScreen(streams)
-        )
-        return saved.plan
+    project = ProjectDirectory(Path(directory).absolute())
+    return Run(project.find_run(None if run_id == LATEST else run_id))
 
 
 def train(
     job: Job,
-    fleet: Fleet | str | Path = "fleet.yaml",
+    fleet: FleetOrPath = "fleet.yaml",
     *,
     batch_size: int | None = None,
     resume: str | None = None,
+    callbacks: Sequence[Callback] = (),
     options: TrainOptions | None = None,
 ) -> Run:
     """Train `job` on `fleet` and return the run; without a plan and without `batch_size`, tune before.
 
-    Files are written below `.csdctl` in the job's directory. Raises CsdctlError, and RunStopped when it is
-    interrupted; the state of the last step is kept, and `resume` (an id, or "latest") continues from it.
+    `batch_size`: of every rank, in place of a plan. `resume`: the id of a run to continue, or "latest".
+    `callbacks`: functions that get every event of the run as a dict, each in a thread of its own; one that
+    returns `csdctl.STOP` ends the run in order, and `train` returns it.
+
+    Raises CsdctlError, and RunStopped, which is a KeyboardInterrupt, when it is interrupted: the ranks finish
+    their step, model and state are saved, and `resume` continues from there.
     """
-    loaded, chosen = job.load(), _load(fleet)
-    with _session(job) as streams:
-        project = ProjectDirectory(streams.directory)
-        if batch_size is None and resume is None and not project.plan(loaded.name).exists():
-            tune_job(loaded, chosen, streams.directory, TuneOptions(), TuningScreen(streams))
-        request = TrainRequest(
-            loaded, chosen, streams.directory, options or TrainOptions(), None, batch_size, resume
-        )
+    loaded, chosen = job.load(), as_fleet(fleet)
+    chosen_options = options or TrainOptions()
+    chosen_options = replace(chosen_options, callbacks=(*chosen_options.callbacks, *callbacks))
+    with open_session() as streams:
+        has_plan = ProjectDirectory(streams.directory).plan(loaded.name).exists()
+        if batch_size is None and resume is None and not has_plan:
+            tune(job, chosen)
+        request = TrainRequest(loaded, chosen, streams.directory, chosen_options, None, batch_size, resume)
         with TrainingScreen(streams, emulated=chosen.emulated) as screen:
-            result = run_training(request, screen)
+            try:
+                result = run_training(request, screen)
+            except RunStopped as stopped:
+                screen.stopped(stopped)
+                raise
             screen.finish(result)
     return Run(result.directory)
-
-
-@contextmanager
-def _session(job: Job) -> Iterator[Streams]:
-    """Work in the job's directory, with files for this user alone."""
-    directory = job.path.parent.resolve()
-    before = os.umask(0o077)
-    try:
-        check_private(directory / STATE_DIRECTORY)
-        yield Streams(directory=directory)
-    finally:
-        os.umask(before)
-
-
-def _load(fleet: Fleet | str | Path) -> Fleet:
-    return fleet if isinstance(fleet, Fleet) else choose_fleet(Path(fleet))

@@ -23,8 +23,18 @@ MAX_CELL = 500
 class PrintableConsole(Console):
     """A Rich console for text of others."""
 
+    is_notebook = False
+    """Whether this process is the kernel of a notebook."""
+
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
+        self.is_notebook = self.is_jupyter
+        self.is_jupyter = False  # lines are text of the cell; Rich makes an output of each
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the cursor can be moved; a kernel's standard output says so, and is no terminal."""
+        return super().is_terminal and not self.is_notebook
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print strings and renderables; the lines of a string after its first one are indented.

@@ -61,6 +61,15 @@ StartDeadlineOption = Annotated[
 SilenceDeadlineOption = Annotated[
     float, typer.Option("--silence-deadline", help="Stop the run after this many seconds without a step.")
 ]
+CallbackOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--callback",
+        metavar="FILE.py:NAME",
+        help="Call this function of yours with every event of the run, in a thread of its own.",
+        show_default=False,
+    ),
+]
 SkipDoctorOption = Annotated[
     bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
 ]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, field_validator, model_validator
 
 from csdctl.documents import Document
 from csdctl.worker.protocol.recipe import Argument, EarlyStopping, LossTerm, Recipe, ReduceOnPlateau
@@ -14,10 +14,18 @@ ValueT = TypeVar("ValueT")
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
+def _own_name(monitor: str) -> str:
+    """Return the name of a metric; Keras calls that of the validation data val_accuracy."""
+    return f"validation_{monitor.removeprefix('val_')}" if monitor.startswith("val_") else monitor
+
+
+Monitor = Annotated[str, AfterValidator(_own_name)]
+
+
 class EarlyStoppingEntry(Document):
     """End the run when the metric stops improving."""
 
-    monitor: str = "validation_loss"
+    monitor: Monitor = "validation_loss"
     patience: Annotated[int, Field(ge=1)] = 5
     min_delta: Annotated[float, Field(ge=0)] = 0.0
 
@@ -25,7 +33,7 @@ class EarlyStoppingEntry(Document):
 class ReduceOnPlateauEntry(Document):
     """Lower the learning rate when the metric stops improving."""
 
-    monitor: str = "validation_loss"
+    monitor: Monitor = "validation_loss"
     patience: Annotated[int, Field(ge=1)] = 3
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     min_delta: Annotated[float, Field(ge=0)] = 0.0001

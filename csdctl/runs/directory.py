@@ -159,6 +159,11 @@ class RunDirectory:
         """The trained model."""
         return self.path / "model.keras"
 
+    @property
+    def best_model(self) -> Path:
+        """The model of the best epoch, of a run with validation data."""
+        return self.path / "best.keras"
+
     def rank_log(self, rank: int) -> Path:
         """Return the path of the log of one rank."""
         return self.logs / f"rank-{rank}.log"

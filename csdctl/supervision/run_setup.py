@@ -32,3 +32,5 @@ class RunSetup:
     """One of `protocol.orders.COLLECTIVE_NAMES`; '' lets the ranks measure which is fastest."""
     absent: tuple[int, ...] = ()
     """Ranks that take no part from the beginning."""
+    should_stop: Callable[[], bool] = lambda: False
+    """Whether to end the run in order, as the first Ctrl-C does."""

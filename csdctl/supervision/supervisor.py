@@ -35,6 +35,9 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.orders import FormGroup, PauseAtEpochEnd, Stop
 
+USER, CALLBACK = "user", "callback"
+"""Who has stopped a run (`Supervisor.stopped_by`)."""
+
 
 class Supervisor:
     """One run; call `run` once."""
@@ -55,7 +58,8 @@ class Supervisor:
         self._links: Links | None = None
         self._collectives: dict[tuple[int, ...], str] = {}
         """The collective that a group of these ranks has chosen."""
-        self._is_stopping = False
+        self.stopped_by = ""
+        """USER or CALLBACK, who has asked for the end of the run; '' if nobody has."""
         self._is_regrouping = False
         self.outcomes: list[JobOutcome] = []
         """How each mpirun ended."""
@@ -75,20 +79,21 @@ class Supervisor:
             self._processes.close()
             self._end_links()
 
-    @property
-    def is_stopping(self) -> bool:
-        """Whether the user has stopped the run."""
-        return self._is_stopping
-
     def _run_interruptible(self, action: Callable[[], None]) -> None:
         """Let the ranks finish their step after the first Ctrl-C; the second one ends everything."""
         try:
             action()
         except KeyboardInterrupt:
-            if self._is_stopping or not self._roster.has_trained or self._is_regrouping:
+            if self.stopped_by or not self._roster.has_trained or self._is_regrouping:
                 raise
-            self._is_stopping = True
+            self.stopped_by = USER
             self._inbox.requeue_unhandled()
+            self._processes.send(0, Stop())
+
+    def _stop_if_asked(self) -> None:
+        """Let the ranks finish their step when a callback has asked for the end of the run."""
+        if self._setup.should_stop() and self._roster.has_trained and not self.stopped_by:
+            self.stopped_by = CALLBACK
             self._processes.send(0, Stop())
 
     def _start(self) -> None:
@@ -120,7 +125,7 @@ class Supervisor:
     def _form_group(self, ranks: Sequence[int]) -> None:
         group = self._group = GroupState(self._group.generation + 1, tuple(ranks), time.monotonic())
         collective = self._collectives.get(group.ranks, self._setup.collective)
-        if self._is_stopping:  # rank 0 may be a new process, which has not received the order
+        if self.stopped_by:  # rank 0 may be a new process, which has not received the order
             self._processes.send(0, Stop())
         for rank in group.ranks:
             self._processes.send(rank, FormGroup(group.generation, group.ranks, collective))
@@ -130,6 +135,7 @@ class Supervisor:
 
     def _take_turn(self) -> None:
         """Handle one message, and check whether the group is still alive."""
+        self._stop_if_asked()
         self._handle(self._inbox.next(self._patience.poll_s))
         self._inbox.mark_handled()
         if self._links and not self._roster.finished and not self._group.paused:

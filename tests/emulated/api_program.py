@@ -1,10 +1,9 @@
 """Program run by test_api.py, as a user's script: a model with an own layer, trained on an emulated fleet.
 
-Its first argument is the directory of the fleet. Prints JSON with what the run returned.
+It runs in the directory of the fleet. Prints JSON with what the run returned.
 """
 
 import json
-import sys
 from pathlib import Path
 
 import keras
@@ -12,7 +11,6 @@ import numpy as np
 from own_layers import Scaled
 
 import csdctl
-from csdctl.workflows.train.options import TrainOptions
 
 
 def build() -> keras.Model:
@@ -25,7 +23,6 @@ def build() -> keras.Model:
 
 
 if __name__ == "__main__":
-    directory = Path(sys.argv[1])
     generator = np.random.default_rng(0)
     x = generator.random((600, 8), np.float32)
     y = x[:, :3].argmax(axis=1)
@@ -33,12 +30,19 @@ if __name__ == "__main__":
         build(),
         (x, y),
         validation=(x[:100], y[:100]),
-        directory=directory,
+        directory=".",
         code=[Path(__file__).parent / "own_layers.py"],
         epochs=3,
         reference_batch=64,
     )
-    run = csdctl.train(job, directory / "fleet.yaml", batch_size=32, options=TrainOptions(is_balanced=False))
+    fleet = csdctl.load_fleet("fleet.yaml")
+    discovered = csdctl.discover(fleet)
+    prepared = csdctl.prepare(job, fleet)
+    verified = csdctl.verify(job, fleet)
+    events: list[dict[str, object]] = []
+    options = csdctl.TrainOptions(is_balanced=False, max_steps=20)
+    csdctl.train(job, fleet, batch_size=32, options=options)
+    run = csdctl.train(job, resume="latest", callbacks=[events.append])
     model = run.model(custom_objects={"Scaled": Scaled})
     own_loss, own_accuracy = model.evaluate(x[:100], y[:100], verbose=0)
     report = run.report()
@@ -50,6 +54,11 @@ if __name__ == "__main__":
                 "loss": own_loss,
                 "accuracy": own_accuracy,
                 "state": report.state,
+                "machines": sorted(discovered.facts),
+                "num_public": prepared.public.num_samples,
+                "verified": list(verified.nodes),
+                "same_run": csdctl.load_run() == csdctl.load_run(run.id) == run,
+                "epochs_seen": [e["epoch"] for e in events if e["event"] == "EpochEnd" and e["rank"] == 0],
                 "nodes": [rank.node for rank in report.ranks],
             }
         ),

@@ -2,38 +2,62 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from csdctl import load_run
 from tests.emulated.running import csdctl
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 PROGRAM = Path(__file__).parent / "api_program.py"
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Iterator[Path]:
+ENOUGH = """
+import csdctl
+
+
+def enough(event):
+    print(event["event"], flush=True)
+    if event["event"] == "EpochEnd":
+        return csdctl.STOP
+
+
+def wrong(event):
+    raise KeyError(event["event"])
+"""
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job directory beside the fleet that the script uses."""
-    done = csdctl(tmp_path, "emulate", "up", "--nodes", "2", "--cpu", "0.5")
+    path = tmp_path_factory.mktemp("api")
+    done = csdctl(path, "emulate", "up", "--nodes", "2", "--cpu", "0.5")
     assert done.returncode == 0, done.stderr
-    yield tmp_path
-    csdctl(tmp_path, "emulate", "down")
+    yield path
+    csdctl(path, "emulate", "down")
 
 
 def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory: Path) -> None:
     quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, PROGRAM, directory], capture_output=True, text=True, env=quiet, check=False
+        [sys.executable, PROGRAM], cwd=directory, capture_output=True, text=True, env=quiet, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "code for the nodes: own_layers.py" in done.stdout
     [line] = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     result = json.loads(line.removeprefix("RESULT "))
     assert (result["state"], result["nodes"]) == ("done", ["host", "csd0", "csd1"])
+    assert result["machines"] == ["csd0", "csd1", "host"]
+    assert (result["num_public"], result["verified"]) == (600, result["nodes"])
+    assert result["same_run"]
+    # 600 samples in steps of 96: the first 20 steps end in the third epoch, which the resumed run completes.
+    assert result["epochs_seen"] == [3]
     history = result["history"]
     assert set(history) == {"loss", "accuracy", "val_loss", "val_accuracy"}
     assert [len(values) for values in history.values()] == [3] * 4
@@ -41,3 +65,34 @@ def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory
     # Keras' own evaluation of the saved model is what the run has reported.
     assert result["loss"] == pytest.approx(history["val_loss"][-1], rel=1e-4)
     assert result["accuracy"] == pytest.approx(history["val_accuracy"][-1])
+
+
+def test_callback_of_the_command_line_stops_a_run_that_can_be_resumed(directory: Path) -> None:
+    job = yaml.safe_load((directory / "job.yaml").read_text())  # of the script above
+    job["recipe"]["epochs"] = 100_000
+    (directory / "endless.yaml").write_text(yaml.safe_dump(job))
+    (directory / "enough.py").write_text(ENOUGH)
+    callbacks = ("--callback", "enough.py:wrong", "--callback", "enough.py:enough")
+    done = csdctl(directory, "train", "endless.yaml", "--batch-size", "32", "--skip-doctor", *callbacks)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    for line in (
+        "callback wrong failed at Ready, and the run continues: KeyError: 'Ready' (enough.py, line 12)",
+        "callback enough stops the run at EpochEnd",
+    ):
+        assert done.stdout.count(line) == 1, done.stdout
+    assert re.search(r"^callback wrong failed at \d+ events$", done.stdout, re.MULTILINE)
+    assert {"Ready", "Joined", "EpochEnd", "CheckpointSaved", "Finished"} <= set(done.stdout.split())
+    run = load_run("latest", directory)
+    assert (run.report().state, run.directory.model.exists()) == ("stopped", True)
+    assert f"to resume: csdctl train --resume {run.id}" in done.stdout
+    resumed = csdctl(
+        directory, "train", "endless.yaml", "--resume", run.id, "--skip-doctor", "--max-steps", "1", "--json"
+    )
+    assert resumed.returncode == 0, resumed.stderr
+
+
+def test_callback_that_cannot_be_loaded_is_refused_before_anything_runs(directory: Path) -> None:
+    done = csdctl(directory, "train", "--callback", "missing.py:enough")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "the file of callback missing.py:enough does not exist" in done.stderr

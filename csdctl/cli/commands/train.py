@@ -29,12 +29,14 @@ def train(
     keep: options.KeepOption = 3,
     start_deadline: options.StartDeadlineOption = 300.0,
     silence_deadline: options.SilenceDeadlineOption = 300.0,
+    callback: options.CallbackOption = None,
     skip_doctor: options.SkipDoctorOption = False,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
 ) -> None:
     """Train synchronously on the host and all nodes, each with its own batch size."""
+    from csdctl.cli.callback_files import load_callback
     from csdctl.cli.render.training import TrainingScreen
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
@@ -52,6 +54,7 @@ def train(
         checkpoint_seconds,
         keep,
         collective,
+        tuple(load_callback(reference) for reference in callback or ()),
         way,
         feature_precision,
     )

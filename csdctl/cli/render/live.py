@@ -1,4 +1,4 @@
-"""A run while it trains: a live table on a terminal, plain lines elsewhere."""
+"""A run while it trains: a live table on a terminal and in a notebook, plain lines elsewhere."""
 
 import time
 from dataclasses import dataclass
@@ -53,7 +53,8 @@ class TrainingView(View):
         self._first_step: int | None = None
         self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
         self._rows = {rank.rank: _RankRow() for rank in spec.ranks}
-        self._last: Progress | None = None
+        self._last: Progress | EpochEnd | None = None
+        self._last_step = 0
         self._rate: float | None = None
         self._start = self._printed_at = time.monotonic()
         self._live = live_on(console, self._render)
@@ -67,9 +68,12 @@ class TrainingView(View):
         elif isinstance(event, Joined):
             self._show_joined(event)
         elif isinstance(event, Progress):
-            self._show_progress(event, row)
-        elif isinstance(event, EpochEnd) and event.rank == 0:
-            self._print(_format_epoch(event, self._spec.recipe.epochs))
+            self._show_totals(event, event.step, row)
+            self._print_headline_if_due(event)
+        elif isinstance(event, EpochEnd):
+            self._show_totals(event, self._steps_per_epoch, row)
+            if event.rank == 0:
+                self._print(_format_epoch(event, self._spec.recipe.epochs))
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
             self._print(self._format_rebalanced(event))
@@ -124,23 +128,28 @@ class TrainingView(View):
     def _count_steps(self, epoch: int, step: int) -> int:
         return (epoch - 1) * self._steps_per_epoch + step
 
-    def _show_progress(self, event: Progress, row: _RankRow) -> None:
+    def _show_totals(self, event: Progress | EpochEnd, step: int, row: _RankRow) -> None:
+        """Show what a rank has done up to `step` of an epoch; a short epoch has only its end."""
         row.state = "training"
-        row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
+        if event.steps:
+            row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
         row.rate = event.samples / event.wall_s if event.wall_s else None
         if event.rank == 0:
-            self._last = event
+            self._last, self._last_step = event, step
             self._rate = event.global_samples / event.wall_s if event.wall_s else None
-            if self._live is None and time.monotonic() - self._printed_at >= PLAIN_INTERVAL_S:
-                self._printed_at = time.monotonic()
-                self._print(self._headline())
+
+    def _print_headline_if_due(self, event: Progress) -> None:
+        is_due = time.monotonic() - self._printed_at >= PLAIN_INTERVAL_S
+        if event.rank == 0 and self._live is None and is_due:
+            self._printed_at = time.monotonic()
+            self._print(self._headline())
 
     def _print(self, line: str) -> None:
         target = self._live.console if self._live else self._console
         target.print(line, soft_wrap=True)
 
     def _done_steps(self) -> int:
-        return self._count_steps(self._last.epoch, self._last.step) if self._last else 0
+        return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
 
     def _headline(self) -> str:
         if self._last is None:
@@ -154,7 +163,7 @@ class TrainingView(View):
         left = (time.monotonic() - self._start) * max(0, total - done) / done_here
         return (
             f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
-            f"step {self._last.step}/{self._steps_per_epoch}  "
+            f"step {self._last_step}/{self._steps_per_epoch}  "
             f"loss {format_loss(self._last.loss)}  accuracy {format_accuracy(self._last.accuracy)}  "
             f"{format_rate(self._rate)} samples/s  {format_seconds(left)} left"
         )

@@ -3,6 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Group
 from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
@@ -26,6 +27,13 @@ def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> Non
 
 def render_report(console: PrintableConsole, summary: RunSummary) -> None:
     """Print a row for each rank, then the totals."""
+    console.print(report_of(summary))
+    for failure in summary.failures:
+        console.print(f"failed: {failure}", style="red")
+
+
+def report_of(summary: RunSummary) -> Group:
+    """Return the tables of a report."""
     title = f"run {summary.run_id}: {summary.state}" + (" (emulated fleet)" if summary.emulated else "")
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("rank", justify="right")
@@ -43,13 +51,10 @@ def render_report(console: PrintableConsole, summary: RunSummary) -> None:
             format_rate(rank.alone_samples_per_s),
             format_share(rank.waiting),
         )
-    console.print(table)
     totals = Table.grid(padding=(0, 2))
     for name, value in _totals(summary):
         totals.add_row(name, value)
-    console.print(totals)
-    for failure in summary.failures:
-        console.print(f"failed: {failure}", style="red")
+    return Group(table, totals)
 
 
 def _totals(summary: RunSummary) -> list[tuple[str, str]]:

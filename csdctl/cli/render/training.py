@@ -1,7 +1,6 @@
 """The output of `csdctl train`: messages, preflight, progress of preparing, live view."""
 
 from contextlib import ExitStack
-from dataclasses import asdict
 from types import TracebackType
 
 from csdctl.cli.render.live import TrainingView
@@ -15,7 +14,7 @@ from csdctl.reporting.differential_privacy import Privacy, plan_privacy
 from csdctl.reporting.numbers import format_accuracy, format_bytes, format_rate, format_share
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
-from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.events import Event, event_document
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.preflight.examination import Examination, describe
 from csdctl.workflows.train.session import TrainResult
@@ -74,7 +73,7 @@ class TrainingScreen(PreparationScreen):
 
     def on_event(self, event: Event) -> None:
         """Show one event."""
-        self._streams.result_line({"event": type(event).__name__, **asdict(event)})
+        self._streams.result_line(event_document(event))
         if self._view:
             self._view.show(event)
 
@@ -96,6 +95,8 @@ class TrainingScreen(PreparationScreen):
         if summary.privacy:
             self._show_privacy(summary.privacy, "released: ")
         self.say(f"run directory: {path}")
+        if summary.state == "stopped":  # by a callback
+            self._say_resume(summary.run_id)
         self._streams.result_line(report_document(summary, path))
 
     def stopped(self, stopped: RunStopped) -> None:
@@ -106,8 +107,11 @@ class TrainingScreen(PreparationScreen):
         if stopped.summary.privacy:
             self._show_privacy(stopped.summary.privacy, "released so far: ")
         self.say(f"run directory: {self._run.path}")
-        self.say(f"to resume: csdctl train --resume {stopped.run_id}")
+        self._say_resume(stopped.run_id)
         self._streams.result_line(report_document(stopped.summary, str(self._run.path)))
+
+    def _say_resume(self, run_id: str) -> None:
+        self.say(f"to resume: csdctl train --resume {run_id}")
 
     def _show_privacy(self, privacy: Privacy, when: str) -> None:
         for line in format_epsilon(privacy):

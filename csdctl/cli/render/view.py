@@ -12,12 +12,13 @@ from rich.live import Live
 from rich.progress import Progress, ProgressColumn, TextColumn
 
 from csdctl.cli.console import PrintableConsole
+from csdctl.cli.render.notebook import NotebookLive
 
 
 class View:
-    """A context manager around a live display; None where there is no terminal."""
+    """A context manager around a live display; None where there is neither terminal nor notebook."""
 
-    def __init__(self, display: Live | Progress | None) -> None:
+    def __init__(self, display: Live | NotebookLive | Progress | None) -> None:
         self.__display = display
 
     def __enter__(self) -> Self:
@@ -50,8 +51,10 @@ def text_column(text_format: str, *, style: str = "none") -> TextColumn:
     return TextColumn(text_format, style=style, markup=False)
 
 
-def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | None:
-    """Draw what `render` returns several times a second on a terminal; return None elsewhere."""
+def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
+    """Draw what `render` returns several times a second on a terminal or in a notebook; else None."""
+    if console.is_notebook:
+        return NotebookLive(console, render)
     if not console.is_terminal:
         return None
     return Live(

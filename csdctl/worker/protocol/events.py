@@ -330,10 +330,14 @@ EVENTS: dict[str, type[Event]] = {
 }
 
 
+def event_document(event: Event) -> dict[str, Any]:
+    """Return an event as `event` (its type) and its fields by name."""
+    return {"event": type(event).__name__, **dataclasses.asdict(event)}
+
+
 def event_to_line(event: Event) -> str:
     """Return an event as the line that the worker prints."""
-    content = {"event": type(event).__name__, **dataclasses.asdict(event)}
-    return EVENT_PREFIX + json.dumps(content, separators=(",", ":"), allow_nan=True)
+    return EVENT_PREFIX + json.dumps(event_document(event), separators=(",", ":"), allow_nan=True)
 
 
 def event_from_line(line: str) -> Event | None:

@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.tasks.position import CallbackState
 
@@ -26,8 +27,13 @@ def after_epoch(
     `results` are the epoch's loss and metrics; those of the validation data start with `validation_`. The
     best model is that with the best monitored value of early stopping, else with the lowest validation
     loss, else (without validation data) with the lowest training loss.
+
+    Raises WorkerError when a callback monitors what the run does not have.
     """
     stopping, plateau = recipe.early_stopping, recipe.reduce_on_plateau
+    for name, monitored in (("early_stopping", stopping), ("reduce_on_plateau", plateau)):
+        if monitored:
+            _check_monitor(name, monitored.monitor, results)
     monitor = stopping.monitor if stopping else "validation_loss"
     value = _value(results, monitor)
     is_best = value is not None and _is_gain(
@@ -50,6 +56,15 @@ def after_epoch(
             factor = max(plateau.min_factor, now.rate_factor * plateau.factor)
             now = dataclasses.replace(now, rate_factor=factor, epochs_on_plateau=0)
     return now, is_best
+
+
+def _check_monitor(name: str, monitor: str, results: Mapping[str, float | None]) -> None:
+    """Raise WorkerError for a metric that does not exist: it would count as one that never improves."""
+    if not {monitor, monitor.removeprefix("validation_")} & results.keys():
+        raise WorkerError(
+            f"recipe.{name} monitors {monitor!r}, which is not among the results of an epoch",
+            remedy=f"one of {', '.join(results)}",
+        )
 
 
 def _value(results: Mapping[str, float | None], monitor: str) -> float | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
+from csdctl.supervision.event_callbacks import Callback
 from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
@@ -22,15 +23,21 @@ class TrainOptions:
 
     deadlines: Deadlines = Deadlines()
     max_steps: int | None = None
+    """Stop after this many steps."""
     min_nodes: int = 1
     """The run ends when fewer nodes are left; it can be resumed."""
     is_balanced: bool = True
     """Whether batch sizes are adjusted when a node's speed changes."""
     checkpoint_interval_s: float = 600.0
+    """Between two checkpoints; there is also one after each epoch."""
     num_checkpoints: int = 3
     """Checkpoints to keep, besides the best."""
     collective: str = MEASURED
+    """How gradients are summed, as `csdctl train --collective`."""
+    callbacks: tuple[Callback, ...] = ()
+    """Called with every event of the run, in threads of their own."""
     way: str = DATA_PARALLEL
+    """What is computed where: `data-parallel` or `features`."""
     precision: str = FLOAT32
     """The type that features are stored in."""
 
@@ -41,6 +48,12 @@ class TrainOptions:
             )
         _check_choice("way", self.way, WAYS)
         check_precision(self.precision)
+        for callback in self.callbacks:
+            if not callable(callback):
+                raise InputError(
+                    f"received a {type(callback).__name__} as callback, expected a function of one event",
+                    remedy="early stopping and reduce on plateau are part of the job's recipe",
+                )
         for name, value, least in (
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),

@@ -48,8 +48,9 @@ def run_ranks(
     on_delivery: OnDelivery,
     on_event: OnEvent,
     attached: Mapping[str, AttachRank] | None = None,
-) -> bool:
-    """Run the ranks to their end; return whether the user stopped them.
+    should_stop: Callable[[], bool] = lambda: False,
+) -> str:
+    """Run the ranks to their end; return who stopped them (`Supervisor.stopped_by`).
 
     On machines in `attached` no process is started: the process running there takes part, and keeps running.
     Raises RunError, DeadlineError, InputError or PartialError.
@@ -87,7 +88,8 @@ def run_ranks(
             attached or {},
             space.ledger.add,
         )
-        supervisor = Supervisor(_build_setup(inputs, starter, options, nodes), handle_event)
+        setup = replace(_build_setup(inputs, starter, options, nodes), should_stop=should_stop)
+        supervisor = Supervisor(setup, handle_event)
         try:
             supervisor.run()
         finally:
@@ -96,7 +98,7 @@ def run_ranks(
             space.ledger.run = run.run_id
             space.ledger.add(add_rank_traffic(traffic.values(), [rank.node for rank in spec.ranks]))
             space.ledger.add(add_mpirun_traffic(supervisor.outcomes, fleet))
-    return supervisor.is_stopping
+    return supervisor.stopped_by
 
 
 def _build_setup(

@@ -16,6 +16,8 @@ from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
 from csdctl.runs.step_file import keep_step_file
 from csdctl.shipping.deliver import Delivery
+from csdctl.supervision.event_callbacks import EventCallbacks
+from csdctl.supervision.supervisor import USER
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
@@ -50,10 +52,10 @@ class RunObserver(Protocol):
 
 
 class RunStopped(KeyboardInterrupt):
-    """The user has stopped the run; its state is kept."""
+    """The user has interrupted the run; its state is kept."""
 
     def __init__(self, run_id: str, summary: RunSummary) -> None:
-        super().__init__(run_id)
+        super().__init__(f"run {run_id} was interrupted; `csdctl train --resume {run_id}` continues it")
         self.run_id = run_id
         self.summary = summary
 
@@ -105,26 +107,41 @@ def use_features(inputs: RunInputs, space: Workspace, precision: str, observer: 
 def run_to_end(
     inputs: RunInputs, num_steps: int, space: Workspace, options: TrainOptions, observer: RunObserver
 ) -> RunSummary:
-    """Run the ranks, log their events, and add them up; raises what `train` raises."""
+    """Run the ranks, log their events, and add them up; raises what `train` raises.
+
+    A run that a callback has stopped returns as one that has come to its end; its state is kept.
+    """
     run = inputs.directory
     observer.on_start(run, inputs.spec, num_steps)
     log = EventLog(run)
+    is_done = is_interrupted = False
+    with EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks:
 
-    def record(event: Event) -> None:
-        log.append(time.time(), event)
-        observer.on_event(event)
+        def record(event: Event) -> None:
+            time_s = time.time()
+            log.append(time_s, event)
+            observer.on_event(event)
+            callbacks.put(time_s, event)
 
-    is_stopped, is_done = False, False
-    try:
-        is_stopped = run_ranks(inputs, space, options, observer.on_delivery, record)
-        is_done = not is_stopped
-    except KeyboardInterrupt:
-        is_stopped = True  # the ranks were ended at once; the state of the last completed step is kept
-    finally:
-        log.close()
-        settle_step_file(inputs, is_done=is_done)
+        try:
+            stopped_by = run_ranks(
+                inputs,
+                space,
+                options,
+                observer.on_delivery,
+                record,
+                should_stop=lambda: callbacks.has_stopped,
+            )
+            is_done, is_interrupted = not stopped_by, stopped_by == USER
+        except KeyboardInterrupt:
+            is_interrupted = (
+                True  # the ranks were ended at once; the state of the last completed step is kept
+            )
+        finally:
+            log.close()
+            settle_step_file(inputs, is_done=is_done)
     summary = summarize_run(run)
-    if is_stopped:
+    if is_interrupted:
         raise RunStopped(run.run_id, summary)
     return summary
 

@@ -216,6 +216,11 @@ class TestViewOnATerminal:
     def test_end_of_epoch_is_printed(self) -> None:
         assert "epoch 1/2" in self.shown(*READY, EPOCH_END)
 
+    def test_epoch_too_short_for_progress_is_shown_by_its_end(self) -> None:
+        table = self.shown(*READY, EPOCH_END).rpartition("emulated fleet")[2]
+        assert "epoch 1/2  step 10/10  loss 1.5000" in table
+        assert "first step" not in table
+
 
 class TestNumbers:
     @pytest.mark.parametrize(

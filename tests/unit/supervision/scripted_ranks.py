@@ -165,6 +165,7 @@ class Fleet:
         """The groups for which mpirun was started."""
         self.min_nodes = 0
         self.absent: tuple[int, ...] = ()
+        self.should_stop = False
         self.patience = SHORT_PATIENCE
         self.events: list[Event] = []
         self.restart: Callable[[int, OnMessage], ScriptedRank] = self._restart
@@ -211,6 +212,7 @@ class Fleet:
             min_nodes=self.min_nodes,
             patience=self.patience,
             absent=self.absent,
+            should_stop=lambda: self.should_stop,
         )
         return Supervisor(setup, self._record)
 

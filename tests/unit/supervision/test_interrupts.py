@@ -1,9 +1,13 @@
-"""Ctrl-C: the first one lets the ranks finish their step, the second one ends everything."""
+"""Ctrl-C: the first one lets the ranks finish their step, the second one ends everything.
+
+A callback can ask for the same end as the first one.
+"""
 
 import pytest
 
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.supervision.links import Links
+from csdctl.supervision.supervisor import CALLBACK, USER
 from csdctl.worker.protocol.events import Event, Finished, Joined, LinkLost, NodeBack, Progress, Ready
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, press_ctrl_c
@@ -24,7 +28,23 @@ def test_first_interrupt_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
     fleet.scripts[1] = lambda fleet: fleet.rank(0).step()
     supervisor = fleet.supervise()
     supervisor.run()
-    assert supervisor.is_stopping
+    assert supervisor.stopped_by == USER
+    assert len(orders_of(fleet.rank(0), Stop)) == 1
+    assert not orders_of(fleet.rank(1), Stop)
+
+
+def test_callback_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
+    def ask(event: Event) -> None:
+        fleet.should_stop = True  # from the first event on: long before there is a step to finish
+
+    def finish_when_told(rank: ScriptedRank, order: Order) -> None:
+        if isinstance(order, Stop):
+            fleet.finish()
+
+    fleet.on_event, fleet.on_order = ask, finish_when_told
+    supervisor = fleet.supervise()
+    supervisor.run()
+    assert supervisor.stopped_by == CALLBACK
     assert len(orders_of(fleet.rank(0), Stop)) == 1
     assert not orders_of(fleet.rank(1), Stop)
 
@@ -132,5 +152,5 @@ def test_interrupt_while_an_event_is_recorded_does_not_lose_the_event(
     fleet.scripts = {1: break_after_a_step, 2: Fleet.finish}
     supervisor = fleet.supervise()
     supervisor.run()
-    assert supervisor.is_stopping
+    assert supervisor.stopped_by == USER
     assert fleet.nodes_of(event_type).count("host") == (2 if event_type is Joined else 1)

@@ -1,5 +1,8 @@
 """Early stopping and reduce on plateau over made-up results."""
 
+import pytest
+
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.callbacks import after_epoch, is_higher_better
 from csdctl.worker.tasks.position import CallbackState
@@ -51,3 +54,17 @@ def test_nan_loss_is_not_an_improvement() -> None:
         True,
         False,
     ]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Recipe(early_stopping=EarlyStopping("accurancy")),
+        Recipe(reduce_on_plateau=ReduceOnPlateau("accurancy")),
+    ],
+    ids=["early_stopping", "reduce_on_plateau"],
+)
+def test_unknown_metric_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(WorkerError, match="monitors 'accurancy', which is not among the results") as caught:
+        after_epoch(recipe, CallbackState(), 1, {"loss": 1.0, "validation_loss": None})
+    assert caught.value.remedy == "one of loss, validation_loss"

@@ -1,0 +1,159 @@
+"""The notebook of the docs in a real kernel, cell by cell, and what its reader gets to see."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jupyter_client
+import nbclient
+import nbformat
+import pytest
+
+from tests.emulated.running import csdctl
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(600)]
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.ipynb"
+CELL_DEADLINE_S = 400
+ENDLESS = """
+import csdctl, numpy as np, keras
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3, activation="softmax")])
+model.compile("sgd", "sparse_categorical_crossentropy")
+x = np.random.default_rng(0).random((600, 8), np.float32)
+job = csdctl.Job.from_model(model, (x, x[:, :3].argmax(axis=1)), epochs=100_000)
+"""
+INTERRUPTED = """
+def tell(event):
+    if event["event"] == "Progress" and event["step"]:
+        print("it trains", flush=True)
+
+csdctl.train(job, batch_size=32, callbacks=[tell])
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A kernel that neither reads nor writes the settings of the user."""
+    directory = tmp_path_factory.mktemp("jupyter")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"):
+            patch.setenv(name, str(directory / name))
+        patch.setenv("TF_CPP_MIN_LOG_LEVEL", "3")
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        yield
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The notebook after all of its cells have run."""
+    directory = tmp_path_factory.mktemp("notebook")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(
+        notebook,
+        timeout=CELL_DEADLINE_S,
+        kernel_name="python3",
+        coalesce_streams=True,  # as a notebook does: lines that follow each other are one output
+        resources={"metadata": {"path": str(directory)}},
+    )
+    try:
+        client.execute()
+        yield notebook
+    finally:
+        csdctl(directory, "emulate", "down")
+
+
+def outputs_of(notebook: Any, code: str) -> list[Any]:
+    """Return the outputs of the cell with `code`."""
+    [cell] = [cell for cell in notebook.cells if cell.cell_type == "code" and code in cell.source]
+    return list(cell.outputs)
+
+
+def text_of(outputs: list[Any]) -> str:
+    return "".join(output.text for output in outputs if output.output_type == "stream")
+
+
+class TestNotebook:
+    def test_trained_model_is_as_good_as_that_of_fit(self, executed: Any) -> None:
+        shown = text_of(outputs_of(executed, "by_fit"))
+        found = re.search(r"accuracy: csdctl ([\d.]+), model.fit ([\d.]+)", shown)
+        assert found, shown
+        by_csdctl, by_fit = map(float, found.groups())
+        assert min(by_csdctl, by_fit) > 0.9
+        assert abs(by_csdctl - by_fit) < 0.06
+
+    def test_history_has_every_epoch(self, executed: Any) -> None:
+        shown = text_of(outputs_of(executed, "run.history.items()")).splitlines()
+        names = [line.split()[0] for line in shown[:4]]
+        assert sorted(names) == ["accuracy", "loss", "val_accuracy", "val_loss"]
+        assert [len(line.split()) for line in shown[:4]] == [5] * 4
+
+    def test_callback_has_had_the_events(self, executed: Any) -> None:
+        shown = outputs_of(executed, "run.history.items()")[-1].data["text/plain"]
+        counts = dict(re.findall(r"'(\w+)': (\d+)", shown))
+        assert counts["EpochEnd"] == str(4 * int(counts["Finished"])), shown
+
+    def test_training_shows_one_table_and_ends_with_its_result(self, executed: Any) -> None:
+        outputs = outputs_of(executed, "run = csdctl.train(")
+        tables = [output for output in outputs if output.output_type == "display_data"]
+        assert len(tables) == 1
+        # Text that comes one after the other is one output; the table divides it.
+        assert len(outputs) <= 4, [output.output_type for output in outputs]
+        table = tables[0].data
+        assert set(table) == {"text/html", "text/plain"}
+        assert "epoch 4/4" in table["text/plain"]
+        assert re.search(r"host .* done", table["text/plain"])
+        text = text_of(outputs)
+        assert "ipywidgets" not in text
+        assert "\x1b[?" not in text  # moves no cursor
+        assert [line for line in text.splitlines() if line.startswith("epoch ")][-1].startswith(
+            "epoch 4/4: loss"
+        )
+        assert re.search(r"^done: .* samples/s", text, re.MULTILINE)
+        assert len(text.splitlines()) < 60
+
+    def test_commands_before_training_are_plain_text(self, executed: Any) -> None:
+        outputs = outputs_of(executed, "csdctl.tune(")
+        assert {output.output_type for output in outputs} == {"stream"}
+        assert "samples/s" in text_of(outputs)
+
+    def test_run_is_shown_as_its_report(self, executed: Any) -> None:
+        [cell] = [cell for cell in executed.cells if cell.source == "run"]
+        html = cell.outputs[0].data["text/html"]
+        assert "(emulated fleet)" in html
+        assert "host" in html
+        assert outputs_of(executed, "report.state")[0].data["text/plain"] == "('done', True)"
+
+    def test_nothing_is_said_on_standard_error(self, executed: Any) -> None:
+        outputs = outputs_of(executed, "csdctl.tune(") + outputs_of(executed, "csdctl.train(")
+        assert [output.text for output in outputs if output.get("name") == "stderr"] == []
+
+
+def test_interrupted_cell_stops_the_run_in_order(tmp_path: Path) -> None:
+    done = csdctl(tmp_path, "emulate", "up", "--nodes", "1", "--cpu", "0.5")
+    assert done.returncode == 0, done.stderr
+    manager, client = jupyter_client.manager.start_new_kernel(cwd=str(tmp_path))
+    said: list[str] = []
+
+    def interrupt_once(message: Any) -> None:
+        said.append(str(message["content"].get("text", "")))
+        if "it trains" in said[-1] and not manager.has_been_interrupted:
+            manager.has_been_interrupted = True
+            manager.interrupt_kernel()
+
+    manager.has_been_interrupted = False
+    try:
+        client.execute_interactive(ENDLESS, timeout=CELL_DEADLINE_S, output_hook=lambda _: None)
+        reply = client.execute_interactive(INTERRUPTED, timeout=CELL_DEADLINE_S, output_hook=interrupt_once)
+        assert reply["content"]["ename"] == "RunStopped", "".join(said)
+        assert "stopped; the state of the last completed step is kept" in "".join(said)
+        state = client.execute_interactive(
+            "run = csdctl.load_run()",
+            user_expressions={"found": "run.report().state, type(run.model()).__name__"},
+            timeout=CELL_DEADLINE_S,
+        )
+        found = state["content"]["user_expressions"]["found"]
+        assert found.get("data", found) == {"text/plain": "('stopped', 'Sequential')"}
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+        csdctl(tmp_path, "emulate", "down")

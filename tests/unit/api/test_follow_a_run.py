@@ -1,0 +1,64 @@
+"""The callbacks that docs/how-to/follow-a-run.md shows do what it says."""
+
+import csv
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import csdctl
+from csdctl.worker.protocol.events import EpochEnd, Event, Ready, event_document
+
+PAGE = Path(__file__).parents[3] / "docs" / "how-to" / "follow-a-run.md"
+END = EpochEnd(
+    0, "host", 2, 10, 80, 1.0, 0.1, 1.1, "hash", loss=0.5, validation_loss=0.25, validation_accuracy=0.96
+)
+
+
+def shown(name: str) -> Callable[[dict[str, Any]], object]:
+    """Return the callback `name` of the page."""
+    [block] = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+        if f"def {name}(" in block
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(block, str(PAGE), "exec"), names)
+    found: Callable[[dict[str, Any]], object] = names[name]
+    return found
+
+
+def document(event: Event) -> dict[str, Any]:
+    return {"run": "20261122-100000", "time": 1790.0, **event_document(event)}
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_epochs_as_csv(directory: Path) -> None:
+    to_csv = shown("to_csv")
+    for event in (Ready(0, "host", 100, 0.1), END, EpochEnd(1, "csd0", 2, 10, 80, 1.0, 0.1, 1.1, "hash")):
+        to_csv(document(event))
+    with (directory / "epochs.csv").open(newline="") as file:
+        assert list(csv.reader(file)) == [["20261122-100000", "2", "0.5", "0.25"]]
+
+
+def test_epochs_in_tensorboard(directory: Path) -> None:
+    pytest.importorskip("tensorboard", reason="not among csdctl's dependencies")
+    to_board = shown("to_board")
+    for event in (Ready(0, "host", 100, 0.1), END):
+        to_board(document(event))
+    [file] = (directory / "board" / "20261122-100000").iterdir()
+    assert b"validation_loss" in file.read_bytes()
+
+
+def test_run_is_stopped_when_it_is_good_enough() -> None:
+    when_good_enough = shown("when_good_enough")
+    assert when_good_enough(document(END)) is csdctl.STOP
+    assert when_good_enough(document(Ready(0, "host", 100, 0.1))) is None
+    assert when_good_enough(document(EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash"))) is None

@@ -1,0 +1,132 @@
+"""`import csdctl`: quick, complete, documented; jobs and fleets from files; runs and their errors."""
+
+import inspect
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import csdctl
+from csdctl import api
+from csdctl.api.reference import render_reference
+from csdctl.errors import InputError
+
+ROOT = Path(__file__).parents[3]
+PUBLIC = [name for name in csdctl.__all__ if name != "__version__"]
+HEAVY = ("tensorflow", "keras", "paramiko", "rich", "typer", "pydantic", "numpy", "yaml", "IPython")
+
+
+class SavedModel:
+    """Stands for a Keras model: `save` writes a file."""
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(b"PK")
+
+
+def imported_by(statement: str) -> set[str]:
+    """Return which of HEAVY a new Python has loaded after `statement`."""
+    program = f"{statement}\nimport sys, json\nprint(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return set(json.loads(done.stdout.splitlines()[-1])) & set(HEAVY)
+
+
+def test_import_loads_nothing_else() -> None:
+    assert imported_by("import csdctl; csdctl.__version__; dir(csdctl)") == set()
+
+
+def test_interface_loads_neither_tensorflow_nor_paramiko() -> None:
+    assert not imported_by("import csdctl; csdctl.train, csdctl.Job") & {
+        "tensorflow",
+        "keras",
+        "paramiko",
+        "IPython",
+    }
+
+
+def test_public_names_are_those_of_the_interface() -> None:
+    assert sorted(api.__all__) == sorted(PUBLIC)
+    assert set(PUBLIC) < set(dir(csdctl))
+    assert csdctl.errors.InputError is InputError
+    with pytest.raises(AttributeError, match="no attribute 'fit'"):
+        csdctl.fit  # noqa: B018
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_documented(name: str) -> None:
+    found = getattr(csdctl, name)
+    if name == "STOP":
+        return
+    assert inspect.getdoc(found)
+    for member, value in vars(found).items() if inspect.isclass(found) else ():
+        is_shown = isinstance(value, property | classmethod) or inspect.isfunction(value)
+        assert member.startswith("_") or not is_shown or inspect.getdoc(value), member
+
+
+def test_reference_matches_the_docstrings() -> None:
+    page = ROOT / "docs" / "reference" / "python.md"
+    assert page.read_text() == render_reference(), (
+        "docs/reference/python.md does not match. If the change is intended, accept it:\n"
+        "    .venv/bin/python -m csdctl.api.reference > docs/reference/python.md"
+    )
+    assert all(
+        f"### csdctl.{name}" in page.read_text() for name in PUBLIC if name not in ("STOP", "CsdctlError")
+    )
+
+
+class TestJob:
+    def test_job_of_a_file(self, tmp_path: Path) -> None:
+        made = from_model(tmp_path)
+        assert csdctl.Job(str(made.path)) == csdctl.Job(made.path) == made
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(csdctl.CsdctlError) as caught:
+            csdctl.Job(tmp_path / "job.yaml")
+        assert (caught.value.exit_code, "job.yaml" in caught.value.message) == (2, True)
+
+    def test_early_stopping_with_the_name_that_keras_uses(self, tmp_path: Path) -> None:
+        made = from_model(tmp_path, early_stopping=csdctl.EarlyStopping("val_accuracy", patience=np.int64(2)))
+        assert made.load().recipe.early_stopping == csdctl.EarlyStopping("validation_accuracy", 2, 0.0)
+
+    def test_object_in_the_recipe(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="received a SavedModel as recipe.optimizer, expected a value"):
+            from_model(tmp_path, optimizer=SavedModel())
+
+
+def from_model(directory: Path, **recipe: object) -> csdctl.Job:
+    x, y = np.zeros((4, 2), np.float32), np.zeros(4, np.int64)
+    return csdctl.Job.from_model(SavedModel(), (x, y), directory=directory, **recipe)
+
+
+class TestFleet:
+    def test_nodes_are_selected(self, tmp_path: Path) -> None:
+        path = tmp_path / "fleet.yaml"
+        path.write_text('nodes:\n  - {name: "csd[0-3]", address: "10.1.1.[2-5]"}\n')
+        assert csdctl.load_fleet(path, exclude=["csd[1-3]"]).machines == ("host", "csd0")
+
+    def test_missing_file(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="fleet.yaml"):
+            csdctl.load_fleet(tmp_path / "fleet.yaml")
+
+
+class TestRuns:
+    def test_no_run_yet(self, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="no runs in"):
+            csdctl.load_run(directory=tmp_path)
+
+    def test_run_without_a_model(self, tmp_path: Path) -> None:
+        (tmp_path / ".csdctl" / "runs" / "20261122-100000-000000").mkdir(parents=True)
+        run = csdctl.load_run("latest", tmp_path)
+        assert run.id == "20261122-100000-000000"
+        with pytest.raises(InputError, match="has no model.keras"):
+            run.model()
+        with pytest.raises(InputError, match="has no best.keras"):
+            run.model(best=True)
+
+
+def test_what_is_no_function_is_refused_as_callback() -> None:
+    with pytest.raises(InputError, match="received a EarlyStopping as callback") as caught:
+        csdctl.TrainOptions(callbacks=(csdctl.EarlyStopping(),))  # type: ignore[arg-type]
+    assert "recipe" in caught.value.remedy

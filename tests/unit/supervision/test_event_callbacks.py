@@ -1,0 +1,189 @@
+"""Callbacks over events: whatever the user's function does, the run is not delayed and not broken."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from csdctl.supervision.event_callbacks import MAX_WAITING, STOP, EventCallbacks
+from csdctl.worker.protocol.events import EpochEnd, Event, Progress, event_document
+
+pytestmark = pytest.mark.timeout(30)
+STEP = Progress(0, "host", 1, 1, 1, 8, 0.1, 0.1, 0.2, metrics={"accuracy": 0.5})
+EPOCH = EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash", loss=0.5)
+
+
+class Run:
+    """A run that sends events to callbacks; `said` has the messages."""
+
+    def __init__(self, *functions: Callable[[dict[str, Any]], object], end_wait_s: float = 20.0) -> None:
+        self.said: list[str] = []
+        self.callbacks = EventCallbacks(functions, "20261122-100000", self.said.append, end_wait_s)
+
+    def send(self, *events: Event) -> None:
+        with self.callbacks:
+            for event in events:
+                self.callbacks.put(1790.12341, event)
+
+
+def test_function_gets_every_event_in_order_as_documented() -> None:
+    received: list[dict[str, Any]] = []
+    run = Run(received.append)
+    run.send(STEP, EPOCH, STEP)
+    assert [event["event"] for event in received] == ["Progress", "EpochEnd", "Progress"]
+    assert received[1] == {"run": "20261122-100000", "time": 1790.1234, **event_document(EPOCH)}
+    assert run.said == []
+
+
+def test_function_cannot_change_what_others_see() -> None:
+    received: list[dict[str, Any]] = []
+
+    def clear(event: dict[str, Any]) -> None:
+        event["metrics"].clear()
+
+    Run(clear, received.append).send(STEP, STEP)
+    assert [event["metrics"] for event in received] == [{"accuracy": 0.5}] * 2
+    assert STEP.metrics == {"accuracy": 0.5}
+
+
+def test_functions_run_in_threads_of_their_own() -> None:
+    threads: set[int] = set()
+
+    def one(event: dict[str, Any]) -> None:
+        threads.add(threading.get_ident())
+
+    def other(event: dict[str, Any]) -> None:
+        threads.add(threading.get_ident())
+
+    Run(one, other).send(STEP)
+    assert len(threads - {threading.get_ident()}) == 2
+
+
+def test_failing_function_is_reported_once_and_gets_the_next_events() -> None:
+    received = []
+
+    def fail(event: dict[str, Any]) -> None:
+        received.append(event)
+        raise ValueError("no such column")
+
+    run = Run(fail)
+    run.send(EPOCH, STEP, STEP)
+    assert len(received) == 3
+    first, last = run.said
+    assert re.fullmatch(
+        r"callback fail failed at EpochEnd, and the run continues: ValueError: no such column "
+        r"\(test_event_callbacks.py, line \d+\)",
+        first,
+    )
+    assert last == "callback fail failed at 3 events"
+
+
+def test_function_that_exits_ends_neither_the_run_nor_its_thread() -> None:
+    received = []
+
+    def leave(event: dict[str, Any]) -> None:
+        received.append(event)
+        sys.exit("goodbye")
+
+    run = Run(leave)
+    run.send(STEP, STEP)
+    assert len(received) == 2
+    assert "SystemExit: goodbye" in run.said[0]
+
+
+def test_slow_function_misses_steps_and_keeps_the_rest() -> None:
+    may_go_on, received = threading.Event(), []
+
+    def wait(event: dict[str, Any]) -> None:
+        may_go_on.wait()
+        received.append(event["event"])
+
+    run = Run(wait)
+    with run.callbacks:
+        for _ in range(2 * MAX_WAITING):
+            run.callbacks.put(0.0, STEP)
+        for _ in range(MAX_WAITING // 4):
+            run.callbacks.put(0.0, EPOCH)
+        may_go_on.set()
+    assert received.count("EpochEnd") == MAX_WAITING // 4
+    missed = 2 * MAX_WAITING - received.count("Progress")
+    assert 0 < missed <= 2 * MAX_WAITING - MAX_WAITING // 2
+    assert run.said == [f"callback wait is slower than the run: it missed {missed:,} events"]
+
+
+def test_queue_is_bounded_for_all_events() -> None:
+    may_go_on, received = threading.Event(), []
+
+    def wait(event: dict[str, Any]) -> None:
+        may_go_on.wait()
+        received.append(event)
+
+    run = Run(wait)
+    with run.callbacks:
+        for _ in range(2 * MAX_WAITING):
+            run.callbacks.put(0.0, EPOCH)
+        may_go_on.set()
+    assert len(received) <= MAX_WAITING + 1
+
+
+def test_function_that_hangs_is_left_behind() -> None:
+    may_end, began = threading.Event(), threading.Event()
+    received = []
+
+    def hang(event: dict[str, Any]) -> None:
+        received.append(event)
+        began.set()
+        may_end.wait()
+
+    run = Run(hang, end_wait_s=0.05)
+    start = time.monotonic()
+    with run.callbacks:
+        run.callbacks.put(0.0, EPOCH)
+        began.wait()
+        run.callbacks.put(0.0, STEP)
+    assert time.monotonic() - start < 20
+    assert run.said == [
+        "callback hang did not finish EpochEnd and 1 more events within 0.05 s of the end of the run; "
+        "csdctl no longer waits for it"
+    ]
+    [thread] = [one for one in threading.enumerate() if one.name == "callback hang"]
+    assert thread.daemon
+    may_end.set()
+    thread.join()
+    assert len(received) == 1  # it gets nothing more, once the run is over
+
+
+def test_process_ends_while_a_function_hangs() -> None:
+    program = """
+import threading
+from csdctl.supervision.event_callbacks import EventCallbacks
+from csdctl.worker.protocol.events import Ready
+
+with EventCallbacks([lambda event: threading.Event().wait()], "run", print, 0.1) as callbacks:
+    callbacks.put(0.0, Ready(0, "host", 100, 0.1))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.endswith("csdctl no longer waits for it\n")
+
+
+def test_stop_is_asked_for_once() -> None:
+    run = Run(lambda event: STOP)
+    assert not run.callbacks.has_stopped
+    run.send(STEP, EPOCH)
+    assert run.callbacks.has_stopped
+    assert run.said == ["callback <lambda> stops the run at Progress"]
+
+
+@pytest.mark.parametrize("answer", [True, "stop", 1])
+def test_other_answers_do_not_stop_the_run(answer: object) -> None:
+    run = Run(lambda event: answer)
+    run.send(STEP)
+    assert not run.callbacks.has_stopped
