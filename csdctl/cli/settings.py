@@ -6,7 +6,7 @@ import typer
 
 from csdctl.fleet.model import Fleet, Host
 
-_SHOWN = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude")
+_SHOWN = ("fleet", "deadline", "connect_deadline", "mpi_deadline", "limit", "exclude", "job")
 _SOURCES = {
     "COMMANDLINE": "flag",
     "ENVIRONMENT": "environment",

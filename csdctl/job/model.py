@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,6 +24,8 @@ from csdctl.job.reading import (
     build_table,
     check_private_path,
     files_of,
+    find_imported,
+    python_files,
 )
 from csdctl.job.recipe import RecipeEntry, build_recipe, values_of
 from csdctl.worker.protocol.recipe import Noise, Recipe
@@ -77,17 +79,22 @@ class Job:
     def code_roots(self) -> tuple[Path, ...]:
         """Files and packages that the nodes get when the model needs them."""
         model = [self.model_file] if self.model_file and self.model_file.suffix == ".py" else []
-        named = files_of([*(term.name for term in self.recipe.losses.values()), *self.recipe.metrics])
+        losses = [term.name for term in self.recipe.losses.values()]
+        named = files_of([*losses, *self.recipe.metrics, self.recipe.augment])
         return tuple(dict.fromkeys([*model, *named, *self.code]))
+
+    @property
+    def augment_roots(self) -> tuple[Path, ...]:
+        """Those of `code_roots` that `data.augment` needs."""
+        files = files_of([self.recipe.augment])
+        return files + tuple(
+            root for file in files for root in find_imported(file, self.code_roots) if root not in files
+        )
 
     @property
     def code_files(self) -> tuple[Path, ...]:
         """All Python files of `code_roots`."""
-        return tuple(
-            file
-            for root in self.code_roots
-            for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root])
-        )
+        return python_files(self.code_roots)
 
     def fingerprint(self) -> str:
         """Return a hash of all inputs of a plan: model (with its file's content), data paths, recipe."""
@@ -155,6 +162,7 @@ class DataEntry(Document):
     tfrecord: RecordEntry | None = None
     csv: TableEntry | None = None
     weights: Literal["sample", "data-set"] = "sample"
+    augment: str = ""
 
     @field_validator("classes")
     @classmethod
@@ -192,6 +200,12 @@ def load_job(path: Path) -> Job:
     def on_host(written: Path) -> Path:
         return _resolve(directory, written, path)
 
+    def own(written: str) -> str:
+        return _own(written, directory, path)
+
+    recipe = build_recipe(file.recipe, file.data.input_range, own)
+    if file.data.augment:
+        recipe = replace(recipe, augment=_function(file.data.augment, directory, path))
     job = Job(
         path=path,
         model=_model_reference(file.model, directory, path),
@@ -203,7 +217,7 @@ def load_job(path: Path) -> Job:
         is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
         is_weighted_by_data_set=file.data.weights == "data-set",
         noise=values_of(Noise, file.data.private.noise) if file.data.private else None,
-        recipe=build_recipe(file.recipe, file.data.input_range, lambda name: _own(name, directory, path)),
+        recipe=recipe,
         code=tuple(_code_root(written, directory, path) for written in file.code),
         reading=_reading(file.data, directory, path),
     )

@@ -115,8 +115,13 @@ def find_imported(file: Path, roots: Sequence[Path]) -> tuple[Path, ...]:
             root = by_name.get(name)
             if root and root not in found:
                 found[root] = None
-                waiting += sorted(root.rglob("*.py")) if root.is_dir() else [root]
+                waiting += python_files([root])
     return tuple(found)
+
+
+def python_files(roots: Iterable[Path]) -> tuple[Path, ...]:
+    """Return all Python files of files and packages."""
+    return tuple(file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root]))
 
 
 def _imports_of(file: Path) -> set[str]:

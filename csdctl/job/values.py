@@ -26,6 +26,7 @@ def describe_job(job: Job) -> dict[str, Any]:
             },
             "validation": {"function": reading["validation_function"]},
             "input_range": recipe.pop("input_range"),
+            "augment": recipe.pop("augment"),
             "image": reading["picture"],
             "classes": reading["classes"],
             "tfrecord": reading["records"],

@@ -1,11 +1,13 @@
 """Probes of preflight checks, in the same round trip as facts: hostname, addresses, a test write."""
 
 import re
+from collections.abc import Sequence
 
 from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.network import parse_local_addresses
 from csdctl.notify import shorten
+from csdctl.probes.imports import imports_probe
 from csdctl.probes.machine import NUM_CLOCK_TRIPS, PROBES, measure_clock_trip, parse_facts
 from csdctl.probes.probe import MAX_NOTE, FactProbe, FactValues, build_command, build_known, parse_outputs
 from csdctl.transport.session import Session
@@ -29,20 +31,24 @@ done"""
 _COUNTS = re.compile(r"\s(\d+)\s+\d+\s+(\d+)\s+(?:\d+%|-)\s")
 
 
-def collect_condition(session: Session, python: str, *, deadline_s: float) -> tuple[Facts, Condition]:
-    """Measure facts and condition of the machine of `session`.
+def collect_condition(
+    session: Session, python: str, *, deadline_s: float, modules: Sequence[str] = ()
+) -> tuple[Facts, Condition]:
+    """Measure facts and condition of the machine of `session`; look for `modules` in its Python.
 
     Raises RemoteCommandError, DeadlineError or UnreachableError.
     """
-    completed = session.run(build_command((*PROBES, *CONDITION_PROBES), python), deadline_s=deadline_s)
+    probes = (*CONDITION_PROBES, *([imports_probe(modules)] if modules else []))
+    completed = session.run(build_command((*PROBES, *probes), python), deadline_s=deadline_s)
     completed.check(session.name, doing="probing", remedy="run `sh -c true` there manually")
     trips = [measure_clock_trip(session, deadline_s) for _ in range(NUM_CLOCK_TRIPS)]
-    return parse_facts(session.name, completed.output, trips), parse_condition(session.name, completed.output)
+    facts = parse_facts(session.name, completed.output, trips)
+    return facts, parse_condition(session.name, completed.output, probes)
 
 
-def parse_condition(name: str, output: str) -> Condition:
-    """Parse the condition of machine `name` from the output of its probes; pure."""
-    values, _ = parse_outputs(CONDITION_PROBES, output, name)
+def parse_condition(name: str, output: str, probes: Sequence[FactProbe] | None = None) -> Condition:
+    """Parse the condition of machine `name` from the output of `probes` (default: all); pure."""
+    values, _ = parse_outputs(probes or CONDITION_PROBES, output, name)
     condition, _ = build_known(Condition, name, values)
     return condition
 

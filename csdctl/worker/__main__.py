@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, extract, digest, probe, rank, link, mpi-check, and the sandbox's.
+"""The worker's commands: build, prepare, extract, augment, digest, probe, rank, link, mpi-check and the sandbox's.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
@@ -15,6 +15,7 @@ from pathlib import Path
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
+from csdctl.worker.protocol.augment import AugmentTrial
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
 from csdctl.worker.protocol.features import ExtractSpec
@@ -40,6 +41,8 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
     commands.add_parser("extract")
+    augment = commands.add_parser("augment")
+    augment.add_argument("--spec", required=True)
     digest = commands.add_parser("digest")
     digest.add_argument("--directory", required=True)
     probe = commands.add_parser("probe")
@@ -68,6 +71,7 @@ def main(arguments: list[str]) -> int:
         "build": _build,
         "prepare": _prepare,
         "extract": _extract,
+        "augment": _augment,
         "digest": _digest,
         "probe": _probe,
         "rank": _rank,
@@ -140,6 +144,16 @@ def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress],
         failed = WorkerError(f"{doing} failed: {type(error).__name__}")
     output.write_error(_error_line(failed))
     return failed.exit_code
+
+
+def _augment(options: argparse.Namespace) -> int:
+    from csdctl.worker.compute.augment_trial import try_augment
+    from csdctl.worker.compute.backend import load_backend
+
+    spec = from_json(AugmentTrial, options.spec)
+    load_backend()  # whose threads cannot be set any more once the user's code has imported it
+    print_answer(try_augment(spec))
+    return 0
 
 
 def _digest(options: argparse.Namespace) -> int:

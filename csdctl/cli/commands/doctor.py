@@ -1,5 +1,6 @@
 """`csdctl doctor`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -25,6 +26,16 @@ MpiDeadlineOption = Annotated[
 ]
 
 
+JobOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--job",
+        help="Also look for what the own code of this job imports; by default of job.yaml, if there is one.",
+        show_default=False,
+    ),
+]
+
+
 def doctor(
     context: typer.Context,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
@@ -34,20 +45,23 @@ def doctor(
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
+    job: JobOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Check that the machines can train together, and report how to fix what fails."""
     from csdctl.cli.invocation import Invocation
     from csdctl.cli.render.doctor import ExaminationView, doctor_document
     from csdctl.cli.settings import list_settings
+    from csdctl.workflows.data.imports import read_imports
     from csdctl.workflows.preflight.doctor import DoctorOptions, examine
 
     deadlines = DoctorOptions(deadline, connect_deadline, mpi_deadline)
     call = Invocation.start("doctor", fleet, limit, exclude, failed_from, json=json)
     streams = call.streams
     settings = list_settings(context, call.fleet)
+    imports = read_imports(job, streams.directory)
     with ExaminationView(streams.console, call.fleet, settings, is_verbose=streams.is_verbose) as view:
-        examination = examine(call.fleet, streams.directory, deadlines, view.show)
+        examination = examine(call.fleet, streams.directory, deadlines, view.show, imports)
     view.finish(examination)
     streams.result(doctor_document(examination, settings))
     examination.check()

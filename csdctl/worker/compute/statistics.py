@@ -146,11 +146,14 @@ class Seeds:
 
     def __init__(self, model: Any, seed: int, rank: int) -> None:
         self._generators = [*seed_generators(model), (UNTRACKED, global_seed_generator())]
-        self._seed = seed
+        self._seed, self._rank = seed, rank
         self._own_keys = self._keys(rank)
+        self.position = (0, rank)
+        """The step and the rank whose random states are set."""
 
     def set_step(self, step: int, rank: int | None = None) -> None:
         """Set the random states for step `step` of the run, counted from 0; of another rank when given."""
+        self.position = (step, self._rank if rank is None else rank)
         keys = self._own_keys if rank is None else self._keys(rank)
         for (_, generator), key in zip(self._generators, keys, strict=True):
             generator.state.assign([key, _first_counter(step)])

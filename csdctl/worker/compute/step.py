@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.keras_internals import regularization_losses
 from csdctl.worker.compute.noise import NoisySums
 from csdctl.worker.compute.objective import BatchLoss, Objective
@@ -75,6 +76,8 @@ class Step:
         """What the model's layers keep besides weights."""
         self.seeds = Seeds(model, recipe.seed, rank)
         """The random states of the model's layers."""
+        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
+        """The user's function that every training batch passes through."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         self.layout = VectorLayout(
@@ -129,9 +132,10 @@ class Step:
         It is written to `out` when given. With noise, `private_copies`, shape (p,), says that the first p
         samples are private, and how often each of them occurs among these.
         """
-        if private_copies is None or not len(private_copies) or not self.has_noise:
+        count = len(private_copies) if private_copies is not None and self.has_noise else 0
+        images, labels = self._augment(images, labels, count)
+        if private_copies is None or not count:
             return self._plain(images, labels, out)
-        count = len(private_copies)
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         self._plain(images[count:], labels[count:], vector)
         # Once per step, whatever the micro-batch size: each further noisy sum would reveal more.
@@ -139,6 +143,12 @@ class Step:
         self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
         vector[self.layout.count] += count * self._weight
         return vector
+
+    def _augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
+        """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
+        if self.augmentation is None:
+            return images, labels
+        return self.augmentation(images, labels, *self.seeds.position, num_single)
 
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
@@ -167,7 +177,8 @@ class Step:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
         if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
             return self.apply(self.local(images, labels, private_copies=private_copies))
-        return self._sums(np.asarray(self._alone(*self.objective.tensors(images, labels))))
+        batch = self._augment(images, labels)
+        return self._sums(np.asarray(self._alone(*self.objective.tensors(*batch))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""

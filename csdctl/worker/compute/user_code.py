@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -77,11 +78,21 @@ def import_packed(archive: str, modules: Sequence[str]) -> dict[str, Any]:
             _PACKED[name] = importlib.import_module(name)
         except BaseException as error:
             raise WorkerError(
-                f"the job's code cannot be imported here: {name}: {describe(error)}",
+                _missing_module(error, archive)
+                or f"the job's code cannot be imported here: {name}: {describe(error)}",
                 remedy="install what it imports, or add the user's own modules to `code` in job.yaml",
                 exit_code=2,
             ) from None
     return find_objects(lambda file: file.startswith(archive))
+
+
+def _missing_module(error: BaseException, archive: str) -> str:
+    """Return, in words that follow the machine's name, which module it lacks; '' for any other error."""
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return ""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    importers = [file.removeprefix(f"{archive}/") for file in files if file.startswith(f"{archive}/")]
+    return f"has no {error.name.partition('.')[0]}, which {importers[-1]} imports" if importers else ""
 
 
 def find_objects(is_users: Callable[[str], bool]) -> dict[str, Any]:

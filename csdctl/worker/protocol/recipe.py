@@ -75,6 +75,8 @@ class Recipe:
     """Range to which uint8 0…255 is scaled; None leaves the values unchanged."""
     freeze_until: str = ""
     """The layer that is not trained, with all that lead to it; '' leaves the model as it is."""
+    augment: str = ""
+    """`FILE.py:NAME` of the function that changes the samples of every training batch; '': none."""
     seed: int = 0
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""

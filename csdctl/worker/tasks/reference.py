@@ -159,6 +159,8 @@ class Reference:
         normalizing = self._step.states.find_normalizing(self._own[self._step.layout.statistics])
         named = {"random numbers": self.drawing, "normalization by the batch": normalizing}
         reasons = [f"{what} in {_list_names(names)}" for what, names in named.items() if names]
+        if augmentation := self._step.augmentation:
+            reasons.append(f"augmentation by {augmentation.name}")
         if len({rank.weight for rank in self._ranks}) > 1:
             reasons.append("samples of different weight on different ranks")
         return tuple(reason[:MAX_REASON_CHARS] for reason in reasons)

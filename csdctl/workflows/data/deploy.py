@@ -65,12 +65,17 @@ def deploy_parcel(
     *,
     directory: Path,
     dry_run: bool = False,
+    before: Callable[[Session], None] = lambda session: None,
     on_progress: OnDeliveryProgress = lambda progress: None,
     on_done: Callable[[Outcome[Delivery]], None] = lambda outcome: None,
 ) -> dict[str, Outcome[Delivery]]:
-    """Send `parcel` to every node of `fleet`; a failure is an outcome and does not stop the others."""
+    """Send `parcel` to every node of `fleet`; a failure is an outcome and does not stop the others.
+
+    `before` is called for each node first, and may raise its error.
+    """
 
     def send(session: Session) -> Delivery:
+        before(session)
         python = fleet.node(session.name).python
         return deliver(session, parcel, chunks, python=python, dry_run=dry_run, on_progress=on_progress)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from csdctl.fleet.model import Fleet
+from csdctl.job.imports import Needed, list_imports
 from csdctl.job.model import load_job
 from csdctl.notify import Say
 from csdctl.shipping.chunks import SharedChunks
@@ -14,6 +15,7 @@ from csdctl.shipping.parcel import FileTree, Parcel, pack_parcel
 from csdctl.shipping.tree import DEFAULT_IGNORED, TreeRequest, parse_tree
 from csdctl.transport.many import Outcome
 from csdctl.workflows.data.deploy import deploy_parcel, pack_trees
+from csdctl.workflows.data.imports import check_machine
 from csdctl.workflows.data.model import prepare_code
 
 
@@ -51,17 +53,21 @@ def deploy_request(
     Raises InputError when the job, or a tree, cannot be read.
     """
     chunks = SharedChunks()
+    needed: tuple[Needed, ...] = ()
     if request.trees:
         parcel = _pack_trees(request, chunks, observer)
     else:
-        files = prepare_code(load_job(request.job), directory, say)
-        parcel = pack_parcel([file.as_object() for file in files])
+        job = load_job(request.job)
+        worker, model = prepare_code(job, directory, say)
+        parcel = pack_parcel([file.as_object() for file in (worker, *model.files)])
+        needed = list_imports(job, model.info.needs_code).nodes
     return deploy_parcel(
         parcel,
         chunks,
         fleet,
         directory=directory,
         dry_run=request.is_dry_run,
+        before=lambda session: check_machine(session, fleet, needed),
         on_progress=observer.advance,
         on_done=observer.finish,
     )

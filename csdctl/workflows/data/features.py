@@ -61,6 +61,11 @@ class FeatureRun:
 def find_features(prepared: Prepared) -> FeatureInfo:
     """Return what is known of the model's frozen part; raises InputError if it has none."""
     info = prepared.model.info
+    if prepared.recipe.augment:
+        raise InputError(
+            f"{info.name} cannot be trained by features: data.augment changes its samples in every step",
+            remedy="train with --way data-parallel, or without data.augment",
+        )
     if info.features is None:
         raise InputError(
             f"{info.name} cannot be trained by features: it {info.no_features}",

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,7 +14,9 @@ from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
+from csdctl.job.reading import python_files
 from csdctl.notify import Say
+from csdctl.reporting.numbers import format_count
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.shipping.store import StoredFile, hash_file, store_bytes, store_file
 from csdctl.shipping.worker_calls import run_worker
@@ -24,7 +26,7 @@ from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.tuning.measurements import ModelFeatures, describe_model
 from csdctl.worker.protocol.datasets import DatasetInfo
-from csdctl.worker.protocol.json_codec import from_json, to_json
+from csdctl.worker.protocol.json_codec import ProtocolError, from_json, to_json
 from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
@@ -46,16 +48,17 @@ class SerializedModel:
     architecture: StoredFile
     weights: StoredFile
     code: StoredFile | None = None
-    """The job's own code, if the nodes need it."""
-    modules: tuple[str, ...] = ()
-    """What a rank imports from it."""
+    """The job's own code, if the nodes need it: for the model, or for `data.augment` alone."""
+    code_roots: tuple[Path, ...] = ()
+    """The files and packages in it."""
     parts: tuple[StoredFile, ...] = ()
     """PART_FILES; none if the model has no frozen part at its beginning."""
 
     @property
     def user_code(self) -> UserCode | None:
         """The code as the ranks are told of it."""
-        return UserCode(self.code.path, self.modules) if self.code else None
+        modules = tuple(root.stem for root in self.code_roots)
+        return UserCode(self.code.path, modules) if self.code else None
 
     @property
     def files(self) -> list[StoredFile]:
@@ -68,11 +71,10 @@ def store_worker(project: ProjectDirectory) -> StoredFile:
     return store_bytes(pack_worker(), ".pyz", project.root, TrafficClass.CODE)
 
 
-def prepare_code(job: Job, directory: Path, say: Say) -> list[StoredFile]:
+def prepare_code(job: Job, directory: Path, say: Say) -> tuple[StoredFile, SerializedModel]:
     """Prepare only worker and model, in the host's store below `directory`; contact no node."""
     say("model: " + job.model)
-    worker, model = _code(job, directory)
-    return [worker, *model.files]
+    return _code(job, directory)
 
 
 def describe_job_model(job: Job, directory: Path, say: Say) -> ModelFeatures:
@@ -114,15 +116,14 @@ def serialize_model(
         on_build()
         _build(job, worker, host, directory, shapes)
     info = from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES))
-    code = None
-    if info.needs_code:
-        code = store_bytes(pack_code(job.code_roots), ".zip", project.root, TrafficClass.CODE)
+    roots = job.code_roots if info.needs_code else job.augment_roots
+    code = store_bytes(pack_code(roots), ".zip", project.root, TrafficClass.CODE) if roots else None
     return SerializedModel(
         info,
         store_file(directory / "architecture.json", project.root, TrafficClass.MODEL),
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
         code,
-        tuple(root.stem for root in job.code_roots) if code else (),
+        roots,
         tuple(store_file(directory / name, project.root, TrafficClass.MODEL) for name in PART_FILES)
         if info.features
         else (),
@@ -140,10 +141,23 @@ def shapes_of(data: DatasetInfo) -> SampleShapes:
     return {"": (called_with(data.dtype), data.sample_shape)}
 
 
-def describe_code(job: Job, code: StoredFile) -> str:
+def describe_code(code: StoredFile, roots: Sequence[Path]) -> str:
     """Return in words what is sent: the files, their number and a hash."""
-    names = ", ".join(f"{root.name}/" if root.is_dir() else root.name for root in job.code_roots)
-    return f"{names} ({len(job.code_files)} files, {code.sha256[:12]})"
+    names = ", ".join(f"{root.name}/" if root.is_dir() else root.name for root in roots)
+    return f"{names} ({format_count(python_files(roots), 'file')}, {code.sha256[:12]})"
+
+
+def find_built(job: Job, directory: Path) -> ModelInfo | None:
+    """Return the description of the job's model if it was built before and can be sent; builds nothing."""
+    project = ProjectDirectory(directory)
+    try:
+        built = project.models / _model_key(job, store_worker(project))
+        if not _is_as_built(built):
+            return None
+        info = from_json(ModelInfo, load_text(built / "info.json", max_bytes=MAX_JSON_BYTES))
+    except (InputError, OSError, ProtocolError):
+        return None
+    return info if info.is_built else None
 
 
 def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes: SampleShapes | None) -> None:

@@ -30,6 +30,8 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import ModelInfo
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import UserCode
+from csdctl.workflows.data.augment import check_augment
+from csdctl.workflows.data.imports import check_host, check_nodes
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.model import (
     SerializedModel,
@@ -85,6 +87,7 @@ def prepare_job(
     InputError when data is described differently than when it was prepared.
     """
     worker = store_worker(project)
+    check_host(job, sessions[HOST_NAME], fleet)
     say("model: " + job.model)
     model = serialize_model(job, worker, sessions[HOST_NAME], project)
     preparing = _Preparing(job, model.info, fleet, worker, project, on_progress, is_checked=is_checked)
@@ -95,7 +98,9 @@ def prepare_job(
     if not model.info.is_built:
         model = serialize_model(job, worker, sessions[HOST_NAME], project, shapes_of(public))
     if model.code:
-        say(f"code for the nodes: {describe_code(job, model.code)}")
+        say(f"code for the nodes: {describe_code(model.code, model.code_roots)}")
+    check_nodes(job, model, fleet, sessions)
+    check_augment(job, model, public, worker, sessions[HOST_NAME], project, say)
     if job.is_everywhere:
         preparing.check_shared(sessions, public)
     validation = None
@@ -107,14 +112,12 @@ def prepare_job(
     if job.private_path:
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
-    check_compatibility(
-        model.info.recipe, model.info, {"public": public, "validation": validation, **private}
-    )
+    datasets = {"public": public, "validation": validation, **private}
+    check_compatibility(model.info.recipe, model.info, datasets)
     if job.noise:
         check_noise(job.noise, model.info, private)
-    for name, info in {"public": public, "validation": validation, **private}.items():
-        if info:
-            say_padded(name, info, say)
+    for name, info in datasets.items():
+        say_padded(name, info, say)
     of_host = {"public": public} | ({"validation": validation} if validation else {})
     for name in find_changed(project, job, of_host | private):
         if not is_checked:
@@ -128,9 +131,9 @@ def prepare_job(
     return Prepared(worker, model, public, validation, private)
 
 
-def say_padded(name: str, info: DatasetInfo, say: Say) -> None:
+def say_padded(name: str, info: DatasetInfo | None, say: Say) -> None:
     """Say what was padded; a Keras layer that masks zeros (Embedding(mask_zero=True)) leaves it out."""
-    if info.padded:
+    if info and info.padded:
         sizes = ", ".join(f"{part} to {'×'.join(map(str, shape))}" for part, shape in info.padded.items())
         say(f"{name}: different lengths were padded with 0: {sizes}")
 

@@ -6,6 +6,7 @@ and an MPI check over all machines that are fit so far. Later checks skip a mach
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from csdctl.errors import CsdctlError, DeadlineError, InputError
@@ -25,6 +26,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.network import is_checked
 from csdctl.fleet.select import keep_nodes
+from csdctl.job.imports import JobImports
 from csdctl.launch.tools import find_mpirun, mpi_version
 from csdctl.probes.condition import collect_condition
 from csdctl.runs.directory import ProjectDirectory
@@ -33,6 +35,7 @@ from csdctl.transport.many import Outcome, open_sessions, run_on_all
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Session
 from csdctl.workflows.preflight.examination import REPAIR, Examination, OnCheck
+from csdctl.workflows.preflight.imports import judge_imports, needs_of
 from csdctl.workflows.preflight.mpi_check import check_mpi
 from csdctl.workflows.preflight.reachability import check_reachability
 
@@ -59,11 +62,21 @@ class DoctorOptions:
 
 
 def examine(
-    fleet: Fleet, directory: Path, options: DoctorOptions, on_check: OnCheck = lambda check: None
+    fleet: Fleet,
+    directory: Path,
+    options: DoctorOptions,
+    on_check: OnCheck = lambda check: None,
+    imports: JobImports | None = None,
 ) -> Examination:
-    """Examine the host and all nodes of `fleet`; red checks are in the result, not raised."""
-    examination = Examination(fleet, on_check)
+    """Examine the host and all nodes of `fleet`; red checks are in the result, not raised.
+
+    `imports`: what the own code of a job needs on them.
+    """
+    examination = Examination(fleet, on_check, imports)
     clock = Deadline(options.deadline_s)
+    if imports and imports.problem:
+        found = f"not checked: {imports.problem}"
+        examination.add(Check(FLEET_NAME, "imports", Status.WARN, found, remedy="name the job with --job"))
     _examine_host(examination)
 
     def on_connected(outcome: Outcome[Session]) -> None:
@@ -166,7 +179,9 @@ def _measure(
 
     def measure(session: Session) -> tuple[Facts, Condition]:
         python = fleet.python_of(session.name)
-        return collect_condition(session, python, deadline_s=min(PROBE_DEADLINE_S, clock.left_s))
+        deadline_s = min(PROBE_DEADLINE_S, clock.left_s)
+        modules = [need.module for need in chain(*needs_of(session.name, examination.imports))]
+        return collect_condition(session, python, deadline_s=deadline_s, modules=modules)
 
     def on_measured(outcome: Outcome[tuple[Facts, Condition]]) -> None:
         if outcome.value:
@@ -187,6 +202,10 @@ def _judge(examination: Examination, facts: Facts, condition: Condition, *, host
     python = examination.fleet.python_of(facts.name)
     for check in judge_machine(facts, condition, host, python=python):
         examination.add(check)
+    if examination.imports and facts.python_version and not examination.imports.problem:
+        needed, perhaps = needs_of(facts.name, examination.imports)
+        missing = condition.missing_modules if needed or perhaps else ()
+        examination.add(judge_imports(facts.name, missing, needed, perhaps, python))
     if facts.name == HOST_NAME:
         num_nodes = len(examination.fleet.nodes)
         examination.add(judge_open_files(HOST_NAME, condition.open_files, num_nodes))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from csdctl.errors import CsdctlError, DeadlineError, NodeError, NoNodeReachableError, PartialError
 from csdctl.fleet.checks import FLEET_NAME, Check, Status, failed_machines
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.job.imports import JobImports
 
 REPAIR = "fix what is red above"
 
@@ -18,6 +19,8 @@ class Examination:
 
     fleet: Fleet
     on_check: OnCheck
+    imports: JobImports | None = None
+    """Of the job's own code, when there is a job."""
     checks: list[Check] = field(default_factory=list)
     overdue: str = ""
     """The part that was not finished when the deadline passed; '' when it did not pass."""

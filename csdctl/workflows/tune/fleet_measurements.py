@@ -14,6 +14,7 @@ from csdctl.fleet.facts import Facts
 from csdctl.fleet.machine_class import classify_fleet, classify_machine
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.job.model import Job
+from csdctl.job.reading import python_files
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.runs.measurements import MeasurementStore
 from csdctl.tuning.class_model import ClassModel
@@ -222,4 +223,8 @@ def hash_recipe(job: Job, public: DatasetInfo) -> str:
         "noise": asdict(job.noise) if job.noise else None,
         "sample": [public.sample_shape, public.dtype, public.label_shape],
     }
+    if job.recipe.augment:
+        files = [file.read_bytes() for file in python_files(job.augment_roots)]
+        content = hashlib.sha256(b"\0".join(files)).hexdigest()
+        form = {**form, "augment": [job.recipe.augment.rpartition(":")[2], content]}
     return hashlib.sha256(json.dumps(form, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,230 @@
+"""The user's augmentation: what it gets, what it may return, and how its random numbers repeat."""
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.shipping.worker_zip import pack_code
+from csdctl.worker.compute.augment import Augmentation
+from csdctl.worker.compute.augment_trial import try_augment
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.augment import AugmentTrial
+from csdctl.worker.protocol.run_spec import UserCode
+
+Make = Callable[[str], Augmentation]
+COUNTER = itertools.count()
+PICTURES = np.arange(4 * 3 * 3, dtype=np.uint8).reshape(4, 3, 3, 1)
+LABELS = np.arange(4, dtype=np.int32)
+SECRET = 987_654.0
+FLIP = """\
+turned = rng.random(len(samples)) < 0.5
+samples[turned] = samples[turned, :, ::-1]
+return samples, labels
+"""
+
+
+def write(directory: Path, body: str) -> Path:
+    """Write a module of its own name, because Python imports a name once."""
+    path = directory / f"augment{next(COUNTER)}.py"
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(f"import random\nimport numpy as np\nSEEN = []\ndef own(samples, labels, rng):\n{lines}")
+    return path
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    return lambda body: Augmentation(f"{write(tmp_path, body)}:own", seed=3)
+
+
+def test_random_numbers_are_a_function_of_seed_step_and_rank(make: Make, tmp_path: Path) -> None:
+    augmentation = make("return samples.astype(float) + rng.random(samples.shape), labels")
+    samples = np.zeros((4, 5), np.float32)
+    places = [(step, rank) for step in range(3) for rank in range(3)]
+    first = {place: augmentation(samples, LABELS, *place)[0] for place in places}
+    assert len({array.tobytes() for array in first.values()}) == len(places)
+    for place in reversed(places):
+        assert np.array_equal(augmentation(samples, LABELS, *place)[0], first[place])
+    other = Augmentation(f"{write(tmp_path, 'return rng.random(samples.shape), labels')}:own", seed=4)
+    assert not np.array_equal(other(samples, LABELS, 0, 0)[0], first[0, 0])
+
+
+@pytest.mark.parametrize("draw", ["random.random()", "np.random.random()"])
+def test_global_generators_of_a_library_repeat_too(draw: str, make: Make) -> None:
+    augmentation = make(f"return samples + {draw}, labels")
+    samples = np.zeros((2, 2), np.float32)
+    first, other = (augmentation(samples, LABELS[:2], step, 0)[0] for step in (0, 1))
+    random.seed()
+    assert np.array_equal(augmentation(samples, LABELS[:2], 0, 0)[0], first)
+    assert not np.array_equal(first, other)
+
+
+def test_function_may_change_what_it_gets(make: Make) -> None:
+    before = PICTURES.copy()
+    before.flags.writeable = False
+    samples, labels = make(FLIP)(before, LABELS, 1, 0)
+    assert np.array_equal(before, PICTURES)
+    assert samples.dtype == np.uint8
+    assert not np.array_equal(samples, before)
+    assert np.array_equal(labels, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("body", "samples"),
+    [
+        ("return samples.astype(np.float64) + 0.5, labels.astype(np.int64)", np.zeros((4, 2), np.float32)),
+        ("return [samples.tolist(), labels.tolist()]", PICTURES),
+        ("return np.rint(samples * 0.5), labels", PICTURES),
+    ],
+)
+def test_types_are_converted_where_no_value_changes(body: str, samples: np.ndarray, make: Make) -> None:
+    changed, labels = make(body)(samples, LABELS, 0, 0)
+    assert (changed.dtype, labels.dtype) == (samples.dtype, np.int32)
+
+
+def test_tensors_are_taken(make: Make) -> None:
+    body = "import tensorflow as tf\nreturn tf.reverse(samples, [2]), tf.identity(labels)"
+    changed, labels = make(body)(PICTURES, LABELS, 0, 0)
+    assert np.array_equal(changed, PICTURES[:, :, ::-1])
+    assert np.array_equal(labels, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return samples", "returned a ndarray, expected (samples, labels)"),
+        ("return samples, labels, None", "returned 3 values, expected (samples, labels)"),
+        ("pass", "returned a NoneType, expected (samples, labels)"),
+        ("return samples[:3], labels", "returned samples of shape 3×3×3×1, expected 4×3×3×1"),
+        ("return samples[:, :2], labels", "returned samples of shape 4×2×3×1, expected 4×3×3×1"),
+        ("return samples, labels[:, None]", "returned labels of shape 4×1, expected 4"),
+        ("return samples / 255, labels", "returned samples of type float64, expected uint8"),
+        ("return samples.astype(int) - 300, labels", "returned samples of type int64, expected uint8"),
+        ("return samples, labels * 0.3", "returned labels of type float64, expected int32"),
+        ("return samples, labels * np.nan", "returned labels of type float64, expected int32"),
+        ("return samples.astype(str), labels", "returned samples that are no numbers but a ndarray"),
+        ("return [samples, 1], labels", "returned samples that are no numbers but a list"),
+        ("return samples, {'y': labels}", "returned labels that are no numbers but a dict"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_other_results_are_refused_with_a_remedy(body: str, message: str, make: Make) -> None:
+    with pytest.raises(WorkerError) as caught:
+        make(body)(PICTURES, LABELS, 0, 0)
+    assert caught.value.message.endswith(f".py:own {message}")
+    assert caught.value.remedy
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.filterwarnings("error")
+def test_numbers_that_are_not_finite_are_refused_unless_the_data_has_them(make: Make) -> None:
+    augmentation = make("samples[0] = np.nan\nreturn samples, labels")
+    with pytest.raises(WorkerError, match="that are not finite"):
+        augmentation(np.zeros((4, 2), np.float32), LABELS, 0, 0)
+    augmentation(np.full((4, 2), np.nan, np.float32), LABELS, 0, 0)
+
+
+def test_named_inputs_and_outputs_are_dicts(make: Make) -> None:
+    samples = np.zeros(4, [("picture", np.uint8, (2, 2)), ("weather", np.float32, (3,))])
+    labels = np.zeros(4, [("label", np.int32), ("sample_weight", np.float32)])
+    changed, weighted = make(
+        "return {**samples, 'weather': samples['weather'] + 1}, {**labels, 'sample_weight': [2, 2, 2, 2]}"
+    )(samples, labels, 0, 0)
+    assert changed.dtype == samples.dtype
+    assert changed["weather"].min() == 1
+    assert weighted["sample_weight"].tolist() == [2, 2, 2, 2]
+    with pytest.raises(WorkerError, match="returned samples picture, expected a dict of picture, weather"):
+        make("return {'picture': samples['picture']}, labels")(samples, labels, 0, 0)
+
+
+def test_first_samples_are_passed_one_by_one(make: Make) -> None:
+    augmentation = make("return samples[::-1] + len(samples), labels + len(samples)")
+    samples, labels = augmentation(PICTURES, LABELS, 0, 0, 2)
+    assert np.array_equal(samples, np.concatenate([PICTURES[:2] + 1, PICTURES[:1:-1] + 2]))
+    assert labels.tolist() == [1, 2, 4, 5]
+    # Of a sample that is passed alone, nothing depends on the samples around it.
+    random_numbers = make("return samples + rng.random(samples.shape), labels")
+    floats = np.zeros((4, 3), np.float32)
+    all_of_4, of_3 = (random_numbers(floats[:n], LABELS[:n], 0, 0, n)[0] for n in (4, 3))
+    assert np.array_equal(all_of_4[:3], of_3)
+    assert len(np.unique(all_of_4)) == 12
+
+
+def test_function_is_not_called_without_samples(make: Make) -> None:
+    samples, labels = make("raise ValueError")(PICTURES[:0], LABELS[:0], 0, 0)
+    assert len(samples) == len(labels) == 0
+    samples, _ = make("assert len(samples) == 1\nreturn samples, labels")(PICTURES, LABELS, 0, 0, 4)
+    assert len(samples) == 4
+
+
+@pytest.mark.parametrize("error", ["ValueError(samples)", "SystemExit(samples)", "KeyError(str(samples))"])
+def test_error_names_the_function_and_no_value_of_a_sample(error: str, make: Make) -> None:
+    samples = np.full((2, 1), SECRET, np.float32)
+    with pytest.raises(WorkerError) as caught:
+        make(f"raise {error}")(samples, LABELS[:2], 0, 0)
+    assert ".py:own fails: " in caught.value.message
+    assert error.partition("(")[0] in caught.value.message
+    assert "987" not in caught.value.message + caught.value.remedy
+
+
+def trial_of(tmp_path: Path, body: str, samples: np.ndarray = PICTURES) -> AugmentTrial:
+    path = write(tmp_path, body)
+    np.save(tmp_path / "images.npy", samples)
+    np.save(tmp_path / "labels.npy", np.zeros(len(samples), np.int64))
+    archive = tmp_path / f"{path.stem}.zip"
+    archive.write_bytes(pack_code([path]))
+    return AugmentTrial(f"{path}:own", UserCode(str(archive), (path.stem,)), str(tmp_path), 0)
+
+
+@pytest.fixture(autouse=True)
+def own_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget what a trial adds to the path of imports."""
+    monkeypatch.syspath_prepend("")
+
+
+def test_trial_uses_several_samples_and_one(tmp_path: Path) -> None:
+    assert try_augment(trial_of(tmp_path, FLIP)).num_samples == 4
+
+
+TRIALS: list[tuple[str, str]] = [
+    ("raise ValueError('no such thing')", "fails with 4 samples: ValueError: no such thing"),
+    ("return samples.squeeze(), labels", "returned samples of shape 4×3×3, expected 4×3×3×1"),
+    ("return samples[:2], labels[:2]", "returned samples of shape 2×3×3×1"),
+    (
+        "if len(samples) < 2: raise IndexError('few')\nreturn samples, labels",
+        "fails with 1 samples: IndexError",
+    ),
+    (
+        "import tensorflow as tf\nturned = tf.random.uniform([len(samples)]) < 0.5\n"
+        "return np.where(turned[:, None, None, None], samples[:, :, ::-1], samples), labels",
+        "returns something else when it is called again with the same rng",
+    ),
+    (
+        "SEEN.append(0)\nreturn (samples + len(SEEN)).astype(np.uint8), labels",
+        "called again with the same rng",
+    ),
+    ("from os import urandom\nreturn samples ^ urandom(1)[0], labels", "called again with the same rng"),
+]
+
+
+@pytest.mark.parametrize(("body", "message"), TRIALS)
+def test_trial_refuses_what_ranks_could_not_use(body: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        try_augment(trial_of(tmp_path, body))
+    assert message in caught.value.message
+    assert caught.value.exit_code == 2
+    assert caught.value.remedy
+
+
+def test_trial_names_a_module_that_the_job_does_not_name(tmp_path: Path) -> None:
+    (tmp_path / "no_helper_in_code.py").write_text("")
+    trial: Any = trial_of(tmp_path, "return samples, labels")
+    path = Path(trial.reference.rpartition(":")[0])
+    path.write_text("import no_helper_in_code\n" + path.read_text())
+    Path(trial.code.archive).write_bytes(pack_code([path]))
+    with pytest.raises(WorkerError, match=rf"has no no_helper_in_code, which {path.name} imports"):
+        try_augment(trial)

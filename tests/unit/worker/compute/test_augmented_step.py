@@ -1,0 +1,101 @@
+"""A step of a rank with augmentation: which batches pass through the function, and which do not."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.augment import Augmentation
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.step import Step
+from csdctl.worker.protocol.probe import ProbeRequest
+from csdctl.worker.protocol.recipe import Noise, Recipe
+from csdctl.worker.tasks.probe import measure
+
+FUNCTION = """\
+def shift(samples, labels, rng):
+    with open(__file__ + ".sizes", "a") as sizes:
+        sizes.write(f"{len(samples)} ")
+    return samples + rng.normal(size=samples.shape), labels
+"""
+GENERATOR = np.random.default_rng(5)
+SAMPLES = GENERATOR.random((7, 4), np.float32)
+LABELS = (np.arange(7) % 3).astype(np.int32)
+TF, KERAS = load_backend()
+
+
+def make_step(augment: str, **options: Any) -> Step:
+    KERAS.utils.set_random_seed(2)
+    layers = [KERAS.Input((4,)), KERAS.layers.Dense(3, activation="softmax")]
+    model = KERAS.Sequential(layers)
+    recipe = Recipe(learning_rate=0.5, augment=augment, seed=9)
+    compile_model(model, recipe, KERAS)
+    return Step(model, recipe, (SAMPLES[:0], LABELS[:0]), TF, KERAS, rank=2, **options)
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> str:
+    (tmp_path / "shifting.py").write_text(FUNCTION)
+    return f"{tmp_path / 'shifting.py'}:shift"
+
+
+def augmented(reference: str, step: int, num_single: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    return Augmentation(reference, 9)(SAMPLES, LABELS, step, 2, num_single)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_gradient_is_that_of_the_augmented_batch_of_this_step(
+    micro_batch_size: int | None, reference: str
+) -> None:
+    plain, own = make_step(""), make_step(reference, micro_batch_size=micro_batch_size)
+    vectors = []
+    for number in (4, 5):
+        own.set_step(number, 0.5)
+        vectors.append(own.local(SAMPLES, LABELS))
+        expected = plain.local(*augmented(reference, number))
+        assert np.allclose(vectors[-1], expected, rtol=1e-5, atol=1e-6)
+    assert not np.allclose(*vectors)
+    assert not np.allclose(vectors[0], plain.local(SAMPLES, LABELS))
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 3])
+def test_rank_without_others_trains_on_the_same_batch(micro_batch_size: int | None, reference: str) -> None:
+    plain, own = make_step(""), make_step(reference, micro_batch_size=micro_batch_size)
+    for number in range(3):
+        own.set_step(number, 0.5)
+        plain.set_step(number, 0.5)
+        loss = own.alone(SAMPLES, LABELS).mean_loss
+        assert loss == pytest.approx(plain.alone(*augmented(reference, number)).mean_loss, rel=1e-5)
+    for weights, expected in zip(own.model.get_weights(), plain.model.get_weights(), strict=True):
+        assert np.allclose(weights, expected, atol=1e-6)
+
+
+def test_measured_step_includes_the_function(reference: str) -> None:
+    request = ProbeRequest(7, min_steps=5, min_duration_s=0.0, warm_up_steps=2)
+    measure(make_step(reference), (SAMPLES, LABELS), request, None)
+    assert Path(reference.rpartition(":")[0] + ".sizes").read_text().split() == ["7"] * 7
+
+
+def test_evaluation_is_not_augmented(reference: str) -> None:
+    plain, own = make_step(""), make_step(reference)
+    assert own.evaluate(SAMPLES, LABELS) == plain.evaluate(SAMPLES, LABELS)
+
+
+def test_random_states_of_another_rank_include_its_augmentation(reference: str) -> None:
+    plain, own = make_step(""), make_step(reference)
+    own.seeds.set_step(6, 0)
+    expected = plain.local(*Augmentation(reference, 9)(SAMPLES, LABELS, 6, 0))
+    assert np.allclose(own.local(SAMPLES, LABELS), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_private_samples_with_noise_are_augmented_one_by_one(reference: str) -> None:
+    noise = Noise(1e6, 1e-12, 1e-5)  # no clipping, and no visible noise
+    own, plain = make_step(reference, noise=noise), make_step("", noise=noise)
+    own.set_step(1, 0.5)
+    found = own.local(SAMPLES, LABELS, private_copies=np.ones(4, np.int64))
+    sizes = Path(reference.rpartition(":")[0] + ".sizes")
+    assert sizes.read_text().split() == ["1", "1", "1", "1", "3"]
+    expected = plain.local(*augmented(reference, 1, 4), private_copies=np.ones(4, np.int64))
+    assert np.allclose(found, expected, rtol=1e-4, atol=1e-4)
