@@ -1,4 +1,4 @@
-"""The worker's commands: build, prepare, extract, augment, digest, probe, rank, link, mpi-check and the sandbox's.
+"""The worker's commands: build, prepare, extract, augment, digest, probe, rank, link, mpi-check, sandbox.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
 the exit code is that of the error.
