@@ -26,6 +26,7 @@ COMMANDS: CommandTable = {
     "Data and code": {
         "init": "Write a commented job.yaml, after a look at your model and data.",
         "prepare": "Convert data and model to the format that training reads; data stays where it is.",
+        "extract": "Compute the output of the model's frozen layers for all samples, where they are stored.",
         "deploy": "Copy a job's files, or directory trees, to every node; send only what is missing there.",
     },
     "Before training": {

@@ -36,6 +36,18 @@ CollectiveOption = Annotated[
     str,
     typer.Option("--collective", metavar="NAME", help=f"How gradients are summed: {_COLLECTIVES} or auto."),
 ]
+WayOption = Annotated[
+    str,
+    typer.Option(
+        "--way",
+        metavar="WAY",
+        help="data-parallel, or features: compute the model's frozen part once for each sample, then train "
+        "its head.",
+    ),
+]
+FeaturePrecisionOption = Annotated[
+    str, typer.Option("--feature-precision", metavar="TYPE", help="Store features in float32 or float16.")
+]
 CheckpointSecondsOption = Annotated[
     float,
     typer.Option(

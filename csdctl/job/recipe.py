@@ -73,6 +73,12 @@ class ClipEntry(Document):
         return self
 
 
+class FreezeEntry(Document):
+    """Layers that are not trained: this one, and all that lead to it."""
+
+    until: Annotated[str, Field(min_length=1)]
+
+
 LossName = Annotated[str, Field(min_length=1)]
 
 
@@ -94,6 +100,7 @@ class RecipeEntry(Document):
     loss: LossName | LossEntry | dict[str, LossName | LossEntry] | None = None
     from_logits: bool = False
     class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
+    freeze: FreezeEntry | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -138,6 +145,7 @@ def build_recipe(
         from_logits=entry.from_logits,
         class_weight=entry.class_weight,
         input_range=input_range,
+        freeze_until=entry.freeze.until if entry.freeze else "",
         seed=entry.seed,
         max_learning_rate=entry.max_learning_rate,
         decay=entry.decay,

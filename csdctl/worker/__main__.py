@@ -16,8 +16,9 @@ from pathlib import Path
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.augment import AugmentTrial
-from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
+from csdctl.worker.protocol.features import ExtractSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     PROGRESS_PREFIX,
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
+    commands.add_parser("extract")
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
     commands.add_parser("look")
@@ -72,6 +74,7 @@ def main(arguments: list[str]) -> int:
     chosen = {
         "build": _build,
         "prepare": _prepare,
+        "extract": _extract,
         "augment": _augment,
         "look": _look,
         "find-data": _find_data,
@@ -106,6 +109,17 @@ def _prepare(_: argparse.Namespace) -> int:
     return _report_progress(
         "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
     )
+
+
+def _extract(_: argparse.Namespace) -> int:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.ingest.extract import extract
+
+    def run(request: str, note: Callable[[PrepareProgress], None]) -> DatasetInfo:
+        spec = from_json(ExtractSpec, request)
+        return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
+
+    return _report_progress("computing features", run)
 
 
 def _look(_: argparse.Namespace) -> int:

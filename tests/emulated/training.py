@@ -18,9 +18,11 @@ STEPS = 80
 SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
 
 
-def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], Path]:
-    """Start `csdctl train`; return the process and its run directory after the first steps of rank 0."""
-    before = set((demo / ".csdctl" / "runs").iterdir())
+def start_training(
+    demo: Path, *arguments: str, until: str = "Progress"
+) -> tuple[subprocess.Popen[str], Path]:
+    """Start `csdctl train`; return the process and its run directory after the first event `until`."""
+    before = set((demo / ".csdctl" / "runs").glob("*"))
     process = subprocess.Popen(
         [str(CSDCTL), "train", *SHORT_RUN, *arguments],
         cwd=demo,
@@ -30,9 +32,9 @@ def start_training(demo: Path, *arguments: str) -> tuple[subprocess.Popen[str], 
     )
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        for run in set((demo / ".csdctl" / "runs").iterdir()) - before:
+        for run in set((demo / ".csdctl" / "runs").glob("*")) - before:
             events = run / "events.jsonl"
-            if events.exists() and "Progress" in events.read_text():
+            if events.exists() and until in events.read_text():
                 return process, run
         time.sleep(0.1)
     process.kill()

@@ -23,6 +23,8 @@ def train(
     min_nodes: options.MinNodesOption = 1,
     rebalance: options.RebalanceOption = True,
     collective: options.CollectiveOption = "auto",
+    way: options.WayOption = "data-parallel",
+    feature_precision: options.FeaturePrecisionOption = "float32",
     checkpoint_seconds: options.CheckpointSecondsOption = 600.0,
     keep: options.KeepOption = 3,
     start_deadline: options.StartDeadlineOption = 300.0,
@@ -53,6 +55,8 @@ def train(
         keep,
         collective,
         tuple(load_callback(reference) for reference in callback or ()),
+        way,
+        feature_precision,
     )
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     request = TrainRequest(

@@ -16,6 +16,8 @@
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
+- `Function._nodes_by_depth`: the graph of a functional model, and `Sequential._functional`, which has that of
+  a sequential one. The public list of layers does not say which tensors go where.
 - `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
 
 Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
@@ -82,3 +84,13 @@ def global_seed_generator() -> Any:
     from keras.src.random.seed_generator import global_seed_generator as get
 
     return get()
+
+
+def topological_nodes(model: Any) -> list[tuple[Any, Any]]:
+    """Return the operations of a functional or sequential model with their nodes, inputs first."""
+    graph = getattr(model, "_functional", None) or model
+    return [
+        (node.operation, node)
+        for depth in sorted(graph._nodes_by_depth, reverse=True)
+        for node in graph._nodes_by_depth[depth]
+    ]

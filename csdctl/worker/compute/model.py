@@ -14,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.cuts import NoCutError, frozen_cut, split_at
 from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
 from csdctl.worker.compute.flops import count_flops
-from csdctl.worker.compute.keras_internals import flatten_layers, own_state
+from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers, own_state
 from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.user_code import (
     find_objects,
@@ -30,7 +31,7 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.fields import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
 BUILDER = "csdctl_builder"
@@ -59,6 +60,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     needs_code, architecture = _to_json(model, spec, keras)
     (output / "architecture.json").write_text(architecture)
     save_weights(output / "weights.npz", model.get_weights())
+    features, no_features = _write_parts(model, architecture, output, keras)
     inputs = _describe_inputs(model, spec)
     has_one_input = list(inputs) == [""]
     outputs = _describe_outputs(model, keras)
@@ -77,7 +79,27 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
         needs_code=needs_code,
         compiled=compiled,
         scaling_layers=find_scaling_layers(model, keras),
+        features=features,
+        no_features=no_features,
     )
+
+
+def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tuple[FeatureInfo | None, str]:
+    """Write the model's frozen prefix and its head; return what is known of them, or why there are none."""
+    if BUILDER in json.loads(architecture):
+        return None, "cannot be rebuilt from its configuration"
+    try:
+        cut = frozen_cut(model, keras)
+    except NoCutError as error:
+        return None, str(error)
+    prefix, head = split_at(model, cut, keras)
+    head.compile(**compile_arguments(model))
+    for name, part in (("prefix", prefix), ("head", head)):
+        (output / f"{name}.json").write_text(part.to_json())
+        save_weights(output / f"{name}.npz", part.get_weights())
+    places = {id(variable): number for number, variable in enumerate(model.weights)}
+    head_weights = tuple(places[id(variable)] for variable in head.weights)
+    return FeatureInfo(cut.layer, _shape(cut.tensor), count_flops(prefix), head_weights), ""
 
 
 def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:

@@ -5,11 +5,13 @@ serializes. The optimizer's learning rate is set by csdctl in every step.
 """
 
 import dataclasses
+import difflib
 import json
 from collections.abc import Callable
 from typing import Any
 
-from csdctl.worker.compute.keras_internals import compile_arguments
+from csdctl.worker.compute.cuts import freeze_until
+from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers
 from csdctl.worker.compute.user_code import load_function
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.recipe import Argument, LossTerm, Recipe
@@ -24,6 +26,8 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
     Raises WorkerError, exit code 2, if Keras has no such loss, optimizer, schedule or metric, or if what the
     model was compiled with cannot be summed over ranks.
     """
+    if recipe.freeze_until and not freeze_until(model, recipe.freeze_until):
+        raise _unknown_layer(model, recipe.freeze_until)
     own = compile_arguments(model)
     optimizer, recipe = _choose_optimizer(recipe, own.get("optimizer"), keras)
     loss, weights = _choose_loss(recipe, own, model, keras)
@@ -44,6 +48,16 @@ def compile_model(model: Any, recipe: Recipe, keras: Any) -> Recipe:
             exit_code=2,
         ) from None
     return recipe
+
+
+def _unknown_layer(model: Any, name: str) -> WorkerError:
+    known = [layer.name for layer in flatten_layers(model)]
+    near = difflib.get_close_matches(name, known, 5) or known[-5:]
+    return WorkerError(
+        f"recipe.freeze.until names {name}, which is no layer in the graph of {model.name}",
+        remedy=f"one of its layers, such as {', '.join(near)}",
+        exit_code=2,
+    )
 
 
 def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe]:

@@ -99,11 +99,8 @@ class Step:
         )
         """The layout of the rank's vector, without what a training loop appends."""
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
-        self._apply = tf.function(
-            self._apply_graph,
-            autograph=False,
-            input_signature=[tf.TensorSpec((self.layout.step_size,), tf.float32)],
-        )
+        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
+        self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
         self._evaluate = tf.function(self._evaluate_graph, autograph=False, input_signature=batch)
         if noise:
             of_one = self._loss_of_one, self._penalty

@@ -4,7 +4,7 @@ A prepared data set is a directory with images.npy, labels.npy and dataset.json.
 never loaded: the memory that a rank needs does not grow with its shard.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,8 +66,13 @@ class EpochReader:
     again.
     """
 
-    def __init__(self, spec: RunSpec, rank: int) -> None:
-        """Raise WorkerError if data is missing or differs in size from what the plan says."""
+    def __init__(
+        self, spec: RunSpec, rank: int, convert: Callable[[Array], Array] = lambda samples: samples
+    ) -> None:
+        """Raise WorkerError if data is missing or differs in size from what the plan says.
+
+        `convert` makes of public samples, as the host has them, what the other data has: features.
+        """
         me = spec.ranks[rank]
         self._spec = spec
         self._rank = rank
@@ -82,6 +87,7 @@ class EpochReader:
                 f"the plan says {expected[0]} and {expected[1]}",
                 remedy="run `csdctl tune` again",
             )
+        self._convert = convert
         self._epoch = 0
         self._orders: dict[tuple[int, int], Array] = {}
         self._public_rows: dict[int, Array] = {}
@@ -147,7 +153,8 @@ class EpochReader:
             self._rows_of_rank(span.rank)[self._order(span.rank, _PUBLIC)[span.start : span.stop]]
             for span in spans
         ]
-        return self._all_public.read(np.concatenate(indices))
+        samples, labels = self._all_public.read(np.concatenate(indices))
+        return self._convert(samples), labels
 
     def pack_reassigned(self, spans: Sequence[Span]) -> bytes:
         """Return the samples of `spans` as bytes, for the rank they were reassigned to; for rank 0 only."""

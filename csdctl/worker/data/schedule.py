@@ -161,12 +161,17 @@ def begin_epoch(own: Sequence[OwnSamples], batch_sizes: Mapping[int, int]) -> Se
 def change_segment(segment: Segment, step: int, batch_sizes: Mapping[int, int]) -> Segment:
     """Return the segment from step `step` of the epoch on; a rank without a batch size has left.
 
-    No rank reads the private samples of a rank that left; the other members read its public ones.
+    No rank reads the private samples of a rank that left; the other members read its public ones. A rank that
+    comes back reads public samples that are left, and its private ones from the next epoch on.
     """
     left = [share.after(step - segment.start_step) for share in segment.shares]
-    members = [
-        replace(share, batch_size=batch_sizes[share.rank]) for share in left if share.rank in batch_sizes
-    ]
+    shares = {rank: Share(rank, size, 0, 0, 0, 0) for rank, size in batch_sizes.items()}
+    shares |= {
+        share.rank: replace(share, batch_size=batch_sizes[share.rank])
+        for share in left
+        if share.rank in batch_sizes
+    }
+    members = [share for _, share in sorted(shares.items())]
     absent: list[Span] = []
     for share in left:
         if share.rank not in batch_sizes:

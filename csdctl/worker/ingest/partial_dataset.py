@@ -118,6 +118,11 @@ class PartialDataset:
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
 
+    def declare(self, samples: Array, labels: Array) -> None:
+        """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
+        with convert_write_errors():
+            self._check_shapes(samples, as_labels(labels))
+
     def sync(self) -> None:
         """Sync the files to disk, then the record that says how much of them is valid."""
         for file in self._files:

@@ -57,6 +57,20 @@ class OwnCompile:
 
 
 @dataclass(frozen=True)
+class FeatureInfo:
+    """A model's frozen part, whose output each sample needs only once."""
+
+    layer: str
+    """The last layer of the frozen part."""
+    shape: Shape
+    """Of one sample's features."""
+    num_operations: Count
+    """FLOPs of the frozen part for one sample, as in `ModelInfo`."""
+    head_weights: tuple[Count, ...]
+    """The place of each of the head's weights among those of the whole model."""
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """Size of a model, and the shapes that data must fit."""
 
@@ -81,6 +95,9 @@ class ModelInfo:
     """The job's recipe, with what the compiled model adds."""
     needs_code: bool = False
     """Whether the nodes need the job's code to build the model."""
+    features: FeatureInfo | None = None
+    """None if the model has no frozen part at its beginning; then `no_features` says why."""
+    no_features: str = ""
     is_built: bool = True
     """False: it is a subclass that gets its weights by being called; nothing but its name is known."""
     compiled: OwnCompile | None = None

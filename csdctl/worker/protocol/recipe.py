@@ -54,7 +54,7 @@ class Recipe:
     """How to train. Learning rate: learning_rate · N / reference_batch, ramped from learning_rate.
 
     A recipe of a job may leave loss, optimizer and learning rate to the model, when it is compiled;
-    `worker.compute.compiling` fills them in.
+    `worker.compute.recipe` fills them in.
     """
 
     epochs: int = 1
@@ -73,6 +73,8 @@ class Recipe:
     """The weight of the samples of a class, by its number; 1 for classes that are not listed."""
     input_range: tuple[float, float] | None = (0.0, 1.0)
     """Range to which uint8 0…255 is scaled; None leaves the values unchanged."""
+    freeze_until: str = ""
+    """The layer that is not trained, with all that lead to it; '' leaves the model as it is."""
     augment: str = ""
     """`FILE.py:NAME` of the function that changes the samples of every training batch; '': none."""
     seed: int = 0

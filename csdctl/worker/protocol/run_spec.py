@@ -74,6 +74,31 @@ class RankSpec:
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """The frozen part of a model, from its inputs to the cut, as files in the store."""
+
+    architecture: str
+    weights: str
+    input_range: tuple[float, float] | None
+    """As in the recipe: what 0…255 becomes."""
+    precision: str = "float32"
+    """The type that features are stored in."""
+    code: UserCode | None = None
+
+
+@dataclass(frozen=True)
+class HeadSpec:
+    """What a run that trains the head of a model knows of the rest; its samples are features."""
+
+    prefix: Prefix
+    architecture: str
+    """Of the whole model, as `RunSpec.architecture`."""
+    weights: str
+    head_weights: tuple[Count, ...]
+    """The place of each of the head's weights among those of the whole model."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """Everything the ranks of one run need; the same file for all of them."""
 
@@ -105,6 +130,8 @@ class RunSpec:
     """What the ranks are asked to do."""
     code: UserCode | None = None
     """What the model needs to be rebuilt, beside Keras."""
+    head: HeadSpec | None = None
+    """If the model is the head of a larger one; samples and validation data are features, `public` is not."""
     noise: Noise | None = None
     """The noise on every rank's private samples."""
     link_key: str = ""

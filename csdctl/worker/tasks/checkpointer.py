@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from csdctl.worker.compute.features import assemble
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.schedule import OwnSamples
@@ -106,7 +107,8 @@ class Checkpointer:
     def save_model(self, name: str) -> str:
         """Save the model as a .keras file, or its weights where that cannot be; returns the path."""
         with self._step.averaged_weights():
-            return str(save_model(self._step.model, Path(self._spec.output_directory) / name))
+            model = assemble(self._spec.head, self._step.model) if self._spec.head else self._step.model
+            return str(save_model(model, Path(self._spec.output_directory) / name))
 
     def save_last_good(self) -> None:
         """Save the model of the newest checkpoint, if it exists: later weights are not finite."""

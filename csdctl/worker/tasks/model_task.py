@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.features import FeatureExtractor
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.prepared import EpochReader
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.tasks.task import TaskContext
@@ -23,6 +25,7 @@ class ModelTask:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
         self._step_of_probes = context.step
+        self._extractor: FeatureExtractor | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
         backend: tuple[Any, Any] = (None, None) if context.step else load_backend(context.me.runtime)
         self._tf, self._keras = backend
@@ -52,7 +55,14 @@ class ModelTask:
 
     def open_reader(self) -> EpochReader | SyntheticReader:
         """Return what the samples are read with."""
-        return EpochReader(self.spec, self.me.rank)
+        return EpochReader(self.spec, self.me.rank, self._to_features if self.spec.head else _unchanged)
+
+    def _to_features(self, samples: Array) -> Array:
+        """Return the features of samples that a lost node leaves to the host."""
+        if self._extractor is None:
+            assert self.spec.head is not None
+            self._extractor = FeatureExtractor(self.spec.head.prefix, self._tf, self._keras)
+        return self._extractor.extract(samples)
 
     def _load_step(self) -> Step:
         spec, me = self.spec, self.me
@@ -79,3 +89,7 @@ class ModelTask:
         if len(self.spec.ranks) == 1:
             self.step.rehearse_alone(images, labels)
         self.step.rehearse_apply()
+
+
+def _unchanged(samples: Array) -> Array:
+    return samples

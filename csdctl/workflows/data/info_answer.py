@@ -23,11 +23,11 @@ MAX_DTYPE_LENGTH = 1 << 17
 _NUMPY_TYPE = re.compile(r"[<>|=]?[a-z]{1,12}[0-9]{0,3}")
 
 
-def check_info(answer: Answer) -> None:
+def check_info(answer: Answer, *, may_be_empty: bool = False) -> None:
     """Raise RemoteCommandError for a DatasetInfo with a value of another type, or out of range."""
     if not answer.text("path") or not re.fullmatch(r"[0-9a-f]{8,64}", answer.text("fingerprint")):
         raise answer.error("received a data set without a path or a fingerprint")
-    answer.number("num_samples", 1, MAX_SAMPLES)
+    answer.number("num_samples", 0 if may_be_empty else 1, MAX_SAMPLES)
     for shape in ("sample_shape", "label_shape"):
         answer.numbers(shape, MAX_DIMENSIONS, 0, MAX_SIZE)
     for dtype in ("dtype", "label_dtype"):

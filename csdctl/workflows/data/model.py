@@ -31,6 +31,8 @@ from csdctl.worker.protocol.model_info import BuildSpec, ModelInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
 MODEL_FILES = ("info.json", "architecture.json", "weights.npz")
+PART_FILES = ("prefix.json", "prefix.npz", "head.json", "head.npz")
+"""Of a model with a frozen part at its beginning."""
 HASHES, SHAPES = "hashes.json", "shapes.json"
 BUILD_DEADLINE_S = 300.0
 
@@ -49,6 +51,8 @@ class SerializedModel:
     """The job's own code, if the nodes need it: for the model, or for `data.augment` alone."""
     code_roots: tuple[Path, ...] = ()
     """The files and packages in it."""
+    parts: tuple[StoredFile, ...] = ()
+    """PART_FILES; none if the model has no frozen part at its beginning."""
 
     @property
     def user_code(self) -> UserCode | None:
@@ -120,6 +124,9 @@ def serialize_model(
         store_file(directory / "weights.npz", project.root, TrafficClass.MODEL),
         code,
         roots,
+        tuple(store_file(directory / name, project.root, TrafficClass.MODEL) for name in PART_FILES)
+        if info.features
+        else (),
     )
 
 
@@ -177,7 +184,7 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_json(aside / "info.json", json.loads(to_json(info)))
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
-        save_json(aside / HASHES, {name: hash_file(aside / name) for name in MODEL_FILES})
+        save_json(aside / HASHES, _hash_files(aside))
 
 
 def _load_shapes(directory: Path) -> SampleShapes:
@@ -191,9 +198,15 @@ def _is_as_built(directory: Path) -> bool:
     """Return whether a model was built here, and its files have not changed since."""
     try:
         hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == {name: hash_file(directory / name) for name in MODEL_FILES}
+        return hashes == _hash_files(directory)
     except (InputError, OSError):
         return False
+
+
+def _hash_files(directory: Path) -> dict[str, str]:
+    """Return the hash of each file of a built model; raises OSError if one is missing."""
+    parts = [name for name in PART_FILES if (directory / name).exists()]
+    return {name: hash_file(directory / name) for name in (*MODEL_FILES, *parts)}
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:

@@ -1,15 +1,20 @@
 """The user's options for one run."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
+from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 MEASURED = "auto"
 """The ranks measure which collective is faster."""
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
+DATA_PARALLEL, FEATURES = "data-parallel", "features"
+WAYS = (DATA_PARALLEL, FEATURES)
+"""Every rank computes the whole model in each step; or its frozen part once for each sample."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +36,18 @@ class TrainOptions:
     """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
+    way: str = DATA_PARALLEL
+    """What is computed where: `data-parallel` or `features`."""
+    precision: str = FLOAT32
+    """The type that features are stored in."""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
             raise InputError(
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
+        _check_choice("way", self.way, WAYS)
+        check_precision(self.precision)
         for callback in self.callbacks:
             if not callable(callback):
                 raise InputError(
@@ -50,3 +61,13 @@ class TrainOptions:
         ):
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
+
+
+def check_precision(precision: str) -> None:
+    """Raise InputError unless features can be stored in this type."""
+    _check_choice("feature-precision", precision, PRECISIONS)
+
+
+def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:
+    if chosen not in known:
+        raise InputError(f"unknown --{option} {chosen!r}", remedy=f"one of {', '.join(known)}")

@@ -25,7 +25,7 @@ from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.placement import build_rank_specs
 from csdctl.workflows.train.ranks import RunInputs
 from csdctl.workflows.train.spec import fingerprint_data, progress_interval_s
-from csdctl.workflows.train.train import RunObserver, run_to_end
+from csdctl.workflows.train.train import RunObserver, run_to_end, use_features
 from csdctl.workflows.workspace.workspace import Workspace
 
 LATEST = "latest"
@@ -106,7 +106,9 @@ def resume(
         is_balanced=options.is_balanced,
         max_steps=options.max_steps,
     )
-    inputs = RunInputs(run, spec, prepared, shards)
+    inputs = RunInputs(run, dataclasses.replace(spec, head=None), prepared, shards)
+    if spec.head:
+        inputs = use_features(inputs, space, spec.head.prefix.precision, observer)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 

@@ -5,6 +5,7 @@ A run succeeds when every rank that takes part has sent a completion record.
 
 import dataclasses
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -22,8 +23,9 @@ from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.data.features import compute_features
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.train.options import FEATURES, TrainOptions
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_manifest, build_spec
@@ -35,6 +37,9 @@ class RunObserver(Protocol):
 
     def say(self, line: str, /) -> None:
         """Show one line."""
+
+    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of data; closed before anything else is shown."""
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""
@@ -75,9 +80,28 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    save_text(run.spec, to_json(spec))
     inputs = RunInputs(run, spec, prepared, shards)
+    if options.way == FEATURES:
+        inputs = use_features(inputs, space, options.precision, observer)
+    save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
+
+
+def use_features(inputs: RunInputs, space: Workspace, precision: str, observer: RunObserver) -> RunInputs:
+    """Return the run of the model's head, after the features of all samples have been computed."""
+    with observer.preparing() as on_progress:
+        run = compute_features(
+            inputs.spec, inputs.prepared, inputs.shards, space, precision, observer.on_delivery, on_progress
+        )
+    observer.say(run.describe())
+    content = {
+        "layer": run.layer,
+        "precision": precision,
+        "num_computed": run.num_computed,
+        "elapsed_s": run.elapsed_s,
+    }
+    inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
+    return RunInputs(inputs.directory, run.spec, run.prepared, {})
 
 
 def run_to_end(

@@ -1,0 +1,33 @@
+"""`csdctl extract`."""
+
+from csdctl.cli import options as common
+from csdctl.cli import train_options as options
+from csdctl.cli.streams import Streams
+
+
+def extract(
+    job: common.JobArgument = common.DEFAULT_JOB,
+    fleet: common.FleetOption = common.DEFAULT_FLEET,
+    plan: options.PlanOption = None,
+    batch_size: options.BatchSizeOption = None,
+    feature_precision: options.FeaturePrecisionOption = "float32",
+    limit: common.LimitOption = None,
+    exclude: common.ExcludeOption = None,
+    json: common.JsonOption = False,
+) -> None:
+    """Compute the output of the model's frozen layers for all samples, where they are stored."""
+    from csdctl.cli.render.features import ExtractScreen, extract_document
+    from csdctl.job.model import load_job
+    from csdctl.workflows.train.extract import ExtractRequest
+    from csdctl.workflows.train.extract import extract as run_extraction
+    from csdctl.workflows.train.options import check_precision
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+
+    streams = Streams(is_json=json)
+    check_precision(feature_precision)
+    loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
+    request = ExtractRequest(loaded, chosen, streams.directory, feature_precision, plan, batch_size)
+    screen = ExtractScreen(streams)
+    found = run_extraction(request, screen)
+    screen.say(found.describe())
+    streams.result(extract_document(found))

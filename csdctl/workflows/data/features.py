@@ -1,0 +1,197 @@
+"""Training by features: each machine computes the frozen part of the model once for its own samples.
+
+Features stay on the machine that made them, in a cache by content. What is then trained is the model's head,
+with the same step, on fewer numbers.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.shipping.store import StoredFile
+from csdctl.shipping.worker_calls import watch_worker
+from csdctl.transport.answer import Answer
+from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.session import Session
+from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.model_info import FeatureInfo
+from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
+from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
+from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.model import SerializedModel
+from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.workspace.workspace import Workspace
+
+FEATURE_STORE = ".csdctl/features"
+_DOING = "computing features"
+
+ShardFiles = Mapping[str, tuple[StoredFile, StoredFile]]
+
+
+@dataclass(frozen=True)
+class FeatureRun:
+    """A run that trains the head of a model on features."""
+
+    spec: RunSpec
+    prepared: Prepared
+    """With the head in place of the whole model."""
+    layer: str
+    """The last layer of the frozen part."""
+    shape: tuple[int, ...]
+    """Of one sample's features."""
+    precision: str
+    num_samples: int
+    num_computed: int
+    """Samples whose features were not in a cache."""
+    elapsed_s: float
+
+    def describe(self) -> str:
+        """Return what was computed, as a sentence."""
+        found = self.num_samples - self.num_computed
+        return (
+            f"features: the output of {self.layer} for {self.num_samples:,} samples; {self.num_computed:,} "
+            f"computed in {self.elapsed_s:.1f} s, {found:,} found"
+        )
+
+
+def find_features(prepared: Prepared) -> FeatureInfo:
+    """Return what is known of the model's frozen part; raises InputError if it has none."""
+    info = prepared.model.info
+    if prepared.recipe.augment:
+        raise InputError(
+            f"{info.name} cannot be trained by features: data.augment changes its samples in every step",
+            remedy="train with --way data-parallel, or without data.augment",
+        )
+    if info.features is None:
+        raise InputError(
+            f"{info.name} cannot be trained by features: it {info.no_features}",
+            remedy="freeze its first layers (base.trainable = False), and put augmentation behind them "
+            "or train with --way data-parallel",
+        )
+    return info.features
+
+
+def compute_features(
+    spec: RunSpec,
+    prepared: Prepared,
+    shards: ShardFiles,
+    space: Workspace,
+    precision: str,
+    on_delivery: OnDelivery,
+    on_progress: OnPrepareProgress,
+) -> FeatureRun:
+    """Compute the features of all samples of `spec` where they are; return the run of the model's head.
+
+    Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
+    """
+    began = time.monotonic()
+    features = find_features(prepared)
+    prefix, head, files = _divide(prepared, precision)
+    machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
+    missing = {name: [*files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
+    deploy_files(missing, space.fleet, space.sessions, on_delivery)
+    made = {
+        rank.node: _Extraction(rank, prefix, features, prepared, space, on_progress)
+        for rank in spec.ranks
+        if rank.node in machines
+    }
+
+    def on_machine(session: Session) -> RankSpec:
+        machine = made[session.name]
+        rank = machine.rank
+        return replace(
+            rank,
+            private=machine.extract(rank.private, rank.num_private - rank.num_repeated),
+            public=machine.extract(rank.public, rank.num_public),
+        )
+
+    found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
+    num_validation = prepared.validation.num_samples if prepared.validation else 0
+    validation = made[HOST_NAME].extract(spec.validation, num_validation, "validation")
+    whole_model = prepared.model.architecture.path, prepared.model.weights.path
+    return FeatureRun(
+        replace(
+            spec,
+            architecture=head.architecture.path,
+            weights=head.weights.path,
+            ranks=tuple(found.get(rank.node, rank) for rank in spec.ranks),
+            validation=validation,
+            head=HeadSpec(prefix, *whole_model, features.head_weights),
+        ),
+        replace(prepared, model=head),
+        features.layer,
+        features.shape,
+        precision,
+        sum(machine.num_samples for machine in made.values()),
+        sum(machine.num_computed for machine in made.values()),
+        time.monotonic() - began,
+    )
+
+
+def _divide(prepared: Prepared, precision: str) -> tuple[Prefix, SerializedModel, list[StoredFile]]:
+    """Return the prefix and the head of the model, and the files that a machine needs for features."""
+    architecture, weights, head_architecture, head_weights = prepared.model.parts
+    input_range, code = prepared.recipe.input_range, prepared.model.user_code
+    prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
+    head = replace(prepared.model, architecture=head_architecture, weights=head_weights)
+    of_code = [prepared.model.code] if prepared.model.code else []
+    return prefix, head, [prepared.worker, architecture, weights, *of_code]
+
+
+@dataclass
+class _Extraction:
+    """The features of one machine."""
+
+    rank: RankSpec
+    prefix: Prefix
+    features: FeatureInfo
+    prepared: Prepared
+    space: Workspace
+    on_progress: OnPrepareProgress
+    num_samples: int = 0
+    num_computed: int = 0
+
+    def extract(
+        self, source: DatasetSlice | None, num_samples: int, name: str | None = None
+    ) -> DatasetSlice | None:
+        """Return the features of `source`; None stays None."""
+        if source is None:
+            return None
+
+        node = self.rank.node
+        first_done: int | None = None
+
+        def note(progress: PrepareProgress) -> None:
+            nonlocal first_done
+            if progress.num_total and first_done is None:
+                first_done = progress.num_done
+            self.on_progress(name or node, progress)
+
+        spec = ExtractSpec(
+            source, FEATURE_STORE, self.prefix, self.rank.runtime, self.features.shape, num_samples
+        )
+        info = watch_worker(
+            self.space.sessions[node],
+            self.space.fleet.python_of(node),
+            self.prepared.worker.path,
+            "extract",
+            spec,
+            DatasetInfo,
+            note,
+            doing=_DOING,
+        )
+        answer = Answer.parse(to_json(info), node, _DOING)
+        check_info(answer, may_be_empty=True)
+        expected = (num_samples, self.features.shape, self.prefix.precision)
+        if (info.num_samples, info.sample_shape, info.dtype) != expected:
+            raise answer.error(
+                f"received {info.num_samples} features of shape {info.sample_shape} and type {info.dtype}, "
+                f"expected {expected[0]} of {expected[1]} and {expected[2]}"
+            )
+        self.num_samples += num_samples
+        self.num_computed += 0 if first_done is None else num_samples - first_done
+        return whole(info)

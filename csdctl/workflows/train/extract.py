@@ -1,0 +1,58 @@
+"""`extract`: compute the features of a job's samples ahead of training."""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import Job
+from csdctl.shipping.deliver import Delivery
+from csdctl.workflows.data.deploy import cut_shards
+from csdctl.workflows.data.features import FeatureRun, compute_features, find_features
+from csdctl.workflows.train.placement import place_plan
+from csdctl.workflows.train.plan_choice import resolve_plan
+from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
+from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.workspace.workspace import open_workspace
+
+
+@dataclass(frozen=True)
+class ExtractRequest:
+    """The request of one `csdctl extract`."""
+
+    job: Job
+    fleet: Fleet
+    directory: Path
+    precision: str
+    plan_path: Path | None = None
+    """None: the plan that `tune` wrote for the job."""
+    batch_size: int | None = None
+    """Divide public samples equally instead of by a plan."""
+
+
+class ExtractObserver(PreparationObserver, Protocol):
+    """Shows one `csdctl extract`."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Files have reached `node`."""
+
+
+def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
+    """Compute the features that are missing, on the machines of the plan; raises InputError, PartialError."""
+    job = request.job
+    with open_workspace(
+        request.directory, request.fleet, "extract", is_locking=True, say=observer.say
+    ) as space:
+        plan = resolve_plan(job, space, observer.say, path=request.plan_path, batch_size=request.batch_size)
+        prepared = prepare_in(space, job, observer)
+        find_features(prepared)
+        placed = place_plan(plan, prepared, job, space.fleet)
+        shards = cut_shards(placed, prepared.public, job, space.project)
+        run = space.project.new_scratch()
+        spec = build_spec(run, job, plan, placed, prepared, shards, space)
+        shutil.rmtree(run.path, ignore_errors=True)
+        with observer.preparing() as on_progress:
+            return compute_features(
+                spec, prepared, shards, space, request.precision, observer.on_delivery, on_progress
+            )

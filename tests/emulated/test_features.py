@@ -1,0 +1,177 @@
+"""Training by features on an emulated host and two nodes, compared with the frozen model in every step."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulated.running import csdctl
+from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+NUM_SAMPLES = 96
+JOB = """\
+model: model.py:build
+data:
+  public: {path: public.npz}
+  private: {path: ~/private.npz}
+  validation: {path: validation.npz}
+recipe: {epochs: 2, learning_rate: %s, optimizer: adam}
+"""
+MODEL = """\
+import keras
+from keras import layers
+
+
+def build(first=None):
+    base = keras.Sequential([
+        keras.Input((12, 12, 3)),
+        layers.Conv2D(8, 3, activation="relu"),
+        layers.BatchNormalization(),
+        layers.GlobalAveragePooling2D(),
+    ], name="base")
+    base.trainable = False
+    inputs = keras.Input((12, 12, 3))
+    pictures = first(inputs) if first else inputs
+    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(pictures)))
+
+
+def build_random():
+    return build(layers.RandomFlip())
+
+
+def build_trained():
+    model = build()
+    model.get_layer("base").trainable = True
+    return model
+"""
+
+
+def write(path: Path, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, 4, NUM_SAMPLES)
+    pictures = generator.integers(0, 120, (NUM_SAMPLES, 12, 12, 3)) + 40 * labels[:, None, None, None]
+    np.savez(path, x=pictures.astype(np.uint8), y=labels)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("features")
+    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
+    (directory / "job.yaml").write_text(JOB % 0.01)
+    (directory / "faster.yaml").write_text(JOB % 0.02)
+    (directory / "model.py").write_text(MODEL)
+    for name in ("random", "trained"):
+        (directory / f"{name}.yaml").write_text((JOB % 0.01).replace(":build", f":build_{name}"))
+    nodes = directory / ".csdctl" / "emulated" / "nodes"
+    places = (directory / "public", directory / "validation")
+    for number, path in enumerate((*places, *(nodes / f"csd{n}" / "home" / "private" for n in range(2)))):
+        write(path.with_suffix(".npz"), number)
+    yield directory
+    csdctl(directory, "emulate", "down")
+
+
+def train(project: Path, *arguments: str) -> dict[str, Any]:
+    """Return the report of a training that must succeed."""
+    done = csdctl(project, "train", *arguments, "--batch-size", "8", "--skip-doctor", "--json")
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report["features"] = json.loads(Path(project, report["path"], "manifest.json").read_text()).get(
+        "features"
+    )
+    return report
+
+
+def weights_of(project: Path, report: dict[str, Any]) -> list[Any]:
+    """Return the weights of the saved model, read in a process of its own, then its outputs on data."""
+    program = (
+        "import sys, keras, numpy as np\n"
+        "model = keras.models.load_model(sys.argv[1])\n"
+        "data = np.load('validation.npz')['x'] / np.float32(255)\n"
+        "np.savez(sys.argv[2], *model.get_weights(), model.predict(data, verbose=0))\n"
+    )
+    output = project / "weights.npz"
+    command = [sys.executable, "-c", program, f"{report['path']}/model.keras", str(output)]
+    subprocess.run(command, cwd=project, check=True, capture_output=True)
+    with np.load(output) as arrays:
+        return [arrays[name] for name in arrays.files]
+
+
+def test_features_train_the_same_model(project: Path) -> None:
+    whole, by_features = train(project), train(project, "--way", "features")
+    assert by_features["samples"] == whole["samples"] == 2 * 3 * NUM_SAMPLES
+    assert by_features["validation_accuracy"] == pytest.approx(whole["validation_accuracy"])
+    expected, found = weights_of(project, whole), weights_of(project, by_features)
+    assert len(found) == len(expected) == 9
+    for one, other in zip(expected, found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
+    found = csdctl(project, "extract", "faster.yaml", "--batch-size", "8", "--json")
+    assert found.returncode == 0, found.stderr
+    document = json.loads(found.stdout)
+    assert (document["num_samples"], document["num_computed"]) == (4 * NUM_SAMPLES, 0)
+    assert (document["layer"], document["shape"]) == ("base", [8])
+    # Another learning rate finds the features of all samples.
+    again = train(project, "faster.yaml", "--way", "features")
+    assert again["features"]["num_computed"] == 0
+
+
+def test_features_in_16_bits_are_computed_anew(project: Path) -> None:
+    exact = train(project, "--way", "features")
+    report = train(project, "--way", "features", "--feature-precision", "float16")
+    assert report["features"]["num_computed"] == 4 * NUM_SAMPLES
+    assert report["validation_loss"] != exact["validation_loss"]
+    assert report["validation_loss"] == pytest.approx(exact["validation_loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        ("random.yaml", "draws random numbers, or changes its state, before its first trainable layer"),
+        ("trained.yaml", "has no frozen layers at its beginning"),
+    ],
+)
+def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, reason: str) -> None:
+    done = csdctl(project, "train", job, "--way", "features", "--batch-size", "8", "--skip-doctor")
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr
+
+
+def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
+    (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
+    arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")
+    process, run = start_training(project, *arguments, until="EpochEnd")
+    kill_rank("csd1")(project, run)
+    deadline = time.monotonic() + 120
+    while not any(event["generation"] == 2 for event in events_of(run, "Joined")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    joined = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
+    before = len(events_of(run, "EpochEnd"))
+    while len(events_of(run, "EpochEnd")) < before + 4:  # an epoch has the samples that csd1 left
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert "csd1 is lost" in output
+    assert nothing_is_left(project, run)
+    last = [event for event in events_of(run, "EpochEnd") if event["rank"] == 0][-1]
+    assert last["global_samples"] == 2 * NUM_SAMPLES, last  # all public ones, and the private ones of csd0
+    steps = max(event["step"] for event in events_of(run, "CheckpointSaved"))
+    assert steps > joined["step"]
+    resumed = csdctl(
+        project, "train", "long.yaml", "--resume", run.name, "--skip-doctor", "--max-steps", str(steps + 50)
+    )
+    assert resumed.returncode == 0, resumed.stderr
+    assert "; 0 computed in" in resumed.stdout, resumed.stdout
