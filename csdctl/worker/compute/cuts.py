@@ -61,7 +61,9 @@ def find_cuts(model: Any) -> list[Cut]:
 
 def split_at(model: Any, cut: Cut, keras: Any) -> tuple[Any, Any]:
     """Return prefix and head, which share their layers with `model`."""
-    return keras.Model(model.input, cut.tensor), keras.Model(cut.tensor, model.output)
+    (source,) = model.inputs
+    outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
+    return keras.Model(source, cut.tensor), keras.Model(cut.tensor, outputs)
 
 
 def frozen_cut(model: Any, keras: Any) -> Cut:

@@ -90,12 +90,15 @@ def _write_parts(model: Any, architecture: str, output: Path, keras: Any) -> tup
         return None, "cannot be rebuilt from its configuration"
     try:
         cut = frozen_cut(model, keras)
+        prefix, head = split_at(model, cut, keras)
+        head.compile(**compile_arguments(model))
+        texts = [part.to_json() for part in (prefix, head)]
     except NoCutError as error:
         return None, str(error)
-    prefix, head = split_at(model, cut, keras)
-    head.compile(**compile_arguments(model))
-    for name, part in (("prefix", prefix), ("head", head)):
-        (output / f"{name}.json").write_text(part.to_json())
+    except Exception as error:  # the whole model can be trained all the same
+        return None, f"cannot be divided: {describe(error)}"
+    for name, part, text in zip(("prefix", "head"), (prefix, head), texts, strict=True):
+        (output / f"{name}.json").write_text(text)
         save_weights(output / f"{name}.npz", part.get_weights())
     places = {id(variable): number for number, variable in enumerate(model.weights)}
     head_weights = tuple(places[id(variable)] for variable in head.weights)
