@@ -124,6 +124,14 @@ def test_features_train_the_same_model(project: Path) -> None:
     assert again["features"]["num_computed"] == 0
 
 
+def test_verify_compares_features_and_head(project: Path) -> None:
+    done = csdctl(project, "verify", "--way", "features", "--json")
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["by_parts"] <= 1e-5
+    assert set(document["ranks"]) == {"host", "csd0", "csd1"}
+
+
 def test_features_in_16_bits_are_computed_anew(project: Path) -> None:
     exact = train(project, "--way", "features")
     report = train(project, "--way", "features", "--feature-precision", "float16")

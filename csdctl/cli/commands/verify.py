@@ -15,6 +15,7 @@ from csdctl.cli.options import (
     LimitOption,
 )
 from csdctl.cli.streams import Streams
+from csdctl.cli.train_options import WayOption
 
 
 def verify(
@@ -26,6 +27,7 @@ def verify(
             "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
         ),
     ] = None,
+    way: WayOption = "data-parallel",
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
@@ -41,7 +43,7 @@ def verify(
 
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = VerifyRequest(loaded, chosen, streams.directory, plan)
+    request = VerifyRequest(loaded, chosen, streams.directory, plan, way)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes

@@ -55,10 +55,14 @@ class ModelTask:
 
     def open_reader(self) -> EpochReader | SyntheticReader:
         """Return what the samples are read with."""
-        return EpochReader(self.spec, self.me.rank, self._to_features if self.spec.head else _unchanged)
+        return EpochReader(self.spec, self.me.rank, self.to_features if self.spec.head else _unchanged)
 
-    def _to_features(self, samples: Array) -> Array:
-        """Return the features of samples that a lost node leaves to the host."""
+    def example(self, count: int) -> tuple[Array, Array]:
+        """Return at most `count` samples and their labels, as the model takes them."""
+        return self.reader.first(count) if count else self.reader.empty_batch()
+
+    def to_features(self, samples: Array) -> Array:
+        """Return the features of samples (n, …), as the model before the head computes them here."""
         if self._extractor is None:
             assert self.spec.head is not None
             self._extractor = FeatureExtractor(self.spec.head.prefix, self._tf, self._keras)
@@ -69,7 +73,7 @@ class ModelTask:
         return Step(
             load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code),
             spec.recipe,
-            self.reader.empty_batch(),
+            self.example(0),
             self._tf,
             self._keras,
             rank=me.rank,
@@ -78,7 +82,7 @@ class ModelTask:
         )
 
     def _warm_up(self) -> None:
-        images, labels = self.reader.first(self.me.batch_size)
+        images, labels = self.example(self.me.batch_size)
         self.step.set_step(0, 0.0)
         is_private = self.step.has_noise and self.me.num_private
         copies = np.ones(len(images), np.int64) if is_private else None

@@ -8,7 +8,7 @@ Every comparison comes with two measures of what it is worth, both from this mod
   is a sample that was lost or counted twice, and must be far outside of the spread to be visible.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,6 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.run_spec import RankSpec
 from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
-from csdctl.worker.tasks.verified_samples import Ranges, draw_samples
 
 NUM_DRAWS = 3
 """Of the rounding of the weights; the spread is the largest of them."""
@@ -81,18 +80,17 @@ class Reference:
         seed: int,
         ranks: Sequence[RankSpec],
         sizes: Sequence[int],
-        example: tuple[Array, Array],
+        draw: Callable[[int, int], tuple[Array, Array]],
         weight: float = 1.0,
-        ranges: Ranges | None = None,
     ) -> None:
         """`sizes`: the batch size of each of the ranks; `weight`: of each sample in this step's vectors.
 
-        `ranges`: of the samples' values.
+        `draw` returns the samples of a rank, given their number.
         """
-        self._ranges = ranges
+        self._draw = draw
         self._step, self._seed = step, seed
         self._ranks, self._sizes = ranks, sizes
-        self._example, self._weight = example, weight
+        self._weight = weight
         self._start = Snapshot(step.model.variables)
         self._weights = weights_by_type(step.model)
         self._roundoff = ROUNDOFFS[coarsest("float32", *(str(weight.dtype) for weight, _ in self._weights))]
@@ -120,7 +118,7 @@ class Reference:
     def samples(self, number: int) -> tuple[Array, Array]:
         """Return the samples of the rank with this number among the ranks, and one more."""
         rank, count = self._ranks[number].rank, self._sizes[number] + 1
-        return draw_samples(self._seed, rank, count, self._example, self._step.model, self._ranges)
+        return self._draw(rank, count)
 
     def compare(self, sent: Array) -> None:
         """Compare the vector `sent` of the next rank with that of this process."""

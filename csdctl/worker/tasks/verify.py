@@ -44,6 +44,11 @@ class Verify(ModelTask):
     _weights_hash = ""
     _limits: Ranges
 
+    def example(self, count: int) -> tuple[Array, Array]:
+        """Return at most `count` samples; of the head of a model, features."""
+        samples, labels = super().example(count)
+        return (self.to_features(samples) if self.spec.head else samples), labels
+
     def run(self, group: Group) -> TaskOutcome:
         """Take the step; raises WorkerError when ranks are missing, or hold different weights after it."""
         self._check_complete(group)
@@ -78,15 +83,19 @@ class Verify(ModelTask):
         """Return the ranges of the samples, by those of this rank."""
         return find_ranges(self.reader.first(NUM_LOOKED_AT)[0])
 
+    def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
+        """Return the random samples of a rank; of the head of a model, their features."""
+        seed, example = self.spec.recipe.seed, self.reader.empty_batch()
+        samples, labels = draw_samples(seed, rank, count, example, self.step.model, self._ranges)
+        return (self.to_features(samples) if self.spec.head else samples), labels
+
     def _compute(self) -> Array:
         """Return this rank's vector, computed from the weights of the beginning."""
         recipe, me, step = self.spec.recipe, self.me, self.step
         self._start.restore()
         step.set_step(0, recipe.learning_rate or 0.0)
         step.micro_batch_size = me.micro_batch_size
-        count, example = self._sizes[me.rank], self.reader.empty_batch()
-        samples = draw_samples(recipe.seed, me.rank, count, example, step.model, self._ranges)
-        return np.array(step.local(*samples))
+        return np.array(step.local(*self._draw(me.rank, self._sizes[me.rank])))
 
     def _compare(self, communicator: Communicator, vector: Array, total: Array) -> Verified | None:
         """Compare the sum of all ranks, and each rank's vector; returns the result on rank 0."""
@@ -145,8 +154,8 @@ class Verify(ModelTask):
         return reference
 
     def _make_reference(self) -> Reference:
-        seed, example = self.spec.recipe.seed, self.reader.empty_batch()
-        return Reference(self.step, seed, self.spec.ranks, self._sizes, example, self.me.weight, self._ranges)
+        seed = self.spec.recipe.seed
+        return Reference(self.step, seed, self.spec.ranks, self._sizes, self._draw, self.me.weight)
 
     def _check_weights(self, communicator: Communicator) -> None:
         self._weights_hash = hash_weights(self.step.model)

@@ -22,14 +22,13 @@ from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
 from csdctl.workflows.data.info_answer import check_info
-from csdctl.workflows.data.model import SerializedModel
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
 FEATURE_STORE = ".csdctl/features"
 _DOING = "computing features"
 
-ShardFiles = Mapping[str, tuple[StoredFile, StoredFile]]
+ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 
 
 @dataclass(frozen=True)
@@ -90,12 +89,12 @@ def compute_features(
     """
     began = time.monotonic()
     features = find_features(prepared)
-    prefix, head, files = _divide(prepared, precision)
+    divided = divide(spec, prepared, precision)
     machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
-    missing = {name: [*files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
+    missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
     deploy_files(missing, space.fleet, space.sessions, on_delivery)
     made = {
-        rank.node: _Extraction(rank, prefix, features, prepared, space, on_progress)
+        rank.node: _Extraction(rank, divided.prefix, features, prepared, space, on_progress)
         for rank in spec.ranks
         if rank.node in machines
     }
@@ -112,17 +111,10 @@ def compute_features(
     found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
     num_validation = prepared.validation.num_samples if prepared.validation else 0
     validation = made[HOST_NAME].extract(spec.validation, num_validation, "validation")
-    whole_model = prepared.model.architecture.path, prepared.model.weights.path
+    ranks = tuple(found.get(rank.node, rank) for rank in spec.ranks)
     return FeatureRun(
-        replace(
-            spec,
-            architecture=head.architecture.path,
-            weights=head.weights.path,
-            ranks=tuple(found.get(rank.node, rank) for rank in spec.ranks),
-            validation=validation,
-            head=HeadSpec(prefix, *whole_model, features.head_weights),
-        ),
-        replace(prepared, model=head),
+        replace(divided.spec, ranks=ranks, validation=validation),
+        divided.prepared,
         features.layer,
         features.shape,
         precision,
@@ -132,14 +124,31 @@ def compute_features(
     )
 
 
-def _divide(prepared: Prepared, precision: str) -> tuple[Prefix, SerializedModel, list[StoredFile]]:
-    """Return the prefix and the head of the model, and the files that a machine needs for features."""
-    architecture, weights, head_architecture, head_weights = prepared.model.parts
-    input_range, code = prepared.recipe.input_range, prepared.model.user_code
+@dataclass(frozen=True)
+class Divided:
+    """A run of the model's head, whose samples are still those of the whole model."""
+
+    spec: RunSpec
+    prepared: Prepared
+    """With the head in place of the whole model."""
+    prefix: Prefix
+    files: tuple[StoredFile, ...]
+    """What a machine needs to compute features."""
+
+
+def divide(spec: RunSpec, prepared: Prepared, precision: str) -> Divided:
+    """Return the run of the model's head; raises InputError if the model has no frozen part."""
+    features, whole_model = find_features(prepared), prepared.model
+    architecture, weights, head_architecture, head_weights = whole_model.parts
+    input_range, code = prepared.recipe.input_range, whole_model.user_code
     prefix = Prefix(architecture.path, weights.path, input_range, precision, code)
-    head = replace(prepared.model, architecture=head_architecture, weights=head_weights)
-    of_code = [prepared.model.code] if prepared.model.code else []
-    return prefix, head, [prepared.worker, architecture, weights, *of_code]
+    head = HeadSpec(prefix, whole_model.architecture.path, whole_model.weights.path, features.head_weights)
+    return Divided(
+        replace(spec, architecture=head_architecture.path, weights=head_weights.path, head=head),
+        replace(prepared, model=replace(whole_model, architecture=head_architecture, weights=head_weights)),
+        prefix,
+        (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else [])),
+    )
 
 
 @dataclass

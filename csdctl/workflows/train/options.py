@@ -46,7 +46,7 @@ class TrainOptions:
             raise InputError(
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
-        _check_choice("way", self.way, WAYS)
+        check_way(self.way)
         check_precision(self.precision)
         for callback in self.callbacks:
             if not callable(callback):
@@ -61,6 +61,11 @@ class TrainOptions:
         ):
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
+
+
+def check_way(way: str) -> None:
+    """Raise InputError unless csdctl can train in this way."""
+    _check_choice("way", way, WAYS)
 
 
 def check_precision(precision: str) -> None:

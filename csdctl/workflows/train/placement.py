@@ -14,7 +14,7 @@ from csdctl.worker.protocol.run_spec import DatasetSlice, RankSpec
 from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
 
-ShardFiles = Mapping[str, tuple[StoredFile, StoredFile]]
+ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 """By node: the samples and labels that were cut for it on the host."""
 
 

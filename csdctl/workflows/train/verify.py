@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
+from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
+from csdctl.workflows.data.features import divide
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.options import DATA_PARALLEL, FEATURES, TrainOptions, check_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
@@ -35,6 +38,7 @@ class VerifyRequest:
     directory: Path
     plan_path: Path | None = None
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
+    way: str = DATA_PARALLEL
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Verification:
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
     """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
     find_mpirun()
+    check_way(request.way)
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
@@ -58,7 +63,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        result = verify(job, plan, prepared, space)
+        result = verify(job, plan, prepared, space, request.way)
     return Verification(tuple(rank.node for rank in plan.ranks), result)
 
 
@@ -79,21 +84,31 @@ def _check_several(plan: Plan) -> None:
         )
 
 
-def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace) -> Verified:
+def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, way: str = DATA_PARALLEL) -> Verified:
     """Run one step of all ranks and return how it compares with one process; raises what `train` raises."""
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
+    inputs = RunInputs(run, spec, prepared, shards)
+    if way == FEATURES:
+        inputs = _of_head(inputs, list(space.fleet.machines))
     results: list[Verified] = []
 
     def record(event: Event) -> None:
         if isinstance(event, Verified):
             results.append(event)
 
-    run_ranks(RunInputs(run, spec, prepared, shards), space, TrainOptions(), lambda *_: None, record)
+    run_ranks(inputs, space, TrainOptions(), lambda *_: None, record)
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
     return results[0]
+
+
+def _of_head(inputs: RunInputs, machines: Sequence[str]) -> RunInputs:
+    """Return the run of the model's head, whose ranks compute the features of what they draw."""
+    divided = divide(inputs.spec, inputs.prepared, FLOAT32)
+    shards = {name: (*inputs.shards.get(name, ()), *divided.files) for name in machines}
+    return RunInputs(inputs.directory, divided.spec, divided.prepared, shards)

@@ -207,10 +207,7 @@ class RowVerify(Verify):
 
     def _make_reference(self) -> Reference:
         known = self._known.setdefault(compute_type(self.step.model), {})
-        example, weight = self.reader.empty_batch(), 1.0
-        return RememberingReference(
-            known, self.step, SEED, self.spec.ranks, SIZES, example, weight, self._ranges
-        )
+        return RememberingReference(known, self.step, SEED, self.spec.ranks, SIZES, self._draw, 1.0)
 
 
 def load_task(row: Row, kind: type[Step] = Step) -> Verify:
