@@ -75,7 +75,13 @@ def train(project: Path, after: int, *lines: tuple[str, int], max_steps: int) ->
 
 
 @pytest.mark.attack(9)
-@pytest.mark.parametrize("line", [BLAMING, BOMB], ids=["blames another node", "depth bomb"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(BLAMING, id="blames another node"),
+        pytest.param(BOMB, id="depth bomb", marks=pytest.mark.thorough),
+    ],
+)
 def test_invalid_event_before_training_ends_the_run_and_names_the_node(project: Path, line: str) -> None:
     code, shown, run = train(project, 0, (line, 1), max_steps=10)
     assert code == 1, shown
