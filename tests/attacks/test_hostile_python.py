@@ -130,7 +130,11 @@ INFOS = [
 ]
 
 
-@pytest.mark.parametrize("lie", INFOS, ids=range(len(INFOS)))
+@pytest.mark.parametrize(
+    "lie",
+    [*INFOS[:2], *(pytest.param(lie, marks=pytest.mark.thorough) for lie in INFOS[2:])],
+    ids=range(len(INFOS)),
+)
 def test_data_that_a_node_describes_wrongly_is_that_nodes_failure(fleet: Path, lie: str) -> None:
     behave(fleet, PREPARING=lie)
     assert_only_csd1_failed(csdctl(fleet, "prepare"))

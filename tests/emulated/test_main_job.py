@@ -238,6 +238,7 @@ def test_run_continues_without_a_killed_rank(demo: Path) -> None:
     assert document["lost_nodes"] == ["csd1"]
 
 
+@pytest.mark.thorough("attacks/test_hostile_node.py::test_failed_run_leaves_nothing_in_memory_and_resumes")
 def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(demo: Path) -> None:
     process, run = start_training(demo, "--min-nodes", str(NUM_NODES))
     kill_rank("csd1")(demo, run)

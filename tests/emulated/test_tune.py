@@ -14,6 +14,7 @@ from tests.emulated.running import csdctl
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
 LIMIT = 256
+STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--exclude=csd1")
 JOB = """\
 model: model.py:build
 data: {public: {path: public}}
@@ -141,7 +142,7 @@ def test_impossible_limit_is_refused_before_training(
 
 
 def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
-    plan, stderr = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
+    plan, stderr = tune(project, *STANNIS)
     assert plan["method"] == "stannis"
     assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
     assert "confirming the chosen batch sizes" in stderr

@@ -13,7 +13,6 @@ import pytest
 from csdctl.fleet.model import HOST_NAME, Node
 from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
-from tests.lab.lab import Lab
 from tests.lab.project import Project
 
 pytestmark = pytest.mark.lab
