@@ -147,13 +147,6 @@ def test_impossible_limit_is_refused_before_training(
     assert "trying the plan" not in done.stderr
 
 
-def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
-    plan, stderr = tune(project, *STANNIS)
-    assert plan["method"] == "stannis"
-    assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
-    assert "confirming the chosen batch sizes" in stderr
-
-
 def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:
     path = project / ".csdctl" / "plans" / "job.yaml"
     content = yaml.safe_load(path.read_text())
@@ -163,3 +156,10 @@ def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[
     done = csdctl(project, "train", "--max-steps", "2", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["samples"] == 2 * 21
+
+
+def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
+    plan, stderr = tune(project, *STANNIS)
+    assert plan["method"] == "stannis"
+    assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
+    assert "confirming the chosen batch sizes" in stderr
