@@ -16,7 +16,7 @@ UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
 ARGS ?=
 # Emulated and lab tests mostly wait, so there are more processes than cores. The tests of a file stay in one
-# process, for the fixtures they share. Files start in the order of `testpaths`, the longest first; xdist would
+# process, for the fixtures they share. Files start in the order of tests/conftest.py and `testpaths`, the longest first; xdist would
 # otherwise begin with the files that have most tests.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : cores < 8 ? cores : 8)))
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,20 @@ from tests.lab.requirements import LAB_DID_NOT_RUN
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+# Side by side, a file runs in one process, and files start in this order: none of these may start last.
+LONGEST = [
+    Path(__file__).parent / name
+    for name in (
+        "emulated/test_main_job.py",
+        "lab/test_main_job.py",
+        "emulated/test_tune.py",
+        "attacks/test_hostile_node.py",
+        "lab/test_privacy.py",
+        "emulated/test_private_noise.py",
+        "attacks/test_ordinary_user.py",
+        "attacks/test_foreign_daemon.py",
+    )
+]
 NUM_LEFT_OUT = pytest.StashKey[int]()
 
 
@@ -25,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave the further variants of what is selected out, unless they are asked for."""
+    """Begin with the longest files, and leave the further variants out unless they are asked for."""
+    items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
     if config.getoption("--thorough"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
