@@ -21,9 +21,9 @@ LONGEST = [
     for name in (
         "emulated/test_main_job.py",
         "lab/test_main_job.py",
+        "lab/test_privacy.py",
         "emulated/test_tune.py",
         "attacks/test_hostile_node.py",
-        "lab/test_privacy.py",
         "emulated/test_private_noise.py",
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
