@@ -16,7 +16,7 @@ UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
 ARGS ?=
 # Emulated and lab tests mostly wait, so there are more processes than cores. The tests of a file stay in one
-# process, for the fixtures they share. Files start in the order of `testpaths`, the longest first; xdist would
+# process, for the fixtures they share. Files start in the order of tests/conftest.py and `testpaths`, the longest first; xdist would
 # otherwise begin with the files that have most tests.
 WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : cores < 8 ? cores : 8)))
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
@@ -27,18 +27,21 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test lab fuzz check bench coverage lowest docs audit lock build clean
+.PHONY: help setup demo test test-all lab fuzz check bench coverage lowest docs audit lock build clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## create .venv with csdctl and its locked dependencies
 
 demo: $(STAMP) ## train on an emulated fleet
 	@$(BIN)/csdctl demo $(ARGS)
 
-test: $(STAMP) ## run all tests in parallel
+test: $(STAMP) ## run all tests in parallel, without the thorough variants
 	@$(BIN)/pytest $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
+
+test-all: $(STAMP) ## run all tests in parallel, with the thorough variants
+	@$(BIN)/pytest --thorough $(if $(ARGS),$(ARGS),$(IN_PARALLEL))
 
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)

@@ -109,7 +109,7 @@ def assert_error(done: "subprocess.CompletedProcess[str]", exit_code: int, *word
 
 @pytest.mark.parametrize(
     ("machine", "name"),
-    [("csd0", "images.npy"), ("host", "labels.npy")],
+    [("csd0", "images.npy"), pytest.param("host", "labels.npy", marks=pytest.mark.thorough)],
 )
 def test_swapped_data_is_not_trained_on_until_it_is_prepared_again(
     project: Path, machine: str, name: str

@@ -37,7 +37,7 @@ def wrong(event):
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A job directory beside the fleet that the script uses."""
     path = tmp_path_factory.mktemp("api")
-    done = csdctl(path, "emulate", "up", "--nodes", "2", "--cpu", "0.5")
+    done = csdctl(path, "emulate", "up", "--nodes", "2", "--cpu", "1")
     assert done.returncode == 0, done.stderr
     yield path
     csdctl(path, "emulate", "down")

@@ -114,12 +114,6 @@ def test_run_that_is_complete_is_not_started_again(project: Path) -> None:
     assert json.loads(done.stdout)["state"] == "done"
 
 
-def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
-    done = csdctl(project, "verify", "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["by_parts"] <= 1e-5
-
-
 def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank(project: Path) -> None:
     (project / "random.yaml").write_text(JOB.replace(":build", ":build_random"))
     done = csdctl(project, "verify", "random.yaml", "--json")
@@ -133,6 +127,16 @@ def test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_ever
     assert found["not_one_batch"][0].startswith("random numbers in ")
     assert "drops" in found["not_one_batch"][0]
     assert "random_rotation" in found["not_one_batch"][0]
+
+
+@pytest.mark.thorough(
+    "emulated/test_models.py::test_verify_compares_random_layers_in_16_bits_with_the_random_states_of_every_rank"
+)
+def test_verify_compares_a_model_with_two_inputs(project: Path) -> None:
+    """The other model has the same inputs."""
+    done = csdctl(project, "verify", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["by_parts"] <= 1e-5
 
 
 def test_verify_refuses_a_plan_with_one_rank(project: Path) -> None:

@@ -14,6 +14,7 @@ from tests.emulated.running import csdctl
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
 LIMIT = 256
+STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--exclude=csd1")
 JOB = """\
 model: model.py:build
 data: {public: {path: public}}
@@ -57,7 +58,7 @@ def tune(directory: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 @pytest.fixture(scope="module")
 def first(project: Path) -> tuple[dict[str, Any], str]:
-    return tune(project, f"--max-global-batch={LIMIT}", "--probe-seconds=0.2")
+    return tune(project, f"--max-global-batch={LIMIT}", "--probe-seconds=0.1")
 
 
 def test_plan_respects_its_limit_and_reports_its_prediction(first: tuple[dict[str, Any], str]) -> None:
@@ -93,6 +94,9 @@ def test_nodes_of_one_class_measure_different_sizes_and_get_one(first: tuple[dic
     assert nodes[0]["batch_size"] == nodes[1]["batch_size"]
 
 
+@pytest.mark.thorough(
+    "unit/workflows/tune/test_fit_tuning.py::test_second_tuning_needs_no_probe_and_one_trial"
+)
 def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
@@ -102,40 +106,36 @@ def test_second_tune_probes_nothing_and_confirms_with_one_trial(
     assert "timing sums" not in stderr
 
 
-def test_fresh_tune_probes_again_and_exact_global_batch_is_planned_and_trained(
+def test_fresh_tune_without_the_host_plans_an_exact_global_batch_which_is_trained(
     project: Path, first: tuple[dict[str, Any], str]
 ) -> None:
-    plan, stderr = tune(project, "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.2")
+    options = ("--no-host", "--global-batch=100", "--fresh", "--no-explore", "--probe-seconds=0.1")
+    plan, stderr = tune(project, *options)
     assert plan["num_probes"] > 0
     assert "timing sums" in stderr
     assert plan["global_batch"] == 100
-    done = csdctl(project, "train", "--max-steps", "5", "--skip-doctor", "--json")
-    assert done.returncode == 0, done.stderr
-    summary = json.loads(done.stdout.splitlines()[-1])
-    assert summary["samples"] == 500
-    assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
-
-
-def test_similar_model_is_probed_near_its_neighbours_sizes(
-    project: Path, first: tuple[dict[str, Any], str]
-) -> None:
-    plan, stderr = tune(project, "similar.yaml", f"--max-global-batch={LIMIT}", "--no-explore")
-    assert plan["num_probes"] > 0
-    probed = next(line for line in stderr.splitlines() if line.startswith("  host "))
-    first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
-    # The first round of an unknown model is 16 on the host, 8 and 32 on two nodes.
-    assert first_round != {16, 8, 32}
-
-
-def test_host_that_sits_out_trains_nothing_and_the_run_is_complete(
-    project: Path, first: tuple[dict[str, Any], str]
-) -> None:
-    plan, _ = tune(project, "--no-host", "--no-explore", f"--max-global-batch={LIMIT}")
     assert plan["ranks"][0]["batch_size"] == 0
     done = csdctl(project, "train", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert (summary["state"], summary["samples"], summary["identical_weights"]) == ("done", 4000, True)
+    assert summary["steps"] == 40
+    assert summary["predicted_samples_per_s"] == plan["predicted_samples_per_s"]
+
+
+@pytest.mark.thorough(
+    "unit/tuning/test_probe_policy.py::test_probing_starts_at_the_guess_from_a_similar_model"
+)
+def test_similar_model_is_probed_near_its_neighbours_sizes(
+    project: Path, first: tuple[dict[str, Any], str]
+) -> None:
+    options = (f"--max-global-batch={LIMIT}", "--no-explore", "--probe-seconds=0.1")
+    plan, stderr = tune(project, "similar.yaml", *options)
+    assert plan["num_probes"] > 0
+    probed = next(line for line in stderr.splitlines() if line.startswith("  host "))
+    first_round = {int(part.split()[1].rstrip(":")) for part in probed.split("|")}
+    # The first round of an unknown model is 16 on the host, 8 and 32 on two nodes.
+    assert first_round != {16, 8, 32}
 
 
 def test_impossible_limit_is_refused_before_training(
@@ -147,13 +147,6 @@ def test_impossible_limit_is_refused_before_training(
     assert "trying the plan" not in done.stderr
 
 
-def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
-    plan, stderr = tune(project, "--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1")
-    assert plan["method"] == "stannis"
-    assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
-    assert "confirming the chosen batch sizes" in stderr
-
-
 def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[str, Any], str]) -> None:
     path = project / ".csdctl" / "plans" / "job.yaml"
     content = yaml.safe_load(path.read_text())
@@ -163,3 +156,10 @@ def test_plan_is_a_file_that_the_user_can_edit(project: Path, first: tuple[dict[
     done = csdctl(project, "train", "--max-steps", "2", "--skip-doctor", "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["samples"] == 2 * 21
+
+
+def test_algorithm_1_can_be_chosen_by_name(project: Path) -> None:
+    plan, stderr = tune(project, *STANNIS)
+    assert plan["method"] == "stannis"
+    assert plan["method_arguments"] == {"batch_sizes": [4, 16], "C": 2.0, "E": 20.0}
+    assert "confirming the chosen batch sizes" in stderr

@@ -7,14 +7,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.limits import cgroup_prefix
 from tests.emulated.running import CSDCTL
 
+T = TypeVar("T")
+
 END_DEADLINE_S = 30
-STEPS = 80
+STEPS = 120
 SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
 
 
@@ -23,19 +25,55 @@ def start_training(
 ) -> tuple[subprocess.Popen[str], Path]:
     """Start `csdctl train`; return the process and its run directory after the first event `until`."""
     before = set((demo / ".csdctl" / "runs").glob("*"))
-    process = subprocess.Popen(
-        [str(CSDCTL), "train", *SHORT_RUN, *arguments],
+    process = _train(demo, *SHORT_RUN, *arguments)
+
+    def new_run() -> Path | None:
+        found = set((demo / ".csdctl" / "runs").glob("*")) - before
+        return next((run for run in found if num_lines_with(until, run)), None)
+
+    return process, _wait_for(new_run, process)
+
+
+def resume_training(demo: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Resume `run` as `arguments` name it; return the process after its first steps."""
+    before = num_lines_with("Progress", run)
+    process = _train(demo, *SHORT_RUN[2:], *arguments)
+    _wait_for(lambda: num_lines_with("Progress", run) > before, process)
+    return process
+
+
+def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: int) -> None:
+    """Wait until rank 0 has done steps in the group of this number."""
+
+    def has_trained() -> bool:
+        _, joined, since = (run / "events.jsonl").read_text().partition(f'\\"generation\\":{generation},')
+        return bool(joined) and "Progress" in since
+
+    _wait_for(has_trained, process)
+
+
+def num_lines_with(word: str, run: Path) -> int:
+    """Count the events so far with `word`; the last line may be incomplete."""
+    events = run / "events.jsonl"
+    return sum(word in line for line in events.read_text().splitlines()) if events.exists() else 0
+
+
+def _train(demo: Path, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [str(CSDCTL), "train", *arguments],
         cwd=demo,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def _wait_for(condition: Callable[[], T], process: subprocess.Popen[str]) -> T:
+    """Return what `condition` returns as soon as that is true; the training must not end before."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
-        for run in set((demo / ".csdctl" / "runs").glob("*")) - before:
-            events = run / "events.jsonl"
-            if events.exists() and until in events.read_text():
-                return process, run
+        if found := condition():
+            return found
         time.sleep(0.1)
     process.kill()
     raise AssertionError(f"the training did not start: {process.communicate()[0]}")
@@ -143,9 +181,10 @@ def remove_cpu_limits(demo: Path) -> None:
             (group / "cpu.cfs_quota_us").write_text("-1")
 
 
-def resumed_from(run: Path) -> dict[str, Any]:
-    """Return the `Joined` event of the second group; assert that at most one step was lost."""
-    again = next(event for event in events_of(run, "Joined") if event["generation"] == 2)
-    seen = max(event["step"] for event in events_of(run, "LinkLost"))
+def resumed_from(run: Path, generation: int = 2) -> dict[str, Any]:
+    """Return the `Joined` event of the group of this number; assert that at most one step was lost."""
+    again = next(event for event in events_of(run, "Joined") if event["generation"] == generation)
+    lost = [event for event in events_of(run, "LinkLost") if event["generation"] == generation - 1]
+    seen = max(event["step"] for event in lost)
     assert seen - 1 <= again["step"] <= seen
     return again

@@ -8,12 +8,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from csdctl.fleet.model import Node
-from tests.lab.lab import Lab
-from tests.lab.machines import LabNode
+from csdctl.fleet.model import HOST_NAME, Node
+from csdctl.job.model import load_job
+from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.lab.project import Project
 
 pytestmark = pytest.mark.lab
@@ -33,14 +32,6 @@ def long_job(job: Path) -> Path:
     path = job.with_name("long.yaml")
     path.write_text(job.read_text().replace("epochs: 2", "epochs: 100000"))
     return path
-
-
-def put_private_data(node: LabNode, number: int) -> None:
-    place = node.home / "private"
-    place.mkdir(exist_ok=True)
-    images = np.full((16, 8, 8, 1), 10 + number, dtype=np.uint8)
-    np.save(place / "images.npy", images)
-    np.save(place / "labels.npy", np.zeros(16, dtype=np.int64))
 
 
 def start_training(project: Project, job: Path, *options: str) -> subprocess.Popen[str]:
@@ -81,44 +72,20 @@ def last_steps(events: Path) -> int:
     return int([event for event in load_events(events) if event["event"] == "Finished"][-1]["steps"])
 
 
-@pytest.fixture(scope="module")
-def tuned(lab: Lab, job: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Project, Path]:
-    """A project with a prepared and tuned job and private data on two nodes."""
-    project = Project(lab, tmp_path_factory.mktemp("tuned"))
-    nodes = lab.near[:2]
-    project.use(*nodes, network=NETWORK)
-    for number, node in enumerate(nodes):
-        put_private_data(node, number)
-    private = job.with_name("private.yaml")
-    private.write_text(job.read_text().replace("path: public}", "path: public}, private: {path: private}"))
-    for command in (["prepare"], ["tune", "--probe-seconds", "0.1"]):
-        done = project.csdctl(*command, str(private))
-        assert done.returncode == 0, done.stderr
-    return project, private
-
-
-def test_host_and_two_nodes_train_with_data_that_stays_private(tuned: tuple[Project, Path]) -> None:
-    project, private = tuned
-    done = project.csdctl("train", str(private), "--json")
-    assert done.returncode == 0, done.stderr
-    document = last_line(done.stdout)
-    assert (document["state"], document["num_ranks"]) == ("done", 3)
-    assert document["identical_weights"] is True
-    assert [rank["num_private"] for rank in document["ranks"]] == [0, 16, 16]
-
-
 @pytest.mark.fault(37)
-def test_job_or_fleet_changed_after_tuning_is_detected(tuned: tuple[Project, Path]) -> None:
-    project, private = tuned
-    third = project.lab.near[2]
-    project.write_fleet(*project.lab.near, name="larger.yaml")
-    project.trust(*project.lab.near[:2], third)
-    done = project.csdctl("train", str(private), "--fleet", "larger.yaml")
+def test_job_or_fleet_changed_after_tuning_is_detected(project: Project, job: Path) -> None:
+    first, second, third = project.lab.near[:3]
+    ranks = [RankPlan(node=name, batch_size=8, threads=1) for name in (HOST_NAME, "csd0", "csd1")]
+    fingerprint = load_job(job).fingerprint()
+    plan = project.path / "plan.yaml"
+    save_plan(plan, Plan(job=job.stem, job_fingerprint=fingerprint, method="fit", ranks=ranks))
+    project.use(first, second, third, network=NETWORK)
+    done = project.csdctl("train", str(job), "--plan", str(plan))
     assert done.returncode == 2, done.stderr
     assert "the plan does not include csd2" in done.stderr
-    edited = private.with_name("edited.yaml")
-    edited.write_text(private.read_text().replace("0.01", "0.02"))
-    plan = project.path / ".csdctl" / "plans" / "private.yaml"
+    project.use(first, second, network=NETWORK)
+    edited = job.with_name("edited.yaml")
+    edited.write_text(job.read_text().replace("0.01", "0.02"))
     done = project.csdctl("train", str(edited), "--plan", str(plan))
     assert done.returncode == 2, done.stderr
     assert "changed since tuning" in done.stderr
@@ -131,7 +98,8 @@ def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path)
     _write_jumping_fleet(project, lab.gate.node, far.node)
     project.trust(lab.gate, far)
     with lab.routed_except_ssh():
-        done = project.csdctl("train", str(job), "--batch-size", "8", "--json", "--skip-doctor")
+        options = ("--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--json")
+        done = project.csdctl("train", str(job), *options)
     assert done.returncode == 0, done.stderr
     assert last_line(done.stdout)["num_ranks"] == 2
 
@@ -156,10 +124,10 @@ def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Pr
 def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
     project: Project, job: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    nodes = project.lab.near[:2]
-    project.use(*nodes, network=NETWORK)
+    node = project.lab.near[1]
+    project.use(node, network=NETWORK)
     other = Project(project.lab, tmp_path_factory.mktemp("other"))
-    other.use(nodes[1], network=NETWORK)
+    other.use(node, network=NETWORK)
     first = start_training(project, job)
     try:
         second = other.csdctl("train", str(job), "--batch-size", "8")
@@ -173,13 +141,12 @@ def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
     assert done.returncode == 0, done.stdout + done.stderr
     cleaned = project.csdctl("clean")
     assert cleaned.returncode == 0, cleaned.stdout + cleaned.stderr
-    assert [node.commands() for node in nodes] == [[], []]
+    assert node.commands() == []
 
 
 @pytest.mark.fault(23)
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Project, job: Path) -> None:
-    nodes = project.lab.near[:2]
-    project.use(*nodes, network=NETWORK)
+    project.use(project.lab.near[0], network=NETWORK)
     process = start_training(project, job)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)  # a person's second press

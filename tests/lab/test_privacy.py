@@ -5,6 +5,7 @@ import os
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,7 +80,16 @@ def check_ledger(project: Project, captures: dict[str, Capture]) -> None:
             assert recorded[link] == pytest.approx(seen[ends], rel=TOLERANCE), link
 
 
-@pytest.mark.parametrize("with_pictures", [False, True], ids=["arrays", "pictures"])
+def check_report(document: dict[str, Any]) -> None:
+    assert (document["state"], document["num_ranks"]) == ("done", 3)
+    assert document["identical_weights"] is True
+    assert [rank["num_private"] for rank in document["ranks"]] == [0, 24, 24]
+
+
+@pytest.mark.parametrize(
+    "with_pictures",
+    [pytest.param(False, id="arrays"), pytest.param(True, id="pictures", marks=pytest.mark.thorough)],
+)
 def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
     project: Project, job: Path, *, with_pictures: bool
 ) -> None:
@@ -97,7 +107,7 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
             ["discover"],
             ["doctor"],
             ["prepare", str(private)],
-            ["tune", str(private), "--probe-seconds", "0.1"],
+            ["tune", str(private), "--no-explore", "--probe-seconds", "0.1"],
             ["train", str(private), "--json"],
             ["report"],
             ["report", "--privacy"],
@@ -105,6 +115,8 @@ def test_from_discover_to_report_no_private_byte_leaves_and_the_ledger_is_right(
             done = project.csdctl(*command)
             assert done.returncode == 0, done.stderr
             output += (done.stdout + done.stderr).encode()
+            if command[0] == "train":
+                check_report(json.loads(done.stdout.splitlines()[-1]))
     assert (b"1 undecodable" in output) == with_pictures
     for capture in captures.values():
         assert not find_canaries(capture.path.read_bytes()), capture.node

@@ -1,4 +1,6 @@
-"""Program run by test_verify_matrix.py: the vectors of all ranks of all rows, computed as on other machines.
+"""Program run by test_verify_matrix.py: the vectors of all ranks of rows, computed as on other machines.
+
+    other_ranks_program.py DIRECTORY ROW…
 
 With other threads and kernels than those of the test, so that vectors are rounded otherwise. For each row,
 saves each rank's vector of the verified step, and wrong ones of rank 1.
@@ -49,5 +51,5 @@ def save_vectors(name: str, path: Path) -> None:
     np.savez(path, **saved)
 
 
-for name in ROWS:
+for name in sys.argv[2:]:
     save_vectors(name, Path(sys.argv[1]) / f"{name}.npz")

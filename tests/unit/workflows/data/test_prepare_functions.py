@@ -62,17 +62,60 @@ def private(path):
     return sequences(LENGTHS["private"]).batch(2)
 """
 
+FIXED = """\
+import numpy as np
+
+
+def public(path, *weight):
+    for number in range(7):
+        yield np.arange(1, 8), np.int32(number % 2), *weight
+"""
+"""Samples of one length, read without TensorFlow."""
+LONGER = """\
+def private(path):
+    import tensorflow as tf
+
+    rows = [list(range(1, 1 + length)) for length in range(1, 10)]
+    return tf.data.Dataset.from_tensor_slices((tf.ragged.constant(rows), np.arange(9) % 2)).batch(2)
+"""
+WEIGHTED = """\
+def private(path):
+    return public(path, 1.0)
+"""
+
 Prepare = Callable[[], Prepared]
 
 
 @pytest.fixture
 def prepare(tmp_path: Path) -> Prepare:
-    for name, text in {"job.yaml": JOB, "model.py": MODEL, "words.py": WORDS, "data.py": DATA}.items():
+    """A job without validation data, whose data.py is still to be written."""
+    write_job(tmp_path, "".join(line for line in JOB.splitlines(keepends=True) if "validation" not in line))
+    return preparing(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job directory for the whole module, in which everything can be prepared."""
+    directory = tmp_path_factory.mktemp("job")
+    write_job(directory, JOB)
+    (directory / "data.py").write_text(DATA)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def first(directory: Path) -> Prepared:
+    return preparing(directory)()
+
+
+def write_job(tmp_path: Path, job: str) -> None:
+    for name, text in {"job.yaml": job, "model.py": MODEL, "words.py": WORDS}.items():
         (tmp_path / name).write_text(text)
     for directory in (tmp_path / "data", tmp_path / "csd0" / "private"):
         directory.mkdir(parents=True)
         (directory / "source").write_text("anything")
 
+
+def preparing(tmp_path: Path) -> Prepare:
     def run() -> Prepared:
         fleet = Fleet((Node("csd0", "127.0.0.1", python=sys.executable),))
         sessions = {
@@ -91,39 +134,36 @@ def prepare(tmp_path: Path) -> Prepare:
     return run
 
 
-def test_all_data_follows_the_public_data(prepare: Prepare, tmp_path: Path) -> None:
-    prepared = prepare()
-    assert prepared.validation
-    infos = [prepared.public, prepared.validation, prepared.private["csd0"]]
+def test_all_data_follows_the_public_data(directory: Path, first: Prepared) -> None:
+    assert first.validation
+    infos = [first.public, first.validation, first.private["csd0"]]
     assert {info.sample_shape for info in infos} == {(7,)}
-    assert {info.label_dtype for info in infos} == {prepared.public.label_dtype}
-    labels = np.load(tmp_path / prepared.validation.path / "labels.npy")
+    assert {info.label_dtype for info in infos} == {first.public.label_dtype}
+    labels = np.load(directory / first.validation.path / "labels.npy")
     assert labels["sample_weight"].tolist() == [1] * 5
-    assert np.load(tmp_path / prepared.validation.path / "images.npy")[1].tolist() == [1, 2, 0, 0, 0, 0, 0]
-    said = (tmp_path / "said").read_text()
+    assert np.load(directory / first.validation.path / "images.npy")[1].tolist() == [1, 2, 0, 0, 0, 0, 0]
+    said = (directory / "said").read_text()
     for name in ("public", "validation", "csd0"):
         assert f"{name}: different lengths were padded with 0: samples to 7" in said
 
 
-def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, tmp_path: Path) -> None:
-    (tmp_path / "words.py").write_text(WORDS.replace("6", "9"))
-    with pytest.raises(CsdctlError, match=r"yields samples of shape \(8,\), longer than \(7,\)") as raised:
-        prepare()
-    assert "csd0" in str(raised.value)
-
-
-def test_changed_code_prepares_the_data_again(prepare: Prepare, tmp_path: Path) -> None:
-    first = prepare()
-    (tmp_path / "words.py").write_text(WORDS.replace("5", "4"))
-    second = prepare()
+def test_changed_code_prepares_the_data_again(directory: Path, first: Prepared) -> None:
+    (directory / "words.py").write_text(WORDS.replace("5", "4"))
+    second = preparing(directory)()
     assert second.validation
     assert second.validation.num_samples == 4
     assert second.public.fingerprint != first.public.fingerprint
 
 
+def test_longer_private_sequences_are_refused_with_their_node(prepare: Prepare, tmp_path: Path) -> None:
+    (tmp_path / "data.py").write_text(FIXED + LONGER)
+    with pytest.raises(CsdctlError, match=r"yields samples of shape \(8,\), longer than \(7,\)") as raised:
+        prepare()
+    assert "csd0" in str(raised.value)
+
+
 def test_private_weights_need_public_ones(prepare: Prepare, tmp_path: Path) -> None:
-    text = DATA.replace(', np.full(LENGTHS["public"], 0.5)', "")
-    (tmp_path / "data.py").write_text(text.replace('LENGTHS["private"])', 'LENGTHS["private"], np.ones(6))'))
+    (tmp_path / "data.py").write_text(FIXED + WEIGHTED)
     with pytest.raises(InputError, match="labels of different types") as raised:
         prepare()
     assert "private data of csd0 label int32 1 and sample_weight float32" in raised.value.message
