@@ -74,6 +74,7 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
     schedule = recipe.schedule
     rate = config["learning_rate"]
     if isinstance(rate, dict):  # a schedule; it belongs to the model's own optimizer
+        _check_schedule(rate)
         if recipe.learning_rate is None and not schedule:
             schedule = json.dumps(rate, sort_keys=True)
         rate = float(keras.optimizers.schedules.deserialize(rate)(0))
@@ -92,6 +93,16 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
     if own is not None and name == type(own).__name__:
         return type(own).from_config(config), recipe
     return make_optimizer(name, config, keras), recipe
+
+
+def _check_schedule(config: dict[str, Any]) -> None:
+    """Raise WorkerError for a schedule of the user's own: ranks make it from what Keras provides."""
+    if not str(config.get("module")).startswith("keras"):
+        raise WorkerError(
+            f"the model's learning-rate schedule, {config.get('class_name')}, is not one of Keras'",
+            remedy="use one of keras.optimizers.schedules, or recipe.warmup_epochs and recipe.decay",
+            exit_code=2,
+        )
 
 
 def make_optimizer(name: str, config: dict[str, Any], keras: Any) -> Any:

@@ -112,6 +112,20 @@ def compiled():
     return model
 
 
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    def __call__(self, step):
+        return 0.1 / (1 + step)
+
+    def get_config(self):
+        return {}
+
+
+def scheduled_by_own_class():
+    model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+    model.compile(keras.optimizers.SGD(Falling()), "mse")
+    return model
+
+
 def scheduled():
     model = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
     model.compile(keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)), "mse")
@@ -300,6 +314,12 @@ def test_what_the_model_was_compiled_with_completes_the_recipe(tmp_path: Path) -
     assert [(output.name, output.loss) for output in info.outputs] == [("", "mean_squared_error")]
     named = build(spec_of(f"{tmp_path}/mine.py:compiled", tmp_path, learning_rate=0.5), tmp_path, keras())
     assert (named.recipe.optimizer, named.recipe.learning_rate) == ("Adam", 0.5)
+
+
+def test_schedule_of_the_users_own_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FUNCTION)
+    why = refusal(tmp_path, f"{tmp_path}/mine.py:scheduled_by_own_class", learning_rate=None)
+    assert "Falling, is not one of Keras'" in why
 
 
 def test_schedule_of_a_compiled_model_is_kept(tmp_path: Path) -> None:
