@@ -20,7 +20,7 @@ def describe_compile(model: Any, keras: Any) -> OwnCompile | None:
     rate, schedule = optimizer.get_config()["learning_rate"], ""
     if isinstance(rate, dict):
         schedule = str(rate.get("class_name", ""))
-        rate = keras.optimizers.schedules.deserialize(rate)(0)
+        rate = optimizer.learning_rate  # the first
     rate = float(f"{float(rate):.7g}")  # as it was written: Keras keeps a float32
     return OwnCompile(type(optimizer).__name__, rate, schedule, has_loss, metrics)
 

@@ -74,10 +74,10 @@ def _choose_optimizer(recipe: Recipe, own: Any, keras: Any) -> tuple[Any, Recipe
     schedule = recipe.schedule
     rate = config["learning_rate"]
     if isinstance(rate, dict):  # a schedule; it belongs to the model's own optimizer
-        _check_schedule(rate)
         if recipe.learning_rate is None and not schedule:
+            _check_schedule(rate)
             schedule = json.dumps(rate, sort_keys=True)
-        rate = float(keras.optimizers.schedules.deserialize(rate)(0))
+        rate = None
     if schedule:
         rate = float(make_schedule(schedule)(0))
     if recipe.learning_rate is not None:

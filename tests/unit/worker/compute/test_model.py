@@ -114,7 +114,7 @@ def compiled():
 
 class Falling(keras.optimizers.schedules.LearningRateSchedule):
     def __call__(self, step):
-        return 0.1 / (1 + step)
+        return 0.1 / (1.0 + keras.ops.cast(step, "float32"))
 
     def get_config(self):
         return {}
@@ -320,6 +320,8 @@ def test_schedule_of_the_users_own_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(FUNCTION)
     why = refusal(tmp_path, f"{tmp_path}/mine.py:scheduled_by_own_class", learning_rate=None)
     assert "Falling, is not one of Keras'" in why
+    spec = spec_of(f"{tmp_path}/mine.py:scheduled_by_own_class", tmp_path, learning_rate=0.5)
+    assert build(spec, tmp_path, keras()).recipe.learning_rate == 0.5
 
 
 def test_schedule_of_a_compiled_model_is_kept(tmp_path: Path) -> None:
