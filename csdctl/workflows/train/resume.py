@@ -80,6 +80,8 @@ def resume(
     spec, manifest = load_spec(run), _load_manifest(run)
     _check_data(run, manifest.data, prepared)
     _check_job(run, spec, job, prepared)
+    if spec.code != prepared.model.user_code:
+        observer.say(f"the job's own code has changed since run {run.run_id} began; the changed code is used")
     placed = manifest.shards()
     if placed[-1].public_stop != prepared.public.num_samples:
         raise InputError(
