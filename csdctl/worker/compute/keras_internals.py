@@ -16,6 +16,8 @@
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
+- `MeanMetricWrapper._fn`: the function of a metric that is a mean. A user's own may return one number for a
+  batch, those of Keras do not.
 - `Function._nodes_by_depth`: the graph of a functional model, and `Sequential._functional`, which has that of
   a sequential one. The public list of layers does not say which tensors go where.
 - `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
@@ -72,6 +74,11 @@ def compile_arguments(model: Any) -> dict[str, Any]:
 def loss_trackers(model: Any) -> list[Any]:
     """Return the metrics that average the loss of each output; those of one output have none."""
     return list(model._compile_loss.metrics) if model._compile_loss is not None else []
+
+
+def metric_function(metric: Any) -> Any:
+    """Return the function whose values a metric averages; None for other metrics."""
+    return getattr(metric, "_fn", None)
 
 
 def keras_mask(tensor: Any) -> Any:

@@ -15,6 +15,7 @@ from csdctl.worker.compute.keras_internals import (
     flatten_layers,
     keras_mask,
     loss_trackers,
+    metric_function,
     run_symbolically,
 )
 from csdctl.worker.compute.metrics import LOSS, MetricStates
@@ -264,8 +265,7 @@ def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
 
 def _is_of_keras(mean: Any) -> bool:
     """Return whether a mean is that of a function of Keras, which returns a number for each sample."""
-    function = getattr(mean, "_fn", None)
-    return str(getattr(function, "__module__", "")).startswith("keras.")
+    return str(getattr(metric_function(mean), "__module__", "")).startswith("keras.")
 
 
 def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:
