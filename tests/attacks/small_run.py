@@ -9,8 +9,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from rich.console import Console
-
+from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.live import TrainingView
 from csdctl.errors import UnreachableError
 from csdctl.fleet.model import Fleet, Node
@@ -126,7 +125,7 @@ class SmallRun:
 
     def _consume(self, supervisor: Supervisor, spec: RunSpec) -> None:
         self._log = EventLog(self.run_directory)
-        console = Console(file=self.shown, width=200)
+        console = PrintableConsole(file=self.shown, width=200)
         with TrainingView(console, spec, 1, emulated=True) as self._view:
             try:
                 supervisor.run()
