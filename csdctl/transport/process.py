@@ -119,9 +119,9 @@ class Running:
 
     def kill(self) -> bool:
         """End the command's process group, if its id is known; return whether that worked."""
-        deadline = Deadline(LEFTOVER_OUTPUT_S if self.stdout.has_started else 0.0)
+        deadline = Deadline(LEFTOVER_OUTPUT_S)
         self.process.finish_stderr(0.0)
-        while not self.stderr.has_started and not deadline.has_passed:  # the id has not arrived yet
+        while not self.stderr.has_started and not deadline.has_passed:  # the id arrives when it starts
             self.process.finish_stderr(0.02)
         return bool(self.stderr.group) and self.process.kill_group(self.stderr.group)
 
