@@ -2,16 +2,21 @@
 
 import json
 import os
+import select
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.launch.process_session import kill_session
 
 SIZE = 3
+ANSWER_DEADLINE_S = 120.0
+"""A rank that waits for links of an mpirun that has died never answers."""
 NUM_ELEMENTS = (1 << 18) + 5
 """The last ones are [n, stop, seconds of each rank]."""
 SAMPLES = 8
@@ -78,7 +83,9 @@ for request in sys.stdin:
 """
 
 
-def start_links(run_id: str, size: int, hostile: Mapping[int, str] = {}) -> "subprocess.Popen[bytes]":
+def start_links(
+    run_id: str, size: int, hostile: Mapping[int, str] = {}, errors: IO[bytes] | None = None
+) -> "subprocess.Popen[bytes]":
     """Start mpirun with the links of ranks 0…size-1.
 
     `hostile`: programs that take the place of the links of some ranks, given run and rank.
@@ -95,7 +102,7 @@ def start_links(run_id: str, size: int, hostile: Mapping[int, str] = {}) -> "sub
         [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
         env={**os.environ, **ALLOW_ROOT},
         stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stderr=errors or subprocess.DEVNULL,
         start_new_session=True,
     )
 
@@ -111,25 +118,36 @@ class Group:
                 [sys.executable, "-c", RANK, run_id, str(rank), str(NUM_ELEMENTS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                bufsize=0,
             )
             for rank in range(SIZE)
         ]
+        self._said = [b""] * SIZE
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this process
         for rank in range(SIZE):
             assert self.receive(rank, parse=False) == "listening"
-        self.mpirun = start_links(run_id, SIZE, hostile)
+        self.mpirun = start_links(run_id, SIZE, hostile, self._errors)
 
     def send(self, rank: int, request: str) -> None:
         stdin = self.ranks[rank].stdin
         assert stdin
-        stdin.write(request + "\n")
-        stdin.flush()
+        stdin.write(request.encode() + b"\n")
 
     def receive(self, rank: int, *, parse: bool = True) -> Any:
         stdout = self.ranks[rank].stdout
         assert stdout
-        line = stdout.readline().strip()
-        return json.loads(line) if parse else line
+        deadline = time.monotonic() + ANSWER_DEADLINE_S
+        while b"\n" not in self._said[rank]:
+            ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
+            received = os.read(stdout.fileno(), 1 << 16) if ready else b""
+            assert received, f"rank {rank} does not answer; mpirun says: {self._mpirun_says()}"
+            self._said[rank] += received
+        line, _, self._said[rank] = self._said[rank].partition(b"\n")
+        return json.loads(line) if parse else line.decode().strip()
+
+    def _mpirun_says(self) -> str:
+        self._errors.seek(0)
+        return self._errors.read().decode(errors="replace")
 
     def answer(self, rank: int) -> Any:
         """Return what a rank answers, after whatever it says about waiting for others."""
