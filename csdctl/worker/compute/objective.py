@@ -65,7 +65,9 @@ class Objective:
         self.metrics = MetricStates(own, [*trackers, *of_batches], tf)
         self._is_per_sample = is_per_sample
         self._weighs_mean = _weighs_mean(model)
-        self.counts_elements = not is_per_sample and (self._weighs_mean or _has_mask(model))
+        self._ignored_class = getattr(model.loss, "ignore_class", None)
+        ignores = self._ignored_class is not None
+        self.counts_elements = not is_per_sample and (self._weighs_mean or ignores or _has_mask(model))
         """Whether the loss is not divided by the number of samples, but by a number that varies."""
 
     def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
@@ -81,13 +83,13 @@ class Objective:
         """Compute loss and metrics of one batch; inside a graph."""
         tf = self._tf
         self.metrics.reset()
-        (mean, summed), predictions, weights = self._run_model(
+        (mean, summed), predictions, targets, weights = self._run_model(
             samples, labels, training=training, with_metrics=True
         )
         count = tf.cast(tf.shape(tf.nest.flatten(labels)[0])[0], tf.float32)
         if summed is not None and self._is_per_sample:
             mean, summed = mean + summed / count, None
-        loss_count = self._loss_count(predictions, weights, count) if self.counts_elements else count
+        loss_count = self._loss_count(predictions, targets, weights, count) if self.counts_elements else count
         return BatchLoss(mean, summed, loss_count, count, self.metrics.read(count))
 
     def losses(self, batches: Iterable[Sequence[Array]]) -> list[tuple[float, float]]:
@@ -103,13 +105,13 @@ class Objective:
 
     def loss(self, samples: Any, labels: Any) -> Any:
         """Return the loss of a batch in training, without its metrics; inside a graph."""
-        (mean, summed), _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
+        (mean, summed), _, _, _ = self._run_model(samples, labels, training=True, with_metrics=False)
         return mean if summed is None else mean + summed
 
     def _run_model(
         self, samples: Any, labels: Any, *, training: bool, with_metrics: bool
-    ) -> tuple[tuple[Any, Any], Any, Any]:
-        """Return the loss as mean and sum, predictions and the samples' weights."""
+    ) -> tuple[tuple[Any, Any], Any, Any, Any]:
+        """Return the loss as mean and sum, predictions, targets and the samples' weights."""
         model = self._model
         inputs = self.inputs(samples)
         predictions = model(inputs, training=training)
@@ -121,7 +123,7 @@ class Objective:
             loss = self._keras.ops.cast(own, "float32"), None
         if with_metrics:
             model.compute_metrics(inputs, targets, predictions, weights)
-        return loss, predictions, weights
+        return loss, predictions, targets, weights
 
     def _add_losses(self, compiled: Any) -> tuple[Any, Any]:
         """Return the loss of compile() and of layers as Keras adds them, but whatever types they have.
@@ -194,13 +196,18 @@ class Objective:
         table = tf.constant(self._class_weights)
         return tf.gather(table, tf.clip_by_value(classes, 0, table.shape[0] - 1))
 
-    def _loss_count(self, predictions: Any, weights: Any, count: Any) -> Any:
+    def _loss_count(self, predictions: Any, targets: Any, weights: Any, count: Any) -> Any:
         """Return the number that Keras divides the loss by, relative to the elements of a sample."""
         tf = self._tf
         outputs = tf.nest.flatten(predictions)
         mask = keras_mask(outputs[0])
         if self._weighs_mean and weights is not None:
             return tf.reduce_sum(tf.cast(weights, tf.float32))
+        if self._ignored_class is not None:
+            is_counted = tf.not_equal(tf.cast(targets, tf.int64), self._ignored_class)
+            mask = (
+                is_counted if mask is None else tf.reshape(is_counted, tf.shape(mask)) & tf.cast(mask, bool)
+            )
         if mask is None:
             return count
         if len(outputs) > 1:

@@ -138,6 +138,7 @@ def rows(labels: Any, part: slice) -> Any:
 
 
 SGD = {"learning_rate": 0.05}
+IGNORING = {"ignore_class": 0, "from_logits": True}
 CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
     "pictures": (pictures, Recipe(**SGD), IMAGES, CLASSES, None),
     "sample weights": (pictures, Recipe(**SGD), IMAGES, CLASSES, WEIGHTS),
@@ -161,6 +162,20 @@ CASES: dict[str, tuple[Any, Recipe, Array, Any, Array | None]] = {
         None,
     ),
     "a mask": (tagger, Recipe(from_logits=True, metrics=("accuracy",), **SGD), TOKENS, TAGS, None),
+    "a mask and an ignored class": (
+        tagger,
+        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", IGNORING)}, **SGD),
+        TOKENS,
+        TAGS,
+        None,
+    ),
+    "an ignored class": (
+        pixels,
+        Recipe(losses={"": LossTerm("sparse_categorical_crossentropy", {"ignore_class": 0})}, **SGD),
+        IMAGES,
+        generator.integers(0, 4, (COUNT, 9, 9)),
+        None,
+    ),
     "a label for each pixel": (pixels, Recipe(**SGD), IMAGES, generator.integers(0, 4, (COUNT, 9, 9)), None),
     "two outputs": (
         two_outputs,
