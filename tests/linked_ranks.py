@@ -1,5 +1,6 @@
 """Ranks and their links: real processes, MPI included; the links are this program's children under mpirun."""
 
+import contextlib
 import json
 import os
 import select
@@ -7,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,13 +84,28 @@ for request in sys.stdin:
 """
 
 
-def start_links(
+@contextlib.contextmanager
+def links(
     run_id: str, size: int, hostile: Mapping[int, str] = {}, errors: IO[bytes] | None = None
-) -> "subprocess.Popen[bytes]":
-    """Start mpirun with the links of ranks 0…size-1.
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Keep mpirun running with the links of ranks 0…size-1.
 
     `hostile`: programs that take the place of the links of some ranks, given run and rank.
     """
+    # A killed mpirun leaves $TMPDIR/ompi.PID, and another one with the same number then refuses to start.
+    with tempfile.TemporaryDirectory() as scratch:
+        process = _start_links(run_id, size, hostile, errors, scratch)
+        try:
+            yield process
+        finally:
+            kill_session(process.pid)  # the links are mpirun's children, in groups of their own
+            process.kill()
+            process.wait()
+
+
+def _start_links(
+    run_id: str, size: int, hostile: Mapping[int, str], errors: IO[bytes] | None, scratch: str
+) -> "subprocess.Popen[bytes]":
     options = [word for option in COMMON_OPTIONS for word in option.split() if "node" not in option]
     contexts: list[str] = []
     for rank in range(size):
@@ -100,7 +116,7 @@ def start_links(
         contexts += [":"] * bool(rank) + ["-np", "1", *link]
     return subprocess.Popen(
         [str(Path(sys.prefix) / "bin" / "mpirun"), *options, "--map-by", ":OVERSUBSCRIBE", *contexts],
-        env={**os.environ, **ALLOW_ROOT},
+        env={**os.environ, **ALLOW_ROOT, "TMPDIR": scratch},
         stdout=subprocess.DEVNULL,
         stderr=errors or subprocess.DEVNULL,
         start_new_session=True,
@@ -126,7 +142,8 @@ class Group:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this process
         for rank in range(SIZE):
             assert self.receive(rank, parse=False) == "listening"
-        self.mpirun = start_links(run_id, SIZE, hostile, self._errors)
+        self._links = contextlib.ExitStack()
+        self.mpirun = self._links.enter_context(links(run_id, SIZE, hostile, self._errors))
 
     def send(self, rank: int, request: str) -> None:
         stdin = self.ranks[rank].stdin
@@ -161,7 +178,7 @@ class Group:
         return [self.receive(rank) for rank in range(SIZE)]
 
     def end(self) -> None:
-        kill_session(self.mpirun.pid)  # the links are mpirun's children, in groups of their own
-        for process in [*self.ranks, self.mpirun]:
+        self._links.close()
+        for process in self.ranks:
             process.kill()
             process.wait()

@@ -10,13 +10,12 @@ import sys
 import time
 from typing import Any
 
-from csdctl.launch.process_session import kill_session
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.orders import FormGroup, order_to_line
 from csdctl.worker.protocol.recipe import Recipe
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
 from csdctl.worker.protocol.tasks import TaskSpec
-from tests.linked_ranks import start_links
+from tests.linked_ranks import links
 
 PROGRAM = """
 import dataclasses, json, os, sys
@@ -89,13 +88,9 @@ def hold(claims: list[tuple[float, int]], hostile: str = "") -> list[list[dict[s
             assert "Ready" in process.stdout.readline()
             process.stdin.write(order_to_line(FormGroup(1, tuple(range(len(claims))), "star")) + "\n")
             process.stdin.flush()
-        links = start_links(run_id, len(claims))
-        try:
+        with links(run_id, len(claims)):
             for process in ranks:
                 outputs.append(_read(process))
-        finally:
-            kill_session(links.pid)
-            links.wait()
     finally:
         for process in ranks:
             process.kill()
