@@ -69,7 +69,7 @@ for request in sys.stdin:
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)
         elif words[0] == "receive":
-            print(json.dumps(sum(ranks.receive(int(words[1]), int(words[2])))), flush=True)
+            print(json.dumps(sum(ranks.receive(int(words[1]), int(words[2]), "samples"))), flush=True)
         elif words[0] == "traffic":
             rows = [[one.what, one.sender, one.receiver, one.num_bytes] for one in ranks.traffic()]
             print(json.dumps(rows), flush=True)

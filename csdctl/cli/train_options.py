@@ -41,8 +41,20 @@ WayOption = Annotated[
     typer.Option(
         "--way",
         metavar="WAY",
-        help="data-parallel, or features: compute the model's frozen part once for each sample, then train "
-        "its head.",
+        help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
+        "head; or split: nodes compute the layers up to --cut, the host the rest.",
+    ),
+]
+CutOption = Annotated[
+    str, typer.Option("--cut", metavar="LAYER", help="The last layer that nodes compute, for --way split.")
+]
+MicroBatchesOption = Annotated[
+    int,
+    typer.Option(
+        "--micro-batches",
+        min=1,
+        help="Micro-batches of each rank's batch, for --way split: nodes compute some while the host "
+        "computes others.",
     ),
 ]
 FeaturePrecisionOption = Annotated[

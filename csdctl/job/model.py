@@ -54,6 +54,8 @@ class Job:
     """Whether nodes with few private samples repeat them instead of reading more public samples."""
     is_weighted_by_data_set: bool = False
     """Whether a rank is weighted by its number of distinct samples, however often it reads them."""
+    may_activations_leave: bool = False
+    """Whether activations and labels of private samples may be sent to the host (`--way split`)."""
     noise: Noise | None = None
     """Differential privacy of private samples; None: disabled."""
 
@@ -140,6 +142,7 @@ class PrivateData(Document):
     function: str = ""
     unequal: Literal["top-up", "repeat"] = "top-up"
     noise: NoiseEntry | None = None
+    activations: Literal["stay", "may-leave"] = "stay"
 
 
 class ValidationData(Document):
@@ -228,6 +231,7 @@ def build_job(file: JobFile, path: Path) -> Job:
         is_everywhere=file.data.public.on == "every-node",
         is_repeating=file.data.private is not None and file.data.private.unequal == "repeat",
         is_weighted_by_data_set=file.data.weights == "data-set",
+        may_activations_leave=file.data.private is not None and file.data.private.activations == "may-leave",
         noise=values_of(Noise, file.data.private.noise) if file.data.private else None,
         recipe=recipe,
         code=tuple(_code_root(written, directory, path) for written in file.code),

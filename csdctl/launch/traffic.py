@@ -6,9 +6,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.launch.mpi_job import JobOutcome
 from csdctl.transport.meter import LinkBytes, TrafficClass
-from csdctl.worker.protocol.events import SAMPLES, STATE, SUMS, Traffic
+from csdctl.worker.protocol.events import ACTIVATIONS, SAMPLES, STATE, SUMS, Traffic
 
-TRAFFIC_CLASSES = {SUMS: TrafficClass.GRADIENT, SAMPLES: TrafficClass.PUBLIC, STATE: TrafficClass.MODEL}
+TRAFFIC_CLASSES = {
+    SUMS: TrafficClass.GRADIENT,
+    SAMPLES: TrafficClass.PUBLIC,
+    STATE: TrafficClass.MODEL,
+    ACTIVATIONS: TrafficClass.ACTIVATIONS,
+}
 
 
 def add_rank_traffic(

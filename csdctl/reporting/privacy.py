@@ -23,6 +23,9 @@ REMARKS: dict[str, str] = {
     "the largest label, a fingerprint of the prepared data, and how long each rank computes",
     TrafficClass.PUBLIC: "declared public in the job file",
     TrafficClass.CODE: "csdctl's worker",
+    TrafficClass.ACTIVATIONS: "outputs of the model's layer at the cut, and labels, of each sample, private "
+    "ones included (the job says `activations: may-leave`), and gradients of them; much of a sample can be "
+    "reconstructed from them",
     TrafficClass.FILES: "trees that the user deployed",
 }
 """What may be learnt from the bytes of each traffic class."""

@@ -20,6 +20,8 @@ class TrafficClass(StrEnum):
     MODEL = "model"
     GRADIENT = "gradient"
     PUBLIC = "public samples"
+    ACTIVATIONS = "activations"
+    """What passes the cut of a model: activations and labels of samples, gradients of activations."""
     FILES = "files"
     """Directory trees that the user deploys."""
     LOG = "log"

@@ -25,6 +25,8 @@ def train(
     collective: options.CollectiveOption = "auto",
     way: options.WayOption = "data-parallel",
     feature_precision: options.FeaturePrecisionOption = "float32",
+    cut: options.CutOption = "",
+    micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: options.CheckpointSecondsOption = 600.0,
     keep: options.KeepOption = 3,
     start_deadline: options.StartDeadlineOption = 300.0,
@@ -57,6 +59,8 @@ def train(
         tuple(load_callback(reference) for reference in callback or ()),
         way,
         feature_precision,
+        cut,
+        micro_batches,
     )
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     request = TrainRequest(

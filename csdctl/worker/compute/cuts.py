@@ -10,7 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import flatten_layers, own_state, topological_nodes
+from csdctl.worker.compute.flops import count_flops_until
+from csdctl.worker.compute.keras_internals import (
+    flatten_layers,
+    keras_mask,
+    own_state,
+    topological_nodes,
+)
+from csdctl.worker.protocol.model_info import CutInfo
 
 CHECKED_SAMPLES = 2
 """Of the random samples by which a prefix is tried."""
@@ -54,9 +61,27 @@ def find_cuts(model: Any) -> list[Cut]:
             found |= {id(variable): math.prod(variable.shape) for variable in getattr(operation, kind, ())}
         tensor, *others = node.output_tensors
         is_inner = bool(node.input_tensors) and last_use.get(id(tensor)) != len(nodes)
-        if is_inner and not others and alive == {id(tensor)}:
+        # A mask does not pass a cut: what is behind it would count what it leaves out.
+        if is_inner and not others and alive == {id(tensor)} and keras_mask(tensor) is None:
             cuts.append(Cut(operation.name, tensor, sum(parameters.values()), sum(trainable.values())))
     return cuts
+
+
+def describe_cuts(model: Any, keras: Any) -> tuple[CutInfo, ...]:
+    """Return what is known of the model's cuts, in the order of `find_cuts`."""
+    cuts = find_cuts(model)
+    operations = count_flops_until(model, [cut.tensor for cut in cuts], keras) if cuts else []
+    return tuple(
+        CutInfo(
+            cut.layer,
+            tuple(size or 0 for size in cut.tensor.shape[1:]),
+            math.prod(size or 0 for size in cut.tensor.shape[1:]) * (2 if "16" in cut.tensor.dtype else 4),
+            num_operations,
+            cut.num_parameters,
+            cut.num_trainable,
+        )
+        for cut, num_operations in zip(cuts, operations, strict=True)
+    )
 
 
 def split_at(model: Any, cut: Cut, keras: Any) -> tuple[Any, Any]:

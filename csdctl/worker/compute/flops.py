@@ -7,6 +7,7 @@ own profiler does not look into loops (recurrent layers) and compiled functions 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 FUNCTION_ATTRIBUTES = {"PartitionedCall": "f", "StatefulPartitionedCall": "f"}
@@ -28,14 +29,33 @@ def count_flops(model: Any) -> int:
         return 0
 
 
+def count_flops_until(model: Any, tensors: Sequence[Any], keras: Any) -> list[int]:
+    """Return the FLOPs of one sample from the only input to each of the model's `tensors`; 0 if unknown."""
+    import tensorflow as tf
+
+    (source,) = model.inputs
+    try:
+        until = keras.Model(source, list(tensors))
+        spec = tf.TensorSpec((1, *source.shape[1:]), source.dtype)
+        traced = tf.function(lambda sample: until(sample, training=False), autograph=False)
+        outputs = traced.get_concrete_function(spec).graph.outputs
+        return [2 * _count_until([output], tf) for output in outputs]
+    except Exception:  # as in `count_flops`
+        return [0] * len(tensors)
+
+
 def _count(graph: Any, tf: Any) -> int:
     """Return the multiply-accumulates of a graph; raises ValueError if a shape or loop length is unknown."""
-    return sum(_count_operation(operation, tf) for operation in _reachable(graph))
+    return _count_until(graph.outputs, tf)
 
 
-def _reachable(graph: Any) -> list[Any]:
+def _count_until(outputs: Sequence[Any], tf: Any) -> int:
+    return sum(_count_operation(operation, tf) for operation in _reachable(outputs))
+
+
+def _reachable(outputs: Sequence[Any]) -> list[Any]:
     """Return the operations that the outputs depend on: Keras leaves an unused step of recurrent layers."""
-    pending, reachable = [tensor.op for tensor in graph.outputs], {}
+    pending, reachable = [tensor.op for tensor in outputs], {}
     while pending:
         operation = pending.pop()
         if operation.name not in reachable:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.cuts import NoCutError, frozen_cut, split_at
+from csdctl.worker.compute.cuts import NoCutError, describe_cuts, frozen_cut, split_at
 from csdctl.worker.compute.first_look import describe_compile, find_scaling_layers
 from csdctl.worker.compute.flops import count_flops
 from csdctl.worker.compute.keras_internals import compile_arguments, flatten_layers, own_state
@@ -81,6 +81,7 @@ def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
         scaling_layers=find_scaling_layers(model, keras),
         features=features,
         no_features=no_features,
+        cuts=describe_cuts(model, keras),
     )
 
 

@@ -91,6 +91,14 @@ class LayerStates:
         self._sizes = [int(tf.size(variable)) for variable in self.variables]
         self.size = self._statistics.size + sum(self._sizes)
 
+    def normalization(self, changes: Any) -> Any:
+        """Return the part of `changes`, shape (size,), that belongs to batch norm."""
+        return changes[: self._statistics.size]
+
+    def others(self, changes: Any) -> Any:
+        """Return the part of `changes` that belongs to other layers."""
+        return changes[self._statistics.size :]
+
     def find_normalizing(self, changes: Any) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,)."""
         return self._statistics.find_moved(np.asarray(changes)[: self._statistics.size])
@@ -159,6 +167,15 @@ class Seeds:
         keys = self._own_keys if rank is None else self._keys(rank)
         for (_, generator), key in zip(self._generators, keys, strict=True):
             generator.state.assign([key, _first_counter(step)])
+
+    def save(self) -> list[Any]:
+        """Return the random states as they are, for `restore`."""
+        return [np.array(generator.state) for _, generator in self._generators]
+
+    def restore(self, states: list[Any]) -> None:
+        """Set the random states to those that `save` returned."""
+        for (_, generator), state in zip(self._generators, states, strict=True):
+            generator.state.assign(state)
 
     def find_drawing(self, step: int) -> list[str]:
         """Return the names of the layers that have drawn random numbers since `set_step(step)`.

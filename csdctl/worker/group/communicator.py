@@ -44,8 +44,8 @@ class Communicator(Protocol):
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
 
-    def receive(self, rank: int, max_bytes: int) -> bytes | bytearray:
-        """Return the bytes that `rank` sends, at most `max_bytes`."""
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes | bytearray:
+        """Return the bytes that `rank` sends, at most `max_bytes`; counted as traffic of `traffic_class`."""
 
     def traffic(self) -> list[SentBytes]:
         """Return what the ranks have sent to each other since they joined; call on all ranks."""
@@ -85,7 +85,7 @@ class SoloCommunicator:
         """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 
-    def receive(self, rank: int, max_bytes: int) -> bytes:
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
         """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 

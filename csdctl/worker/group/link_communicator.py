@@ -54,8 +54,8 @@ class LinkCommunicator:
         self._vectors = vectors
         self._on_waiting = on_waiting
         self.collective, self.sum_s = "", 0.0
-        self._sent: Counter[tuple[str, int]] = Counter()
-        """Bytes of messages to single ranks so far, by traffic class and receiver."""
+        self._messages: Counter[tuple[str, int, int]] = Counter()
+        """Bytes of messages between this rank and another so far, by traffic class, sender and receiver."""
         channel.send_descriptor(vectors.descriptor)
 
     def choose_collective(self, wanted: str) -> None:
@@ -98,16 +98,18 @@ class LinkCommunicator:
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
         packed = memoryview(content).cast("B").tobytes()
-        self._sent[traffic_class, rank] += len(packed)
+        self._messages[traffic_class, self.rank, rank] += len(packed)
         self._request(SEND, struct.pack("<q", rank) + packed)
 
-    def receive(self, rank: int, max_bytes: int) -> bytearray:
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
-        return self._request(RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
+        received = self._request(RECEIVE, struct.pack("<qq", rank, max_bytes), max_bytes)
+        self._messages[traffic_class, rank, self.rank] += len(received)
+        return received
 
     def traffic(self) -> list[SentBytes]:
         """Return what the ranks have sent to each other since they joined; call on all ranks."""
-        messages = [(traffic_class, rank, count) for (traffic_class, rank), count in self._sent.items()]
+        messages = [(*key, count) for key, count in self._messages.items()]
         connections = self._parse(self._request(CONNECTIONS, max_bytes=MAX_VALUE_BYTES), _as_list)
         return gather_traffic(self.allgather, messages, connections)
 

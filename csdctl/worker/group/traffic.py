@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from csdctl.worker.group.values import Check, as_count
-from csdctl.worker.protocol.events import SAMPLES, STATE, SUMS, SentBytes
+from csdctl.worker.protocol.events import SUMS, TRAFFIC_NAMES, SentBytes
 from csdctl.worker.protocol.tcp_counters import list_connections
 
 ConnectionRow = tuple[str, str, int, int]
 """Local and peer endpoint, bytes sent and received."""
-Counters = tuple[list[tuple[str, int, int]], list[ConnectionRow]]
-"""Of one rank: its messages (traffic class, receiver, bytes), and its connections."""
+Message = tuple[str, int, int, int]
+"""Traffic class, sender, receiver and bytes."""
+Counters = tuple[list[Message], list[ConnectionRow]]
+"""Of one rank: the messages that it sent or received, and its connections."""
 _LARGEST_RANK, _LARGEST_COUNT = 1 << 16, 1 << 50
 _MAX_ENDPOINT = 80
 """Characters of an IPv6 address with its zone, and a port."""
@@ -24,13 +26,13 @@ def list_connection_rows() -> list[ConnectionRow]:
 
 def gather_traffic(
     allgather: Callable[[Any, Check[Counters]], Sequence[Counters]],
-    messages: Sequence[tuple[str, int, int]],
+    messages: Sequence[Message],
     connections: Sequence[ConnectionRow],
 ) -> list[SentBytes]:
     """Return the bytes sent between each pair of ranks, on all ranks; call on all.
 
-    `messages` are those of this rank to single ranks. The two ends of a connection are matched by its
-    addresses. Both count its bytes, and the smaller number is taken: no rank can claim traffic with another
+    `messages` are those between this rank and single ones; those of rank 0 count. The two ends of a
+    connection are matched by its addresses. Both count its bytes, and the smaller number is taken: no rank can claim traffic with another
     one that has not seen it. Bytes that belong to no message are those of sums, apart from some of MPI's own.
     """
     counted = allgather([list(messages), list(connections)], as_counters)
@@ -41,13 +43,13 @@ def gather_traffic(
             owners.setdefault(local, rank)
             received.setdefault((local, peer), num_received)
     added: Counter[tuple[str, int, int]] = Counter()
-    for sender, (sent, rows) in enumerate(counted):
+    for sender, (_, rows) in enumerate(counted):
         for local, peer, num_sent, _ in rows:
             if (receiver := owners.get(peer, sender)) != sender:
                 added[SUMS, sender, receiver] += min(num_sent, received.get((peer, local), 0))
-        for traffic_class, receiver, num_bytes in sent if sender == 0 else ():
-            added[traffic_class, sender, receiver] += num_bytes
-            added[SUMS, sender, receiver] -= num_bytes
+    for traffic_class, sender, receiver, num_bytes in counted[0][0]:
+        added[traffic_class, sender, receiver] += num_bytes
+        added[SUMS, sender, receiver] -= num_bytes
     return [SentBytes(*key, num_bytes) for key, num_bytes in added.items() if num_bytes > 0]
 
 
@@ -59,10 +61,11 @@ def as_counters(value: Any) -> Counters:
     return [_as_message(*row) for row in messages], [_as_connection(*row) for row in connections]
 
 
-def _as_message(traffic_class: Any, receiver: Any, num_bytes: Any) -> tuple[str, int, int]:
-    if traffic_class not in (SAMPLES, STATE):
-        raise ValueError(f"expected {SAMPLES} or {STATE}")
-    return str(traffic_class), as_count(receiver, _LARGEST_RANK), as_count(num_bytes, _LARGEST_COUNT)
+def _as_message(traffic_class: Any, sender: Any, receiver: Any, num_bytes: Any) -> Message:
+    if traffic_class not in TRAFFIC_NAMES or traffic_class == SUMS:
+        raise ValueError(f"expected one of {', '.join(TRAFFIC_NAMES[1:])}")
+    ranks = as_count(sender, _LARGEST_RANK), as_count(receiver, _LARGEST_RANK)
+    return str(traffic_class), *ranks, as_count(num_bytes, _LARGEST_COUNT)
 
 
 def _as_connection(local: Any, peer: Any, num_sent: Any, num_received: Any) -> ConnectionRow:

@@ -37,10 +37,12 @@ UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
 
 
-SUMS, SAMPLES, STATE = "sums", "samples", "state"
-"""Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run."""
+SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
+"""Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
+the cut of a model: activations, labels, and gradients of activations."""
+TRAFFIC_NAMES = (SUMS, SAMPLES, STATE, ACTIVATIONS)
 
-TrafficName = Annotated[str, OneOf((SUMS, SAMPLES, STATE))]
+TrafficName = Annotated[str, OneOf(TRAFFIC_NAMES)]
 
 
 @dataclass(frozen=True)
@@ -172,7 +174,7 @@ class Rebalanced(Event):
 
 @dataclass(frozen=True)
 class SentBytes:
-    """Bytes that one rank of a group sent to another; `what` is SUMS, SAMPLES or STATE."""
+    """Bytes that one rank of a group sent to another; `what` is one of TRAFFIC_NAMES."""
 
     what: TrafficName
     sender: RankNumber

@@ -57,6 +57,23 @@ class OwnCompile:
 
 
 @dataclass(frozen=True)
+class CutInfo:
+    """A place where a model can be divided: one tensor, through which everything passes."""
+
+    layer: str
+    """The last layer before it."""
+    shape: Shape
+    """Of one sample's activations."""
+    num_bytes: Count
+    """Of one sample's activations; 0 if the size varies."""
+    num_operations: Count
+    """FLOPs before it for one sample, as in `ModelInfo`."""
+    num_parameters: Count
+    """Before it."""
+    num_trainable: Count
+
+
+@dataclass(frozen=True)
 class FeatureInfo:
     """A model's frozen part, whose output each sample needs only once."""
 
@@ -98,6 +115,8 @@ class ModelInfo:
     features: FeatureInfo | None = None
     """None if the model has no frozen part at its beginning; then `no_features` says why."""
     no_features: str = ""
+    cuts: tuple[CutInfo, ...] = ()
+    """Where nodes and host can divide the model between them, from the input on."""
     is_built: bool = True
     """False: it is a subclass that gets its weights by being called; nothing but its name is known."""
     compiled: OwnCompile | None = None

@@ -99,6 +99,16 @@ class HeadSpec:
 
 
 @dataclass(frozen=True)
+class SplitSpec:
+    """Where a model is cut in two: nodes compute what is before, the host what is behind."""
+
+    cut: str
+    """The last layer before the cut."""
+    num_micro_batches: BatchSize = 4
+    """Of each rank's batch: while some are with the host, the rank computes others."""
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """Everything the ranks of one run need; the same file for all of them."""
 
@@ -132,6 +142,8 @@ class RunSpec:
     """What the model needs to be rebuilt, beside Keras."""
     head: HeadSpec | None = None
     """If the model is the head of a larger one; samples and validation data are features, `public` is not."""
+    split: SplitSpec | None = None
+    """If the model is cut in two (task `split`)."""
     noise: Noise | None = None
     """The noise on every rank's private samples."""
     link_key: str = ""

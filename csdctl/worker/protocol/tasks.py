@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAIN, VERIFY, TRIAL = "train", "verify", "trial"
+TRAIN, SPLIT, VERIFY, TRIAL = "train", "split", "verify", "trial"
 """The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
 
-JOINING = (TRAIN, TRIAL)
+JOINING = (TRAIN, SPLIT, TRIAL)
 """Tasks whose ranks report `Joined` before they report anything else of a group."""
 
 ELEMENT_SPEC = "element_spec"

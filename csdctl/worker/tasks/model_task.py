@@ -33,7 +33,7 @@ class ModelTask:
     @property
     def num_elements(self) -> int:
         """Elements of the vector that the ranks sum."""
-        return self.layout.size
+        return int(self.layout.size)
 
     @property
     def variables(self) -> list[Any]:
@@ -45,10 +45,15 @@ class ModelTask:
         self.reader = self.open_reader()
         self.step = self._step_of_probes or self._load_step()
         self.step.micro_batch_size = self.me.micro_batch_size
-        self.layout = replace(self.step.layout, num_ranks=len(self.spec.ranks))
+        self.layout = replace(self.summed.layout, num_ranks=len(self.spec.ranks))
         self.reporter.metrics = self.step.metrics
         self.restore()
         self._warm_up()
+
+    @property
+    def summed(self) -> Any:
+        """What computes the vectors that the ranks sum, and applies their sum."""
+        return self.step
 
     def restore(self) -> None:
         """Load the state of an earlier process of this run; tasks without a state have none."""
@@ -68,10 +73,15 @@ class ModelTask:
             self._extractor = FeatureExtractor(self.spec.head.prefix, self._tf, self._keras)
         return self._extractor.extract(samples)
 
+    def load_model(self) -> Any:
+        """Return the run's model, compiled."""
+        spec = self.spec
+        return load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code)
+
     def _load_step(self) -> Step:
         spec, me = self.spec, self.me
         return Step(
-            load(Path(spec.architecture), Path(spec.weights), self._keras, spec.code),
+            self.load_model(),
             spec.recipe,
             self.example(0),
             self._tf,

@@ -3,10 +3,11 @@
 from importlib import import_module
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.tasks import TRAIN, TRIAL, VERIFY
+from csdctl.worker.protocol.tasks import SPLIT, TRAIN, TRIAL, VERIFY
 from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {
+    SPLIT: "csdctl.worker.tasks.split:Split",
     TRAIN: "csdctl.worker.tasks.train:Train",
     TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",

@@ -140,7 +140,7 @@ class RankSession:
             for rank in others:
                 communicator.send(rank, packed, STATE)
         elif communicator.rank in others:
-            received = communicator.receive(0, max_state_bytes(variables))
+            received = communicator.receive(0, max_state_bytes(variables), STATE)
             progress.position = unpack(np.frombuffer(received, np.uint8), variables, progress.own)
         progress.regroup(group.ranks)
         self._reporter.joined(

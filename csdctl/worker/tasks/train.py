@@ -97,7 +97,7 @@ class Train(ModelTask):
         epoch = self.progress.position.epoch
         if not all(np.isfinite(weights).all() for weights in self.step.model.get_weights()):
             raise WorkerError(f"the weights are no longer finite after epoch {epoch}", remedy=DIVERGED)
-        weights_hash = hash_weights(self.step.model)
+        weights_hash = hash_weights(self.summed.model)
         hashes = communicator.allgather(weights_hash, as_hash)
         different = [rank for rank, found in enumerate(hashes) if found != hashes[0]]
         if is_minority(different, communicator.size):
@@ -147,27 +147,34 @@ class Train(ModelTask):
                 len(images), global_samples, compute_s, 0.0, sums, is_stopping=self.orders.is_stopping
             )
         vector, layout = communicator.local, self.layout
-        self.step.local(images, labels, vector[layout.step], private_copies=copies)
+        exchanged_s = self._compute(communicator, images, labels, copies, vector[layout.step])
         computed = time.perf_counter()
         is_stopping = self.is_root and self.orders.is_stopping
         vector[layout.stop :] = 0
         vector[layout.stop] = is_stopping
-        vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received
+        vector[layout.compute_s][self.me.rank] = self._apply_s + computed - received - exchanged_s
         expected = self._expect(step_samples)
         total = communicator.sum(vector, expected if self.is_root else None)
         summed = time.perf_counter()
         step_total = total[layout.step]
-        sums = self.step.read_sums(step_total)
+        sums = self.summed.read_sums(step_total)
         self._check_finite(sums, float(np.add.reduce(step_total)), communicator)
         self._check_sum(total, expected, is_stopping=is_stopping)
-        self.step.apply(step_total)
+        self.summed.apply(step_total)
         is_stopping, times_s = bool(total[layout.stop] > 0), total[layout.compute_s].astype(float)
         self._end_step(sums, global_samples)
         self._balance(times_s)
         self._apply_s = time.perf_counter() - summed
-        compute_s = computed - received + self._apply_s
-        wait_s = summed - computed + received - began
+        compute_s = computed - received - exchanged_s + self._apply_s
+        wait_s = summed - computed + received - began + exchanged_s
         return StepResult(len(images), global_samples, compute_s, wait_s, sums, is_stopping=is_stopping)
+
+    def _compute(
+        self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array
+    ) -> float:
+        """Compute this rank's vector into `out`; returns the seconds in which it waited for other ranks."""
+        self.step.local(images, labels, out, private_copies=copies)
+        return 0.0
 
     def _expect(self, step_samples: list[int]) -> ExpectedTails:
         """Return what the ranks' vectors must end with."""
@@ -177,7 +184,8 @@ class Train(ModelTask):
     def _exchange_reassigned(self, communicator: Communicator, share: Share) -> bytes | bytearray | None:
         """Send, from rank 0, the samples that other ranks read from the host in this step; receive them."""
         if not self.is_root:
-            return communicator.receive(0, self._reassigned_bytes(share)) if share.reassigned else None
+            num_bytes = self._reassigned_bytes(share)
+            return communicator.receive(0, num_bytes, SAMPLES) if share.reassigned else None
         progress = self.progress
         for index, other in enumerate(progress.segment.shares[1:], start=1):
             if other.reassigned and (spans := other.batch(progress.step_in_segment).reassigned):

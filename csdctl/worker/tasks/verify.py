@@ -175,7 +175,7 @@ def _gather(communicator: Communicator, vector: Array) -> Iterator[Array]:
         return
     yield vector
     for rank in range(1, communicator.size):
-        received = communicator.receive(rank, vector.nbytes)
+        received = communicator.receive(rank, vector.nbytes, STATE)
         if len(received) != vector.nbytes:
             raise PeerFaultError(rank, f"sent {len(received)} bytes, expected {vector.nbytes}")
         yield np.frombuffer(received, vector.dtype)

@@ -8,13 +8,15 @@ from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
+from csdctl.worker.protocol.run_spec import SplitSpec
 
 MEASURED = "auto"
 """The ranks measure which collective is faster."""
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
-DATA_PARALLEL, FEATURES = "data-parallel", "features"
-WAYS = (DATA_PARALLEL, FEATURES)
-"""Every rank computes the whole model in each step; or its frozen part once for each sample."""
+DATA_PARALLEL, FEATURES, SPLIT = "data-parallel", "features", "split"
+WAYS = (DATA_PARALLEL, FEATURES, SPLIT)
+"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
+part of the model before a cut, and the host the rest."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,13 @@ class TrainOptions:
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
     way: str = DATA_PARALLEL
-    """What is computed where: `data-parallel` or `features`."""
+    """What is computed where: one of WAYS."""
     precision: str = FLOAT32
     """The type that features are stored in."""
+    cut: str = ""
+    """For `split`: the last layer that nodes compute."""
+    num_micro_batches: int = SplitSpec.num_micro_batches
+    """For `split`: of each rank's batch."""
 
     def __post_init__(self) -> None:
         if self.collective not in COLLECTIVES:
@@ -47,6 +53,11 @@ class TrainOptions:
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
         check_way(self.way)
+        if self.cut and self.way != SPLIT:
+            raise InputError(
+                f"--cut {self.cut} divides the model, which --way {self.way} does not",
+                remedy="add --way split",
+            )
         check_precision(self.precision)
         for callback in self.callbacks:
             if not callable(callback):
@@ -58,6 +69,7 @@ class TrainOptions:
             ("min-nodes", self.min_nodes, 0),
             ("checkpoint-seconds", self.checkpoint_interval_s, 1),
             ("keep", self.num_checkpoints, 1),
+            ("micro-batches", self.num_micro_batches, 1),
         ):
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")

@@ -25,10 +25,11 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import compute_features
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
-from csdctl.workflows.train.options import FEATURES, TrainOptions
+from csdctl.workflows.train.options import FEATURES, SPLIT, TrainOptions
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_manifest, build_spec
+from csdctl.workflows.train.split import use_split
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -80,6 +81,8 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
+    if options.way == SPLIT:
+        spec = use_split(spec, job, prepared, options.cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)
     if options.way == FEATURES:
         inputs = use_features(inputs, space, options.precision, observer)

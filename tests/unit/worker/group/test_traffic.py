@@ -20,7 +20,7 @@ def traffic(*ranks: Any) -> dict[tuple[str, int, int], int]:
 
 
 def test_bytes_of_messages_are_told_apart_from_those_of_sums() -> None:
-    host = [[["state", 1, 300]], [[HOST, NODE, 1000, 500]]]
+    host = [[["state", 0, 1, 300]], [[HOST, NODE, 1000, 500]]]
     node = [[], [[NODE, HOST, 500, 1000]]]
     assert traffic(host, node) == {("state", 0, 1): 300, ("sums", 0, 1): 700, ("sums", 1, 0): 500}
 
@@ -40,7 +40,7 @@ def test_node_cannot_take_another_ones_connections() -> None:
 
 
 def test_node_has_no_messages_of_its_own() -> None:
-    node = [[["state", 0, 1 << 49]], [[NODE, HOST, 500, 1000]]]
+    node = [[["state", 1, 0, 1 << 49]], [[NODE, HOST, 500, 1000]]]
     assert traffic([[], [[HOST, NODE, 1000, 500]]], node) == {("sums", 0, 1): 1000, ("sums", 1, 0): 500}
 
 
@@ -53,10 +53,10 @@ def test_node_has_no_messages_of_its_own() -> None:
         [[], [], []],
         {"a": 1, "b": 2},
         "ab",
-        [[["sums", 1, 5]], []],
-        [[["state", -1, 5]], []],
-        [[["state", 1, 5.0]], []],
-        [[["state", 1]], []],
+        [[["sums", 0, 1, 5]], []],
+        [[["state", 0, -1, 5]], []],
+        [[["state", 0, 1, 5.0]], []],
+        [[["state", 1, 5]], []],
         [[], [[HOST, NODE, 1]]],
         [[], [[HOST, NODE, -1, 1]]],
         [[], [[HOST, NODE, 1, 1 << 60]]],

@@ -1,0 +1,415 @@
+"""A model cut in two: each rank computes the prefix of its samples, rank 0 the head of all ranks' samples.
+
+Forward and backward pass go through the cut: a rank sends the prefix's output for a micro-batch and gets back
+the gradient of the loss with respect to it (deep partitioned training). Gradients are summed as in step.py: a
+rank's vector has the gradient of the prefix, and rank 0 keeps that of the head. The whole is the gradient
+that ranks with whole models would sum, of the same micro-batches.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.augment import Augmentation
+from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
+from csdctl.worker.compute.keras_internals import compile_arguments
+from csdctl.worker.compute.objective import Objective, scale
+from csdctl.worker.compute.statistics import LayerStates, Seeds
+from csdctl.worker.compute.step import Step, Sums
+from csdctl.worker.compute.vector import VectorLayout
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.recipe import Recipe
+
+
+def find_cut(model: Any, layer: str) -> Cut:
+    """Return the cut behind `layer`; raises WorkerError, exit code 2, naming those that there are."""
+    cuts = find_cuts(model)
+    for cut in cuts:
+        if cut.layer == layer:
+            return cut
+    names = ", ".join(cut.layer for cut in cuts) or "none: it is no functional model with one input"
+    raise WorkerError(
+        f"{model.name} cannot be cut behind {layer!r}; its cuts: {names}",
+        remedy="name one of them (--cut)",
+        exit_code=2,
+    )
+
+
+def check_divisible(model: Any) -> None:
+    """Raise WorkerError, exit code 2, if optimizer or loss need the whole gradient in one place."""
+    optimizer = model.optimizer
+    if hasattr(optimizer, "inner_optimizer"):
+        what, instead = "scales the loss (mixed_float16)", "use mixed_bfloat16"
+    elif getattr(optimizer, "global_clipnorm", None):
+        what, instead = "clips by the norm of the whole gradient", "clip each variable's gradient (clipnorm)"
+    else:
+        return
+    raise WorkerError(
+        f"a model cannot be split whose optimizer {what}",
+        remedy=f"{instead}, or train with --way data-parallel",
+        exit_code=2,
+    )
+
+
+def micro_batch_sizes(num_samples: int, num_parts: int, limit: int | None = None) -> list[int]:
+    """Return the sizes of the micro-batches of a batch: at most `num_parts`, or more if `limit` is smaller.
+
+    All but the last are of one size, so that `Step` with this micro-batch size computes the same.
+    """
+    if not num_samples:
+        return []
+    size = micro_batch_size(num_samples, num_parts, limit)
+    return [min(size, num_samples - start) for start in range(0, num_samples, size)]
+
+
+def micro_batch_size(num_samples: int, num_parts: int, limit: int | None = None) -> int:
+    """Return the size of all micro-batches but the last."""
+    return max(1, min(math.ceil(num_samples / num_parts), limit or num_samples))
+
+
+class PrefixStep:
+    """The prefix on one rank: its part of the vector, and the step of its optimizer."""
+
+    has_noise = False
+    has_loss_scaling = False
+
+    def __init__(
+        self,
+        model: Any,
+        layer: str,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        rank: int = 0,
+        weight: float = 1.0,
+        objective: Objective | None = None,
+    ) -> None:
+        """`model`: whole and compiled; it is cut behind `layer`. `example` and `weight` as for `Step`.
+
+        `objective`: that of the whole model, if there is one.
+        """
+        check_divisible(model)
+        self.cut = find_cut(model, layer)
+        self.model, head = split_at(model, self.cut, keras)
+        self.optimizer = model.optimizer
+        self.objective = objective or Objective(model, recipe, example, tf, keras)
+        self.states = LayerStates(self.model, tf, keras)
+        self.seeds = Seeds(model, recipe.seed, rank)
+        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
+        self.weight = weight
+        self._tf = tf
+        self._input_range = recipe.input_range
+        self._head = head
+        self._head_variables = head.trainable_variables
+        self.activation_type = np.dtype(tf.as_dtype(self.cut.tensor.dtype).as_numpy_dtype)
+        variables = self.model.trainable_variables
+        self.layout = VectorLayout(
+            num_gradients=_size(variables),
+            num_statistics=self.states.size,
+            num_states=self.objective.metrics.size,
+            has_loss_count=self.objective.counts_elements,
+            divides_gradients=self.objective.counts_elements,
+        )
+        """The layout of the rank's vector, without what a training loop appends."""
+        samples, _ = self.objective.signature
+        self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
+        self._flatten = tf.function(self._flatten_graph, autograph=False)
+        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
+        self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
+        self._passes: list[tuple[Any, Any, Any, Any, int]] = []
+
+    def narrow_optimizer(self) -> None:
+        """Take an optimizer for the prefix alone in place of the whole model's."""
+        self.optimizer = _same_optimizer(self.optimizer, self.model.trainable_variables)
+
+    @property
+    def state(self) -> list[Any]:
+        """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
+        return [*self.model.weights, *self.optimizer.variables]
+
+    def set_step(self, step: int, learning_rate: float) -> None:
+        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
+        self.seeds.set_step(step)
+        self.optimizer.learning_rate.assign(learning_rate)
+
+    def augment(self, samples: Array, labels: Array) -> tuple[Array, Array]:
+        """Return the batch that is trained on."""
+        if self.augmentation is None:
+            return samples, labels
+        return self.augmentation(samples, labels, *self.seeds.position, 0)
+
+    def forward(self, samples: Array) -> Array:
+        """Return the prefix's output for a micro-batch, whose backward pass is to come."""
+        with self._tf.GradientTape() as tape:
+            output, penalty, changes = self._forward(self.objective.tensors(samples, samples)[0])
+        self._passes.append((tape, output, penalty, changes, len(samples)))
+        return np.asarray(output)
+
+    def backward(self, gradient: Array, loss_count: float, out: Array) -> None:
+        """Add the vector of the earliest micro-batch to `out`, shape (layout.step_size,), float32.
+
+        `gradient`: of its loss, times `loss_count`, the number that Keras divides it by, with respect to the
+        prefix's output.
+        """
+        tf, layout = self._tf, self.layout
+        tape, output, penalty, changes, count = self._passes.pop(0)
+        variables = [variable.value for variable in self.model.trainable_variables]
+        if variables:
+            towards = [tf.cast(gradient, output.dtype), tf.constant(loss_count, tf.float32)]
+            gradients = tape.gradient([output, penalty], variables, output_gradients=towards)
+            out[layout.gradients] += np.asarray(self._flatten(gradients)) * self.weight
+        out[layout.statistics] += np.asarray(changes) * self.weight
+        out[layout.sums.start] += float(penalty) * loss_count * self.weight
+        out[layout.count] += count * self.weight
+
+    def forget(self) -> None:
+        """Drop forward passes whose backward pass does not come."""
+        self._passes = []
+
+    def read_sums(self, total: Array) -> Sums:
+        """Return loss sum, metric sums and count of a summed vector."""
+        loss, *states, count = (float(value) for value in total[self.layout.sums])
+        return Sums(loss, tuple(states), count)
+
+    def apply(self, total: Array) -> Sums:
+        """Divide the step's part of a summed vector by its counts and take one optimizer step."""
+        sums = self.read_sums(total)
+        if total[self.layout.divisor] > 0:
+            self._apply(self._tf.convert_to_tensor(total))
+        return sums
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics of all samples of `sums` by name."""
+        return self.objective.metrics.compute(sums.states) if sums.states else {}
+
+    def rehearse_apply(self) -> None:
+        """Take an optimizer step and undo it: the first one costs a slow node seconds."""
+        vector = np.zeros(self.layout.step_size, np.float32)
+        vector[[self.layout.divisor, self.layout.count]] = 1
+        before = [np.array(variable.value) for variable in self.state]
+        self.apply(vector)
+        for variable, value in zip(self.state, before, strict=True):
+            variable.assign(value)
+
+    def _forward_graph(self, samples: Any) -> tuple[Any, Any, Any]:
+        """Return output, penalties and changes of the layers' state times the number of samples."""
+        tf = self._tf
+        before = self.states.read()
+        (source,) = self.model.inputs
+        output = self.model(scale(samples, self._input_range, source.dtype, tf), training=True)
+        penalties = [tf.zeros(())]
+        for loss in self.model.losses:
+            _check_mean(loss)
+            penalties.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
+        count = tf.cast(tf.shape(output)[0], tf.float32)
+        changes = self.states.take_changes(before, count)
+        return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
+
+    def _flatten_graph(self, gradients: Sequence[Any]) -> Any:
+        return _flatten(gradients, self.model.trainable_variables, self._tf)
+
+    def _means(self, total: Any) -> dict[int, Any]:
+        """Return the mean gradient of each variable of the prefix; change the state by its mean."""
+        layout = self.layout
+        self.states.apply_changes(total[layout.statistics] / total[layout.count])
+        return _unflatten(
+            total[layout.gradients] / total[layout.divisor], self.model.trainable_variables, self._tf
+        )
+
+    def _apply_graph(self, total: Any) -> None:
+        variables = self.model.trainable_variables
+        means = self._means(total)
+        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+
+
+class SplitStep(PrefixStep):
+    """Prefix and head on rank 0, which takes the step of the whole model."""
+
+    def __init__(
+        self,
+        whole: Step,
+        layer: str,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        weight: float = 1.0,
+    ) -> None:
+        """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
+        super().__init__(
+            *(whole.model, layer, recipe, example, tf, keras), weight=weight, objective=whole.objective
+        )
+        self.whole = whole
+        model = whole.model
+        self._head.compile(**compile_arguments(model))
+        outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
+        self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
+        self._head_states = LayerStates(self._head, tf, keras)
+        self._head_total = np.zeros(
+            _size(self._head_variables) + self._head_states.size + self.layout.num_sums, np.float32
+        )
+        self._head_graph = tf.function(
+            self._head_pass, autograph=False, input_signature=self._head_objective.signature
+        )
+        sizes = [self.layout.step_size, len(self._head_total)]
+        self._apply_both = tf.function(
+            self._apply_both_graph,
+            autograph=False,
+            input_signature=[tf.TensorSpec((size,), tf.float32) for size in sizes],
+        )
+        self._drawn: dict[int, list[Array]] = {}
+
+    def begin(self) -> None:
+        """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
+        self._head_total[:] = 0
+        self._drawn = {}
+
+    def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
+        step, _ = self.seeds.position
+        if rank in self._drawn:
+            self.seeds.restore(self._drawn[rank])
+        else:
+            self.seeds.set_step(step, rank)
+        found = compute()
+        self._drawn[rank] = self.seeds.save()
+        return found
+
+    def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
+        """Add the vector of a micro-batch to that of the head.
+
+        Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
+        divides it by, and that number. `weight`: of each of its samples.
+        """
+        found = self._head_graph(*self._head_objective.tensors(outputs, labels))
+        gradient, loss_count, vector = map(np.asarray, found)
+        self._head_total += vector * weight if weight != 1.0 else vector
+        return gradient, float(loss_count)
+
+    def add_sums_to(self, out: Array) -> None:
+        """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
+        layout = self.layout
+        tail = self._head_total[-layout.num_sums :]
+        out[layout.sums.start : layout.count] += tail[:-1]
+
+    def vector(self, total: Array) -> Array:
+        """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
+        whole, layout, tf = self.whole, self.layout, self._tf
+        heads = _size(self._head_variables)
+        means = _unflatten(total[layout.gradients], self.model.trainable_variables, tf)
+        means |= _unflatten(self._head_total[:heads], self._head_variables, tf)
+        flat = [np.reshape(means[id(variable)], -1) for variable in whole.model.trainable_variables]
+        statistics = self._head_total[heads : heads + self._head_states.size]
+        parts = ((self.states, total[layout.statistics]), (self._head_states, statistics))
+        moved = [states.normalization(changes) for states, changes in parts]
+        others = [states.others(changes) for states, changes in parts]
+        return np.concatenate([*flat, *moved, *others, total[layout.sums.start : layout.step_size]])
+
+    def apply(self, total: Array) -> Sums:
+        """Take one optimizer step of the whole model."""
+        sums = self.read_sums(total)
+        if total[self.layout.divisor] > 0:
+            self._apply_both(*map(self._tf.convert_to_tensor, (total, self._head_total)))
+        return sums
+
+    @property
+    def state(self) -> list[Any]:
+        """Weights and optimizer state of the whole model."""
+        return self.whole.state
+
+    def prefix_state(self) -> list[Any]:
+        """Return the variables of the whole model's state that the other ranks have, in their order.
+
+        Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
+        """
+        optimizer = _same_optimizer(self.optimizer, self.model.trainable_variables)
+        own = {variable.path: variable for variable in self.optimizer.variables}
+        missing = [variable.path for variable in optimizer.variables if variable.path not in own]
+        if missing or len(own) != len(self.optimizer.variables):
+            raise WorkerError(
+                f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
+                remedy="give all layers different names, or train with --way data-parallel",
+                exit_code=2,
+            )
+        return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
+
+    def _head_pass(self, outputs: Any, labels: Any) -> tuple[Any, Any, Any]:
+        tf = self._tf
+        before = self._head_states.read()
+        variables = self._head_variables
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            batch = self._head_objective.forward(outputs, labels, training=True)
+        if batch.summed is not None:
+            raise WorkerError(
+                "a model cannot be split whose layers add a loss for each sample",
+                remedy="train with --way data-parallel",
+                exit_code=2,
+            )
+        towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
+        if towards is None:
+            towards = tf.zeros_like(outputs)
+        changes = self._head_states.take_changes(before, batch.samples)
+        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
+        if self.layout.has_loss_count:
+            tail.append(tf.reshape(batch.loss_count, [1]))
+        tail.append(tf.reshape(batch.samples, [1]))
+        flat = _flatten(gradients, variables, tf) * batch.loss_count
+        vector = tf.concat([flat, *changes, *tail], axis=0)
+        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, vector
+
+    def _apply_both_graph(self, total: Any, of_head: Any) -> None:
+        layout, heads = self.layout, _size(self._head_variables)
+        variables = self.whole.model.trainable_variables
+        means = self._means(total)
+        statistics = of_head[heads : heads + self._head_states.size]
+        self._head_states.apply_changes(statistics / total[layout.count])
+        means |= _unflatten(of_head[:heads] / total[layout.divisor], self._head_variables, self._tf)
+        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+
+
+def _same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
+    """Return a new optimizer of the same kind and arguments, for `variables`."""
+    new = type(optimizer).from_config(optimizer.get_config())
+    new.build(variables)
+    return new
+
+
+def _check_mean(loss: Any) -> None:
+    """Raise WorkerError, exit code 2, for a loss that a layer adds for each sample."""
+    if len(loss.shape) > 0 and loss.shape[0] is None:
+        raise WorkerError(
+            "a model cannot be split whose layers add a loss for each sample",
+            remedy="train with --way data-parallel",
+            exit_code=2,
+        )
+
+
+def _size(variables: Sequence[Any]) -> int:
+    return sum(math.prod(variable.shape) for variable in variables)
+
+
+def _flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
+    """Return gradients as one vector, float32; inside a graph."""
+    flat = [
+        tf.zeros((math.prod(variable.shape),))
+        if gradient is None
+        else tf.reshape(tf.cast(tf.convert_to_tensor(gradient), tf.float32), [-1])
+        for gradient, variable in zip(gradients, variables, strict=True)
+    ]
+    return tf.concat([tf.zeros((0,)), *flat], axis=0)
+
+
+def _unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> dict[int, Any]:
+    """Return the parts of a vector by the id of their variable, in the variables' shapes."""
+    parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
+    return {
+        id(variable): tf.reshape(part, variable.shape)
+        for part, variable in zip(parts, variables, strict=True)
+    }

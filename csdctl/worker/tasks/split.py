@@ -1,0 +1,202 @@
+"""Training with a model that is cut in two: the nodes compute the prefix, rank 0 the head of all samples.
+
+A rank computes the prefix of all micro-batches of its step and sends each as it is done; then it takes them
+backward in the same order, as the gradients come back. Rank 0 takes the ranks' micro-batches in turn, so that
+it computes the head of one while the ranks compute others (docs/decisions/0030).
+"""
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
+from csdctl.worker.compute.step import Step
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.group.channel import PeerFaultError
+from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.protocol.events import ACTIVATIONS
+from csdctl.worker.tasks.train import Train
+
+_LOSS_COUNT = struct.Struct("<f")
+
+
+class Exchange:
+    """The passage of one step's micro-batches through the cut, on one rank."""
+
+    def __init__(self, shared: PrefixStep, communicator: Communicator, labels: Array) -> None:
+        """`labels`: zero or more of them, for their shape and type."""
+        self._shared, self._communicator = shared, communicator
+        self._empty_labels = labels[:0]
+        self._shape = tuple(shared.cut.tensor.shape[1:])
+        self.waited_s = 0.0
+        """Seconds in which this rank waited for others."""
+
+    def on_node(self, samples: Array, labels: Array, sizes: Sequence[int], out: Array) -> None:
+        """Compute this rank's vector into `out`, together with rank 0."""
+        shared, communicator = self._shared, self._communicator
+        out[:] = 0
+        starts = np.cumsum([0, *sizes])
+        for start, size in zip(starts, sizes, strict=False):
+            part = slice(start, start + size)
+            outputs = shared.forward(samples[part])
+            content = outputs.tobytes() + labels[part].tobytes()
+            began = time.perf_counter()
+            communicator.send(0, content, ACTIVATIONS)
+            self.waited_s += time.perf_counter() - began
+        for size in sizes:
+            num_bytes = size * int(np.prod(self._shape)) * shared.activation_type.itemsize
+            received = self._receive(0, _LOSS_COUNT.size + num_bytes)
+            (loss_count,) = _LOSS_COUNT.unpack_from(received)
+            gradient = np.frombuffer(received, shared.activation_type, offset=_LOSS_COUNT.size)
+            shared.backward(gradient.reshape(size, *self._shape), loss_count, out)
+
+    def on_host(
+        self,
+        samples: Array,
+        labels: Array,
+        ranks: Sequence[int],
+        weights: Sequence[float],
+        sizes: Sequence[Sequence[int]],
+        out: Array,
+    ) -> None:
+        """Compute rank 0's vector into `out`; `ranks`, `weights` and `sizes` are those of the group."""
+        shared = self._shared
+        assert isinstance(shared, SplitStep)
+        out[:] = 0
+        shared.begin()
+        own_start = 0
+        for number in range(max(map(len, sizes), default=0)):
+            for index, parts in enumerate(sizes):
+                if number >= len(parts):
+                    continue
+                size = parts[number]
+                if index == 0:
+                    own = slice(own_start, own_start + size)
+                    own_start += size
+                    self._own_part(shared, samples[own], labels[own], ranks[0], weights[0], out)
+                else:
+                    self._part_of(shared, index, size, ranks[index], weights[index])
+        shared.add_sums_to(out)
+
+    def _own_part(
+        self, shared: SplitStep, samples: Array, labels: Array, rank: int, weight: float, out: Array
+    ) -> None:
+        def compute() -> None:
+            outputs = shared.forward(samples)
+            shared.backward(*shared.head(outputs, labels, weight), out)
+
+        shared.as_rank(rank, compute)
+
+    def _part_of(self, shared: SplitStep, index: int, size: int, rank: int, weight: float) -> None:
+        empty = self._empty_labels
+        num_outputs = size * int(np.prod(self._shape))
+        num_bytes = num_outputs * shared.activation_type.itemsize
+        label_bytes = size * empty.dtype.itemsize * int(np.prod(empty.shape[1:]))
+        received = self._receive(index, num_bytes + label_bytes)
+        outputs = np.frombuffer(received, shared.activation_type, num_outputs)
+        if not np.isfinite(outputs.astype(np.float32)).all():
+            raise PeerFaultError(index, "sent activations that are not finite")
+        labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
+        gradient, loss_count = shared.as_rank(
+            rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
+        )
+        content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
+        self._communicator.send(index, content, ACTIVATIONS)
+
+    def _receive(self, index: int, num_bytes: int) -> bytearray | bytes:
+        began = time.perf_counter()
+        received = self._communicator.receive(index, num_bytes, ACTIVATIONS)
+        self.waited_s += time.perf_counter() - began
+        if len(received) != num_bytes:
+            raise PeerFaultError(index, f"sent {len(received)} bytes of activations, expected {num_bytes}")
+        return received
+
+
+class Split(Train):
+    """Trains the model in two parts, as the run's `split` says."""
+
+    def load(self) -> None:
+        """Load everything; batch sizes stay as planned: rank 0's time is not that of its own batch."""
+        assert self.spec.split
+        self.spec = replace(self.spec, is_balanced=False)
+        super().load()
+
+    @property
+    def summed(self) -> Any:
+        """What the sum over ranks is of: the prefix."""
+        return self._split
+
+    @property
+    def variables(self) -> list[Any]:
+        """Weights of the prefix and the state of their optimizer."""
+        step = self._split
+        state = step.prefix_state() if isinstance(step, SplitStep) else step.state
+        return [variable for variable in state if variable is not step.optimizer.learning_rate]
+
+    def _compute(
+        self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
+    ) -> float:
+        exchange = Exchange(self._split, communicator, labels)
+        self._split.forget()
+        if not self.is_root:
+            samples, labels = self._split.augment(samples, labels)
+            exchange.on_node(samples, labels, self._sizes_of(self.me.rank, len(samples)), out)
+            return exchange.waited_s
+        shares = self.progress.segment.shares
+        counts = self.progress.step_samples
+        ranks = [share.rank for share in shares]
+        samples, labels = self._split.augment(samples, labels)
+        exchange.on_host(
+            samples,
+            labels,
+            ranks,
+            [self.spec.ranks[rank].weight for rank in ranks],
+            [self._sizes_of(rank, count) for rank, count in zip(ranks, counts, strict=True)],
+            out,
+        )
+        return exchange.waited_s
+
+    def _sizes_of(self, rank: int, count: int) -> list[int]:
+        assert self.spec.split
+        return micro_batch_sizes(
+            count, self.spec.split.num_micro_batches, self.spec.ranks[rank].micro_batch_size
+        )
+
+    def _load_step(self) -> Any:
+        spec, me = self.spec, self.me
+        assert spec.split
+        if self.is_root:
+            whole: Step = super()._load_step()
+            self._split: PrefixStep = SplitStep(
+                whole, spec.split.cut, spec.recipe, self.example(0), self._tf, self._keras, weight=me.weight
+            )
+            return whole
+        self._split = PrefixStep(
+            self.load_model(),
+            *(spec.split.cut, spec.recipe, self.example(0), self._tf, self._keras),
+            rank=me.rank,
+            weight=me.weight,
+        )
+        self._split.narrow_optimizer()
+        return self._split
+
+    def _warm_up(self) -> None:
+        """Compute a micro-batch twice, and take an optimizer step that is undone."""
+        split = self._split
+        out = np.zeros(split.layout.step_size, np.float32)
+        samples, labels = self.example(max(self._sizes_of(self.me.rank, self.me.batch_size), default=0))
+        split.set_step(0, 0.0)
+        for _ in range(2 if len(samples) else 0):
+            outputs = split.forward(samples)
+            if isinstance(split, SplitStep):
+                split.begin()
+                split.backward(*split.head(outputs, labels, 1.0), out)
+            else:
+                split.backward(np.zeros_like(outputs), 1.0, out)
+        split.rehearse_apply()
+        if len(self.spec.ranks) == 1:
+            self.step.rehearse_alone(samples, labels)

@@ -1,0 +1,189 @@
+"""A model in two parts computes what the whole model computes: ranks as threads, messages through queues."""
+
+import queue
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.recipe import compile_model
+from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
+from csdctl.worker.compute.step import Step
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
+from csdctl.worker.protocol.recipe import LossTerm, Recipe
+from csdctl.worker.tasks.split import Exchange
+from tests.unit.worker.compute.built_models import keras
+
+PARTS = (7, 10, 3)
+"""Batch sizes of the ranks."""
+NUM_MICRO_BATCHES = 4
+TOLERANCE = 2e-6
+"""Of a vector's parts, relative to their norm."""
+Array = np.ndarray[Any, Any]
+
+
+class QueueCommunicator:
+    """The calls of a communicator that an exchange needs."""
+
+    def __init__(self, rank: int, queues: dict[tuple[int, int], "queue.Queue[bytes]"]) -> None:
+        self.rank, self._queues = rank, queues
+
+    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        self._queues[self.rank, rank].put(bytes(content))
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        return self._queues[rank, self.rank].get(timeout=60)
+
+
+def pictures() -> Any:
+    layers = keras().layers
+    inputs = keras().Input((9, 9, 3))
+    x = layers.Conv2D(8, 3, kernel_regularizer="l2", name="stem")(inputs)
+    x = layers.BatchNormalization()(x)
+    x = layers.Dropout(0.3)(layers.ReLU(name="before")(x))
+    y = layers.Conv2D(8, 3, padding="same", activation="relu")(x)
+    x = layers.Add(name="join")([x, y])
+    x = layers.Dropout(0.3)(layers.BatchNormalization()(x))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras().Model(inputs, layers.Dense(5, activation="softmax", kernel_regularizer="l2")(x))
+
+
+def two_outputs() -> Any:
+    layers = keras().layers
+    inputs = keras().Input((9, 9, 3))
+    x = layers.Dense(12, activation="relu", name="cut")(layers.Flatten()(inputs))
+    kind = layers.Dense(5, activation="softmax", name="kind")(x)
+    return keras().Model(inputs, {"kind": kind, "size": layers.Dense(1, name="size")(x)})
+
+
+def in_16_bits() -> Any:
+    policy = keras().dtype_policies.DTypePolicy("mixed_bfloat16")
+    layers = keras().layers
+    inputs = keras().Input((9, 9, 3))
+    x = layers.Dense(12, activation="relu", name="cut", dtype=policy)(layers.Flatten()(inputs))
+    return keras().Model(inputs, layers.Dense(5, activation="softmax", dtype="float32")(x))
+
+
+CLASSES = LossTerm("sparse_categorical_crossentropy")
+CASES: dict[str, tuple[Any, str, Recipe]] = {
+    "batch norm, dropout, penalties": (
+        pictures,
+        "join",
+        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
+    ),
+    "early cut": (
+        pictures,
+        "before",
+        Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES}),
+    ),
+    "two outputs": (
+        two_outputs,
+        "cut",
+        Recipe(
+            optimizer="adamw",
+            learning_rate=0.01,
+            losses={"kind": CLASSES, "size": LossTerm("mse")},
+        ),
+    ),
+    "bfloat16": (in_16_bits, "cut", Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})),
+}
+
+
+def labels_of(name: str, generator: np.random.Generator, count: int) -> Array:
+    classes = generator.integers(0, 5, count).astype(np.int32)
+    if name != "two outputs":
+        return classes
+    both = np.zeros(count, [("kind", np.int32), ("size", np.float32, (1,)), (SAMPLE_WEIGHT, np.float32)])
+    both["kind"], both["size"] = classes, generator.random((count, 1))
+    both[SAMPLE_WEIGHT] = generator.random(count)
+    return both
+
+
+def step_of_all(ranks: list[Any], batches: list[tuple[Array, Array]]) -> Array:
+    """Return the sum of the vectors of all ranks, computed at the same time."""
+    queues = {(one, 0): queue.Queue() for one in range(len(ranks))}
+    queues |= {(0, one): queue.Queue() for one in range(len(ranks))}
+    sizes = [micro_batch_sizes(len(samples), NUM_MICRO_BATCHES) for samples, _ in batches]
+    vectors = [np.zeros(rank.layout.step_size, np.float32) for rank in ranks]
+
+    def on_node(number: int) -> None:
+        exchange = Exchange(ranks[number], QueueCommunicator(number, queues), batches[number][1])  # type: ignore[arg-type]
+        exchange.on_node(*batches[number], sizes[number], vectors[number])
+
+    threads = [threading.Thread(target=on_node, args=(number,)) for number in range(1, len(ranks))]
+    for thread in threads:
+        thread.start()
+    exchange = Exchange(ranks[0], QueueCommunicator(0, queues), batches[0][1])  # type: ignore[arg-type]
+    exchange.on_host(*batches[0], range(len(ranks)), [1.0] * len(ranks), sizes, vectors[0])
+    for thread in threads:
+        thread.join()
+    return np.asarray(sum(vectors[1:], start=vectors[0]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
+    build, layer, recipe = CASES[name]
+    import tensorflow as tf
+
+    def compiled() -> Any:
+        keras().utils.set_random_seed(3)
+        model = build()
+        compile_model(model, recipe, keras())
+        return model
+
+    generator = np.random.default_rng(0)
+    samples = [generator.random((size, 9, 9, 3), np.float32) for size in PARTS]
+    example = samples[0][:0], labels_of(name, generator, 0)
+    whole, single = (Step(compiled(), recipe, example, tf, keras()) for _ in range(2))
+    host = SplitStep(whole, layer, recipe, example, tf, keras())
+    nodes = [
+        PrefixStep(compiled(), layer, recipe, example, tf, keras(), rank=rank)
+        for rank in range(1, len(PARTS))
+    ]
+    for node in nodes:
+        node.narrow_optimizer()
+    tolerance = 2e-2 if name == "bfloat16" else TOLERANCE
+    for step in range(3):
+        batches = [(part, labels_of(name, generator, len(part))) for part in samples]
+        for rank in (host, *nodes, single):
+            rank.set_step(step, 0.01)
+        total = step_of_all([host, *nodes], batches)
+        expected = np.zeros(single.layout.step_size, np.float32)
+        for rank, batch in enumerate(batches):
+            single.seeds.set_step(step, rank)
+            single.micro_batch_size = micro_batch_size(len(batch[0]), NUM_MICRO_BATCHES)
+            expected += single.local(*batch)
+        found = host.vector(total)
+        layout = single.layout
+        for part in (layout.gradients, layout.statistics, slice(layout.statistics.stop, None)):
+            norm = float(np.linalg.norm(expected[part])) or 1.0
+            assert np.linalg.norm(found[part] - expected[part]) / norm < tolerance
+        for rank in (host, *nodes):
+            rank.apply(total)
+        single.apply(found)
+        for mine, theirs in zip(single.state, whole.state, strict=True):
+            assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
+        for node in nodes:
+            for mine, theirs in zip(node.state, host.prefix_state(), strict=True):
+                assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
+
+
+def test_cut_that_does_not_exist_names_those_that_do() -> None:
+    import tensorflow as tf
+
+    model = pictures()
+    recipe = Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})
+    compile_model(model, recipe, keras())
+    example = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
+    with pytest.raises(WorkerError, match="cannot be cut behind 'nowhere'; its cuts: stem, "):
+        PrefixStep(model, "nowhere", recipe, example, tf, keras())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [((0, 4), []), ((3, 4), [1, 1, 1]), ((10, 4), [3, 3, 3, 1]), ((8, 2, 3), [3, 3, 2])],
+)
+def test_micro_batches_are_of_one_size_but_the_last(sizes: tuple[int, ...], expected: list[int]) -> None:
+    assert micro_batch_sizes(*sizes) == expected
