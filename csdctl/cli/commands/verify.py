@@ -15,7 +15,7 @@ from csdctl.cli.options import (
     LimitOption,
 )
 from csdctl.cli.streams import Streams
-from csdctl.cli.train_options import WayOption
+from csdctl.cli.train_options import CutOption, MicroBatchesOption, WayOption
 
 
 def verify(
@@ -28,6 +28,8 @@ def verify(
         ),
     ] = None,
     way: WayOption = "data-parallel",
+    cut: CutOption = "",
+    micro_batches: MicroBatchesOption = 4,
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
@@ -43,7 +45,7 @@ def verify(
 
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = VerifyRequest(loaded, chosen, streams.directory, plan, way)
+    request = VerifyRequest(loaded, chosen, streams.directory, plan, way, cut, micro_batches)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes

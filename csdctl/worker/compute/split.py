@@ -94,6 +94,7 @@ class PrefixStep:
         `objective`: that of the whole model, if there is one.
         """
         check_divisible(model)
+        self.whole_model = model
         self.cut = find_cut(model, layer)
         self.model, head = split_at(model, self.cut, keras)
         self.optimizer = model.optimizer

@@ -32,8 +32,9 @@ def gather_traffic(
     """Return the bytes sent between each pair of ranks, on all ranks; call on all.
 
     `messages` are those between this rank and single ones; those of rank 0 count. The two ends of a
-    connection are matched by its addresses. Both count its bytes, and the smaller number is taken: no rank can claim traffic with another
-    one that has not seen it. Bytes that belong to no message are those of sums, apart from some of MPI's own.
+    connection are matched by its addresses. Both count its bytes, and the smaller number is taken: no rank
+    can claim traffic with another one that has not seen it. Bytes that belong to no message are those of
+    sums, apart from some of MPI's own.
     """
     counted = allgather([list(messages), list(connections)], as_counters)
     owners: dict[str, int] = {}

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAIN, SPLIT, VERIFY, TRIAL = "train", "split", "verify", "trial"
+TRAIN, SPLIT, TRIAL = "train", "split", "trial"
+VERIFY, VERIFY_SPLIT = "verify", "verify-split"
 """The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
 
 JOINING = (TRAIN, SPLIT, TRIAL)

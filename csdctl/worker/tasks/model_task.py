@@ -55,6 +55,11 @@ class ModelTask:
         """What computes the vectors that the ranks sum, and applies their sum."""
         return self.step
 
+    @property
+    def whole_model(self) -> Any:
+        """The model whose samples and labels the ranks have."""
+        return self.step.model
+
     def restore(self) -> None:
         """Load the state of an earlier process of this run; tasks without a state have none."""
 

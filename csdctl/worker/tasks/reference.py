@@ -127,6 +127,10 @@ class Reference:
         self._own += own
         self._sent += sent
 
+    def take_sum(self, sent: Array) -> None:
+        """Take `sent` as the sum of what all ranks have sent, in place of the vectors so far."""
+        self._sent = np.array(sent)
+
     def measure(self, number: int) -> tuple[Array, float, float]:
         """Return the vector of a rank, float64, its spread, and what one sample makes of it."""
         columns, n = self.samples(number), self._sizes[number]

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.tasks import SPLIT, TRAIN, TRIAL, VERIFY
+from csdctl.worker.protocol.tasks import SPLIT, TRAIN, TRIAL, VERIFY, VERIFY_SPLIT
 from csdctl.worker.tasks.task import Task, TaskContext
 
 TASKS = {
@@ -11,6 +11,7 @@ TASKS = {
     TRAIN: "csdctl.worker.tasks.train:Train",
     TRIAL: "csdctl.worker.tasks.trial:Trial",
     VERIFY: "csdctl.worker.tasks.verify:Verify",
+    VERIFY_SPLIT: "csdctl.worker.tasks.verify_split:VerifySplit",
 }
 """Name → module:class. A task's module is imported only when the task is requested."""
 

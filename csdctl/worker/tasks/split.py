@@ -8,7 +8,6 @@ it computes the head of one while the ranks compute others (docs/decisions/0030)
 import struct
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.events import ACTIVATIONS
+from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.train import Train
 
 _LOSS_COUNT = struct.Struct("<f")
@@ -116,14 +116,8 @@ class Exchange:
         return received
 
 
-class Split(Train):
-    """Trains the model in two parts, as the run's `split` says."""
-
-    def load(self) -> None:
-        """Load everything; batch sizes stay as planned: rank 0's time is not that of its own batch."""
-        assert self.spec.split
-        self.spec = replace(self.spec, is_balanced=False)
-        super().load()
+class SplitParts(ModelTask):
+    """What the tasks have in common whose model is cut in two."""
 
     @property
     def summed(self) -> Any:
@@ -137,34 +131,40 @@ class Split(Train):
         state = step.prefix_state() if isinstance(step, SplitStep) else step.state
         return [variable for variable in state if variable is not step.optimizer.learning_rate]
 
-    def _compute(
-        self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
-    ) -> float:
-        exchange = Exchange(self._split, communicator, labels)
-        self._split.forget()
-        if not self.is_root:
-            samples, labels = self._split.augment(samples, labels)
-            exchange.on_node(samples, labels, self._sizes_of(self.me.rank, len(samples)), out)
-            return exchange.waited_s
-        shares = self.progress.segment.shares
-        counts = self.progress.step_samples
-        ranks = [share.rank for share in shares]
-        samples, labels = self._split.augment(samples, labels)
-        exchange.on_host(
-            samples,
-            labels,
-            ranks,
-            [self.spec.ranks[rank].weight for rank in ranks],
-            [self._sizes_of(rank, count) for rank, count in zip(ranks, counts, strict=True)],
-            out,
-        )
-        return exchange.waited_s
+    @property
+    def whole_model(self) -> Any:
+        """The model before it was cut."""
+        return self._split.whole_model
 
-    def _sizes_of(self, rank: int, count: int) -> list[int]:
+    def sizes_of(self, rank: int, count: int) -> list[int]:
+        """Return the sizes of the micro-batches of `count` samples on a rank."""
         assert self.spec.split
-        return micro_batch_sizes(
-            count, self.spec.split.num_micro_batches, self.spec.ranks[rank].micro_batch_size
-        )
+        limit = self.spec.ranks[rank].micro_batch_size
+        return micro_batch_sizes(count, self.spec.split.num_micro_batches, limit)
+
+    def exchange(
+        self,
+        communicator: Communicator,
+        batch: tuple[Array, Array],
+        ranks: Sequence[int],
+        counts: Sequence[int],
+        out: Array,
+    ) -> float:
+        """Compute this rank's vector with the others; returns the seconds in which it waited for them.
+
+        `ranks` and `counts`: those of the group, and their numbers of samples.
+        """
+        split = self._split
+        split.forget()
+        exchange = Exchange(split, communicator, batch[1])
+        samples, labels = split.augment(*batch)
+        if not self.is_root:
+            exchange.on_node(samples, labels, self.sizes_of(self.me.rank, len(samples)), out)
+            return exchange.waited_s
+        weights = [self.spec.ranks[rank].weight for rank in ranks]
+        sizes = [self.sizes_of(rank, count) for rank, count in zip(ranks, counts, strict=True)]
+        exchange.on_host(samples, labels, ranks, weights, sizes, out)
+        return exchange.waited_s
 
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
@@ -188,7 +188,7 @@ class Split(Train):
         """Compute a micro-batch twice, and take an optimizer step that is undone."""
         split = self._split
         out = np.zeros(split.layout.step_size, np.float32)
-        samples, labels = self.example(max(self._sizes_of(self.me.rank, self.me.batch_size), default=0))
+        samples, labels = self.example(max(self.sizes_of(self.me.rank, self.me.batch_size), default=0))
         split.set_step(0, 0.0)
         for _ in range(2 if len(samples) else 0):
             outputs = split.forward(samples)
@@ -200,3 +200,13 @@ class Split(Train):
         split.rehearse_apply()
         if len(self.spec.ranks) == 1:
             self.step.rehearse_alone(samples, labels)
+
+
+class Split(SplitParts, Train):
+    """Trains the model in two parts, as the run's `split` says."""
+
+    def _compute(
+        self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
+    ) -> float:
+        ranks = [share.rank for share in self.progress.segment.shares]
+        return self.exchange(communicator, (samples, labels), ranks, self.progress.step_samples, out)

@@ -55,7 +55,7 @@ class Verify(ModelTask):
         communicator, step = group.communicator, self.step
         self._sizes = verified_sizes([rank.batch_size for rank in self.spec.ranks])
         self._ranges = communicator.allgather(self._find_ranges() if self.is_root else {}, as_ranges)[0]
-        self._start = Snapshot(step.model.variables)
+        self._start = Snapshot(self.whole_model.variables)
         own = np.zeros_like(communicator.local)
         own[self.layout.step] = vector = self._compute()
         after = Snapshot(step.model.variables)
@@ -86,7 +86,7 @@ class Verify(ModelTask):
     def _draw(self, rank: int, count: int) -> tuple[Array, Array]:
         """Return the random samples of a rank; of the head of a model, their features."""
         seed, example = self.spec.recipe.seed, self.reader.empty_batch()
-        samples, labels = draw_samples(seed, rank, count, example, self.step.model, self._ranges)
+        samples, labels = draw_samples(seed, rank, count, example, self.whole_model, self._ranges)
         return (self.to_features(samples) if self.spec.head else samples), labels
 
     def _compute(self) -> Array:
@@ -158,7 +158,7 @@ class Verify(ModelTask):
         return Reference(self.step, seed, self.spec.ranks, self._sizes, self._draw, self.me.weight)
 
     def _check_weights(self, communicator: Communicator) -> None:
-        self._weights_hash = hash_weights(self.step.model)
+        self._weights_hash = hash_weights(self.summed.model)
         hashes = communicator.allgather(self._weights_hash, as_hash)
         if different := [rank for rank, found in enumerate(hashes) if found != hashes[0]]:
             nodes = ", ".join(self.spec.ranks[rank].node for rank in different)

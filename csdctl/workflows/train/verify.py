@@ -13,16 +13,18 @@ from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import FLOAT32
-from csdctl.worker.protocol.tasks import VERIFY, TaskSpec
+from csdctl.worker.protocol.run_spec import SplitSpec
+from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import divide
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import DATA_PARALLEL, FEATURES, TrainOptions, check_way
+from csdctl.workflows.train.options import DATA_PARALLEL, FEATURES, SPLIT, TrainOptions, check_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_spec
+from csdctl.workflows.train.split import use_split
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 DEFAULT_BATCH_SIZE = 16
@@ -39,6 +41,8 @@ class VerifyRequest:
     plan_path: Path | None = None
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
     way: str = DATA_PARALLEL
+    cut: str = ""
+    num_micro_batches: int = SplitSpec.num_micro_batches
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        result = verify(job, plan, prepared, space, request.way)
+        result = verify(job, plan, prepared, space, request)
     return Verification(tuple(rank.node for rank in plan.ranks), result)
 
 
@@ -84,15 +88,18 @@ def _check_several(plan: Plan) -> None:
         )
 
 
-def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, way: str = DATA_PARALLEL) -> Verified:
+def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: VerifyRequest) -> Verified:
     """Run one step of all ranks and return how it compares with one process; raises what `train` raises."""
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
+    if request.way == SPLIT:
+        spec = use_split(spec, job, prepared, request.cut, request.num_micro_batches)
+        spec = dataclasses.replace(spec, task=TaskSpec(VERIFY_SPLIT))
     inputs = RunInputs(run, spec, prepared, shards)
-    if way == FEATURES:
+    if request.way == FEATURES:
         inputs = _of_head(inputs, list(space.fleet.machines))
     results: list[Verified] = []
 
