@@ -130,7 +130,7 @@ STEP = (
         "samples that the host reads for others",
     ),
     ("data/prepared.py:EpochReader.read", "reader.read(", "samples of this rank's share"),
-    ("compute/step.py:Step.local", "step.local(", "gradients, statistics, loss and n in one vector"),
+    ("compute/step.py:Step.local", "self._compute(", "gradients, statistics, loss and n in one vector"),
     (
         "group/link_communicator.py:LinkCommunicator.sum",
         "communicator.sum(",
@@ -138,7 +138,7 @@ STEP = (
     ),
     ("group/link.py:serve_link", "", "the process in MPI, started by mpirun"),
     ("group/star.py:Star.sum", "", "over TCP to rank 0 and back, or another collective"),
-    ("compute/step.py:Step.apply", "step.apply(", "divided by n, one optimizer step"),
+    ("compute/step.py:Step.apply", "summed.apply(", "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", "_end_step(", "state that survives the process"),
     ("tasks/balancer.py:Balancer.propose", "_balance(", "batch sizes, from every rank's compute seconds"),
 )

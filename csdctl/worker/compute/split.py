@@ -7,17 +7,16 @@ that ranks with whole models would sum, of the same micro-batches.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
-from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.objective import Objective, scale
 from csdctl.worker.compute.statistics import LayerStates, Seeds
-from csdctl.worker.compute.step import Step, Sums
+from csdctl.worker.compute.step import Sums
 from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
@@ -110,7 +109,7 @@ class PrefixStep:
         self.activation_type = np.dtype(tf.as_dtype(self.cut.tensor.dtype).as_numpy_dtype)
         variables = self.model.trainable_variables
         self.layout = VectorLayout(
-            num_gradients=_size(variables),
+            num_gradients=size_of(variables),
             num_statistics=self.states.size,
             num_states=self.objective.metrics.size,
             has_loss_count=self.objective.counts_elements,
@@ -126,7 +125,7 @@ class PrefixStep:
 
     def narrow_optimizer(self) -> None:
         """Take an optimizer for the prefix alone in place of the whole model's."""
-        self.optimizer = _same_optimizer(self.optimizer, self.model.trainable_variables)
+        self.optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
 
     @property
     def state(self) -> list[Any]:
@@ -212,13 +211,13 @@ class PrefixStep:
         return output, tf.add_n(penalties), tf.concat([tf.zeros((0,)), *changes], axis=0)
 
     def _flatten_graph(self, gradients: Sequence[Any]) -> Any:
-        return _flatten(gradients, self.model.trainable_variables, self._tf)
+        return flatten(gradients, self.model.trainable_variables, self._tf)
 
     def _means(self, total: Any) -> dict[int, Any]:
         """Return the mean gradient of each variable of the prefix; change the state by its mean."""
         layout = self.layout
         self.states.apply_changes(total[layout.statistics] / total[layout.count])
-        return _unflatten(
+        return unflatten(
             total[layout.gradients] / total[layout.divisor], self.model.trainable_variables, self._tf
         )
 
@@ -228,154 +227,7 @@ class PrefixStep:
         self.optimizer.apply([means[id(variable)] for variable in variables], variables)
 
 
-class SplitStep(PrefixStep):
-    """Prefix and head on rank 0, which takes the step of the whole model."""
-
-    def __init__(
-        self,
-        whole: Step,
-        layer: str,
-        recipe: Recipe,
-        example: tuple[Array, Array],
-        tf: Any,
-        keras: Any,
-        *,
-        weight: float = 1.0,
-    ) -> None:
-        """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
-        super().__init__(
-            *(whole.model, layer, recipe, example, tf, keras), weight=weight, objective=whole.objective
-        )
-        self.whole = whole
-        model = whole.model
-        self._head.compile(**compile_arguments(model))
-        outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
-        self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
-        self._head_states = LayerStates(self._head, tf, keras)
-        self._head_total = np.zeros(
-            _size(self._head_variables) + self._head_states.size + self.layout.num_sums, np.float32
-        )
-        self._head_graph = tf.function(
-            self._head_pass, autograph=False, input_signature=self._head_objective.signature
-        )
-        sizes = [self.layout.step_size, len(self._head_total)]
-        self._apply_both = tf.function(
-            self._apply_both_graph,
-            autograph=False,
-            input_signature=[tf.TensorSpec((size,), tf.float32) for size in sizes],
-        )
-        self._drawn: dict[int, list[Array]] = {}
-
-    def begin(self) -> None:
-        """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
-        self._head_total[:] = 0
-        self._drawn = {}
-
-    def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
-        """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
-        step, _ = self.seeds.position
-        if rank in self._drawn:
-            self.seeds.restore(self._drawn[rank])
-        else:
-            self.seeds.set_step(step, rank)
-        found = compute()
-        self._drawn[rank] = self.seeds.save()
-        return found
-
-    def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
-        """Add the vector of a micro-batch to that of the head.
-
-        Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
-        divides it by, and that number. `weight`: of each of its samples.
-        """
-        found = self._head_graph(*self._head_objective.tensors(outputs, labels))
-        gradient, loss_count, vector = map(np.asarray, found)
-        self._head_total += vector * weight if weight != 1.0 else vector
-        return gradient, float(loss_count)
-
-    def add_sums_to(self, out: Array) -> None:
-        """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
-        layout = self.layout
-        tail = self._head_total[-layout.num_sums :]
-        out[layout.sums.start : layout.count] += tail[:-1]
-
-    def vector(self, total: Array) -> Array:
-        """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
-        whole, layout, tf = self.whole, self.layout, self._tf
-        heads = _size(self._head_variables)
-        means = _unflatten(total[layout.gradients], self.model.trainable_variables, tf)
-        means |= _unflatten(self._head_total[:heads], self._head_variables, tf)
-        flat = [np.reshape(means[id(variable)], -1) for variable in whole.model.trainable_variables]
-        statistics = self._head_total[heads : heads + self._head_states.size]
-        parts = ((self.states, total[layout.statistics]), (self._head_states, statistics))
-        moved = [states.normalization(changes) for states, changes in parts]
-        others = [states.others(changes) for states, changes in parts]
-        return np.concatenate([*flat, *moved, *others, total[layout.sums.start : layout.step_size]])
-
-    def apply(self, total: Array) -> Sums:
-        """Take one optimizer step of the whole model."""
-        sums = self.read_sums(total)
-        if total[self.layout.divisor] > 0:
-            self._apply_both(*map(self._tf.convert_to_tensor, (total, self._head_total)))
-        return sums
-
-    @property
-    def state(self) -> list[Any]:
-        """Weights and optimizer state of the whole model."""
-        return self.whole.state
-
-    def prefix_state(self) -> list[Any]:
-        """Return the variables of the whole model's state that the other ranks have, in their order.
-
-        Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
-        """
-        optimizer = _same_optimizer(self.optimizer, self.model.trainable_variables)
-        own = {variable.path: variable for variable in self.optimizer.variables}
-        missing = [variable.path for variable in optimizer.variables if variable.path not in own]
-        if missing or len(own) != len(self.optimizer.variables):
-            raise WorkerError(
-                f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
-                remedy="give all layers different names, or train with --way data-parallel",
-                exit_code=2,
-            )
-        return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
-
-    def _head_pass(self, outputs: Any, labels: Any) -> tuple[Any, Any, Any]:
-        tf = self._tf
-        before = self._head_states.read()
-        variables = self._head_variables
-        with tf.GradientTape() as tape:
-            tape.watch(outputs)
-            batch = self._head_objective.forward(outputs, labels, training=True)
-        if batch.summed is not None:
-            raise WorkerError(
-                "a model cannot be split whose layers add a loss for each sample",
-                remedy="train with --way data-parallel",
-                exit_code=2,
-            )
-        towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
-        if towards is None:
-            towards = tf.zeros_like(outputs)
-        changes = self._head_states.take_changes(before, batch.samples)
-        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
-        if self.layout.has_loss_count:
-            tail.append(tf.reshape(batch.loss_count, [1]))
-        tail.append(tf.reshape(batch.samples, [1]))
-        flat = _flatten(gradients, variables, tf) * batch.loss_count
-        vector = tf.concat([flat, *changes, *tail], axis=0)
-        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, vector
-
-    def _apply_both_graph(self, total: Any, of_head: Any) -> None:
-        layout, heads = self.layout, _size(self._head_variables)
-        variables = self.whole.model.trainable_variables
-        means = self._means(total)
-        statistics = of_head[heads : heads + self._head_states.size]
-        self._head_states.apply_changes(statistics / total[layout.count])
-        means |= _unflatten(of_head[:heads] / total[layout.divisor], self._head_variables, self._tf)
-        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
-
-
-def _same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
+def same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
     """Return a new optimizer of the same kind and arguments, for `variables`."""
     new = type(optimizer).from_config(optimizer.get_config())
     new.build(variables)
@@ -392,11 +244,12 @@ def _check_mean(loss: Any) -> None:
         )
 
 
-def _size(variables: Sequence[Any]) -> int:
+def size_of(variables: Sequence[Any]) -> int:
+    """Return the number of elements of all variables."""
     return sum(math.prod(variable.shape) for variable in variables)
 
 
-def _flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
+def flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any:
     """Return gradients as one vector, float32; inside a graph."""
     flat = [
         tf.zeros((math.prod(variable.shape),))
@@ -407,7 +260,7 @@ def _flatten(gradients: Sequence[Any], variables: Sequence[Any], tf: Any) -> Any
     return tf.concat([tf.zeros((0,)), *flat], axis=0)
 
 
-def _unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> dict[int, Any]:
+def unflatten(vector: Any, variables: Sequence[Any], tf: Any) -> dict[int, Any]:
     """Return the parts of a vector by the id of their variable, in the variables' shapes."""
     parts = tf.split(vector, [math.prod(variable.shape) for variable in variables]) if variables else []
     return {

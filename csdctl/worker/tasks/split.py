@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_sizes
+from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
+from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.channel import PeerFaultError

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from csdctl.worker.compute.split import SplitStep, micro_batch_size
+from csdctl.worker.compute.split import micro_batch_size
+from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.events import emit

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from csdctl.worker.compute.recipe import compile_model
-from csdctl.worker.compute.split import PrefixStep, SplitStep, micro_batch_size, micro_batch_sizes
+from csdctl.worker.compute.split import PrefixStep, micro_batch_size, micro_batch_sizes
+from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT

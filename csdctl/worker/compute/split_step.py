@@ -1,0 +1,162 @@
+"""Rank 0's part of a model that is cut in two: the head of all ranks' samples, and the whole step."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from csdctl.worker.compute.keras_internals import compile_arguments
+from csdctl.worker.compute.objective import Objective
+from csdctl.worker.compute.split import PrefixStep, flatten, same_optimizer, size_of, unflatten
+from csdctl.worker.compute.statistics import LayerStates
+from csdctl.worker.compute.step import Step, Sums
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.process.errors import WorkerError
+from csdctl.worker.protocol.recipe import Recipe
+
+
+class SplitStep(PrefixStep):
+    """Prefix and head on rank 0, which takes the step of the whole model."""
+
+    def __init__(
+        self,
+        whole: Step,
+        layer: str,
+        recipe: Recipe,
+        example: tuple[Array, Array],
+        tf: Any,
+        keras: Any,
+        *,
+        weight: float = 1.0,
+    ) -> None:
+        """`whole`: the step of the whole model, for evaluation and for steps without other ranks."""
+        super().__init__(
+            *(whole.model, layer, recipe, example, tf, keras), weight=weight, objective=whole.objective
+        )
+        self.whole = whole
+        model = whole.model
+        self._head.compile(**compile_arguments(model))
+        outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
+        self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
+        self._head_states = LayerStates(self._head, tf, keras)
+        self._head_total = np.zeros(
+            size_of(self._head_variables) + self._head_states.size + self.layout.num_sums, np.float32
+        )
+        self._head_graph = tf.function(
+            self._head_pass, autograph=False, input_signature=self._head_objective.signature
+        )
+        sizes = [self.layout.step_size, len(self._head_total)]
+        self._apply_both = tf.function(
+            self._apply_both_graph,
+            autograph=False,
+            input_signature=[tf.TensorSpec((size,), tf.float32) for size in sizes],
+        )
+        self._drawn: dict[int, list[Array]] = {}
+
+    def begin(self) -> None:
+        """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
+        self._head_total[:] = 0
+        self._drawn = {}
+
+    def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
+        """Return what `compute` returns with the random states of `rank`, which go on where it left them."""
+        step, _ = self.seeds.position
+        if rank in self._drawn:
+            self.seeds.restore(self._drawn[rank])
+        else:
+            self.seeds.set_step(step, rank)
+        found = compute()
+        self._drawn[rank] = self.seeds.save()
+        return found
+
+    def head(self, outputs: Array, labels: Array, weight: float) -> tuple[Array, float]:
+        """Add the vector of a micro-batch to that of the head.
+
+        Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
+        divides it by, and that number. `weight`: of each of its samples.
+        """
+        found = self._head_graph(*self._head_objective.tensors(outputs, labels))
+        gradient, loss_count, vector = map(np.asarray, found)
+        self._head_total += vector * weight if weight != 1.0 else vector
+        return gradient, float(loss_count)
+
+    def add_sums_to(self, out: Array) -> None:
+        """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
+        layout = self.layout
+        tail = self._head_total[-layout.num_sums :]
+        out[layout.sums.start : layout.count] += tail[:-1]
+
+    def vector(self, total: Array) -> Array:
+        """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
+        whole, layout, tf = self.whole, self.layout, self._tf
+        heads = size_of(self._head_variables)
+        means = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
+        means |= unflatten(self._head_total[:heads], self._head_variables, tf)
+        flat = [np.reshape(means[id(variable)], -1) for variable in whole.model.trainable_variables]
+        statistics = self._head_total[heads : heads + self._head_states.size]
+        parts = ((self.states, total[layout.statistics]), (self._head_states, statistics))
+        moved = [states.normalization(changes) for states, changes in parts]
+        others = [states.others(changes) for states, changes in parts]
+        return np.concatenate([*flat, *moved, *others, total[layout.sums.start : layout.step_size]])
+
+    def apply(self, total: Array) -> Sums:
+        """Take one optimizer step of the whole model."""
+        sums = self.read_sums(total)
+        if total[self.layout.divisor] > 0:
+            self._apply_both(*map(self._tf.convert_to_tensor, (total, self._head_total)))
+        return sums
+
+    @property
+    def state(self) -> list[Any]:
+        """Weights and optimizer state of the whole model."""
+        return self.whole.state
+
+    def prefix_state(self) -> list[Any]:
+        """Return the variables of the whole model's state that the other ranks have, in their order.
+
+        Raises WorkerError, exit code 2, for an optimizer whose variables cannot be told apart.
+        """
+        optimizer = same_optimizer(self.optimizer, self.model.trainable_variables)
+        own = {variable.path: variable for variable in self.optimizer.variables}
+        missing = [variable.path for variable in optimizer.variables if variable.path not in own]
+        if missing or len(own) != len(self.optimizer.variables):
+            raise WorkerError(
+                f"a model cannot be split whose optimizer has no variable {missing[:3]} for each weight",
+                remedy="give all layers different names, or train with --way data-parallel",
+                exit_code=2,
+            )
+        return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
+
+    def _head_pass(self, outputs: Any, labels: Any) -> tuple[Any, Any, Any]:
+        tf = self._tf
+        before = self._head_states.read()
+        variables = self._head_variables
+        with tf.GradientTape() as tape:
+            tape.watch(outputs)
+            batch = self._head_objective.forward(outputs, labels, training=True)
+        if batch.summed is not None:
+            raise WorkerError(
+                "a model cannot be split whose layers add a loss for each sample",
+                remedy="train with --way data-parallel",
+                exit_code=2,
+            )
+        towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
+        if towards is None:
+            towards = tf.zeros_like(outputs)
+        changes = self._head_states.take_changes(before, batch.samples)
+        tail = [tf.reshape(batch.mean * batch.loss_count, [1]), *batch.states]
+        if self.layout.has_loss_count:
+            tail.append(tf.reshape(batch.loss_count, [1]))
+        tail.append(tf.reshape(batch.samples, [1]))
+        flat = flatten(gradients, variables, tf) * batch.loss_count
+        vector = tf.concat([flat, *changes, *tail], axis=0)
+        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, vector
+
+    def _apply_both_graph(self, total: Any, of_head: Any) -> None:
+        layout, heads = self.layout, size_of(self._head_variables)
+        variables = self.whole.model.trainable_variables
+        means = self._means(total)
+        statistics = of_head[heads : heads + self._head_states.size]
+        self._head_states.apply_changes(statistics / total[layout.count])
+        means |= unflatten(of_head[:heads] / total[layout.divisor], self._head_variables, self._tf)
+        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
