@@ -72,8 +72,8 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     assert report.returncode == 0, report.stderr
     sent = json.loads(report.stdout)["sent_in_run"]
     flows = {(flow["sender"], flow["receiver"], flow["kind"]): flow["num_bytes"] for flow in sent}
-    # 8 × 10 × 10 activations in float32 and a label of 8 bytes for each of a node's samples, twice.
-    assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 8)
+    # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of a node's samples, twice.
+    assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)
     verified = csdctl(project, "verify", *SPLIT, "--json")
     assert verified.returncode == 0, verified.stderr
     assert json.loads(verified.stdout)["by_parts"] <= 1e-5
