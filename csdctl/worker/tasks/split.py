@@ -18,6 +18,7 @@ from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
+from csdctl.worker.process.errors import describe
 from csdctl.worker.protocol.events import ACTIVATIONS
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.train import Train
@@ -99,12 +100,15 @@ class Exchange:
         label_bytes = size * empty.dtype.itemsize * int(np.prod(empty.shape[1:]))
         received = self._receive(index, num_bytes + label_bytes)
         outputs = np.frombuffer(received, shared.activation_type, num_outputs)
-        if not np.isfinite(outputs.astype(np.float32)).all():
-            raise PeerFaultError(index, "sent activations that are not finite")
         labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
-        gradient, loss_count = shared.as_rank(
-            rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
-        )
+        if not (_are_finite(outputs) and _are_finite(labels)):
+            raise PeerFaultError(index, "sent activations or labels that are not finite")
+        try:
+            gradient, loss_count = shared.as_rank(
+                rank, lambda: shared.head(outputs.reshape(size, *self._shape), labels, weight)
+            )
+        except Exception as error:  # such as a class that the model does not have
+            raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
         self._communicator.send(index, content, ACTIVATIONS)
 
@@ -115,6 +119,13 @@ class Exchange:
         if len(received) != num_bytes:
             raise PeerFaultError(index, f"sent {len(received)} bytes of activations, expected {num_bytes}")
         return received
+
+
+def _are_finite(values: Array) -> bool:
+    """Return whether all numbers of an array are finite, of each of its fields if it has several."""
+    if values.dtype.names:
+        return all(_are_finite(values[name]) for name in values.dtype.names)
+    return values.dtype.kind in "iub" or bool(np.isfinite(values.astype(np.float32)).all())
 
 
 class SplitParts(ModelTask):

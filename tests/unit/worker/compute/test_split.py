@@ -11,6 +11,7 @@ from csdctl.worker.compute.recipe import compile_model
 from csdctl.worker.compute.split import PrefixStep, micro_batch_size, micro_batch_sizes
 from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
+from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 from csdctl.worker.protocol.recipe import LossTerm, Recipe
@@ -169,6 +170,40 @@ def test_parts_take_the_steps_of_the_whole_model(name: str) -> None:
         for node in nodes:
             for mine, theirs in zip(node.state, host.prefix_state(), strict=True):
                 assert np.array_equal(np.asarray(mine.value), np.asarray(theirs.value)), mine.path
+
+
+class Sends:
+    """A rank 1 that sends `content`, whatever is asked for."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
+        return self._content
+
+
+@pytest.mark.parametrize(
+    ("value", "label", "size", "reason"),
+    [
+        (np.nan, 1, 2, "activations or labels that are not finite"),
+        (1.0, 99, 2, "sent what the model cannot take: InvalidArgumentError"),
+        (1.0, 1, 3, r"sent \d+ bytes of activations, expected \d+"),
+    ],
+)
+def test_what_a_rank_sends_is_its_own_fault(value: float, label: int, size: int, reason: str) -> None:
+    import tensorflow as tf
+
+    recipe = Recipe(optimizer="sgd", learning_rate=0.1, losses={"": CLASSES})
+    model = pictures()
+    compile_model(model, recipe, keras())
+    example = np.zeros((0, 9, 9, 3), np.float32), np.zeros(0, np.int32)
+    host = SplitStep(Step(model, recipe, example, tf, keras()), "join", recipe, example, tf, keras())
+    content = np.full((size, 7, 7, 8), value, np.float32).tobytes() + np.full(size, label, np.int32).tobytes()
+    exchange = Exchange(host, Sends(content), example[1])  # type: ignore[arg-type]
+    out = np.zeros(host.layout.step_size, np.float32)
+    with pytest.raises(PeerFaultError, match=reason) as fault:
+        exchange.on_host(*example, [0, 1], [1.0, 1.0], [[], [2]], out)
+    assert fault.value.rank == 1
 
 
 def test_cut_that_does_not_exist_names_those_that_do() -> None:
