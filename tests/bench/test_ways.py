@@ -92,7 +92,7 @@ def write_job(project: Path, name: str, build: str, *, rate: float = 0.01, epoch
 def train(project: Path, job: str, *arguments: str) -> tuple[dict[str, Any], float]:
     """Return the report of a training, and the seconds of the whole command."""
     began = time.monotonic()
-    (report,) = csdctl(project, "train", job, "--plan", "plan.yaml", "--no-rebalance", *arguments)
+    *_, report = csdctl(project, "train", job, "--plan", "plan.yaml", "--no-rebalance", *arguments)
     return report, time.monotonic() - began
 
 
