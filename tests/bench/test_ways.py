@@ -30,7 +30,7 @@ HOST_BATCH, NODE_BATCH = 64, 14
 NUM_SAMPLES = NUM_PUBLIC + NUM_NODES * NUM_PRIVATE
 FULL_STEPS = 10
 """Of a training whose time is extrapolated."""
-SPLIT_BATCH = 16
+SPLIT_BATCH = 32
 CUT = "b4_add"
 JOB = """\
 model: efficientnet_lite0.py:{build}

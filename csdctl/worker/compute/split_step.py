@@ -7,7 +7,7 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.objective import Objective
-from csdctl.worker.compute.split import PrefixStep, flatten, same_optimizer, size_of, unflatten
+from csdctl.worker.compute.split import PrefixStep, same_optimizer, unflatten
 from csdctl.worker.compute.statistics import LayerStates
 from csdctl.worker.compute.step import Step, Sums
 from csdctl.worker.data.arrays import Array
@@ -39,23 +39,19 @@ class SplitStep(PrefixStep):
         outputs = np.zeros((0, *self.cut.tensor.shape[1:]), self.activation_type)
         self._head_objective = Objective(self._head, recipe, (outputs, example[1]), tf, keras)
         self._head_states = LayerStates(self._head, tf, keras)
-        self._head_total = np.zeros(
-            size_of(self._head_variables) + self._head_states.size + self.layout.num_sums, np.float32
-        )
-        self._head_graph = tf.function(
-            self._head_pass, autograph=False, input_signature=self._head_objective.signature
-        )
-        sizes = [self.layout.step_size, len(self._head_total)]
-        self._apply_both = tf.function(
-            self._apply_both_graph,
-            autograph=False,
-            input_signature=[tf.TensorSpec((size,), tf.float32) for size in sizes],
-        )
+        # Summed where they are: a vector of all gradients for each micro-batch costs as much as the head.
+        self._gradients = [tf.Variable(tf.zeros(one.shape), trainable=False) for one in self._head_variables]
+        self._tail = tf.Variable(tf.zeros(self._head_states.size + self.layout.num_sums), trainable=False)
+        signature = [*self._head_objective.signature, tf.TensorSpec((), tf.float32)]
+        self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
+        total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
+        self._apply_both = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
         self._drawn: dict[int, list[Array]] = {}
 
     def begin(self) -> None:
         """Begin a step: nothing is summed yet, and no rank has drawn random numbers."""
-        self._head_total[:] = 0
+        for variable in (*self._gradients, self._tail):
+            variable.assign(self._tf.zeros_like(variable))
         self._drawn = {}
 
     def as_rank(self, rank: int, compute: Callable[[], Any]) -> Any:
@@ -75,25 +71,22 @@ class SplitStep(PrefixStep):
         Returns the gradient of its loss with respect to the prefix's `outputs`, times the number that Keras
         divides it by, and that number. `weight`: of each of its samples.
         """
-        found = self._head_graph(*self._head_objective.tensors(outputs, labels))
-        gradient, loss_count, vector = map(np.asarray, found)
-        self._head_total += vector * weight if weight != 1.0 else vector
-        return gradient, float(loss_count)
+        batch = self._head_objective.tensors(outputs, labels)
+        gradient, loss_count = self._head_graph(*batch, self._tf.constant(weight, self._tf.float32))
+        return np.asarray(gradient), float(loss_count)
 
     def add_sums_to(self, out: Array) -> None:
         """Add loss, metrics and the count of the loss of all ranks' samples to rank 0's vector."""
         layout = self.layout
-        tail = self._head_total[-layout.num_sums :]
-        out[layout.sums.start : layout.count] += tail[:-1]
+        out[layout.sums.start : layout.count] += self._tail.numpy()[-layout.num_sums : -1]
 
     def vector(self, total: Array) -> Array:
         """Return the vector of the whole model, shape (whole.layout.step_size,), that a sum amounts to."""
         whole, layout, tf = self.whole, self.layout, self._tf
-        heads = size_of(self._head_variables)
-        means = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
-        means |= unflatten(self._head_total[:heads], self._head_variables, tf)
-        flat = [np.reshape(means[id(variable)], -1) for variable in whole.model.trainable_variables]
-        statistics = self._head_total[heads : heads + self._head_states.size]
+        sums = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
+        sums |= self._sums_of_head()
+        flat = [np.reshape(sums[id(variable)], -1) for variable in whole.model.trainable_variables]
+        statistics = self._tail.numpy()[: self._head_states.size]
         parts = ((self.states, total[layout.statistics]), (self._head_states, statistics))
         moved = [states.normalization(changes) for states, changes in parts]
         others = [states.others(changes) for states, changes in parts]
@@ -103,7 +96,7 @@ class SplitStep(PrefixStep):
         """Take one optimizer step of the whole model."""
         sums = self.read_sums(total)
         if total[self.layout.divisor] > 0:
-            self._apply_both(*map(self._tf.convert_to_tensor, (total, self._head_total)))
+            self._apply_both(self._tf.convert_to_tensor(total))
         return sums
 
     @property
@@ -127,7 +120,14 @@ class SplitStep(PrefixStep):
             )
         return [*self.model.weights, *(own[variable.path] for variable in optimizer.variables)]
 
-    def _head_pass(self, outputs: Any, labels: Any) -> tuple[Any, Any, Any]:
+    def _sums_of_head(self) -> dict[int, Any]:
+        """Return the summed gradient of each variable of the head by its id."""
+        return {
+            id(variable): summed
+            for variable, summed in zip(self._head_variables, self._gradients, strict=True)
+        }
+
+    def _head_pass(self, outputs: Any, labels: Any, weight: Any) -> tuple[Any, Any]:
         tf = self._tf
         before = self._head_states.read()
         variables = self._head_variables
@@ -148,15 +148,17 @@ class SplitStep(PrefixStep):
         if self.layout.has_loss_count:
             tail.append(tf.reshape(batch.loss_count, [1]))
         tail.append(tf.reshape(batch.samples, [1]))
-        flat = flatten(gradients, variables, tf) * batch.loss_count
-        vector = tf.concat([flat, *changes, *tail], axis=0)
-        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count, vector
+        self._tail.assign_add(tf.concat([*changes, *tail], axis=0) * weight)
+        for summed, gradient in zip(self._gradients, gradients, strict=True):
+            if gradient is not None:
+                one = tf.cast(tf.convert_to_tensor(gradient), tf.float32)
+                summed.assign_add(one * (batch.loss_count * weight))
+        return towards * tf.cast(batch.loss_count, towards.dtype), batch.loss_count
 
-    def _apply_both_graph(self, total: Any, of_head: Any) -> None:
-        layout, heads = self.layout, size_of(self._head_variables)
-        variables = self.whole.model.trainable_variables
+    def _apply_both_graph(self, total: Any) -> None:
+        layout, variables = self.layout, self.whole.model.trainable_variables
         means = self._means(total)
-        statistics = of_head[heads : heads + self._head_states.size]
+        statistics = self._tail[: self._head_states.size]
         self._head_states.apply_changes(statistics / total[layout.count])
-        means |= unflatten(of_head[:heads] / total[layout.divisor], self._head_variables, self._tf)
+        means |= {key: summed / total[layout.divisor] for key, summed in self._sums_of_head().items()}
         self.optimizer.apply([means[id(variable)] for variable in variables], variables)
