@@ -23,6 +23,10 @@ from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 
 
+MIN_MICRO_BATCH = 8
+"""Samples of a micro-batch, if a batch has as many: in fewer, what weights alone cost dominates the head."""
+
+
 def find_cut(model: Any, layer: str) -> Cut:
     """Return the cut behind `layer`; raises WorkerError, exit code 2, naming those that there are."""
     cuts = find_cuts(model)
@@ -54,7 +58,7 @@ def check_divisible(model: Any) -> None:
 
 
 def micro_batch_sizes(num_samples: int, num_parts: int, limit: int | None = None) -> list[int]:
-    """Return the sizes of the micro-batches of a batch: at most `num_parts`, or more if `limit` is smaller.
+    """Return the sizes of the micro-batches of a batch: at most `num_parts`, or more if `limit` asks for it.
 
     All but the last are of one size, so that `Step` with this micro-batch size computes the same.
     """
@@ -66,7 +70,7 @@ def micro_batch_sizes(num_samples: int, num_parts: int, limit: int | None = None
 
 def micro_batch_size(num_samples: int, num_parts: int, limit: int | None = None) -> int:
     """Return the size of all micro-batches but the last."""
-    return max(1, min(math.ceil(num_samples / num_parts), limit or num_samples))
+    return min(max(MIN_MICRO_BATCH, math.ceil(num_samples / num_parts)), limit or num_samples)
 
 
 class PrefixStep:

@@ -18,7 +18,7 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.split import Exchange
 from tests.unit.worker.compute.built_models import keras
 
-PARTS = (7, 10, 3)
+PARTS = (21, 34, 9)
 """Batch sizes of the ranks."""
 NUM_MICRO_BATCHES = 4
 TOLERANCE = 2e-6
@@ -219,7 +219,7 @@ def test_cut_that_does_not_exist_names_those_that_do() -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "expected"),
-    [((0, 4), []), ((3, 4), [1, 1, 1]), ((10, 4), [3, 3, 3, 1]), ((8, 2, 3), [3, 3, 2])],
+    [((0, 4), []), ((3, 4), [3]), ((10, 4), [8, 2]), ((40, 4), [10] * 4), ((8, 2, 3), [3, 3, 2])],
 )
 def test_micro_batches_are_of_one_size_but_the_last(sizes: tuple[int, ...], expected: list[int]) -> None:
     assert micro_batch_sizes(*sizes) == expected
