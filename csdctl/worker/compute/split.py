@@ -22,7 +22,6 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
 
-
 MIN_MICRO_BATCH = 8
 """Samples of a micro-batch, if a batch has as many: in fewer, what weights alone cost dominates the head."""
 
