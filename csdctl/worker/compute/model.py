@@ -31,11 +31,8 @@ from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.fields import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import BuildSpec, FeatureInfo, ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode
-
-BUILDER = "csdctl_builder"
-"""Key of architecture.json for a model that a function of the user's builds on every rank."""
 
 
 def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
