@@ -243,6 +243,32 @@ def coupled(keras: Any) -> Any:
     return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
 
 
+def coupled_and_masked(keras: Any) -> Any:
+    layers, ops = keras.layers, keras.ops
+
+    class Centred(layers.Layer):
+        supports_masking = True
+
+        def call(self, inputs: Any) -> Any:
+            return inputs - 0.5 * ops.mean(inputs, axis=0, keepdims=True)
+
+    inputs = keras.Input((12,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(Centred()(x)))
+
+
+def masked_with_coupled_loss(keras: Any) -> Any:
+    """The loss of a sample is weighted by the others'."""
+
+    def weighted(targets: Any, predictions: Any) -> Any:
+        losses = keras.losses.sparse_categorical_crossentropy(targets, predictions)
+        return losses * keras.ops.softmax(losses, axis=0)
+
+    model = masked(keras)
+    model.compile("sgd", weighted)
+    return model
+
+
 def with_summed_loss(keras: Any) -> Any:
     class Adding(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -303,6 +329,10 @@ ROWS = {
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
     "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
+    "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=("compares samples of a batch",)),
+    "coupled loss, masked": Row(
+        masked_with_coupled_loss, TOKENS, TAGS, reasons=("compares samples of a batch",)
+    ),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
     "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),
