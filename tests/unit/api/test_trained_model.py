@@ -76,7 +76,9 @@ def test_it_is_built_by_the_function_and_gets_the_weights(tmp_path: Path) -> Non
 def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path) -> None:
     run, _ = train_once(tmp_path, "tower_that_moves")
     (tmp_path / ".csdctl" / "objects" / "architecture.json").unlink()
-    with pytest.raises(InputError, match=r"only weights, and its model cannot be built again.*No such file") as caught:
+    with pytest.raises(
+        InputError, match=r"only weights, and its model cannot be built again.*No such file"
+    ) as caught:
         run.model()
     assert "model.load_weights(" in caught.value.remedy
     assert "model.weights.h5" in caught.value.remedy

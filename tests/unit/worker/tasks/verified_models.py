@@ -329,7 +329,9 @@ ROWS = {
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
     "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
-    "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=("compares samples of a batch",)),
+    "coupled samples, masked": Row(
+        coupled_and_masked, TOKENS, TAGS, reasons=("compares samples of a batch",)
+    ),
     "coupled loss, masked": Row(
         masked_with_coupled_loss, TOKENS, TAGS, reasons=("compares samples of a batch",)
     ),
