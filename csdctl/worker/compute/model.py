@@ -34,6 +34,9 @@ from csdctl.worker.protocol.json_codec import from_dict, to_json
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
+COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+"""The arguments of compile() that training depends on."""
+
 
 def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
     """Build and compile a model; write architecture.json and weights.npz to `output`.
@@ -158,8 +161,15 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
 
 
 def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
-    """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
-    return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=not is_trusted)
+    """Return the compiled model; `is_trusted`: its lambdas may run, as the user's own code does."""
+    content = json.loads(text)
+    model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+    compiled = content.get("compile_config")
+    if compiled and type(model).compile is not keras.Model.compile:
+        # Keras leaves a class alone that has a compile() of its own, and its constructor may have called it.
+        arguments = keras.saving.deserialize_keras_object(compiled, safe_mode=not is_trusted)
+        model.compile(**{name: arguments.get(name) for name in COMPILED})
+    return model
 
 
 def _build_again(spec: BuildSpec, keras: Any) -> Any:

@@ -21,6 +21,8 @@ from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
 
 NUM_DRAWS = 3
 """Of the rounding of the weights; the spread is the largest of them."""
+NEAR = 8.0
+"""Up to how many spreads from it, nothing has to be said of one batch of all samples."""
 MAX_REASON_CHARS = 200
 LOSS_ROUNDING = 1e-5
 """What rounding in float32 explains between the loss of one batch and of its parts, relative."""
@@ -156,7 +158,8 @@ class Reference:
         ]
         difference = _relative(self._sent - own, own, self._step.layout.gradients)
         found = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
-        if not found.difference <= found.tolerance and (reason := self._find_coupling()):
+        is_apart = not found.difference <= NEAR * found.spread
+        if is_apart and (reason := self._find_coupling()):
             self.not_one_batch = (reason,)
         else:
             self.one_batch = found

@@ -269,6 +269,27 @@ def masked_with_coupled_loss(keras: Any) -> Any:
     return model
 
 
+def segmented(keras: Any) -> Any:
+    """Its loss is of the whole batch: one process is near the ranks at first, and is not equal."""
+
+    def dice(targets: Any, predictions: Any) -> Any:
+        ops = keras.ops
+        both = ops.sum(targets * predictions) + 1.0
+        return 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
+
+    def with_dice(targets: Any, predictions: Any) -> Any:
+        return keras.losses.binary_crossentropy(targets, predictions) + dice(targets, predictions)
+
+    layers = keras.layers
+    outer = [
+        layers.Conv2D(8, 3, padding="same", activation="relu"),
+        layers.Conv2D(1, 1, activation="sigmoid"),
+    ]
+    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), *outer])
+    model.compile("sgd", with_dice)
+    return model
+
+
 def with_summed_loss(keras: Any) -> Any:
     class Adding(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -334,6 +355,9 @@ ROWS = {
     ),
     "coupled loss, masked": Row(
         masked_with_coupled_loss, TOKENS, TAGS, reasons=("compares samples of a batch",)
+    ),
+    "loss of a whole batch": Row(
+        segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=("compares samples of a batch",)
     ),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
