@@ -1,4 +1,4 @@
-"""The trained model of a run: from its .keras file, or its weights in a model that the job's function builds."""
+"""The trained model of a run: from its .keras file, or its weights in a model built by the job."""
 
 import importlib
 import importlib.util
@@ -54,7 +54,7 @@ def _find_builder(run: RunDirectory) -> BuildSpec:
 
 
 def _build(spec: BuildSpec) -> Any:
-    """Return the model that the user's function returns, with all its weights; raises whatever that raises."""
+    """Return the model of the user's function, with all its weights; raises whatever that raises."""
     file, _, name = spec.reference.rpartition(":")
     model = getattr(_import_file(Path(file)), name)(**spec.arguments)
     if spec.sample_shapes:  # a subclassed model has its weights once it is called
@@ -73,7 +73,8 @@ def _import_file(path: Path) -> Any:
     if loaded is None:
         return importlib.import_module(path.stem)
     specification = importlib.util.spec_from_file_location(path.stem, path)  # beside a library of that name
-    assert specification and specification.loader
+    if specification is None or specification.loader is None:
+        raise ImportError(f"{path} cannot be imported")
     module = importlib.util.module_from_spec(specification)
     specification.loader.exec_module(module)
     return module

@@ -25,6 +25,7 @@ from csdctl.worker.compute.user_code import (
     import_roots,
     imported_beside,
     load_function,
+    missing_packages,
     run_user_code,
 )
 from csdctl.worker.data.file_hash import check_stored
@@ -120,16 +121,6 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_smallest_embedding(model: Any) -> int | None:
-    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
-    sizes = (
-        getattr(layer, "input_dim", None)
-        for layer in flatten_layers(model)
-        if type(layer).__name__.endswith("Embedding")
-    )
-    return min((size for size in sizes if isinstance(size, int)), default=None)
-
-
 def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
     """Return the compiled Keras model that `build` wrote.
 
@@ -139,8 +130,8 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
         check_stored(str(file))
     own = import_packed(code.archive, code.modules) if code else {}
     try:
+        text = architecture.read_text()
         with keras.saving.custom_object_scope(own):
-            text = architecture.read_text()
             builder = json.loads(text).get(BUILDER)
             if builder:
                 model = _build_again(from_dict(BuildSpec, builder), keras)
@@ -152,8 +143,14 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
+        if missing := missing_packages(json.loads(text)):
+            raise WorkerError(
+                f"has no {', '.join(missing)}, which the model is made of",
+                remedy="install it on all machines; if it is your own, name it in `code` of job.yaml",
+                exit_code=2,
+            ) from None
         raise WorkerError(
-            f"the model cannot be built here: {describe(error)}",
+            f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
             remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
             exit_code=2,
         ) from None

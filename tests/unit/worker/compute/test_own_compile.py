@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
-from csdctl.worker.compute.model import build, load
+import pytest
+
+from csdctl.worker.compute.model import build, load, save_weights
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.model_info import BUILDER, BuildSpec
 from csdctl.worker.protocol.recipe import Recipe
 from tests.unit.worker.compute.built_models import keras
@@ -49,3 +52,15 @@ def test_what_the_user_compiled_reaches_the_ranks(tmp_path: Path) -> None:
     assert type(loaded.optimizer).__name__ == "RMSprop"
     assert loaded.loss.name == "sparse_categorical_crossentropy"
     assert loaded._compile_config.config["metrics"] == ["accuracy"]
+
+
+def test_library_that_a_machine_lacks_is_named(tmp_path: Path) -> None:
+    model = keras().Sequential([keras().Input((4,)), keras().layers.Dense(2, name="last")])
+    text = model.to_json().replace(
+        '"keras.layers", "class_name": "Dense"', '"some_hub.layers", "class_name": "D"'
+    )
+    (tmp_path / "architecture.json").write_text(text)
+    save_weights(tmp_path / "weights.npz", model.get_weights())
+    with pytest.raises(WorkerError, match="^has no some_hub, which the model is made of$") as caught:
+        load(tmp_path / "architecture.json", tmp_path / "weights.npz", keras())
+    assert "install it on all machines" in caught.value.remedy
