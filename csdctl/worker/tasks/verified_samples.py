@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.keras_internals import flatten_layers
+from csdctl.worker.compute.first_look import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 
@@ -64,16 +64,6 @@ def _is_range(value: Any) -> bool:
         for bounds in value
     )
     return is_numbers and 0 < len(value[0]) == len(value[1]) <= MAX_COLUMNS
-
-
-def find_smallest_embedding(model: Any) -> int | None:
-    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
-    sizes = (
-        getattr(layer, "input_dim", None)
-        for layer in flatten_layers(model)
-        if type(layer).__name__.endswith("Embedding")
-    )
-    return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
 def draw_samples(
