@@ -84,17 +84,6 @@ class TestFormats:
         assert np.array_equal(arrays_of(info)[0], COLOUR)
         assert arrays_of(info)[1].tolist() == LABELS.tolist()
 
-    @pytest.mark.parametrize(
-        ("is_private", "found"), [(False, "; it has x_train, y_train$"), (True, "labels\\)$")]
-    )
-    def test_npz_with_other_names_says_which_unless_private(
-        self, root: Path, store: Path, is_private: bool, found: str
-    ) -> None:
-        np.savez(root / "a.npz", x_train=COLOUR, y_train=LABELS)
-        with pytest.raises(WorkerError, match=f"has no arrays x and y .*{found}") as caught:
-            prepare(str(root / "a.npz"), str(store), is_private=is_private)
-        assert "FILE.py:NAME" in caught.value.remedy
-
     def test_npy_pair_of_the_right_shape_is_used_in_place(self, root: Path, store: Path) -> None:
         write_npy(root)
         info = prepare(str(root), str(store))

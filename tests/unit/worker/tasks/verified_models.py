@@ -272,13 +272,11 @@ def masked_with_coupled_loss(keras: Any) -> Any:
 def segmented(keras: Any) -> Any:
     """Its loss is of the whole batch: one process is near the ranks at first, and is not equal."""
 
-    def dice(targets: Any, predictions: Any) -> Any:
+    def with_dice(targets: Any, predictions: Any) -> Any:
         ops = keras.ops
         both = ops.sum(targets * predictions) + 1.0
-        return 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
-
-    def with_dice(targets: Any, predictions: Any) -> Any:
-        return keras.losses.binary_crossentropy(targets, predictions) + dice(targets, predictions)
+        dice = 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
+        return keras.losses.binary_crossentropy(targets, predictions) + dice
 
     layers = keras.layers
     outer = [
@@ -334,6 +332,7 @@ TWO = Recipe(
     losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
+COUPLED = ("compares samples of a batch",)
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 ROWS = {
     "convolutions": Row(convolutions),
@@ -349,16 +348,10 @@ ROWS = {
     "group and spectral norm": Row(group_and_spectral_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
-    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
-    "coupled samples, masked": Row(
-        coupled_and_masked, TOKENS, TAGS, reasons=("compares samples of a batch",)
-    ),
-    "coupled loss, masked": Row(
-        masked_with_coupled_loss, TOKENS, TAGS, reasons=("compares samples of a batch",)
-    ),
-    "loss of a whole batch": Row(
-        segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=("compares samples of a batch",)
-    ),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=COUPLED),
+    "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=COUPLED),
+    "coupled loss, masked": Row(masked_with_coupled_loss, TOKENS, TAGS, reasons=COUPLED),
+    "loss of a whole batch": Row(segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=COUPLED),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
     "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),
