@@ -1,6 +1,5 @@
 """Training from Python, and a run's results."""
 
-import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,10 +9,10 @@ from typing import Any
 from csdctl.api.before_training import tune
 from csdctl.api.job import Job
 from csdctl.api.session import FleetOrPath, as_fleet, open_session
+from csdctl.api.trained_model import load_model
 from csdctl.cli.render.notebook import render_bundle
 from csdctl.cli.render.report import report_of
 from csdctl.cli.render.training import TrainingScreen
-from csdctl.errors import InputError
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.supervision.event_callbacks import Callback
@@ -59,19 +58,14 @@ class Run:
     def model(self, custom_objects: dict[str, Any] | None = None, *, best: bool = False) -> Any:
         """Return the trained model, compiled; `custom_objects` as keras.models.load_model takes them.
 
-        `best`: the model of the best epoch, by validation loss or by what early stopping monitors; only runs
-        with validation data have it. Raises InputError when the run has no such model.
+        A model that Keras could not save is built by the job's function, from its file as it is now, and
+        gets the weights of the run. `best`: the model of the best epoch, by validation loss or by what early
+        stopping monitors; only runs with validation data have it. Raises InputError when the run has no such
+        model, or when it cannot be built again.
         """
         path = self.directory.best_model if best else self.directory.model
-        if not path.exists():
-            raise InputError(
-                f"run {self.id} has no {path.name}",
-                remedy="give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)",
-            )
-        os.environ["KERAS_BACKEND"] = "tensorflow"
-        import keras
-
-        return keras.models.load_model(path, custom_objects=custom_objects)
+        remedy = "give the job validation data" if best else "resume it: csdctl.train(…, resume=ID)"
+        return load_model(path, self.directory, custom_objects, remedy)
 
     def report(self) -> RunSummary:
         """Return the results that `csdctl report` shows."""

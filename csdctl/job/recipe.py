@@ -20,24 +20,31 @@ def _own_name(monitor: str) -> str:
 
 
 Monitor = Annotated[str, AfterValidator(_own_name)]
+Mode = Literal["auto", "min", "max"]
+NumEpochs = Annotated[int, Field(ge=0, le=1_000_000)]
 
 
 class EarlyStoppingEntry(Document):
     """End the run when the metric stops improving."""
 
     monitor: Monitor = "validation_loss"
-    patience: Annotated[int, Field(ge=1)] = 5
+    patience: NumEpochs = 5
     min_delta: Annotated[float, Field(ge=0)] = 0.0
+    mode: Mode = "auto"
+    baseline: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    start_from_epoch: NumEpochs = 0
 
 
 class ReduceOnPlateauEntry(Document):
     """Lower the learning rate when the metric stops improving."""
 
     monitor: Monitor = "validation_loss"
-    patience: Annotated[int, Field(ge=1)] = 3
+    patience: NumEpochs = 3
     factor: Annotated[float, Field(gt=0, lt=1)] = 0.1
     min_delta: Annotated[float, Field(ge=0)] = 0.0001
     min_factor: Annotated[float, Field(gt=0, le=1)] = 0.0001
+    mode: Mode = "auto"
+    cooldown: NumEpochs = 0
 
 
 class LossEntry(Document):

@@ -1,4 +1,4 @@
-"""What a model brings to a job, for the user to see: its own compile(), and layers that scale its inputs."""
+"""What a model brings to a job: its own compile(), layers that scale its inputs, the smallest embedding."""
 
 from typing import Any
 
@@ -41,3 +41,13 @@ def _names(metrics: Any) -> list[str]:
     if isinstance(metrics, list | tuple):
         return [name for part in metrics for name in _names(part)]
     return [metrics if isinstance(metrics, str) else getattr(metrics, "name", None) or metrics.__name__]
+
+
+def find_smallest_embedding(model: Any) -> int | None:
+    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
+    sizes = (
+        getattr(layer, "input_dim", None)
+        for layer in flatten_layers(model)
+        if type(layer).__name__.endswith("Embedding")
+    )
+    return min((size for size in sizes if isinstance(size, int)), default=None)

@@ -13,6 +13,8 @@
   fails for losses that are not at the top level of a module.
 - `Model._compile_loss`: the loss of compile() alone. `compute_loss` cannot add the losses of layers to it
   when these compute in 16 bits.
+- `Model._compile_loss._flat_losses`: the loss objects of compile(), which it makes of functions. Their values
+  before the mean say whether the loss of a sample depends on the others in the batch.
 - `Model._compile_loss.metrics`: the means of each output's loss. They count batches, not samples, when the
   size of a batch is not known beforehand.
 - `tensor._keras_mask`: which elements of a prediction the loss leaves out.
@@ -63,6 +65,11 @@ def run_symbolically(code: Any, *symbols: Any) -> None:
 def compiled_loss(model: Any, targets: Any, predictions: Any, weights: Any) -> Any:
     """Return the loss of compile() without what layers add; None if the model was compiled without one."""
     return None if model._compile_loss is None else model._compile_loss(targets, predictions, weights)
+
+
+def compiled_losses(model: Any) -> list[Any]:
+    """Return the loss objects of compile(), once the model's loss was computed."""
+    return [] if model._compile_loss is None else [loss for _, loss, _, _ in model._compile_loss._flat_losses]
 
 
 def compile_arguments(model: Any) -> dict[str, Any]:

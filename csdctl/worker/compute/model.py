@@ -25,17 +25,18 @@ from csdctl.worker.compute.user_code import (
     import_roots,
     imported_beside,
     load_function,
+    missing_packages,
     run_user_code,
 )
 from csdctl.worker.data.file_hash import check_stored
 from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.fields import as_inputs
 from csdctl.worker.protocol.json_codec import from_dict, to_json
-from csdctl.worker.protocol.model_info import BuildSpec, FeatureInfo, ModelInfo, OutputInfo
+from csdctl.worker.protocol.model_info import BUILDER, BuildSpec, FeatureInfo, ModelInfo, OutputInfo
 from csdctl.worker.protocol.run_spec import UserCode
 
-BUILDER = "csdctl_builder"
-"""Key of architecture.json for a model that a function of the user's builds on every rank."""
+COMPILED = ("optimizer", "loss", "loss_weights", "metrics", "weighted_metrics")
+"""The arguments of compile() that training depends on."""
 
 
 def build(spec: BuildSpec, output: Path, keras: Any) -> ModelInfo:
@@ -121,16 +122,6 @@ def find_stateful_layers(model: Any, keras: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def find_smallest_embedding(model: Any) -> int | None:
-    """Return the size of the smallest embedding, beyond which an integer may be an error; None without."""
-    sizes = (
-        getattr(layer, "input_dim", None)
-        for layer in flatten_layers(model)
-        if type(layer).__name__.endswith("Embedding")
-    )
-    return min((size for size in sizes if isinstance(size, int)), default=None)
-
-
 def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = None) -> Any:
     """Return the compiled Keras model that `build` wrote.
 
@@ -140,8 +131,8 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
         check_stored(str(file))
     own = import_packed(code.archive, code.modules) if code else {}
     try:
+        text = architecture.read_text()
         with keras.saving.custom_object_scope(own):
-            text = architecture.read_text()
             builder = json.loads(text).get(BUILDER)
             if builder:
                 model = _build_again(from_dict(BuildSpec, builder), keras)
@@ -153,8 +144,14 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
     except OSError as error:
         raise WorkerError(f"the model cannot be read: {error}", remedy="run `csdctl deploy` again") from None
     except Exception as error:
+        if missing := missing_packages(json.loads(text)):
+            raise WorkerError(
+                f"has no {', '.join(missing)}, which the model is made of",
+                remedy="install it on all machines; if it is your own, name it in `code` of job.yaml",
+                exit_code=2,
+            ) from None
         raise WorkerError(
-            f"the model cannot be built here: {describe(error)}",
+            f"the model cannot be built here: {describe(error).partition(' Full object config:')[0]}",
             remedy="use the same Keras version on all machines, and name the model's own code in job.yaml",
             exit_code=2,
         ) from None
@@ -162,8 +159,15 @@ def load(architecture: Path, weights: Path, keras: Any, code: UserCode | None = 
 
 
 def _from_json(text: str, keras: Any, *, is_trusted: bool) -> Any:
-    """Return the model; `is_trusted`: its lambdas may run, as the user's own code does."""
-    return keras.saving.deserialize_keras_object(json.loads(text), safe_mode=not is_trusted)
+    """Return the compiled model; `is_trusted`: its lambdas may run, as the user's own code does."""
+    content = json.loads(text)
+    model = keras.saving.deserialize_keras_object(content, safe_mode=not is_trusted)
+    compiled = content.get("compile_config")
+    if compiled and type(model).compile is not keras.Model.compile:
+        # Keras leaves a class alone that has a compile() of its own, and its constructor may have called it.
+        arguments = keras.saving.deserialize_keras_object(compiled, safe_mode=not is_trusted)
+        model.compile(**{name: arguments.get(name) for name in COMPILED})
+    return model
 
 
 def _build_again(spec: BuildSpec, keras: Any) -> Any:

@@ -6,6 +6,9 @@ from typing import Any
 from csdctl.worker.protocol.bounds import Count, Shape
 from csdctl.worker.protocol.recipe import Recipe
 
+BUILDER = "csdctl_builder"
+"""Key of architecture.json for a model that a function of the user's builds on every rank: its BuildSpec."""
+
 
 @dataclass(frozen=True)
 class BuildSpec:

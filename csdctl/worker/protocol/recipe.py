@@ -25,6 +25,12 @@ class EarlyStopping:
     monitor: str = "validation_loss"
     patience: int = 5
     min_delta: float = 0.0
+    mode: str = "auto"
+    """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
+    baseline: float | None = None
+    """Epochs that are not better than this count as epochs without improvement."""
+    start_from_epoch: int = 0
+    """Number of epochs at the start of the run that are not looked at."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class ReduceOnPlateau:
     min_delta: float = 0.0001
     min_factor: float = 0.0001
     """Lower limit of the learning rate, relative to the recipe's."""
+    mode: str = "auto"
+    """'min' or 'max': what is better; 'auto' tells by the name of the metric."""
+    cooldown: int = 0
+    """Number of epochs after a reduction that do not count as epochs without improvement."""
 
 
 @dataclass(frozen=True)

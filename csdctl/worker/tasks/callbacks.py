@@ -3,20 +3,45 @@
 Rank 0 decides from its evaluation; the other ranks take over the decision.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
 from csdctl.worker.tasks.position import CallbackState
 
-HIGHER_IS_BETTER = ("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2")
+HIGHER_IS_BETTER = (
+    *("accuracy", "auc", "similarity", "precision", "recall", "iou", "r2", "f1", "fbeta", "correlation"),
+    *("sensitivity", "specificity", "true_", "dice", "psnr", "ssim"),
+)
 
 
-def is_higher_better(monitor: str) -> bool:
+def is_higher_better(monitor: str, mode: str = "auto") -> bool:
     """Whether larger values of this metric are better, as for accuracies and unlike losses."""
-    return any(word in monitor.lower() for word in HIGHER_IS_BETTER)
+    name = monitor.lower()
+    return mode == "max" or (
+        mode == "auto" and (name.endswith("acc") or any(word in name for word in HIGHER_IS_BETTER))
+    )
+
+
+def check_monitors(recipe: Recipe, metrics: Iterable[str], *, has_validation: bool) -> None:
+    """Raise WorkerError for a metric that no epoch will have: it would count as one that never improves.
+
+    `metrics`: the names of the model's.
+    """
+    names = ["loss", *metrics]
+    known = [*names, *(f"validation_{name}" for name in names)]
+    for key, monitored in (
+        ("early_stopping", recipe.early_stopping),
+        ("reduce_on_plateau", recipe.reduce_on_plateau),
+    ):
+        if monitored and monitored.monitor not in known:
+            raise WorkerError(
+                f"recipe.{key} monitors {monitored.monitor!r}, which is not among the results of an epoch",
+                remedy=f"one of {', '.join(known if has_validation else names)}",
+                exit_code=2,
+            )
 
 
 def after_epoch(
@@ -27,44 +52,45 @@ def after_epoch(
     `results` are the epoch's loss and metrics; those of the validation data start with `validation_`. The
     best model is that with the best monitored value of early stopping, else with the lowest validation
     loss, else (without validation data) with the lowest training loss.
-
-    Raises WorkerError when a callback monitors what the run does not have.
     """
-    stopping, plateau = recipe.early_stopping, recipe.reduce_on_plateau
-    for name, monitored in (("early_stopping", stopping), ("reduce_on_plateau", plateau)):
-        if monitored:
-            _check_monitor(name, monitored.monitor, results)
-    monitor = stopping.monitor if stopping else "validation_loss"
-    value = _value(results, monitor)
-    is_best = value is not None and _is_gain(
-        value, before.best, monitor, stopping.min_delta if stopping else 0.0
-    )
-    now = before
+    now, is_best = _after_epoch(recipe.early_stopping, before, epoch, results)
+    return (_on_plateau(recipe.reduce_on_plateau, now, results) if recipe.reduce_on_plateau else now), is_best
+
+
+def _after_epoch(
+    stopping: EarlyStopping | None, now: CallbackState, epoch: int, results: Mapping[str, float | None]
+) -> tuple[CallbackState, bool]:
+    """Return the state with the best epoch, and whether it is this one; as Keras' EarlyStopping."""
+    rule = stopping or EarlyStopping()
+    if epoch <= rule.start_from_epoch:
+        return now, False
+    value = _value(results, rule.monitor)
+    is_best = value is not None and _is_gain(value, now.best, rule)
     if is_best:
-        now = dataclasses.replace(now, best=value, best_epoch=epoch, epochs_without_gain=0)
-    else:
-        now = dataclasses.replace(now, epochs_without_gain=before.epochs_without_gain + 1)
-    if stopping and now.epochs_without_gain >= stopping.patience:
-        now = dataclasses.replace(now, is_stopping=True)
-    if plateau:
-        value = _value(results, plateau.monitor)
-        if value is not None and _is_gain(value, before.plateau_best, plateau.monitor, plateau.min_delta):
-            now = dataclasses.replace(now, plateau_best=value, epochs_on_plateau=0)
-        else:
-            now = dataclasses.replace(now, epochs_on_plateau=before.epochs_on_plateau + 1)
-        if now.epochs_on_plateau >= plateau.patience:
-            factor = max(plateau.min_factor, now.rate_factor * plateau.factor)
-            now = dataclasses.replace(now, rate_factor=factor, epochs_on_plateau=0)
-    return now, is_best
+        now = replace(now, best=value, best_epoch=epoch)
+        if rule.baseline is None or (value is not None and _is_gain(value, rule.baseline, rule)):
+            return replace(now, epochs_without_gain=0), True
+    now = replace(now, epochs_without_gain=now.epochs_without_gain + 1)
+    is_stopping = stopping is not None and not is_best and now.epochs_without_gain >= rule.patience
+    return replace(now, is_stopping=is_stopping), is_best
 
 
-def _check_monitor(name: str, monitor: str, results: Mapping[str, float | None]) -> None:
-    """Raise WorkerError for a metric that does not exist: it would count as one that never improves."""
-    if not {monitor, monitor.removeprefix("validation_")} & results.keys():
-        raise WorkerError(
-            f"recipe.{name} monitors {monitor!r}, which is not among the results of an epoch",
-            remedy=f"one of {', '.join(results)}",
-        )
+def _on_plateau(
+    rule: ReduceOnPlateau, now: CallbackState, results: Mapping[str, float | None]
+) -> CallbackState:
+    """Return the state with the learning rate; as Keras' ReduceLROnPlateau."""
+    value = _value(results, rule.monitor)
+    if now.cooldown:
+        now = replace(now, cooldown=now.cooldown - 1, epochs_on_plateau=0)
+    if value is not None and _is_gain(value, now.plateau_best, rule):
+        return replace(now, plateau_best=value, epochs_on_plateau=0)
+    if now.cooldown:
+        return now
+    now = replace(now, epochs_on_plateau=now.epochs_on_plateau + 1)
+    if now.epochs_on_plateau < rule.patience:
+        return now
+    factor = max(rule.min_factor, now.rate_factor * rule.factor)
+    return replace(now, rate_factor=factor, epochs_on_plateau=0, cooldown=rule.cooldown)
 
 
 def _value(results: Mapping[str, float | None], monitor: str) -> float | None:
@@ -74,8 +100,8 @@ def _value(results: Mapping[str, float | None], monitor: str) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _is_gain(value: float, best: float | None, monitor: str, min_delta: float) -> bool:
+def _is_gain(value: float, best: float | None, rule: EarlyStopping | ReduceOnPlateau) -> bool:
     if best is None:
         return True
-    gain = value - best if is_higher_better(monitor) else best - value
-    return gain > min_delta
+    gain = value - best if is_higher_better(rule.monitor, rule.mode) else best - value
+    return gain > rule.min_delta

@@ -52,6 +52,8 @@ class CallbackState:
     epochs_on_plateau: int = 0
     rate_factor: float = 1.0
     is_stopping: bool = False
+    cooldown: int = 0
+    """Epochs that do not count as on a plateau."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,7 @@ def _check(position: Position, own: Sequence[OwnSamples]) -> None:
 
 def check_callbacks(state: CallbackState) -> None:
     """Raise ValueError or TypeError for a state that no epoch can lead to."""
-    for count in (state.best_epoch, state.epochs_without_gain, state.epochs_on_plateau):
+    for count in (state.best_epoch, state.epochs_without_gain, state.epochs_on_plateau, state.cooldown):
         as_count(count, _LARGEST)
     if not isinstance(state.is_stopping, bool):
         raise TypeError("expected true or false")

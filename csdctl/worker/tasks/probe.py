@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.model import find_smallest_embedding, load
+from csdctl.worker.compute.first_look import find_smallest_embedding
+from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch

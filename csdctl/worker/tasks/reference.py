@@ -21,10 +21,14 @@ from csdctl.worker.tasks.precision import ROUNDOFFS, coarsest, weights_by_type
 
 NUM_DRAWS = 3
 """Of the rounding of the weights; the spread is the largest of them."""
+NEAR = 8.0
+"""Up to how many spreads from it, nothing has to be said of one batch of all samples."""
 MAX_REASON_CHARS = 200
 LOSS_ROUNDING = 1e-5
 """What rounding in float32 explains between the loss of one batch and of its parts, relative."""
 COUPLED = "a layer or loss that compares samples of a batch: the loss of its parts is off by {:.0e}"
+COUPLED_ROWS = "a layer or loss that compares samples of a batch: in another batch, a sample is off by {:.0e}"
+ONE_NUMBER = "a loss that returns one number for a batch"
 SMALLEST = 2.0**-126
 """The smallest float32 that every processor adds; some take smaller ones for 0."""
 
@@ -158,8 +162,9 @@ class Reference:
         ]
         difference = _relative(self._sent - own, own, self._step.layout.gradients)
         found = Compared(difference, max(one.spread for one in self.of_ranks), min(shares))
-        if not found.difference <= found.tolerance and (apart := self._compare_losses()) > LOSS_ROUNDING:
-            self.not_one_batch = (COUPLED.format(apart),)
+        is_apart = not found.difference <= NEAR * found.spread
+        if is_apart and (reason := self._find_coupling()):
+            self.not_one_batch = (reason,)
         else:
             self.one_batch = found
 
@@ -168,20 +173,26 @@ class Reference:
         columns = zip(*(self.samples(number) for number in range(len(self._ranks))), strict=True)
         return self._compute(0, [np.concatenate([part[:-1] for part in column]) for column in columns])
 
-    def _compare_losses(self) -> float:
-        """Return how far Keras' loss of one batch of all samples is from the ranks' together, relative.
+    def _find_coupling(self) -> str:
+        """Return how the samples of a batch depend on each other, by what Keras computes of them; '' if not.
 
-        Only of models whose loss is divided by samples: of others, the count would be this program's.
+        Of a loss that is not divided by samples, the ranks' together would be by this program's own count:
+        there, each sample is compared with itself in another batch.
         """
-        if self._step.objective.counts_elements:
-            return 0.0
         ranks = [number for number, size in enumerate(self._sizes) if size]
         batches = [[part[:-1] for part in self.samples(number)] for number in ranks]
         whole = [np.concatenate(column) for column in zip(*batches, strict=True)]
-        (mean, summed), *parts = self._step.objective.losses(self._from_start([whole, *batches]))
-        shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
-        together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
-        return abs(together - mean - summed) / max(abs(mean + summed), SMALLEST)
+        divided = self._from_start([whole, *batches])
+        if self._step.objective.counts_elements:
+            apart, reason = _compare_rows(self._step.objective.rows(divided), len(whole[0])), COUPLED_ROWS
+        else:
+            (mean, summed), *parts = self._step.objective.losses(divided)
+            shares = [self._sizes[number] / sum(self._sizes) for number in ranks]
+            together = sum(part[0] * share + part[1] for part, share in zip(parts, shares, strict=True))
+            apart, reason = abs(together - mean - summed) / max(abs(mean + summed), SMALLEST), COUPLED
+        if apart == np.inf:
+            return ONE_NUMBER
+        return reason.format(apart) if apart > LOSS_ROUNDING else ""
 
     def _from_start(self, batches: Iterable[list[Array]]) -> Iterator[list[Array]]:
         """Yield batches, each with the weights of the beginning."""
@@ -223,6 +234,19 @@ class Reference:
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
             variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))
+
+
+def _compare_rows(batches: Sequence[Sequence[Array]], count: int) -> float:
+    """Return how far the `count` rows of the first batch are from those of the others, which are its parts.
+
+    Infinity if something has no row for each sample.
+    """
+    apart = 0.0
+    for whole, *parts in zip(*batches, strict=True):
+        if whole.shape[:1] != (count,):
+            return np.inf
+        apart = max(apart, _relative(np.concatenate(parts) - whole, whole, slice(None)))
+    return apart
 
 
 def _list_names(names: Sequence[str], at_most: int = 3) -> str:

@@ -26,7 +26,7 @@ from csdctl.worker.group.values import as_hash, as_none, is_minority
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.events import EARLY_STOPPING, MAX_STEPS, SAMPLES, STOPPED
 from csdctl.worker.tasks.balancer import Balancer
-from csdctl.worker.tasks.callbacks import after_epoch
+from csdctl.worker.tasks.callbacks import after_epoch, check_monitors
 from csdctl.worker.tasks.checkpointer import BEST_MODEL, LAST_MODEL, Checkpointer
 from csdctl.worker.tasks.decision import Decision, as_decision
 from csdctl.worker.tasks.model_task import ModelTask
@@ -50,6 +50,8 @@ class Train(ModelTask):
         validation = self.spec.validation
         self._validation = PreparedSamples(validation) if validation and self.is_root else None
         super().load()
+        names = self.step.metrics(Sums(0.0, (0.0,) * self.step.objective.metrics.size, 0.0))
+        check_monitors(self.spec.recipe, names, has_validation=self.spec.validation is not None)
         limits = {
             rank.rank: rank.max_batch_size or GROWTH_LIMIT * rank.batch_size for rank in self.spec.ranks
         }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from csdctl.worker.compute.model import find_smallest_embedding
+from csdctl.worker.compute.first_look import find_smallest_embedding
 from csdctl.worker.data.synthetic import SyntheticReader
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.protocol.datasets import DatasetInfo

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.model import find_smallest_embedding
+from csdctl.worker.compute.first_look import find_smallest_embedding
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.fields import SAMPLE_WEIGHT
 
@@ -93,7 +93,11 @@ def draw_samples(
 def _draw_sample(
     generator: np.random.Generator, sample: Array, limit: int, find_range: Callable[[str], Any]
 ) -> None:
-    """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1)."""
+    """Fill in `sample`: in the range of the data; of fields without one, in [0, `limit`) or [0, 1).
+
+    A model may have embeddings of different sizes, as of words and of their kinds: each is looked up with its
+    own field or column, whose values the model takes.
+    """
     for name in sample.dtype.names or [""]:
         values = sample[name or ...]
         drawn = generator.random(values.shape) * (1 - generator.random())
@@ -103,7 +107,8 @@ def _draw_sample(
             continue
         low, high = map(np.array, found)
         if is_integer:
-            high = np.minimum(high, limit - 1) if limit < MAX_INTEGER else high
+            if values.ndim > 2:  # one range for columns of different meaning
+                high = np.minimum(high, limit - 1) if limit < MAX_INTEGER else high
             drawn = np.floor(drawn * (high - low + 1))
         else:
             drawn *= high - low

@@ -198,6 +198,15 @@ def _returns_model(function: ast.FunctionDef, makers: set[str]) -> bool:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    assigned |= {  # of any other package: what is compiled here is a model
+        node.func.value.id
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "compile"
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id != "re"
+    }
     returned = [node.value for node in nodes if isinstance(node, ast.Return)]
     return any(
         _makes_model(value, makers) or (isinstance(value, ast.Name) and value.id in assigned)

@@ -217,9 +217,10 @@ def _recipe_lines(looks: Looks) -> list[str]:
 def _loss_lines(looks: Looks) -> list[str]:
     model, losses = looks.model, choose_losses(looks)
     if not losses:
-        named = [output.loss for output in model.outputs if output.loss]
+        named = {output.name: output.loss for output in model.outputs if output.loss}
         if model.compiled and model.compiled.has_loss and named:
-            return _line(f"# loss: {_value(named[0] if len(named) == 1 else named)}", "of compile()", 2)
+            value = _value(named) if len(model.outputs) > 1 else _value(next(iter(named.values())))
+            return _line(f"# loss: {value}", "of compile()", 2)
         return _line("# loss: mean_squared_error", "none: the model's layers add their own, if any", 2)
     if "" not in losses:
         lines = _line("loss:", "of each output", 2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json
+from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
 from csdctl.documents.json_text import MAX_JSON_BYTES
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
@@ -181,7 +181,7 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         )
         for name in MODEL_FILES:
             (aside / name).touch()  # of a model that is not built, nothing was written
-        save_json(aside / "info.json", json.loads(to_json(info)))
+        save_text(aside / "info.json", to_json(info) + "\n")  # inputs in the model's order, as `fit` has them
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
         save_json(aside / HASHES, _hash_files(aside))

@@ -107,6 +107,10 @@ def open_npy_files(root: Path, spec: PrepareSpec) -> ArraySource:
     return ArraySource(InMemoryRows(samples), InMemoryRows(labels), spec)
 
 
+MAX_NAMED = 10
+"""Arrays of an .npz that a message lists."""
+
+
 def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
     """Return arrays x and y, or images and labels, of an .npz file; or y and an array for each input.
 
@@ -123,9 +127,11 @@ def open_npz(path: Path, spec: PrepareSpec) -> ArraySource:
                 labels[SAMPLE_WEIGHT] = _as_weights(NpzMember(path, SAMPLE_WEIGHT), spec)
             samples = {name: NpzMember(path, member) for name, member in inputs.items()}
             return ArraySource(as_rows(samples), as_rows(labels), spec)
+    found = "" if spec.is_private else f"; it has {', '.join(names[:MAX_NAMED]) or 'none'}"
     raise WorkerError(
-        f"the .npz at {spec.source} has no arrays x and y (or images and labels)",
-        remedy="for a model with several inputs: y, and an array for each input under its name",
+        f"the .npz at {spec.source} has no arrays x and y (or images and labels){found}",
+        remedy="name a function that returns them, FILE.py:NAME; "
+        "for a model with several inputs: y, and an array for each input under its name",
         exit_code=2,
     )
 

@@ -1,11 +1,15 @@
 """Early stopping and reduce on plateau over made-up results."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import EarlyStopping, Recipe, ReduceOnPlateau
-from csdctl.worker.tasks.callbacks import after_epoch, is_higher_better
+from csdctl.worker.tasks.callbacks import after_epoch, check_monitors, is_higher_better
 from csdctl.worker.tasks.position import CallbackState
+from tests.unit.worker.compute.built_models import keras
 
 
 def run(
@@ -66,5 +70,84 @@ def test_nan_loss_is_not_an_improvement() -> None:
 )
 def test_unknown_metric_is_refused(recipe: Recipe) -> None:
     with pytest.raises(WorkerError, match="monitors 'accurancy', which is not among the results") as caught:
-        after_epoch(recipe, CallbackState(), 1, {"loss": 1.0, "validation_loss": None})
-    assert caught.value.remedy == "one of loss, validation_loss"
+        check_monitors(recipe, ["accuracy"], has_validation=False)
+    assert (caught.value.remedy, caught.value.exit_code) == ("one of loss, accuracy", 2)
+    with pytest.raises(WorkerError) as caught:
+        check_monitors(recipe, ["auc"], has_validation=True)
+    assert caught.value.remedy == "one of loss, auc, validation_loss, validation_auc"
+
+
+@pytest.mark.parametrize("monitor", ["loss", "validation_loss", "accuracy", "validation_accuracy"])
+def test_every_result_can_be_monitored(monitor: str) -> None:
+    check_monitors(Recipe(early_stopping=EarlyStopping(monitor)), ["accuracy"], has_validation=False)
+
+
+class Assigned:
+    """A learning rate that Keras' callback reads and writes."""
+
+    def __init__(self) -> None:
+        self.learning_rate = 1.0
+
+
+class Played:
+    """A model that a callback of Keras watches."""
+
+    def __init__(self) -> None:
+        self.stop_training, self.metrics, self.optimizer = False, (), Assigned()
+
+    def get_weights(self) -> list[float]:
+        return []
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"patience": 0},
+        {"mode": "max"},
+        {"baseline": 0.6},
+        {"start_from_epoch": 3},
+        {"start_from_epoch": 2, "baseline": 0.5, "min_delta": 0.05},
+    ],
+    ids=str,
+)
+def test_early_stopping_ends_where_that_of_keras_does(options: dict[str, Any], seed: int) -> None:
+    losses = np.random.default_rng(seed).random(40) * np.linspace(1, 0.3, 40)
+    keras_options = {"patience": 3, "mode": "min"} | options
+    callback, played = keras().callbacks.EarlyStopping("val_loss", **keras_options), Played()
+    callback.set_model(played)
+    callback.on_train_begin()
+    for epoch, loss in enumerate(losses):
+        callback.on_epoch_end(epoch, {"val_loss": loss})
+        if played.stop_training:
+            break
+    found = run(Recipe(early_stopping=EarlyStopping(**{"patience": 3} | options)), list(losses))
+    ended = [number for number, (state, _) in enumerate(found) if state.is_stopping]
+    assert (ended or [len(losses) - 1])[0] == epoch
+    if played.stop_training:
+        assert found[epoch][0].best_epoch == callback.best_epoch + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("cooldown", [0, 1, 3])
+def test_plateau_lowers_the_rate_where_keras_does(cooldown: int, seed: int) -> None:
+    losses = list(np.random.default_rng(seed).random(40))
+    callback, played = keras().callbacks.ReduceLROnPlateau("val_loss", 0.5, 2, cooldown=cooldown), Played()
+    callback.set_model(played)
+    callback.on_train_begin()
+    rates = []
+    for epoch, loss in enumerate(losses):
+        callback.on_epoch_end(epoch, {"val_loss": loss})
+        rates.append(played.optimizer.learning_rate)
+    rule = ReduceOnPlateau(factor=0.5, patience=2, cooldown=cooldown, min_factor=1e-30)
+    assert [state.rate_factor for state, _ in run(Recipe(reduce_on_plateau=rule), losses)] == rates
+    assert rates[-1] < 0.2
+
+
+@pytest.mark.parametrize("name", ["acc", "validation_acc", "f1_score", "validation_f1_score"])
+def test_metrics_of_which_more_is_better(name: str) -> None:
+    assert is_higher_better(name)
+    assert not is_higher_better(name, "min")
+    assert is_higher_better("my_score", "max")
+    assert not is_higher_better("my_score")

@@ -110,6 +110,20 @@ class TestSamples:
         assert (drawn["table"].max(axis=0) <= [-8, 300]).all()
         assert drawn["table"].max(axis=0)[1] > 280
 
+    def test_an_embedding_of_few_kinds_does_not_limit_other_inputs(self) -> None:
+        """Samples of the same few values would be alike, and one could not be told from another."""
+        layers, fields = keras().layers, [("words", np.int32, (24,)), ("kinds", np.int32, (24,))]
+        words, kinds = (keras().Input((24,), dtype="int32", name=name) for name, _, _ in fields)
+        both = layers.Embedding(200, 4)(words) + layers.Embedding(2, 4)(kinds)
+        model = keras().Model([words, kinds], layers.Dense(3)(layers.Flatten()(both)))
+        data = np.zeros(2, fields)
+        data["words"][0], data["kinds"][0] = 199, 1
+        example = data[:0], np.zeros(0, np.int32)
+        drawn, _ = draw_samples(3, 0, 50, example, model, as_ranges(find_ranges(data)))
+        assert drawn["words"].max() > 190
+        assert drawn["kinds"].max() == 1
+        assert len({row.tobytes() for row in drawn["words"]}) == 50
+
     @pytest.mark.parametrize(
         "sent",
         [

@@ -243,6 +243,51 @@ def coupled(keras: Any) -> Any:
     return keras.Model(inputs, keras.layers.Dense(1)(x - 0.5 * keras.ops.mean(x, axis=0, keepdims=True)))
 
 
+def coupled_and_masked(keras: Any) -> Any:
+    layers, ops = keras.layers, keras.ops
+
+    class Centred(layers.Layer):
+        supports_masking = True
+
+        def call(self, inputs: Any) -> Any:
+            return inputs - 0.5 * ops.mean(inputs, axis=0, keepdims=True)
+
+    inputs = keras.Input((12,), dtype="int32")
+    x = layers.LSTM(8, return_sequences=True)(layers.Embedding(40, 8, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(5, activation="softmax")(Centred()(x)))
+
+
+def masked_with_coupled_loss(keras: Any) -> Any:
+    """The loss of a sample is weighted by the others'."""
+
+    def weighted(targets: Any, predictions: Any) -> Any:
+        losses = keras.losses.sparse_categorical_crossentropy(targets, predictions)
+        return losses * keras.ops.softmax(losses, axis=0)
+
+    model = masked(keras)
+    model.compile("sgd", weighted)
+    return model
+
+
+def segmented(keras: Any) -> Any:
+    """Its loss is of the whole batch: one process is near the ranks at first, and is not equal."""
+
+    def with_dice(targets: Any, predictions: Any) -> Any:
+        ops = keras.ops
+        both = ops.sum(targets * predictions) + 1.0
+        dice = 1.0 - 2.0 * both / (ops.sum(targets) + ops.sum(predictions) + 1.0)
+        return keras.losses.binary_crossentropy(targets, predictions) + dice
+
+    layers = keras.layers
+    outer = [
+        layers.Conv2D(8, 3, padding="same", activation="relu"),
+        layers.Conv2D(1, 1, activation="sigmoid"),
+    ]
+    model = keras.Sequential([keras.Input((16, 16, 3)), layers.Rescaling(1 / 255), *outer])
+    model.compile("sgd", with_dice)
+    return model
+
+
 def with_summed_loss(keras: Any) -> Any:
     class Adding(keras.layers.Layer):
         def call(self, inputs: Any) -> Any:
@@ -287,6 +332,7 @@ TWO = Recipe(
     losses={"kind": LossTerm("sparse_categorical_crossentropy"), "size": LossTerm("mse", {}, 0.3)},
     learning_rate=0.01,
 )
+COUPLED = ("compares samples of a batch",)
 BF16, F16 = "mixed_bfloat16", "mixed_float16"
 ROWS = {
     "convolutions": Row(convolutions),
@@ -302,7 +348,10 @@ ROWS = {
     "group and spectral norm": Row(group_and_spectral_norm),
     "two outputs, weighted": Row(two_outputs, labels=KINDS_AND_SIZES, recipe=TWO),
     "masked time steps": Row(masked, TOKENS, TAGS),
-    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=("compares samples of a batch",)),
+    "coupled samples": Row(coupled, TABLE, NUMBERS, SQUARES, reasons=COUPLED),
+    "coupled samples, masked": Row(coupled_and_masked, TOKENS, TAGS, reasons=COUPLED),
+    "coupled loss, masked": Row(masked_with_coupled_loss, TOKENS, TAGS, reasons=COUPLED),
+    "loss of a whole batch": Row(segmented, labels=np.zeros((0, 16, 16, 1), np.float32), reasons=COUPLED),
     "loss summed by fit": Row(with_summed_loss, TABLE, NUMBERS, SQUARES),
     "a class as input": Row(with_class_as_input, TABLE_AND_KIND, NO_LABELS, ranges={"kind": ([0.0], [3.0])}),
     "table, normalized": Row(normalized, TABLE, NUMBERS, BINARY, ranges={"": ([200.0] * 10, [280.0] * 10)}),

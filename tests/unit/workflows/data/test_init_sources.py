@@ -37,6 +37,7 @@ class TestModels:
             "class Net(keras.Model):\n    pass\n\ndef build():\n    return Net()\n",
             "def _inner():\n    return Model(1, 2)\n\ndef build():\n    return _inner()\n",
             "def build():\n    if keras:\n        return Model(1, 2)\n    return None\n",
+            "def build():\n    net = hub.Classifier()\n    net.compile('sgd')\n    return net\n",
         ],
     )
     def test_function_that_returns_a_model_is_found(self, tmp_path: Path, code: str) -> None:
@@ -48,6 +49,7 @@ class TestModels:
             "def load(path='x'):\n    return keras.utils.image_dataset_from_directory(path)\n",
             "def build(width):\n    return Model(1, 2)\n",
             "def outer():\n    def build():\n        return Model(1, 2)\n    return 3\n",
+            "def build():\n    text = re.compile('a')\n    return text\n",
             "def build(:\n",
         ],
     )

@@ -77,6 +77,11 @@ class TestRecipe:
         assert f"# loss: {SPARSE}  # of compile()" in text
         assert "# metrics: [accuracy]  # of compile()" in text
 
+    def test_losses_of_several_outputs_are_written_by_output(self) -> None:
+        outputs = (OutputInfo("kind", (3,), "softmax", SPARSE), OutputInfo("size", (1,), "linear", "mse"))
+        text, _ = written(Looks(replace(model(compiled=ADAM), outputs=outputs), data()))
+        assert f"# loss: {{kind: {SPARSE}, size: mse}}  # of compile()" in text
+
     def test_commented_keys_of_a_compiled_model_are_valid_too(self) -> None:
         text, _ = written(Looks(model(compiled=ADAM), data()))
         lines = [

@@ -1,0 +1,92 @@
+"""The model of a run whose class has no get_config: only its weights were saved."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import csdctl
+from csdctl.errors import InputError
+from csdctl.worker.compute.model import build
+from csdctl.worker.protocol.model_info import BuildSpec
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.tasks.checkpointer import save_model
+from tests.unit.worker.compute.built_models import keras
+
+TEXT = """
+import keras
+
+
+class Tower(keras.Model):
+    def __init__(self, layers):
+        super().__init__()
+        self.all = layers
+
+    def call(self, inputs):
+        for layer in self.all:
+            inputs = layer(inputs)
+        return inputs
+
+
+def build(width):
+    model = Tower([keras.layers.Dense(width), keras.layers.Dense(3)])
+    model.compile(optimizer="sgd", loss="mean_squared_error")
+    return model
+"""
+
+
+def train_once(directory: Path, file: str) -> tuple[csdctl.Run, Any]:
+    """Return a run as training leaves it in a project, and its model."""
+    code = directory / f"{file}.py"
+    code.write_text(TEXT)
+    architecture = directory / ".csdctl" / "objects"
+    run = directory / ".csdctl" / "runs" / "20261122-100000-000000"
+    architecture.mkdir(parents=True)
+    run.mkdir(parents=True)
+    spec = BuildSpec(
+        f"{code}:build",
+        {"width": 4},
+        Recipe(),
+        str(directory),
+        (str(code),),
+        {"": ("float32", (5,))},
+    )
+    build(spec, architecture, keras())
+    (run / "spec.json").write_text(json.dumps({"architecture": ".csdctl/objects/architecture.json"}))
+    model = __import__(file).build(4)
+    model(np.zeros((1, 5), np.float32))
+    model.set_weights([np.full(weight.shape, 0.5) for weight in model.get_weights()])
+    for name in ("model.keras", "best.keras"):
+        assert save_model(model, run / name).name == name.replace(".keras", ".weights.h5")
+    return csdctl.load_run(directory=directory), model
+
+
+def test_it_is_built_by_the_function_and_gets_the_weights(tmp_path: Path) -> None:
+    run, model = train_once(tmp_path, "tower_of_layers")
+    values = np.ones((2, 5), np.float32)
+    for best in (False, True):
+        again = run.model(best=best)
+        assert type(again) is type(model)
+        assert np.array_equal(again(values), model(values))
+        assert again.loss == "mean_squared_error"
+
+
+def test_what_is_missing_is_said_with_a_remedy(tmp_path: Path) -> None:
+    run, _ = train_once(tmp_path, "tower_that_moves")
+    (tmp_path / ".csdctl" / "objects" / "architecture.json").unlink()
+    with pytest.raises(
+        InputError, match=r"only weights, and its model cannot be built again.*No such file"
+    ) as caught:
+        run.model()
+    assert "model.load_weights(" in caught.value.remedy
+    assert "model.weights.h5" in caught.value.remedy
+
+
+def test_other_weights_than_the_function_builds_are_refused(tmp_path: Path) -> None:
+    run, _ = train_once(tmp_path, "tower_that_grows")
+    path = tmp_path / ".csdctl" / "objects" / "architecture.json"
+    path.write_text(path.read_text().replace('"width": 4', '"width": 6'))
+    with pytest.raises(InputError, match="cannot be built again"):
+        run.model()
