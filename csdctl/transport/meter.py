@@ -22,6 +22,9 @@ class TrafficClass(StrEnum):
     PUBLIC = "public samples"
     FILES = "files"
     """Directory trees that the user deploys."""
+    CLASSES = "classes of private samples"
+    SCORES = "scores of private samples"
+    EMBEDDINGS = "embeddings of private samples"
     LOG = "log"
     CONTROL = "control"
 
