@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from tests.emulated.running import CSDCTL, csdctl
 from tests.emulated.training import of_fleet, processes
@@ -170,6 +171,23 @@ def test_classes_of_all_samples_are_those_of_one_process(project: Path) -> None:
     assert (project / "predictions.csv").read_bytes() == before
 
 
+def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
+    fleet = yaml.safe_load((project / "fleet.yaml").read_text())
+    fleet["nodes"][1]["port"] = 1  # where nothing listens
+    (project / "away.yaml").write_text(yaml.safe_dump(fleet))
+    arguments = ("trained.keras", "--on", "all", "--batch-size", "8", "--fleet", "away.yaml")
+    done = csdctl(project, "predict", *arguments, "--output", "away.csv", "--json")
+    assert done.returncode == 3, done.stderr
+    assert f"private rows of csd1 ({NUM_SAMPLES}) are missing" in " ".join(done.stderr.split())
+    found = json.loads(done.stdout)
+    assert found["num_missing"] == {"csd1": NUM_SAMPLES}
+    # The host has predicted the public samples of csd1, and nothing else anew.
+    assert 0 < found["num_computed"] < NUM_PUBLIC / 2
+    everything = (project / "predictions.csv").read_text().splitlines()
+    present = [line for line in everything if not line.startswith("private,csd1,")]
+    assert (project / "away.csv").read_text().splitlines() == present
+
+
 def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     for want, prefix in (("scores", ()), ("embeddings", ("--layer", "pooled"))):
         found = predict(project, "trained.keras", "--want", want, *prefix, "--output", f"{want}.npz")
@@ -234,7 +252,7 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     ("arguments", "reason"),
     [
         (("none.keras",), "none.keras does not exist"),
-        (("20",), "no runs in"),
+        (("20",), "no run '20'"),
         (("trained.keras", "--output", "x.txt"), "ends in '.txt'"),
         (("trained.keras", "--want", "embeddings"), "--layer"),
         (("trained.keras", "--want", "embeddings", "--layer", "pool"), "such as pooled"),

@@ -36,7 +36,8 @@ WantOption = Annotated[
     typer.Option(
         "--want",
         metavar="WHAT",
-        help="classes (with probability; of a regression its value), scores (all outputs), or embeddings.",
+        help="classes (with probability; of a regression its value), scores (all outputs), or embeddings: "
+        "sent with the sample's node and row, without a file name.",
     ),
 ]
 LayerOption = Annotated[
@@ -64,11 +65,7 @@ def predict(
     exclude: common.ExcludeOption = None,
     json: common.JsonOption = False,
 ) -> None:
-    """Run a trained model over samples where they are stored; only its answers are sent.
-
-    Of a private sample come back its node, its row there, and what --want names. No file name, and nothing
-    else of the sample, is sent.
-    """
+    """Run a trained model over samples where they are stored; only its answers are sent."""
     from csdctl.cli.render.predict import PredictScreen, describe_result, predict_document
     from csdctl.workflows.predict.predict import predict as run_prediction
     from csdctl.workflows.predict.request import check_request

@@ -85,8 +85,7 @@ def prepare_job(
     Class names come from the job or the folders of the public data, so that all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread. With `is_checked`, data that
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
-    InputError when data is described differently than when it was prepared. Without `needs_labels`, the
-    model's outputs are not compared with the labels.
+    InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
     worker = store_worker(project)
     check_host(job, sessions[HOST_NAME], fleet)

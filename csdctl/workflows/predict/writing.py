@@ -45,7 +45,7 @@ def check_output(path: Path) -> None:
     if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise InputError(
             "Parquet files need the package pyarrow, which is not installed",
-            remedy="pip install 'csdctl[parquet]', or choose another --output: .csv, .npz",
+            remedy="pip install pyarrow, or choose another --output: .csv, .npz",
         )
 
 
@@ -87,7 +87,7 @@ def _chunks(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[Any]]
             if array.ndim == 1:
                 columns[name] = lists[0]
                 if names and name.rpartition(".")[2] == "class":
-                    columns[f"{name}_name"] = [names[number] for number in lists[0]]
+                    columns[f"{name}_name"] = [_name_of(names, number) for number in lists[0]]
             else:
                 columns |= {f"{name}_{number}": column for number, column in enumerate(lists)}
         yield columns
@@ -96,6 +96,11 @@ def _chunks(block: Block, names: Sequence[str]) -> Iterator[dict[str, list[Any]]
 def _shortest(value: Any) -> Any:
     """Return an int, or the shortest float that float32 reads as the same."""
     return int(value) if value.dtype.kind == "i" else float(str(value))
+
+
+def _name_of(names: Sequence[str], number: int) -> str:
+    """Return the name of a class; '' if the model has more classes than the data."""
+    return names[number] if number < len(names) else ""
 
 
 def _write_npz(file: BinaryIO, blocks: Sequence[Block], names: Sequence[str]) -> None:
