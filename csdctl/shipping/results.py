@@ -37,9 +37,9 @@ def fetch_results(
         with suppress(EOFError):
             conversation.send_line(to_json(spec))
         with suppress(EOFError):
-            while True:
+            while not is_complete:
                 line = conversation.read_line(deadline_s=LINE_DEADLINE_S)
-                is_complete = is_complete or line.startswith(ANSWER_PREFIX)
+                is_complete = line.startswith(ANSWER_PREFIX)
                 if not line.startswith(DATA_PREFIX):
                     continue
                 session.meter.record(traffic_class, received=len(line) + 1)

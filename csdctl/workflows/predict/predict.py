@@ -92,13 +92,18 @@ def predict(request: PredictRequest, observer: PredictObserver) -> PredictResult
     """
     began = time.monotonic()
     absent: dict[str, CsdctlError] = {}
+
+    def on_absent(errors: Mapping[str, CsdctlError]) -> None:
+        absent.update(errors)
+        observer.say(f"continuing without {', '.join(errors)}, which cannot be reached")
+
     with open_workspace(
         request.directory,
         request.fleet,
         "predict",
         is_locking=True,
         say=observer.say,
-        on_absent=absent.update,
+        on_absent=on_absent,
     ) as space:
         record = load_prepared(space.project, request.job)
         num_private = dict(record.num_private) if record else {}

@@ -2,6 +2,7 @@
 
 import base64
 import hashlib
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,18 @@ def test_other_questions_are_computed_anew(source: Path, tmp_path: Path) -> None
     assert len({info.fingerprint for info in found}) == len(found)
     assert stored(found[1])["value"].shape == (NUM_SAMPLES, 3)
     assert stored(found[2])["value"].shape == (NUM_SAMPLES, 5)
+
+
+def test_full_disk_is_one_sentence(source: Path, tmp_path: Path) -> None:
+    spec = spec_of(source, tmp_path / "store", (ResultRule("", VALUES),))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    try:
+        with pytest.raises(WorkerError, match="cannot be written") as refused:
+            extract(spec, load_backend)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert refused.value.remedy == "free disk space"
 
 
 def test_layer_that_does_not_exist_is_refused(source: Path, tmp_path: Path) -> None:
