@@ -207,6 +207,23 @@ def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
     assert len(rows) == NUM_SAMPLES
 
 
+def test_run_is_predicted_with_its_own_job(project: Path) -> None:
+    trained = csdctl(project, "train", "--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--json")
+    assert trained.returncode == 0, trained.stderr
+    run = json.loads(trained.stdout.splitlines()[-1])["path"]
+    found = predict(project, Path(run).name[:4], "--on", "validation", "--output", "run.csv")
+    assert found["model"] == str((project / run / "model.keras").resolve())
+    program = (
+        "import keras, numpy as np, sys\n"
+        "samples = np.load('validation.npz')['x'] / np.float32(255)\n"
+        "print(keras.models.load_model(sys.argv[1]).predict(samples, verbose=0).argmax(axis=1).tolist())\n"
+    )
+    command = [sys.executable, "-c", program, found["model"]]
+    done = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True)
+    expected = json.loads(done.stdout.splitlines()[-1])
+    assert [int(row["class"]) for row in read_rows(project / "run.csv")] == expected
+
+
 def start_and_kill(project: Path, num_before: int) -> int:
     """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
     command = [str(CSDCTL), "predict", "slow.keras", "--job", "slow.yaml", "--output", "slow.csv"]

@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from csdctl.errors import CsdctlError, InputError, PartialError
+from csdctl.errors import CsdctlError, PartialError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.shipping.deliver import Delivery
 from csdctl.shipping.results import fetch_results
 from csdctl.shipping.worker_calls import watch_worker
 from csdctl.transport.answer import Answer
-from csdctl.transport.many import Outcome, errors_of, run_on_all
+from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import RESULT_STORE, VALUES, ExtractSpec, ResultRule, SendSpec
@@ -126,7 +126,8 @@ def predict(request: PredictRequest, observer: PredictObserver) -> PredictResult
                     name: num_private[name] for name in result.missing if name in num_private
                 }
             if result.missing and not result.num_rows:
-                raise next(iter(result.missing.values()))
+                outcomes = {name: Outcome[None](name, error=error) for name, error in result.missing.items()}
+                values_or_raise(outcomes, _DOING)
             write_results(request.output, prediction.blocks(), list(prepared.public.class_counts))
             result.elapsed_s = time.monotonic() - began
             return result
@@ -171,7 +172,8 @@ class _Prediction:
         if left:
             names = ", ".join(failed)
             self._observer.say(f"{names} failed: the host predicts the public samples of {names}")
-            self._run_all({HOST_NAME: left}, {})
+            for error in self._run_all({HOST_NAME: left}, {}).values():
+                raise error
         missing = {part.machine for part in parts if part.data == PRIVATE and part not in self._found}
         return {name: error for name, error in failed.items() if name in missing}
 
@@ -225,8 +227,8 @@ class _Prediction:
                 {name: name for name in by_machine}, on_machine
             )
         failed = errors_of(outcomes)
-        if failed and all(isinstance(error, InputError) for error in failed.values()):
-            raise next(iter(failed.values()))
+        if len(failed) == len(by_machine):
+            values_or_raise(outcomes, _DOING)
         return failed
 
     def _predict(self, part: Part, on_progress: OnPrepareProgress) -> None:
