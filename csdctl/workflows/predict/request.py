@@ -86,7 +86,7 @@ def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple
         path = (project.root / Path(model).expanduser()).resolve()
         if not os.path.isfile(path):
             raise InputError(
-                f"model file {path} does not exist", remedy="name a .keras file, or a run of `csdctl runs`"
+                f"model file {path} does not exist", remedy="name a .keras file that exists, or a run"
             )
         return path, job or DEFAULT_JOB
     run = project.find_run(None if model == LATEST else model)
