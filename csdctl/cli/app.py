@@ -37,6 +37,7 @@ COMMANDS: CommandTable = {
     },
     "Training": {
         "train": "Train synchronously on the host and all nodes, each with its own batch size.",
+        "predict": "Run a trained model over samples where they are stored; only its answers are sent.",
         "report": "Show the results of a run.",
         "clean": "Stop processes and remove files that earlier csdctl commands left on the machines.",
     },

@@ -29,8 +29,14 @@ _SAME_SHAPE = {
 Shape = tuple[int, ...]
 
 
-def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str, DatasetInfo | None]) -> None:
-    """Raise InputError when the model cannot take the samples or its outputs do not match the labels.
+def check_compatibility(
+    recipe: Recipe,
+    model: ModelInfo,
+    datasets: Mapping[str, DatasetInfo | None],
+    *,
+    needs_labels: bool = True,
+) -> None:
+    """Raise InputError when the model cannot take the samples or, if it needs labels, its outputs do not fit.
 
     `datasets` maps 'public', 'validation' or a node's name (its private data) to the prepared data. A model
     whose outputs are not known, a subclass, is not judged.
@@ -40,11 +46,11 @@ def check_compatibility(recipe: Recipe, model: ModelInfo, datasets: Mapping[str,
     for which, data in found.items():
         if all(output.is_known for output in outputs):
             _check_inputs(model, data, which)
-            for output, field in _match(model, outputs, data, which):
+            for output, field in _match(model, outputs, data, which) if needs_labels else ():
                 if output.loss:
                     _check_labels(model, output, data, field, which)
     _check_alike(found)
-    for output in outputs:
+    for output in outputs if needs_labels else ():
         _check_logits(model, output)
 
 

@@ -26,6 +26,12 @@ REMARKS: dict[str, str] = {
     TrafficClass.ACTIVATIONS: "outputs of the model's layer at the cut, and labels, of each sample, private "
     "ones included (the job says `activations: may-leave`), and gradients of them; much of a sample can be "
     "reconstructed from them",
+    TrafficClass.CLASSES: "asked for by `csdctl predict`: class and probability of each private sample, or "
+    "the value of a regression; they say what a sample shows, as far as the model knows",
+    TrafficClass.SCORES: "asked for by `csdctl predict --want scores`: all outputs for each private sample; "
+    "samples that the model was trained on can be told from others by them",
+    TrafficClass.EMBEDDINGS: "asked for by `csdctl predict --want embeddings`: the output of a layer for "
+    "each private sample; a linear map may recover half of the variance of a picture's pixels from it",
     TrafficClass.FILES: "trees that the user deployed",
 }
 """What may be learnt from the bytes of each traffic class."""

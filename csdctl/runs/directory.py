@@ -103,12 +103,18 @@ class ProjectDirectory:
         return _new_directory(self.scratch)
 
     def find_run(self, run_id: str | None) -> "RunDirectory":
-        """Return run `run_id`, or the latest run; raises InputError if it does not exist, or has a link."""
+        """Return the run whose id is, or alone begins with, `run_id`; None: the latest run.
+
+        Raises InputError if it does not exist, or has a link.
+        """
         known = (
             sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
         )
         if run_id is None and known:
             run_id = known[-1]
+        begun = [name for name in known if run_id and name.startswith(run_id)]
+        if len(begun) == 1:
+            run_id = begun[0]
         if run_id in known:
             check_links(self.runs / str(run_id))
             return RunDirectory(self.runs / str(run_id))

@@ -24,6 +24,9 @@ class TrafficClass(StrEnum):
     """What passes the cut of a model: activations and labels of samples, gradients of activations."""
     FILES = "files"
     """Directory trees that the user deploys."""
+    CLASSES = "classes of private samples"
+    SCORES = "scores of private samples"
+    EMBEDDINGS = "embeddings of private samples"
     LOG = "log"
     CONTROL = "control"
 

@@ -18,9 +18,10 @@ from csdctl.worker.process.events import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.augment import AugmentTrial
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
-from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.features import ExtractSpec, SendSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
+    DATA_PREFIX,
     PROGRESS_PREFIX,
     WORKER_ERROR_PREFIX,
     ProtocolError,
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
     build.add_argument("--output", type=Path, required=True)
     commands.add_parser("prepare")
     commands.add_parser("extract")
+    commands.add_parser("send")
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
     commands.add_parser("look")
@@ -75,6 +77,7 @@ def main(arguments: list[str]) -> int:
         "build": _build,
         "prepare": _prepare,
         "extract": _extract,
+        "send": _send,
         "augment": _augment,
         "look": _look,
         "find-data": _find_data,
@@ -119,7 +122,23 @@ def _extract(_: argparse.Namespace) -> int:
         spec = from_json(ExtractSpec, request)
         return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
 
-    return _report_progress("computing features", run)
+    return _report_progress("running the model", run)
+
+
+def _send(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.send import send
+    from csdctl.worker.process.output import GuardedOutput
+
+    output = GuardedOutput()
+    try:
+        spec = from_json(SendSpec, sys.stdin.readline())
+        sent = send(spec, lambda line: output.write_line(DATA_PREFIX + line))
+        output.write_line(ANSWER_PREFIX + to_json(sent))
+        return 0
+    except (WorkerError, ProtocolError) as error:
+        failed = _as_worker_error(error)
+        output.write_error(_error_line(failed))
+        return failed.exit_code
 
 
 def _look(_: argparse.Namespace) -> int:

@@ -5,44 +5,27 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.forward import ForwardPass
 from csdctl.worker.compute.model import load
-from csdctl.worker.compute.objective import scale
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
-BATCH_SIZE = 32
-"""Samples of a forward pass. Always as many: a kernel may round differently for another number."""
-
 
 class FeatureExtractor:
-    """Computes the features of samples with one thread pool, that of the process."""
+    """Computes the features of samples."""
 
     def __init__(self, prefix: Prefix, tf: Any, keras: Any) -> None:
         """Raise WorkerError if the prefix cannot be built here."""
-        model = load(Path(prefix.architecture), Path(prefix.weights), keras, prefix.code)
-        self._dtype = np.dtype(prefix.precision)
-        (input_tensor,) = model.inputs
+        dtype = np.dtype(prefix.precision)
 
-        def forward(samples: Any) -> Any:
-            scaled = scale(samples, prefix.input_range, input_tensor.dtype, tf)
-            return model(scaled, training=False)
+        def convert(outputs: list[Array]) -> Array:
+            return outputs[0].astype(dtype)
 
-        self._forward = tf.function(forward, autograph=False, reduce_retracing=True)
-        self._tf = tf
+        self._forward = ForwardPass(prefix, convert, tf, keras)
 
     def extract(self, samples: Array) -> Array:
         """Return the features of `samples`, shape (n, …), shape (n, …)."""
-        parts = [
-            self._extract_batch(samples[start : start + BATCH_SIZE])
-            for start in range(0, len(samples), BATCH_SIZE)
-        ]
-        return np.concatenate(parts) if parts else self._extract_batch(samples)
-
-    def _extract_batch(self, samples: Array) -> Array:
-        padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
-        padded[: len(samples)] = samples
-        features = np.asarray(self._forward(self._tf.convert_to_tensor(padded)))
-        return features[: len(samples)].astype(self._dtype)
+        return self._forward.run(samples)
 
 
 def assemble(spec: HeadSpec, head: Any) -> Any:

@@ -73,12 +73,7 @@ class Objective:
 
     def tensors(self, samples: Array, labels: Array) -> tuple[Any, Any]:
         """Return a batch as tensors; records become dicts of their fields."""
-        return self._tensor(samples), self._tensor(labels)
-
-    def _tensor(self, array: Array) -> Any:
-        if array.dtype.names is None:
-            return self._tf.convert_to_tensor(array)
-        return {name: self._tf.convert_to_tensor(array[name]) for name in array.dtype.names}
+        return as_tensors(samples, self._tf), as_tensors(labels, self._tf)
 
     def forward(self, samples: Any, labels: Any, *, training: bool) -> BatchLoss:
         """Compute loss and metrics of one batch; inside a graph."""
@@ -168,24 +163,8 @@ class Objective:
         return mean, summed if of_samples else None
 
     def inputs(self, samples: Any) -> Any:
-        """Return what the model is called with: by name where both have names, else in order."""
-        model = self._model
-        structure = getattr(model, "input", None) if _is_functional(model, self._keras) else None
-        if not isinstance(samples, dict):
-            dtype = getattr(structure, "dtype", None)
-            return scale(samples, self._input_range, dtype, self._tf)
-        if structure is None:
-            scaled = {name: scale(part, self._input_range, None, self._tf) for name, part in samples.items()}
-            return as_inputs(scaled)
-        positions = iter(samples.values()) if all(is_position(name, INPUT) for name in samples) else None
-
-        def pick(tensor: Any, name: str) -> Any:
-            part = next(positions) if positions else samples[name]
-            return scale(part, self._input_range, tensor.dtype, self._tf)
-
-        if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
-            return {name: pick(tensor, name) for name, tensor in structure.items()}
-        return self._tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
+        """Return what the model is called with."""
+        return inputs_of(self._model, samples, self._input_range, self._tf, self._keras)
 
     def targets(self, labels: Any, predictions: Any, *, training: bool) -> tuple[Any, Any]:
         """Return the labels in the structure of the predictions, and the samples' weights or None."""
@@ -298,6 +277,31 @@ def _flatten_metrics(metrics: Iterable[Any]) -> Iterator[Any]:
 def _is_of_keras(mean: Any) -> bool:
     """Return whether a mean is that of a function of Keras, which returns a number for each sample."""
     return str(getattr(metric_function(mean), "__module__", "")).startswith("keras.")
+
+
+def inputs_of(model: Any, samples: Any, input_range: tuple[float, float] | None, tf: Any, keras: Any) -> Any:
+    """Return what `model` is called with: by name where both have names, else in order."""
+    structure = getattr(model, "input", None) if _is_functional(model, keras) else None
+    if not isinstance(samples, dict):
+        return scale(samples, input_range, getattr(structure, "dtype", None), tf)
+    if structure is None:
+        return as_inputs({name: scale(part, input_range, None, tf) for name, part in samples.items()})
+    positions = iter(samples.values()) if all(is_position(name, INPUT) for name in samples) else None
+
+    def pick(tensor: Any, name: str) -> Any:
+        part = next(positions) if positions else samples[name]
+        return scale(part, input_range, tensor.dtype, tf)
+
+    if isinstance(structure, dict):  # a tensor may have another name than the key that it is given by
+        return {name: pick(tensor, name) for name, tensor in structure.items()}
+    return tf.nest.map_structure(lambda tensor: pick(tensor, tensor.name), structure)
+
+
+def as_tensors(array: Array, tf: Any) -> Any:
+    """Return a batch as a tensor; records become a dict of their fields."""
+    if array.dtype.names is None:
+        return tf.convert_to_tensor(array)
+    return {name: tf.convert_to_tensor(array[name]) for name in array.dtype.names}
 
 
 def scale(values: Any, input_range: tuple[float, float] | None, dtype: Any, tf: Any) -> Any:

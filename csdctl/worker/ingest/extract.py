@@ -1,9 +1,11 @@
-"""`extract`: computes the features of prepared samples, on the machine that has them.
+"""`extract`: runs a model over prepared samples, on the machine that has them.
 
-Features are a prepared data set of their own, stored by what they depend on: samples, the frozen part of the
-model, and how it is computed. The same features are computed once.
+What it computes is a prepared data set of its own: features, with the labels of the samples, or the results
+that `predict` asks for, without. It is stored by what it depends on: samples, model, and what is kept of its
+outputs. The same is computed once.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -17,6 +19,9 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.features import FeatureExtractor
+from csdctl.worker.compute.forward import ForwardPass, to_results
+from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.ingest.access import make_store
@@ -38,7 +43,7 @@ def extract(
     limits: IngestLimits = DEFAULT_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> DatasetInfo:
-    """Compute the features of `spec.source` below `spec.store`; do nothing if they are there.
+    """Run the model over `spec.source`, and store what is kept below `spec.store`; nothing if it is there.
 
     TensorFlow is loaded only if there is something to compute. An interrupted call is resumed. Raises
     WorkerError if samples or model cannot be read, or the disk fails.
@@ -56,22 +61,13 @@ def extract(
         if done := _find_done(target):  # by the process that held the lock
             partial.discard()
             return done
-        _check_free_space(spec, len(samples) - partial.record.num_read)
         on_progress(PrepareProgress(partial.record.num_read, len(samples)))
-        extractor = FeatureExtractor(spec.prefix, *load_backend())
-        batch, labels = samples.read(np.arange(0))
-        partial.declare(extractor.extract(batch), labels)
+        compute = _load_computation(spec, *load_backend())
+        partial.declare(*compute(*samples.read(np.arange(0))))
+        _check_free_space(spec, partial, len(samples))
         for start in range(partial.record.num_read, len(samples), limits.block_samples):
             rows = np.arange(start, min(len(samples), start + limits.block_samples))
-            batch, labels = samples.read(rows)
-            features = extractor.extract(batch)
-            if not np.isfinite(features).all():
-                raise WorkerError(
-                    "the model's frozen part computes values that are not finite",
-                    remedy="check its weights and recipe.input_range, or store features in float32",
-                    exit_code=2,
-                )
-            partial.append(Block(len(rows), features, labels))
+            partial.append(Block(len(rows), *compute(*samples.read(rows))))
             on_progress(PrepareProgress(partial.record.num_read, len(samples)))
         samples.check()
         return partial.finish(target, _describe(partial, target))
@@ -83,12 +79,36 @@ def extract(
         raise
 
 
+def _load_computation(
+    spec: ExtractSpec, tf: Any, keras: Any
+) -> Callable[[Array, Array], tuple[Array, Array]]:
+    """Return what makes of samples and labels, each of shape (n, …), those that are stored."""
+    if spec.results:
+        forward = ForwardPass(
+            spec.prefix, lambda outputs: to_results(outputs, spec.results), tf, keras, spec.layer
+        )
+        return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
+    extractor = FeatureExtractor(spec.prefix, tf, keras)
+
+    def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
+        features = extractor.extract(samples)
+        if not np.isfinite(features).all():
+            raise WorkerError(
+                "the model's frozen part computes values that are not finite",
+                remedy="check its weights and recipe.input_range, or store features in float32",
+                exit_code=2,
+            )
+        return features, labels
+
+    return compute
+
+
 def _fingerprint(spec: ExtractSpec) -> str:
-    """Return a hash of everything that the features depend on."""
+    """Return a hash of everything that the stored rows depend on."""
     source, prefix = spec.source, spec.prefix
     for file in (prefix.architecture, prefix.weights):
         check_stored(file)
-    content = [
+    content: list[Any] = [
         source.images_sha256,
         source.labels_sha256,
         source.start,
@@ -102,6 +122,8 @@ def _fingerprint(spec: ExtractSpec) -> str:
         _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
         _version_of("keras", "keras-nightly"),
     ]
+    if spec.results:
+        content += [spec.layer, [dataclasses.astuple(rule) for rule in spec.results]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
@@ -123,14 +145,21 @@ def _find_done(target: Path) -> DatasetInfo | None:
         return None
 
 
-def _check_free_space(spec: ExtractSpec, num_samples: int) -> None:
-    needed_bytes = num_samples * math.prod(spec.shape) * np.dtype(spec.prefix.precision).itemsize
+def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: int) -> None:
+    record = partial.record
+    row_bytes = math.prod(record.sample_shape) * dtype_from_text(record.dtype).itemsize
+    needed_bytes = (num_samples - record.num_read) * row_bytes
     free_bytes = shutil.disk_usage(spec.store).free
     if needed_bytes > free_bytes:
+        what, other = (
+            ("results", "ask for classes only")
+            if spec.results
+            else ("features", "train without --way features")
+        )
         raise WorkerError(
-            f"features cannot be written: they need {needed_bytes / 1e9:.1f} GB, "
+            f"{what} cannot be written: they need {needed_bytes / 1e9:.1f} GB, "
             f"{free_bytes / 1e9:.1f} GB are free",
-            remedy="free disk space, or train without --way features",
+            remedy=f"free disk space, or {other}",
         )
 
 

@@ -1,26 +1,70 @@
-"""The request to compute features: the output of a model's frozen part for each sample."""
+"""The request to run a model over prepared samples: for features, or for what `predict` is asked for."""
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from csdctl.worker.protocol.bounds import Count, Shape
+from csdctl.worker.protocol.bounds import Between, Count
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 FLOAT32, FLOAT16 = "float32", "float16"
 PRECISIONS = (FLOAT32, FLOAT16)
 """The types that features can be stored in."""
 
+FEATURE_STORE, RESULT_STORE = ".csdctl/features", ".csdctl/predictions"
+"""The directories, on each machine, of features and of results."""
+
+SOFTMAX, SIGMOID, VALUES = "softmax", "sigmoid", "values"
+"""What is kept of an output: class and probability, or all values."""
+
+
+@dataclass(frozen=True)
+class ResultRule:
+    """What is kept of one output of the model."""
+
+    name: str
+    """'' for the only one."""
+    kind: str
+    """SOFTMAX, SIGMOID or VALUES."""
+    from_logits: bool = False
+    """Whether probabilities must be computed from the output."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The names of the fields of a result."""
+        names = ("value",) if self.kind == VALUES else ("class", "probability")
+        return tuple(f"{self.name}.{name}" if self.name else name for name in names)
+
 
 @dataclass(frozen=True)
 class ExtractSpec:
-    """What to `extract` on one machine; the first line of its standard input."""
+    """What to compute on one machine; the first line of its standard input."""
 
     source: DatasetSlice
     """Prepared samples."""
     store: str
-    """The directory of the machine's features."""
+    """The directory of the machine's features, or of its results."""
     prefix: Prefix
+    """The model, or its frozen part."""
     runtime: Runtime
-    shape: Shape
-    """Of the features of one sample."""
-    num_samples: Count
-    """Samples of `source`."""
+    results: tuple[ResultRule, ...] = ()
+    """What is kept of the model's outputs; none: features, beside the samples' labels."""
+    layer: str = ""
+    """The layer whose output is taken in place of the model's; '' for none."""
+
+
+@dataclass(frozen=True)
+class SendSpec:
+    """The results to send to the host; the first line of standard input."""
+
+    fingerprint: str
+    """Of results in RESULT_STORE: nothing else can be requested."""
+    sha256: str
+    num_bytes: Annotated[int, Between(0, 1 << 50)]
+    """The largest number of bytes that the host takes."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """The last line of the answer: how much was sent."""
+
+    num_bytes: Count

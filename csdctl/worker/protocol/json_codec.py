@@ -31,6 +31,10 @@ PROGRESS_PREFIX = "@csdctl-working "
 """Prefix of the lines on standard output with which `prepare` reports a `PrepareProgress`."""
 
 
+DATA_PREFIX = "@csdctl-data "
+"""Prefix of the lines on standard output with which `send` sends bytes, in base64."""
+
+
 WORKER_ERROR_PREFIX = "@csdctl-error "
 """Prefix of the line on standard error with which these commands fail."""
 

@@ -16,7 +16,7 @@ from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.features import FEATURE_STORE, ExtractSpec
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
@@ -25,7 +25,6 @@ from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
-FEATURE_STORE = ".csdctl/features"
 _DOING = "computing features"
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
@@ -180,9 +179,7 @@ class _Extraction:
                 first_done = progress.num_done
             self.on_progress(name or node, progress)
 
-        spec = ExtractSpec(
-            source, FEATURE_STORE, self.prefix, self.rank.runtime, self.features.shape, num_samples
-        )
+        spec = ExtractSpec(source, FEATURE_STORE, self.prefix, self.rank.runtime)
         info = watch_worker(
             self.space.sessions[node],
             self.space.fleet.python_of(node),

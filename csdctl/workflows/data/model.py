@@ -211,7 +211,8 @@ def _hash_files(directory: Path) -> dict[str, str]:
 
 def _model_key(job: Job, worker: StoredFile) -> str:
     """Return a hash of all inputs of the built model; its file may import modules beside it."""
-    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras")]
+    roots = [str(root) for root in job.code_roots]
+    described = [job.model, job.model_args, to_json(job.recipe), worker.sha256, version("keras"), roots]
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     files = set(job.code_files)
     if job.model_file:

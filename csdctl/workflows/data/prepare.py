@@ -78,13 +78,14 @@ def prepare_job(
     on_progress: OnPrepareProgress = lambda data, progress: None,
     *,
     is_checked: bool = False,
+    needs_labels: bool = True,
 ) -> Prepared:
     """Prepare model, public and private data of `job`; raises InputError when they are incompatible.
 
     Class names come from the job or the folders of the public data, so that all machines number them alike.
     `on_progress` gets 'public', 'validation' or a node's name, from any thread. With `is_checked`, data that
     was prepared before is compared with its hashes, and prepared again if it differs; without, it is an
-    InputError when data is described differently than when it was prepared.
+    InputError when it is described differently than then. Without `needs_labels`, the labels may be any.
     """
     worker = store_worker(project)
     check_host(job, sessions[HOST_NAME], fleet)
@@ -112,7 +113,7 @@ def prepare_job(
         say(f"private data: {job.private_path} on {len(fleet.nodes)} nodes")
         private = preparing.on_nodes(sessions, job.private_path)
     datasets = {"public": public, "validation": validation, **private}
-    check_compatibility(model.info.recipe, model.info, datasets)
+    check_compatibility(model.info.recipe, model.info, datasets, needs_labels=needs_labels)
     if job.noise:
         check_noise(job.noise, model.info, private)
     for name, info in datasets.items():

@@ -18,7 +18,17 @@ class PreparationObserver(Protocol):
         """Open a view of the progress; closed before anything else is shown."""
 
 
-def prepare_in(space: Workspace, job: Job, observer: PreparationObserver) -> Prepared:
+def prepare_in(
+    space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
+) -> Prepared:
     """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
     with observer.preparing() as on_progress:
-        return prepare_job(job, space.fleet, space.sessions, space.project, observer.say, on_progress)
+        return prepare_job(
+            job,
+            space.fleet,
+            space.sessions,
+            space.project,
+            observer.say,
+            on_progress,
+            needs_labels=needs_labels,
+        )

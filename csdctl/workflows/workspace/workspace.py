@@ -4,7 +4,7 @@ A node that is down is an error that names it; --exclude leaves the node out.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from csdctl.errors import CsdctlError, InputError, NoNodeReachableError
 from csdctl.fleet.facts import Facts, facts_path, load_facts
 from csdctl.fleet.model import Fleet
 from csdctl.fleet.preflight import check_machines, is_ready
+from csdctl.fleet.select import keep_nodes
 from csdctl.launch.leftovers import CleanupOptions, Leftovers, clean_machine
 from csdctl.launch.machine_lock import lock_machines, raise_if_locked
 from csdctl.notify import Say
@@ -42,11 +43,13 @@ def open_workspace(
     *,
     is_locking: bool = False,
     say: Say = lambda line: None,
+    on_absent: Callable[[Mapping[str, CsdctlError]], None] | None = None,
 ) -> Iterator[Workspace]:
     """Connect to the host and all nodes of `fleet`; raises CsdctlError or NoNodeReachableError.
 
     With `is_locking`, lock all machines for `command`, after ending processes that a killed csdctl has left;
-    raises MachineLockedError where another csdctl is running.
+    raises MachineLockedError where another csdctl is running. With `on_absent`, which gets the errors of
+    nodes that cannot be reached, the workspace has the others alone.
     """
     project = ProjectDirectory(directory)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
@@ -60,7 +63,10 @@ def open_workspace(
         fleet, directory=directory, known_hosts=known_hosts, on_traffic=save_traffic
     ) as opened:
         if opened.failed:
-            raise _unreachable(fleet, opened.failed)
+            if on_absent is None or len(opened.failed) == len(fleet.nodes):
+                raise _unreachable(fleet, opened.failed)
+            on_absent(opened.failed)
+            fleet = keep_nodes(fleet, opened.reachable)
         sessions = dict(opened.reachable)
         facts = _load_or_collect_facts(fleet, sessions)
         with contextlib.ExitStack() as stack:

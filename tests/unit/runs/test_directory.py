@@ -64,6 +64,14 @@ class TestFindingRuns:
         (project.runs / "notes.txt").write_text("not a run")
         assert project.find_run(None).run_id == "20260102-000000-0000"
 
+    def test_run_is_found_by_how_its_id_begins_if_no_other_does(self, project: ProjectDirectory) -> None:
+        for run_id in ("20260102-000000", "20260102-000001", "20260103-000000"):
+            (project.runs / run_id).mkdir(parents=True)
+        assert project.find_run("20260103").run_id == "20260103-000000"
+        for ambiguous in ("20260102", ""):
+            with pytest.raises(InputError, match="no run"):
+                project.find_run(ambiguous)
+
     @pytest.mark.parametrize("run_id", ["20260101-000000-aaaa", "..", "../plans", "."])
     def test_unknown_run_is_rejected_with_the_known_runs(
         self, project: ProjectDirectory, run: RunDirectory, run_id: str

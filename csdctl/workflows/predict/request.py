@@ -1,0 +1,120 @@
+"""The request of one `csdctl predict`: which model, which samples, and what comes back."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import Job, load_job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.workflows.predict.writing import check_output
+
+CLASSES, SCORES, EMBEDDINGS = "classes", "scores", "embeddings"
+WANTED = (CLASSES, SCORES, EMBEDDINGS)
+PRIVATE, PUBLIC, VALIDATION, ALL = "private", "public", "validation", "all"
+DATA_SETS = (PRIVATE, PUBLIC, VALIDATION, ALL)
+LATEST = "latest"
+DEFAULT_JOB = Path("job.yaml")
+LEARNING_RATE = 0.001
+"""For compiling a model that has none; nothing is learnt."""
+
+
+@dataclass(frozen=True)
+class PredictRequest:
+    """What to predict; `check_request` has checked it."""
+
+    job: Job
+    """As written, whose data is read and whose plan divides public samples."""
+    model: Path
+    """The .keras file."""
+    fleet: Fleet
+    directory: Path
+    output: Path
+    on: tuple[str, ...]
+    """PUBLIC, VALIDATION, PRIVATE: in the order of the rows."""
+    want: str
+    layer: str = ""
+    plan_path: Path | None = None
+    batch_size: int | None = None
+
+    @property
+    def model_job(self) -> Job:
+        """The job with the trained model in place of its own, for no training."""
+        recipe = replace(
+            self.job.recipe, augment="", learning_rate=self.job.recipe.learning_rate or LEARNING_RATE
+        )
+        code = self.job.code_roots
+        model = str(self.model)
+        return replace(self.job, model=model, model_args={}, code=code, recipe=recipe, noise=None)
+
+
+def check_request(
+    model: str,
+    job: Path | None,
+    fleet: Fleet,
+    directory: Path,
+    *,
+    on: str | None,
+    want: str,
+    layer: str,
+    output: Path,
+    plan_path: Path | None,
+    batch_size: int | None,
+) -> PredictRequest:
+    """Return the request; raises InputError for whatever no machine is needed to find."""
+    if want not in WANTED:
+        raise InputError(f"--want {want!r} is unknown", remedy=f"one of {', '.join(WANTED)}")
+    if want == EMBEDDINGS and not layer:
+        raise InputError("embeddings are the output of a layer", remedy="name it with --layer")
+    if layer and want != EMBEDDINGS:
+        raise InputError(
+            f"--layer names what comes back as embeddings, not {want}", remedy="add --want embeddings"
+        )
+    check_output(output)
+    file, job_path = find_model(model, job, ProjectDirectory(directory))
+    loaded = load_job(job_path)
+    return PredictRequest(
+        loaded, file, fleet, directory, output, choose_data(on, loaded), want, layer, plan_path, batch_size
+    )
+
+
+def find_model(model: str, job: Path | None, project: ProjectDirectory) -> tuple[Path, Path]:
+    """Return the .keras file and the job file; `model` is such a file, or a run. Raises InputError."""
+    if model.endswith(".keras"):
+        path = (project.root / Path(model).expanduser()).resolve()
+        if not os.path.isfile(path):
+            raise InputError(
+                f"model file {path} does not exist", remedy="name a .keras file that exists, or a run"
+            )
+        return path, job or DEFAULT_JOB
+    run = project.find_run(None if model == LATEST else model)
+    if not run.model.is_file():
+        raise InputError(
+            f"run {run.run_id} has no model.keras: it has not come to its end",
+            remedy=f"continue it with `csdctl train --resume {run.run_id}`, or name another run",
+        )
+    return run.model.resolve(), job or _job_of(run.load_manifest().get("job"), project)
+
+
+def _job_of(described: object, project: ProjectDirectory) -> Path:
+    path = described.get("path") if isinstance(described, dict) else None
+    return project.root / path if isinstance(path, str) else DEFAULT_JOB
+
+
+def choose_data(on: str | None, job: Job) -> tuple[str, ...]:
+    """Return the data sets to predict, in the order of the rows; default: private, else public."""
+    if on not in (None, *DATA_SETS):
+        raise InputError(f"--on {on!r} is unknown", remedy=f"one of {', '.join(DATA_SETS)}")
+    present = {PUBLIC: True, VALIDATION: bool(job.validation_path), PRIVATE: bool(job.private_path)}
+    wanted: Sequence[str] = (PUBLIC, VALIDATION, PRIVATE)
+    if on is None:
+        wanted = [PRIVATE if job.private_path else PUBLIC]
+    elif on != ALL:
+        wanted = [on]
+        if not present[on]:
+            raise InputError(
+                f"{job.path} has no {on} data", remedy=f"add data.{on} to it, or choose other data with --on"
+            )
+    return tuple(name for name in wanted if present[name])

@@ -1,0 +1,292 @@
+"""`csdctl predict` on an emulated host and two nodes, compared with the model of one process."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from tests.emulated.running import CSDCTL, csdctl
+from tests.emulated.training import of_fleet, processes
+
+pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+
+NUM_SAMPLES = 80
+NUM_PUBLIC = 200
+NUM_SLOW = 640
+JOB = """\
+model: model.py:build
+code: [layer.py]
+data:
+  public: {path: public.npz}
+  private: {path: ~/private.npz}
+  validation: {path: validation.npz}
+recipe: {epochs: 1, learning_rate: 0.01}
+"""
+LAYER = """\
+import time
+import keras
+import tensorflow as tf
+
+
+class Slow(keras.layers.Layer):
+    def call(self, inputs):
+        def wait(values):
+            time.sleep(0.4)
+            return values
+
+        waited = tf.numpy_function(wait, [inputs], inputs.dtype)
+        waited.set_shape(inputs.shape)
+        return waited
+
+    def compute_output_shape(self, input_shape):
+        return input_shape
+"""
+MODEL = """\
+import keras
+from keras import layers
+
+
+def build(*first):
+    keras.utils.set_random_seed(3)
+    return keras.Sequential([
+        keras.Input((12, 12, 3)),
+        *first,
+        layers.Conv2D(8, 3, activation="relu", name="pictures"),
+        layers.GlobalAveragePooling2D(name="pooled"),
+        layers.Dense(4, activation="softmax", kernel_initializer=keras.initializers.RandomNormal(stddev=9.0)),
+    ])
+
+
+def build_two():
+    inputs = keras.Input((12, 12, 3))
+    pooled = layers.GlobalAveragePooling2D()(inputs)
+    return keras.Model(
+        inputs,
+        [layers.Dense(4, activation="softmax", name="kind")(pooled), layers.Dense(1, name="size")(pooled)],
+    )
+"""
+SAVE = """\
+import model, layer
+compiled = {"optimizer": "sgd", "loss": "sparse_categorical_crossentropy"}
+for name, made in (("trained", model.build()), ("slow", model.build(layer.Slow()))):
+    made.compile(**compiled)
+    made.save(f"{name}.keras")
+two = model.build_two()
+two.compile(optimizer="sgd", loss=["sparse_categorical_crossentropy", "mse"])
+two.save("two.keras")
+import keras, sys, numpy as np
+trained = keras.models.load_model("trained.keras")
+pooled = keras.Model(trained.inputs, trained.get_layer("pooled").output)
+expected = {}
+for name in sys.argv[1:]:
+    samples = np.load(name)["x"] / np.float32(255)
+    expected[name] = trained.predict(samples, verbose=0)
+    expected["pooled " + name] = pooled.predict(samples, verbose=0)
+np.savez("expected.npz", **expected)
+"""
+
+
+def write(path: Path, seed: int, count: int = NUM_SAMPLES) -> None:
+    generator = np.random.default_rng(seed)
+    pictures = generator.integers(0, 256, (count, 12, 12, 3))
+    np.savez(path, x=pictures.astype(np.uint8), y=generator.integers(0, 4, count))
+
+
+def home(project: Path, node: str) -> Path:
+    return project / ".csdctl" / "emulated" / "nodes" / node / "home"
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("predict")
+    assert csdctl(directory, "emulate", "up", "--nodes", "2", "--cpu", "1").returncode == 0
+    for name, text in (("job.yaml", JOB), ("layer.py", LAYER), ("model.py", MODEL)):
+        (directory / name).write_text(text)
+    (directory / "slow.yaml").write_text(JOB.replace("private.npz", "slow.npz"))
+    files = {"public": directory / "public.npz", "validation": directory / "validation.npz"}
+    files |= {node: home(directory, node) / "private.npz" for node in ("csd0", "csd1")}
+    for number, path in enumerate(files.values()):
+        write(path, number, NUM_PUBLIC if path.stem == "public" else NUM_SAMPLES)
+        write(path.with_name("slow.npz"), 10 + number, NUM_SLOW if path.parent.name == "home" else 1)
+    command = [
+        sys.executable,
+        "-c",
+        SAVE,
+        *map(str, files.values()),
+        str(home(directory, "csd1") / "slow.npz"),
+    ]
+    subprocess.run(command, cwd=directory, check=True, capture_output=True)
+    yield directory
+    csdctl(directory, "emulate", "down")
+
+
+def predict(project: Path, *arguments: str) -> dict[str, Any]:
+    """Return the document of a prediction that must succeed."""
+    done = csdctl(project, "predict", *arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def expected_of(project: Path, data: str, prefix: str = "") -> Any:
+    """Return what one process on the host computes for the samples of a data set."""
+    path = home(project, data) / "private.npz" if data.startswith("csd") else project / f"{data}.npz"
+    with np.load(project / "expected.npz") as arrays:
+        return arrays[f"{prefix}{path}"]
+
+
+def test_classes_of_all_samples_are_those_of_one_process(project: Path) -> None:
+    num_rows = NUM_PUBLIC + 3 * NUM_SAMPLES
+    first = predict(project, "trained.keras", "--on", "all", "--batch-size", "8")
+    assert first["num_rows"] == first["num_computed"] == num_rows
+    # All are as fast: public samples are divided such that each machine has a third of everything.
+    assert set(first["num_rows_of"]) == {"host", "csd0", "csd1"}
+    assert max(first["num_rows_of"].values()) <= num_rows // 3 + 1
+    rows = read_rows(project / "predictions.csv")
+    keys = [(row["data"], row["node"], int(row["row"])) for row in rows]
+    counts = {"public": NUM_PUBLIC, "validation": NUM_SAMPLES, "private": NUM_SAMPLES}
+    sets = [("public", "host"), ("validation", "host"), ("private", "csd0"), ("private", "csd1")]
+    assert keys == [(*name, row) for name in sets for row in range(counts[name[0]])]
+    scores = np.concatenate([expected_of(project, data) for data in ("public", "validation", "csd0", "csd1")])
+    assert [int(row["class"]) for row in rows] == scores.argmax(axis=1).tolist()
+    np.testing.assert_allclose([float(row["probability"]) for row in rows], scores.max(axis=1), rtol=1e-5)
+    before = (project / "predictions.csv").read_bytes()
+    again = predict(project, "trained.keras", "--on", "all", "--batch-size", "8")
+    assert (again["num_rows"], again["num_computed"]) == (num_rows, 0)
+    assert (project / "predictions.csv").read_bytes() == before
+
+
+def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
+    fleet = yaml.safe_load((project / "fleet.yaml").read_text())
+    fleet["nodes"][1]["port"] = 1  # where nothing listens
+    (project / "away.yaml").write_text(yaml.safe_dump(fleet))
+    arguments = ("trained.keras", "--on", "all", "--batch-size", "8", "--fleet", "away.yaml")
+    predict(project, *arguments[:-2], "--output", "all.csv")
+    done = csdctl(project, "predict", *arguments, "--output", "away.csv", "--json")
+    assert done.returncode == 3, done.stderr
+    assert f"private rows of csd1 ({NUM_SAMPLES}) are missing" in " ".join(done.stderr.split())
+    found = json.loads(done.stdout)
+    assert found["num_missing"] == {"csd1": NUM_SAMPLES}
+    # The host has predicted the public samples of csd1, and nothing else anew.
+    assert 0 < found["num_computed"] < NUM_PUBLIC / 2
+    everything = (project / "all.csv").read_text().splitlines()
+    present = [line for line in everything if not line.startswith("private,csd1,")]
+    assert (project / "away.csv").read_text().splitlines() == present
+
+
+def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
+    for want, prefix in (("scores", ()), ("embeddings", ("--layer", "pooled"))):
+        found = predict(project, "trained.keras", "--want", want, *prefix, "--output", f"{want}.npz")
+        assert found["num_rows"] == 2 * NUM_SAMPLES
+        with np.load(project / f"{want}.npz") as arrays:
+            assert arrays["node"].tolist() == ["csd0"] * NUM_SAMPLES + ["csd1"] * NUM_SAMPLES
+            expected = [expected_of(project, node, "pooled " if prefix else "") for node in ("csd0", "csd1")]
+            np.testing.assert_allclose(arrays["value"], np.concatenate(expected), rtol=1e-4, atol=1e-6)
+    kinds = {json.loads(line)["kind"] for line in (project / ".csdctl/ledger.jsonl").read_text().splitlines()}
+    assert {"scores of private samples", "embeddings of private samples"} <= kinds
+
+
+def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
+    predict(project, "two.keras", "--on", "validation", "--output", "two.csv")
+    rows = read_rows(project / "two.csv")
+    assert list(rows[0]) == ["data", "node", "row", "kind.class", "kind.probability", "size.value_0"]
+    assert len(rows) == NUM_SAMPLES
+
+
+def test_run_is_predicted_with_its_own_job(project: Path) -> None:
+    trained = csdctl(project, "train", "--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--json")
+    assert trained.returncode == 0, trained.stderr
+    run = json.loads(trained.stdout.splitlines()[-1])["path"]
+    found = predict(project, Path(run).name[:4], "--on", "validation", "--output", "run.csv")
+    assert found["model"] == str((project / run / "model.keras").resolve())
+    program = (
+        "import keras, numpy as np, sys\n"
+        "samples = np.load('validation.npz')['x'] / np.float32(255)\n"
+        "print(keras.models.load_model(sys.argv[1]).predict(samples, verbose=0).argmax(axis=1).tolist())\n"
+    )
+    command = [sys.executable, "-c", program, found["model"]]
+    done = subprocess.run(command, cwd=project, check=True, capture_output=True, text=True)
+    expected = json.loads(done.stdout.splitlines()[-1])
+    assert [int(row["class"]) for row in read_rows(project / "run.csv")] == expected
+
+
+def start_and_kill(project: Path, num_before: int) -> int:
+    """Predict until csd1 has stored more than `num_before` rows, kill its worker; return how many it has."""
+    command = [str(CSDCTL), "predict", "slow.keras", "--job", "slow.yaml", "--output", "slow.csv"]
+    process = subprocess.Popen(
+        command, cwd=project, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 180
+    while (stored := num_stored(project)) <= num_before:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (worker,) = of_fleet(processes("extract", ".csdctl/objects"), project, "python", "csd1")
+    os.kill(worker, signal.SIGKILL)
+    _, errors = process.communicate(timeout=180)
+    assert process.returncode == 3, errors
+    assert f"private rows of csd1 ({NUM_SLOW}) are missing" in " ".join(errors.split())
+    assert len(read_rows(project / "slow.csv")) == NUM_SLOW  # those of csd0
+    return stored
+
+
+def num_stored(project: Path) -> int:
+    """Return how many rows the unfinished results of csd1 have, as its record says."""
+    for record in home(project, "csd1").glob(".csdctl/predictions/.part-*/record.json"):
+        return int(json.loads(record.read_text())["num_read"])
+    return 0
+
+
+def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
+    once = start_and_kill(project, 0)
+    twice = start_and_kill(project, once)
+    assert 0 < once < twice < NUM_SLOW
+    found = predict(project, "slow.keras", "--job", "slow.yaml", "--output", "slow.csv")
+    assert found["num_rows"] == 2 * NUM_SLOW
+    assert found["num_computed"] <= NUM_SLOW - twice  # nothing of csd0, and of csd1 only the rest
+    rows = [row for row in read_rows(project / "slow.csv") if row["node"] == "csd1"]
+    assert [int(row["row"]) for row in rows] == list(range(NUM_SLOW))
+    with np.load(project / "expected.npz") as arrays:
+        expected = arrays[str(home(project, "csd1") / "slow.npz")]
+    assert [int(row["class"]) for row in rows] == expected.argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("none.keras",), "none.keras does not exist"),
+        (("1999",), "no run '1999'"),
+        (("trained.keras", "--output", "x.txt"), "ends in '.txt'"),
+        (("trained.keras", "--want", "embeddings"), "--layer"),
+        (("trained.keras", "--want", "embeddings", "--layer", "pool"), "such as pooled"),
+        (("slow.keras", "--job", "plain.yaml"), "name the files of its own layers"),
+        (("trained.keras", "--job", "larger.yaml", "--on", "public"), "takes samples of shape 12×12×3"),
+    ],
+)
+def test_bad_input_is_one_sentence_with_a_remedy(
+    project: Path, arguments: tuple[str, ...], reason: str
+) -> None:
+    plain = "data: {public: {path: %s.npz}}\nmodel: two.keras\nrecipe: {epochs: 1, learning_rate: 0.01}\n"
+    (project / "plain.yaml").write_text(plain % "public")
+    (project / "larger.yaml").write_text(plain % "larger")
+    np.savez(project / "larger.npz", x=np.zeros((4, 14, 14, 3), np.uint8), y=np.zeros(4, np.int64))
+    done = csdctl(project, "predict", *arguments)
+    assert done.returncode == 2, done.stderr
+    assert reason in " ".join(done.stderr.split())
+    assert "→" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,86 @@
+"""What `predict` refuses before it contacts any machine, and the data that it chooses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet
+from csdctl.job.model import load_job
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.workflows.predict.request import PredictRequest, check_request, choose_data, find_model
+from tests.unit.runs.manifests import manifest_of
+
+PUBLIC = "model: trained.keras\ndata: {public: {path: public}}\nrecipe: {epochs: 1}\n"
+PRIVATE = PUBLIC.replace("}}", "}, private: {path: /data/private}}")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "trained.keras").write_bytes(b"")
+    (tmp_path / "public").mkdir()
+    (tmp_path / "job.yaml").write_text(PRIVATE)
+    (tmp_path / "open.yaml").write_text(PUBLIC)
+    return tmp_path
+
+
+def request_of(project: Path, **changes: Any) -> PredictRequest:
+    asked: dict[str, Any] = {"on": None, "want": "classes", "layer": "", "output": Path("a.csv")}
+    asked |= {"plan_path": None, "batch_size": None, **changes}
+    return check_request("trained.keras", project / "job.yaml", Fleet(()), project, **asked)
+
+
+def test_trained_model_takes_the_place_of_the_jobs_own(project: Path) -> None:
+    job = request_of(project).model_job
+    assert job.model == str(project / "trained.keras")
+    assert job.recipe.learning_rate  # nothing is learnt, and compile() needs one
+
+
+@pytest.mark.parametrize(
+    ("on", "job", "expected"),
+    [
+        (None, "job.yaml", ("private",)),
+        (None, "open.yaml", ("public",)),
+        ("public", "job.yaml", ("public",)),
+        ("all", "job.yaml", ("public", "private")),
+    ],
+)
+def test_chosen_data(project: Path, on: str | None, job: str, expected: tuple[str, ...]) -> None:
+    assert choose_data(on, load_job(project / job)) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"want": "labels"}, "--want 'labels' is unknown"),
+        ({"want": "embeddings"}, "embeddings are the output of a layer"),
+        ({"layer": "pooled"}, "--layer names what comes back as embeddings"),
+        ({"on": "everything"}, "--on 'everything' is unknown"),
+        ({"on": "validation"}, "has no validation data"),
+        ({"output": Path("a.xlsx")}, "ends in '.xlsx'"),
+    ],
+)
+def test_bad_request_is_refused_with_a_remedy(project: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message) as refused:
+        request_of(project, **changes)
+    assert refused.value.remedy
+
+
+def test_model_of_a_run_comes_with_its_job(project: Path) -> None:
+    directory = ProjectDirectory(project)
+    run = directory.new_run()
+    with pytest.raises(InputError, match="has no model.keras") as refused:
+        find_model(run.run_id, None, directory)
+    assert f"--resume {run.run_id}" in refused.value.remedy
+    run.model.write_bytes(b"")
+    run.save_manifest(manifest_of() | {"job": {"path": "job.yaml"}})
+    for name in (run.run_id, run.run_id[:10], "latest"):
+        assert find_model(name, None, directory) == (run.model.resolve(), project / "job.yaml")
+    other = project / "open.yaml"
+    assert find_model("latest", other, directory) == (run.model.resolve(), other)
+
+
+def test_file_that_does_not_exist_is_refused(project: Path) -> None:
+    with pytest.raises(InputError, match="other.keras does not exist"):
+        find_model("other.keras", None, ProjectDirectory(project))

@@ -1,0 +1,58 @@
+"""What is kept of an output follows from its activation and its loss."""
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ResultRule
+from csdctl.worker.protocol.model_info import ModelInfo, OutputInfo
+from csdctl.workflows.predict.request import CLASSES, EMBEDDINGS, SCORES
+from csdctl.workflows.predict.rules import build_rules, layer_names
+
+
+def info(*outputs: OutputInfo) -> ModelInfo:
+    return ModelInfo("model.keras", (8,), (), 1, 1, "", outputs=outputs)
+
+
+@pytest.mark.parametrize(
+    ("activation", "loss", "from_logits", "expected"),
+    [
+        ("softmax", "", False, (SOFTMAX, False)),
+        ("sigmoid", "binary_crossentropy", False, (SIGMOID, False)),
+        ("linear", "sparse_categorical_crossentropy", True, (SOFTMAX, True)),
+        ("linear", "binary_crossentropy", True, (SIGMOID, True)),
+        ("linear", "mean_squared_error", False, (VALUES, False)),
+        ("", "", False, (VALUES, False)),
+    ],
+)
+def test_rule_of_an_output(activation: str, loss: str, from_logits: bool, expected: tuple[str, bool]) -> None:
+    (rule,) = build_rules(info(OutputInfo("", (4,), activation, loss, from_logits=from_logits)), CLASSES)
+    assert (rule.kind, rule.from_logits) == expected
+
+
+def test_each_output_has_fields_of_its_own() -> None:
+    outputs = (OutputInfo("kind", (4,), "softmax", ""), OutputInfo("size", (1,), "linear", "mse"))
+    rules = build_rules(info(*outputs), CLASSES)
+    fields = [name for rule in rules for name in rule.fields]
+    assert fields == ["kind.class", "kind.probability", "size.value"]
+    assert [rule.kind for rule in build_rules(info(*outputs), SCORES)] == [VALUES, VALUES]
+    assert build_rules(info(*outputs), EMBEDDINGS) == (ResultRule("", VALUES),)
+
+
+def test_class_of_each_pixel_is_refused_with_the_way_to_all_scores() -> None:
+    with pytest.raises(InputError, match="8×8×4") as refused:
+        build_rules(info(OutputInfo("", (8, 8, 4), "softmax", "")), CLASSES)
+    assert "--want scores" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names"),
+    [
+        ('{"config": {"layers": [{"config": {"name": "a"}}, {"config": {"name": "b"}}]}}', ["a", "b"]),
+        ('{"config": {"units": 3}}', []),
+        ('{"config": {"layers": 3}}', []),
+        ('{"config": {"layers": [4, {"config": 5}, {"config": {"name": 6}}]}}', []),
+        ("[]", []),
+    ],
+)
+def test_layers_of_a_models_json(architecture: str, names: list[str]) -> None:
+    assert list(layer_names(architecture)) == names

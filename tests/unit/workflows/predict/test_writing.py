@@ -1,0 +1,113 @@
+"""Files of predictions: rows in order, values that read as they were, refusals before any work."""
+
+import csv
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.workflows.predict.writing import ROWS_AT_ONCE, Block, check_output, write_results
+
+NAMES = ["cat", "dog"]
+
+
+def classes(node: str, values: list[int]) -> Block:
+    fields = {
+        "class": np.array(values, np.int32),
+        "probability": np.array([0.1 + value for value in values], np.float32),
+    }
+    return Block("private", node, np.arange(len(values)), fields)
+
+
+def read(path: Path) -> list[list[str]]:
+    with path.open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_classes_have_names_where_these_are_known(tmp_path: Path) -> None:
+    blocks = [classes("csd0", [1]), classes("csd1", [0, 1])]
+    write_results(tmp_path / "named.csv", blocks, NAMES)
+    assert read(tmp_path / "named.csv") == [
+        ["data", "node", "row", "class", "class_name", "probability"],
+        ["private", "csd0", "0", "1", "dog", "1.1"],
+        ["private", "csd1", "0", "0", "cat", "0.1"],
+        ["private", "csd1", "1", "1", "dog", "1.1"],
+    ]
+    write_results(tmp_path / "plain.csv", blocks, [])
+    assert read(tmp_path / "plain.csv")[0] == ["data", "node", "row", "class", "probability"]
+
+
+def test_more_classes_than_names_leave_a_gap(tmp_path: Path) -> None:
+    write_results(tmp_path / "a.csv", [classes("csd0", [2])], NAMES)
+    assert read(tmp_path / "a.csv")[1][3:5] == ["2", ""]
+
+
+def test_vectors_have_a_column_for_each_number(tmp_path: Path) -> None:
+    values = np.arange(12, dtype=np.float32).reshape(2, 2, 3) / 7
+    write_results(tmp_path / "a.csv", [Block("public", "host", np.array([4, 9]), {"value": values})], NAMES)
+    header, *rows = read(tmp_path / "a.csv")
+    assert header == ["data", "node", "row", *(f"value_{number}" for number in range(6))]
+    assert [row[2] for row in rows] == ["4", "9"]
+    assert np.array([row[3:] for row in rows]).astype(np.float32).tolist() == values.reshape(2, 6).tolist()
+
+
+def test_many_rows_are_all_written_once(tmp_path: Path) -> None:
+    count = ROWS_AT_ONCE + 5
+    write_results(tmp_path / "a.csv", [classes("csd0", [0] * count)], [])
+    assert [int(row[2]) for row in read(tmp_path / "a.csv")[1:]] == list(range(count))
+
+
+def test_npz_has_arrays_of_all_rows(tmp_path: Path) -> None:
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    blocks = [Block("private", node, np.arange(2), {"value": values}) for node in ("csd0", "csd1")]
+    write_results(tmp_path / "a.npz", blocks, NAMES)
+    with np.load(tmp_path / "a.npz", allow_pickle=False) as arrays:
+        assert arrays["node"].tolist() == ["csd0", "csd0", "csd1", "csd1"]
+        assert arrays["row"].tolist() == [0, 1, 0, 1]
+        assert arrays["value"].tolist() == [*values.tolist(), *values.tolist()]
+        assert arrays["class_names"].tolist() == NAMES
+
+
+def test_failed_write_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("earlier")
+    broken = Block("private", "csd1", np.arange(3), {"class": np.zeros(2, np.int32)})
+    with pytest.raises(ValueError, match="reshape"):
+        write_results(path, [classes("csd0", [1]), broken], [])
+    assert path.read_text() == "earlier"
+    assert [file.name for file in tmp_path.iterdir()] == ["a.csv"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.csv.gz"])
+def test_unknown_suffix_is_refused(name: str) -> None:
+    with pytest.raises(InputError, match="ends in") as refused:
+        check_output(Path(name))
+    assert refused.value.remedy == "one of .csv, .parquet, .npz"
+
+
+def test_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").mkdir()
+    with pytest.raises(InputError, match="is a directory"):
+        check_output(tmp_path / "a.csv")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_parquet_without_its_package_names_the_extra() -> None:
+    with pytest.raises(InputError, match="pyarrow") as refused:
+        check_output(Path("a.parquet"))
+    assert "pip install pyarrow" in refused.value.remedy
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is None, reason="pyarrow is not installed")
+def test_parquet_has_the_columns_of_csv(tmp_path: Path) -> None:
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    check_output(path)
+    write_results(path, [classes("csd0", [1]), classes("csd1", [0, 1])], NAMES)
+    table = parquet.read_table(path).to_pydict()
+    assert table["node"] == ["csd0", "csd1", "csd1"]
+    assert table["class_name"] == ["dog", "cat", "dog"]
+    assert table["row"] == [0, 0, 1]
