@@ -60,6 +60,15 @@ MicroBatchesOption = Annotated[
 FeaturePrecisionOption = Annotated[
     str, typer.Option("--feature-precision", metavar="TYPE", help="Store features in float32 or float16.")
 ]
+FeatureEngineOption = Annotated[
+    str,
+    typer.Option(
+        "--feature-engine",
+        metavar="ENGINE",
+        help="Compute features by keras, or by litert, which needs the package ai-edge-litert on all "
+        "machines.",
+    ),
+]
 CheckpointSecondsOption = Annotated[
     float,
     typer.Option(

@@ -18,7 +18,7 @@ from csdctl.worker.process.events import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.augment import AugmentTrial
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
-from csdctl.worker.protocol.features import ExtractSpec, SendSpec
+from csdctl.worker.protocol.features import Converted, ConvertSpec, ExtractSpec, SendSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     DATA_PREFIX,
@@ -44,6 +44,8 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("prepare")
     commands.add_parser("extract")
     commands.add_parser("send")
+    convert = commands.add_parser("convert")
+    convert.add_argument("--spec", required=True)
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
     commands.add_parser("look")
@@ -78,6 +80,7 @@ def main(arguments: list[str]) -> int:
         "prepare": _prepare,
         "extract": _extract,
         "send": _send,
+        "convert": _convert,
         "augment": _augment,
         "look": _look,
         "find-data": _find_data,
@@ -123,6 +126,15 @@ def _extract(_: argparse.Namespace) -> int:
         return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
 
     return _report_progress("running the model", run)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.compute.lite import convert
+
+    spec = from_json(ConvertSpec, options.spec)
+    print_answer(Converted(convert(spec.part, Path(spec.output), *load_backend())))
+    return 0
 
 
 def _send(_: argparse.Namespace) -> int:

@@ -11,6 +11,7 @@ def extract(
     plan: options.PlanOption = None,
     batch_size: options.BatchSizeOption = None,
     feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
     limit: common.LimitOption = None,
     exclude: common.ExcludeOption = None,
     json: common.JsonOption = False,
@@ -18,15 +19,17 @@ def extract(
     """Compute the output of the model's frozen layers for all samples, where they are stored."""
     from csdctl.cli.render.features import ExtractScreen, extract_document
     from csdctl.job.model import load_job
+    from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.extract import ExtractRequest
     from csdctl.workflows.train.extract import extract as run_extraction
-    from csdctl.workflows.train.options import check_precision
+    from csdctl.workflows.train.options import check_features
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    check_precision(feature_precision)
+    features = FeatureOptions(feature_precision, feature_engine)
+    check_features(features)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = ExtractRequest(loaded, chosen, streams.directory, feature_precision, plan, batch_size)
+    request = ExtractRequest(loaded, chosen, streams.directory, features, plan, batch_size)
     screen = ExtractScreen(streams)
     found = run_extraction(request, screen)
     screen.say(found.describe())

@@ -25,6 +25,7 @@ def train(
     collective: options.CollectiveOption = "auto",
     way: options.WayOption = "data-parallel",
     feature_precision: options.FeaturePrecisionOption = "float32",
+    feature_engine: options.FeatureEngineOption = "keras",
     cut: options.CutOption = "",
     micro_batches: options.MicroBatchesOption = 4,
     checkpoint_seconds: options.CheckpointSecondsOption = 600.0,
@@ -42,6 +43,7 @@ def train(
     from csdctl.cli.render.training import TrainingScreen
     from csdctl.job.model import load_job
     from csdctl.launch.mpi_job import Deadlines
+    from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.options import TrainOptions
     from csdctl.workflows.train.session import TrainRequest, run_training
     from csdctl.workflows.train.train import RunStopped
@@ -58,7 +60,7 @@ def train(
         collective,
         tuple(load_callback(reference) for reference in callback or ()),
         way,
-        feature_precision,
+        FeatureOptions(feature_precision, feature_engine),
         cut,
         micro_batches,
     )

@@ -1,5 +1,6 @@
 """A model with a frozen prefix as two: the prefix, which makes features, and the head, which is trained."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,18 @@ from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
 
 
+def as_features(prefix: Prefix) -> Callable[[list[Array]], Array]:
+    """Return what makes features of the outputs of a batch."""
+    dtype = np.dtype(prefix.precision)
+    return lambda outputs: outputs[0].astype(dtype)
+
+
 class FeatureExtractor:
     """Computes the features of samples."""
 
     def __init__(self, prefix: Prefix, tf: Any, keras: Any) -> None:
         """Raise WorkerError if the prefix cannot be built here."""
-        dtype = np.dtype(prefix.precision)
-
-        def convert(outputs: list[Array]) -> Array:
-            return outputs[0].astype(dtype)
-
-        self._forward = ForwardPass(prefix, convert, tf, keras)
+        self._forward = ForwardPass(prefix, as_features(prefix), tf, keras)
 
     def extract(self, samples: Array) -> Array:
         """Return the features of `samples`, shape (n, …), shape (n, …)."""

@@ -18,26 +18,16 @@ BATCH_SIZE = 32
 """Samples of a forward pass. Always as many: a kernel may round differently for another number."""
 
 
-class ForwardPass:
-    """Runs a model over samples with one thread pool, that of the process."""
+class BatchedPass:
+    """Runs a model over samples in batches of one size, the last one padded."""
 
-    def __init__(
-        self, part: Prefix, convert: Callable[[list[Array]], Array], tf: Any, keras: Any, layer: str = ""
-    ) -> None:
-        """`convert` makes the stored rows of the model's outputs, or of the output of `layer`.
-
-        Raises WorkerError if the model cannot be built here, or has no such layer.
-        """
-        model = load(Path(part.architecture), Path(part.weights), keras, part.code)
-        computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
-
-        def forward(samples: Any) -> Any:
-            outputs = computed(inputs_of(model, samples, part.input_range, tf, keras), training=False)
-            return keras.tree.flatten(outputs)
-
-        self._forward = tf.function(forward, autograph=False, reduce_retracing=True)
+    def __init__(self, convert: Callable[[list[Array]], Array]) -> None:
+        """`convert` makes the stored rows of a batch's outputs."""
         self._convert = convert
-        self._tf = tf
+
+    def compute(self, samples: Array) -> list[Array]:
+        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
+        raise NotImplementedError
 
     def run(self, samples: Array) -> Array:
         """Return a row, shape (n, …), for each of `samples`, shape (n, …)."""
@@ -50,7 +40,7 @@ class ForwardPass:
     def _run_batch(self, samples: Array) -> Array:
         padded = np.zeros((BATCH_SIZE, *samples.shape[1:]), samples.dtype)
         padded[: len(samples)] = samples
-        outputs = [np.asarray(output) for output in self._forward(as_tensors(padded, self._tf))]
+        outputs = self.compute(padded)
         if any(output.shape[:1] != (BATCH_SIZE,) for output in outputs):
             raise WorkerError(
                 "the model does not compute one row for each sample",
@@ -58,6 +48,32 @@ class ForwardPass:
                 exit_code=2,
             )
         return self._convert(outputs)[: len(samples)]
+
+
+class ForwardPass(BatchedPass):
+    """Runs a Keras model over samples with one thread pool, that of the process."""
+
+    def __init__(
+        self, part: Prefix, convert: Callable[[list[Array]], Array], tf: Any, keras: Any, layer: str = ""
+    ) -> None:
+        """`convert` makes the stored rows of the model's outputs, or of the output of `layer`.
+
+        Raises WorkerError if the model cannot be built here, or has no such layer.
+        """
+        super().__init__(convert)
+        model = load(Path(part.architecture), Path(part.weights), keras, part.code)
+        computed = keras.Model(model.inputs, output_of(model, layer)) if layer else model
+
+        def forward(samples: Any) -> Any:
+            outputs = computed(inputs_of(model, samples, part.input_range, tf, keras), training=False)
+            return keras.tree.flatten(outputs)
+
+        self._forward = tf.function(forward, autograph=False, reduce_retracing=True)
+        self._tf = tf
+
+    def compute(self, samples: Array) -> list[Array]:
+        """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
+        return [np.asarray(output) for output in self._forward(as_tensors(samples, self._tf))]
 
 
 def output_of(model: Any, layer: str) -> Any:

@@ -18,8 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.features import FeatureExtractor
-from csdctl.worker.compute.forward import ForwardPass, to_results
+from csdctl.worker.compute.features import as_features
+from csdctl.worker.compute.forward import BatchedPass, ForwardPass, to_results
+from csdctl.worker.compute.lite import PACKAGE, LitePass
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
@@ -62,7 +63,7 @@ def extract(
             partial.discard()
             return done
         on_progress(PrepareProgress(partial.record.num_read, len(samples)))
-        compute = _load_computation(spec, *load_backend())
+        compute = _load_computation(spec, load_backend)
         partial.declare(*compute(*samples.read(np.arange(0))))
         _check_free_space(spec, partial, len(samples))
         for start in range(partial.record.num_read, len(samples), limits.block_samples):
@@ -80,18 +81,22 @@ def extract(
 
 
 def _load_computation(
-    spec: ExtractSpec, tf: Any, keras: Any
+    spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]
 ) -> Callable[[Array, Array], tuple[Array, Array]]:
     """Return what makes of samples and labels, each of shape (n, …), those that are stored."""
     if spec.results:
         forward = ForwardPass(
-            spec.prefix, lambda outputs: to_results(outputs, spec.results), tf, keras, spec.layer
+            spec.prefix, lambda outputs: to_results(outputs, spec.results), *load_backend(), spec.layer
         )
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor = FeatureExtractor(spec.prefix, tf, keras)
+    extractor: BatchedPass = (
+        LitePass(spec.prefix, as_features(spec.prefix), spec.runtime.threads)
+        if spec.prefix.lite
+        else ForwardPass(spec.prefix, as_features(spec.prefix), *load_backend())
+    )
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
-        features = extractor.extract(samples)
+        features = extractor.run(samples)
         if not np.isfinite(features).all():
             raise WorkerError(
                 "the model's frozen part computes values that are not finite",
@@ -119,9 +124,14 @@ def _fingerprint(spec: ExtractSpec) -> str:
         prefix.code and Path(prefix.code.archive).name,
         prefix.input_range,
         prefix.precision,
-        _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
-        _version_of("keras", "keras-nightly"),
     ]
+    if prefix.lite:
+        content += [Path(prefix.lite).name, _version_of(PACKAGE)]
+    else:
+        content += [
+            _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
+            _version_of("keras", "keras-nightly"),
+        ]
     if spec.results:
         content += [spec.layer, [dataclasses.astuple(rule) for rule in spec.results]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

@@ -4,28 +4,42 @@ Features stay on the machine that made them, in a cache by content. What is then
 with the same step, on fewer numbers.
 """
 
+import hashlib
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+from csdctl.documents import build_atomically, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
-from csdctl.shipping.store import StoredFile
-from csdctl.shipping.worker_calls import watch_worker
+from csdctl.shipping.store import StoredFile, hash_file, store_file
+from csdctl.shipping.worker_calls import run_worker, watch_worker
 from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
+from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import FEATURE_STORE, ExtractSpec
+from csdctl.worker.protocol.features import (
+    FEATURE_STORE,
+    LITERT,
+    Converted,
+    ConvertSpec,
+    ExtractSpec,
+    FeatureOptions,
+)
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, HeadSpec, Prefix, RankSpec, RunSpec
 from csdctl.workflows.data.deploy import OnDelivery, deploy_files, whole
 from csdctl.workflows.data.info_answer import check_info
+from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
 _DOING = "computing features"
+LITE_FILE = "prefix.tflite"
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
 
@@ -78,7 +92,7 @@ def compute_features(
     prepared: Prepared,
     shards: ShardFiles,
     space: Workspace,
-    precision: str,
+    options: FeatureOptions,
     on_delivery: OnDelivery,
     on_progress: OnPrepareProgress,
 ) -> FeatureRun:
@@ -88,7 +102,9 @@ def compute_features(
     """
     began = time.monotonic()
     features = find_features(prepared)
-    divided = divide(spec, prepared, precision)
+    divided = divide(spec, prepared, options.precision)
+    if options.engine == LITERT:
+        divided = _convert(divided, space)
     machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
     missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
     deploy_files(missing, space.fleet, space.sessions, on_delivery)
@@ -116,7 +132,7 @@ def compute_features(
         divided.prepared,
         features.layer,
         features.shape,
-        precision,
+        options.precision,
         sum(machine.num_samples for machine in made.values()),
         sum(machine.num_computed for machine in made.values()),
         time.monotonic() - began,
@@ -148,6 +164,30 @@ def divide(spec: RunSpec, prepared: Prepared, precision: str) -> Divided:
         prefix,
         (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else [])),
     )
+
+
+def _convert(divided: Divided, space: Workspace) -> Divided:
+    """Return the run with its prefix as a LiteRT model too, converted on the host once for each content."""
+    prefix, project = divided.prefix, space.project
+    worker = divided.prepared.worker
+    parts = [worker.path, prefix.architecture, prefix.weights, prefix.code.archive if prefix.code else ""]
+    key = hashlib.sha256("\n".join(Path(part).name for part in parts).encode()).hexdigest()[:16]
+    directory = project.models / f"lite-{key}"
+    if not have_hashes(directory, [LITE_FILE]):
+        with build_atomically(directory) as aside:
+            converting = ConvertSpec(prefix, str(aside / LITE_FILE))
+            run_worker(
+                space.sessions[HOST_NAME],
+                sys.executable,
+                worker.path,
+                ["convert", "--spec", to_json(converting)],
+                Converted,
+                doing="converting the model for LiteRT",
+                deadline_s=BUILD_DEADLINE_S,
+            )
+            save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
+    stored = store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
+    return replace(divided, prefix=replace(prefix, lite=stored.path), files=(*divided.files, stored))
 
 
 @dataclass

@@ -112,7 +112,9 @@ def serialize_model(
     say that it is not built. `on_build` is called before a build.
     """
     directory = project.models / _model_key(job, worker)
-    if not _is_as_built(directory) or (shapes is not None and _load_shapes(directory) != shapes):
+    if not have_hashes(directory, _files_of(directory)) or (
+        shapes is not None and _load_shapes(directory) != shapes
+    ):
         on_build()
         _build(job, worker, host, directory, shapes)
     info = from_json(ModelInfo, load_text(directory / "info.json", max_bytes=MAX_JSON_BYTES))
@@ -152,7 +154,7 @@ def find_built(job: Job, directory: Path) -> ModelInfo | None:
     project = ProjectDirectory(directory)
     try:
         built = project.models / _model_key(job, store_worker(project))
-        if not _is_as_built(built):
+        if not have_hashes(built, _files_of(built)):
             return None
         info = from_json(ModelInfo, load_text(built / "info.json", max_bytes=MAX_JSON_BYTES))
     except (InputError, OSError, ProtocolError):
@@ -184,7 +186,7 @@ def _build(job: Job, worker: StoredFile, host: Session, directory: Path, shapes:
         save_text(aside / "info.json", to_json(info) + "\n")  # inputs in the model's order, as `fit` has them
         listed = {name: [dtype, list(shape)] for name, (dtype, shape) in (shapes or {}).items()}
         save_json(aside / SHAPES, listed)
-        save_json(aside / HASHES, _hash_files(aside))
+        save_json(aside / HASHES, {file: hash_file(aside / file) for file in _files_of(aside)})
 
 
 def _load_shapes(directory: Path) -> SampleShapes:
@@ -194,19 +196,18 @@ def _load_shapes(directory: Path) -> SampleShapes:
         return {}
 
 
-def _is_as_built(directory: Path) -> bool:
-    """Return whether a model was built here, and its files have not changed since."""
+def have_hashes(directory: Path, names: Sequence[str]) -> bool:
+    """Return whether files were made here, and have not changed since."""
     try:
         hashes = check_values(load_json(directory / HASHES), dict[str, str], str(directory))
-        return hashes == _hash_files(directory)
+        return hashes == {name: hash_file(directory / name) for name in names}
     except (InputError, OSError):
         return False
 
 
-def _hash_files(directory: Path) -> dict[str, str]:
-    """Return the hash of each file of a built model; raises OSError if one is missing."""
-    parts = [name for name in PART_FILES if (directory / name).exists()]
-    return {name: hash_file(directory / name) for name in (*MODEL_FILES, *parts)}
+def _files_of(directory: Path) -> list[str]:
+    """Return the names of the files of a built model."""
+    return [*MODEL_FILES, *(name for name in PART_FILES if (directory / name).exists())]
 
 
 def _model_key(job: Job, worker: StoredFile) -> str:

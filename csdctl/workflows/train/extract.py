@@ -8,6 +8,7 @@ from typing import Protocol
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
+from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import FeatureRun, compute_features, find_features
 from csdctl.workflows.train.placement import place_plan
@@ -24,7 +25,7 @@ class ExtractRequest:
     job: Job
     fleet: Fleet
     directory: Path
-    precision: str
+    features: FeatureOptions
     plan_path: Path | None = None
     """None: the plan that `tune` wrote for the job."""
     batch_size: int | None = None
@@ -54,5 +55,5 @@ def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
         shutil.rmtree(run.path, ignore_errors=True)
         with observer.preparing() as on_progress:
             return compute_features(
-                spec, prepared, shards, space, request.precision, observer.on_delivery, on_progress
+                spec, prepared, shards, space, request.features, observer.on_delivery, on_progress
             )

@@ -1,12 +1,12 @@
 """The user's options for one run."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
-from csdctl.worker.protocol.features import FLOAT32, PRECISIONS
+from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import SplitSpec
 
@@ -40,8 +40,8 @@ class TrainOptions:
     """Called with every event of the run, in threads of their own."""
     way: str = DATA_PARALLEL
     """What is computed where: one of WAYS."""
-    precision: str = FLOAT32
-    """The type that features are stored in."""
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """For `features`."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     num_micro_batches: int = SplitSpec.num_micro_batches
@@ -58,7 +58,7 @@ class TrainOptions:
                 f"--cut {self.cut} divides the model, which --way {self.way} does not",
                 remedy="add --way split",
             )
-        check_precision(self.precision)
+        check_features(self.features)
         for callback in self.callbacks:
             if not callable(callback):
                 raise InputError(
@@ -80,9 +80,10 @@ def check_way(way: str) -> None:
     _check_choice("way", way, WAYS)
 
 
-def check_precision(precision: str) -> None:
-    """Raise InputError unless features can be stored in this type."""
-    _check_choice("feature-precision", precision, PRECISIONS)
+def check_features(options: FeatureOptions) -> None:
+    """Raise InputError unless features can be computed and stored so."""
+    _check_choice("feature-precision", options.precision, PRECISIONS)
+    _check_choice("feature-engine", options.engine, ENGINES)
 
 
 def _check_choice(option: str, chosen: str, known: Sequence[str]) -> None:

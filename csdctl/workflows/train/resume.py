@@ -15,6 +15,7 @@ from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import NEW_RUN, ProjectDirectory, RunDirectory
 from csdctl.runs.manifest import DataFingerprints, Manifest
 from csdctl.worker.protocol.events import EARLY_STOPPING, Event, Finished, Joined
+from csdctl.worker.protocol.features import KERAS, LITERT, FeatureOptions
 from csdctl.worker.protocol.json_codec import SCHEMA
 from csdctl.worker.protocol.recipe import Noise
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
@@ -113,7 +114,9 @@ def resume(
         spec = use_split(spec, job, prepared, spec.split.cut, spec.split.num_micro_batches)
     inputs = RunInputs(run, dataclasses.replace(spec, head=None), prepared, shards)
     if spec.head:
-        inputs = use_features(inputs, space, spec.head.prefix.precision, observer)
+        engine = LITERT if spec.head.prefix.lite else KERAS
+        features = FeatureOptions(spec.head.prefix.precision, engine)
+        inputs = use_features(inputs, space, features, observer)
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 

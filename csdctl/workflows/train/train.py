@@ -20,6 +20,7 @@ from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.supervisor import USER
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
@@ -85,21 +86,24 @@ def train(
         spec = use_split(spec, job, prepared, options.cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)
     if options.way == FEATURES:
-        inputs = use_features(inputs, space, options.precision, observer)
+        inputs = use_features(inputs, space, options.features, observer)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
-def use_features(inputs: RunInputs, space: Workspace, precision: str, observer: RunObserver) -> RunInputs:
+def use_features(
+    inputs: RunInputs, space: Workspace, options: FeatureOptions, observer: RunObserver
+) -> RunInputs:
     """Return the run of the model's head, after the features of all samples have been computed."""
     with observer.preparing() as on_progress:
         run = compute_features(
-            inputs.spec, inputs.prepared, inputs.shards, space, precision, observer.on_delivery, on_progress
+            inputs.spec, inputs.prepared, inputs.shards, space, options, observer.on_delivery, on_progress
         )
     observer.say(run.describe())
     content = {
         "layer": run.layer,
-        "precision": precision,
+        "precision": options.precision,
+        "engine": options.engine,
         "num_computed": run.num_computed,
         "elapsed_s": run.elapsed_s,
     }
