@@ -138,7 +138,7 @@ class PlayedGroup:
         self._sent = sent
         return total
 
-    def receive(self, rank: int, max_bytes: int) -> bytes:
+    def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:
         content = self._sent[rank].tobytes()
         if rank == self.size - 1 and (dtype := next(self._passes, "")):
             self._sent, _ = self._sent_in(dtype)
