@@ -16,9 +16,9 @@ from pathlib import Path
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
 from csdctl.worker.protocol.augment import AugmentTrial
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress, PrepareSpec
+from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
-from csdctl.worker.protocol.features import Converted, ConvertSpec, ExtractSpec, SendSpec
+from csdctl.worker.protocol.features import Converted, ConvertSpec, Extracted, ExtractSpec, SendSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     DATA_PREFIX,
@@ -121,7 +121,7 @@ def _extract(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.ingest.extract import extract
 
-    def run(request: str, note: Callable[[PrepareProgress], None]) -> DatasetInfo:
+    def run(request: str, note: Callable[[PrepareProgress], None]) -> Extracted:
         spec = from_json(ExtractSpec, request)
         return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
 

@@ -6,6 +6,7 @@ outputs. The same is computed once.
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -31,10 +32,14 @@ from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_e
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.features import Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import from_json
 
 _MAX_DESCRIPTION_BYTES = 16 << 20
+
+
+Compute = Callable[[Array, Array], tuple[Array, Array]]
+"""Makes of samples and labels, each of shape (n, …), those that are stored."""
 
 
 def extract(
@@ -43,12 +48,46 @@ def extract(
     *,
     limits: IngestLimits = DEFAULT_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
-) -> DatasetInfo:
-    """Run the model over `spec.source`, and store what is kept below `spec.store`; nothing if it is there.
+) -> Extracted:
+    """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
 
-    TensorFlow is loaded only if there is something to compute. An interrupted call is resumed. Raises
-    WorkerError if samples or model cannot be read, or the disk fails.
+    The engine is loaded once, and only if there is something to compute. An interrupted call is resumed.
+    Raises WorkerError if samples or model cannot be read, or the disk fails.
     """
+    load = functools.cache(lambda: _load_computation(spec, load_backend))
+    sources = [spec.source, *spec.others]
+    sizes = [len(PreparedSamples(source)) for source in sources]
+    parts: list[DatasetInfo] = []
+    num_computed = 0
+    for number, source in enumerate(sources):
+        done = _Counter(sum(sizes[:number]), sum(sizes), on_progress)
+        parts.append(_extract(dataclasses.replace(spec, source=source), load, limits, done.note))
+        num_computed += sizes[number] - done.first if done.first is not None else 0
+    return Extracted(tuple(parts), num_computed)
+
+
+@dataclasses.dataclass
+class _Counter:
+    """The progress of one source as that of all."""
+
+    before: int
+    total: int
+    on_progress: Callable[[PrepareProgress], None]
+    first: int | None = None
+    """Samples that were there before; None: all."""
+
+    def note(self, progress: PrepareProgress) -> None:
+        self.first = progress.num_done if self.first is None else self.first
+        self.on_progress(PrepareProgress(self.before + progress.num_done, self.total))
+
+
+def _extract(
+    spec: ExtractSpec,
+    load: Callable[[], Compute],
+    limits: IngestLimits,
+    on_progress: Callable[[PrepareProgress], None],
+) -> DatasetInfo:
+    """Store what is kept of `spec.source`."""
     samples = PreparedSamples(spec.source)
     fingerprint = _fingerprint(spec)
     store = Path(spec.store)
@@ -63,7 +102,7 @@ def extract(
             partial.discard()
             return done
         on_progress(PrepareProgress(partial.record.num_read, len(samples)))
-        compute = _load_computation(spec, load_backend)
+        compute = load()
         partial.declare(*compute(*samples.read(np.arange(0))))
         _check_free_space(spec, partial, len(samples))
         for start in range(partial.record.num_read, len(samples), limits.block_samples):
@@ -80,10 +119,7 @@ def extract(
         raise
 
 
-def _load_computation(
-    spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]
-) -> Callable[[Array, Array], tuple[Array, Array]]:
-    """Return what makes of samples and labels, each of shape (n, …), those that are stored."""
+def _load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
     if spec.results:
         forward = ForwardPass(
             spec.prefix, lambda outputs: to_results(outputs, spec.results), *load_backend(), spec.layer

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from csdctl.worker.protocol.bounds import Between, Count
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 FLOAT32, FLOAT16 = "float32", "float16"
@@ -78,6 +79,17 @@ class ExtractSpec:
     """What is kept of the model's outputs; none: features, beside the samples' labels."""
     layer: str = ""
     """The layer whose output is taken in place of the model's; '' for none."""
+    others: tuple[DatasetSlice, ...] = ()
+    """Further samples: the model is loaded once for all."""
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """What was stored: for `source`, then for each of the `others`."""
+
+    parts: tuple[DatasetInfo, ...]
+    num_computed: Count
+    """Samples that were not there before."""
 
 
 @dataclass(frozen=True)

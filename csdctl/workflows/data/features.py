@@ -20,12 +20,13 @@ from csdctl.transport.answer import Answer
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.transport.session import Session
-from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
+from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
     LITERT,
     Converted,
     ConvertSpec,
+    Extracted,
     ExtractSpec,
     FeatureOptions,
 )
@@ -114,21 +115,23 @@ def compute_features(
         if rank.node in machines
     }
 
-    def on_machine(session: Session) -> RankSpec:
+    num_validation = prepared.validation.num_samples if prepared.validation else 0
+
+    def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
         machine = made[session.name]
         rank = machine.rank
-        return replace(
-            rank,
-            private=machine.extract(rank.private, rank.num_private - rank.num_repeated),
-            public=machine.extract(rank.public, rank.num_public),
+        is_host = session.name == HOST_NAME
+        private, public, validation = machine.extract(
+            (rank.private, rank.num_private - rank.num_repeated),
+            (rank.public, rank.num_public),
+            (spec.validation if is_host else None, num_validation),
         )
+        return replace(rank, private=private, public=public), validation
 
     found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
-    num_validation = prepared.validation.num_samples if prepared.validation else 0
-    validation = made[HOST_NAME].extract(spec.validation, num_validation, "validation")
-    ranks = tuple(found.get(rank.node, rank) for rank in spec.ranks)
+    ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
     return FeatureRun(
-        replace(divided.spec, ranks=ranks, validation=validation),
+        replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
         divided.prepared,
         features.layer,
         features.shape,
@@ -204,33 +207,36 @@ class _Extraction:
     num_computed: int = 0
 
     def extract(
-        self, source: DatasetSlice | None, num_samples: int, name: str | None = None
-    ) -> DatasetSlice | None:
-        """Return the features of `source`; None stays None."""
-        if source is None:
-            return None
-
+        self, *wanted: tuple[DatasetSlice | None, int], name: str | None = None
+    ) -> list[DatasetSlice | None]:
+        """Return the features of each source, given with its number of samples; None stays None."""
+        sources = [(source, count) for source, count in wanted if source is not None]
+        if not sources:
+            return [None for _ in wanted]
         node = self.rank.node
-        first_done: int | None = None
-
-        def note(progress: PrepareProgress) -> None:
-            nonlocal first_done
-            if progress.num_total and first_done is None:
-                first_done = progress.num_done
-            self.on_progress(name or node, progress)
-
-        spec = ExtractSpec(source, FEATURE_STORE, self.prefix, self.rank.runtime)
-        info = watch_worker(
+        first, *others = (source for source, _ in sources)
+        spec = ExtractSpec(first, FEATURE_STORE, self.prefix, self.rank.runtime, others=tuple(others))
+        found = watch_worker(
             self.space.sessions[node],
             self.space.fleet.python_of(node),
             self.prepared.worker.path,
             "extract",
             spec,
-            DatasetInfo,
-            note,
+            Extracted,
+            lambda progress: self.on_progress(name or node, progress),
             doing=_DOING,
         )
-        answer = Answer.parse(to_json(info), node, _DOING)
+        check_parts(found, len(sources), node, _DOING)
+        for info, (_, count) in zip(found.parts, sources, strict=True):
+            self._check(info, count)
+            self.num_samples += count
+        self.num_computed += min(found.num_computed, sum(count for _, count in sources))
+        features = iter(found.parts)
+        return [None if source is None else whole(next(features)) for source, _ in wanted]
+
+    def _check(self, info: DatasetInfo, num_samples: int) -> None:
+        """Raise RemoteCommandError unless these can be the features of that many samples."""
+        answer = Answer.parse(to_json(info), self.rank.node, _DOING)
         check_info(answer, may_be_empty=True)
         expected = (num_samples, self.features.shape, self.prefix.precision)
         if (info.num_samples, info.sample_shape, info.dtype) != expected:
@@ -238,6 +244,11 @@ class _Extraction:
                 f"received {info.num_samples} features of shape {info.sample_shape} and type {info.dtype}, "
                 f"expected {expected[0]} of {expected[1]} and {expected[2]}"
             )
-        self.num_samples += num_samples
-        self.num_computed += 0 if first_done is None else num_samples - first_done
-        return whole(info)
+
+
+def check_parts(found: Extracted, expected: int, node: str, doing: str) -> None:
+    """Raise RemoteCommandError unless a machine has answered for as many sources as it was given."""
+    if len(found.parts) != expected:
+        raise Answer.parse(to_json(found), node, doing).error(
+            f"received {len(found.parts)} data sets, expected {expected}"
+        )

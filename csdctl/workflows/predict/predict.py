@@ -23,10 +23,11 @@ from csdctl.transport.answer import Answer
 from csdctl.transport.many import Outcome, errors_of, run_on_all, values_or_raise
 from csdctl.transport.meter import TrafficClass
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import RESULT_STORE, VALUES, ExtractSpec, ResultRule, SendSpec
+from csdctl.worker.protocol.features import RESULT_STORE, VALUES, Extracted, ExtractSpec, ResultRule, SendSpec
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import Prefix
 from csdctl.workflows.data.deploy import common_files, deploy_files
+from csdctl.workflows.data.features import check_parts
 from csdctl.workflows.data.info_answer import check_info
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.data.prepared_record import load_prepared
@@ -247,9 +248,11 @@ class _Prediction:
                 first_done = progress.num_done
             on_progress(part.label, progress)
 
-        info = watch_worker(
-            session, python, prepared.worker.path, "extract", spec, DatasetInfo, note, doing=_DOING
+        extracted = watch_worker(
+            session, python, prepared.worker.path, "extract", spec, Extracted, note, doing=_DOING
         )
+        check_parts(extracted, 1, part.machine, _DOING)
+        (info,) = extracted.parts
         answer = Answer.parse(to_json(info), part.machine, _DOING)
         check_info(answer, may_be_empty=True)
         dtype = self._check_dtype(info, part, answer)

@@ -79,20 +79,20 @@ def test_killed_twice_stores_each_row_once(source: Path, tmp_path: Path) -> None
     for _ in range(2):
         with pytest.raises(InterruptionError):
             extract(spec, load_backend, limits=SMALL_BLOCKS, on_progress=note)
-    found = extract(spec, load_backend, limits=SMALL_BLOCKS, on_progress=note)
+    (found,) = extract(spec, load_backend, limits=SMALL_BLOCKS, on_progress=note).parts
     assert done == [0, 48, 96, 96, 144, 144, 192, 200]
     scores = np.load(source / "scores.npy")
     assert stored(found)["class"].tolist() == scores.argmax(axis=1).tolist()
     np.testing.assert_allclose(stored(found)["probability"], scores.max(axis=1), rtol=1e-6)
     assert found.label_shape == (0,)  # labels are not a part of results
     # What is stored is found without TensorFlow.
-    assert extract(spec, lambda: pytest.fail("computed again")) == found
+    assert extract(spec, lambda: pytest.fail("computed again")).parts == (found,)
 
 
 def test_other_questions_are_computed_anew(source: Path, tmp_path: Path) -> None:
     store, scores = tmp_path / "store", (ResultRule("", VALUES),)
     specs = [spec_of(source, store), spec_of(source, store, scores), spec_of(source, store, scores, "hidden")]
-    found = [extract(spec, load_backend) for spec in specs]
+    found = [extract(spec, load_backend).parts[0] for spec in specs]
     assert len({info.fingerprint for info in found}) == len(found)
     assert stored(found[1])["value"].shape == (NUM_SAMPLES, 3)
     assert stored(found[2])["value"].shape == (NUM_SAMPLES, 5)
