@@ -50,7 +50,7 @@ def train(
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    run_options = TrainOptions(
+    wanted = TrainOptions(
         Deadlines(start_deadline, silence_deadline),
         max_steps,
         min_nodes,
@@ -65,9 +65,7 @@ def train(
         micro_batches,
     )
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = TrainRequest(
-        loaded, chosen, streams.directory, run_options, plan, batch_size, resume, skip_doctor
-    )
+    request = TrainRequest(loaded, chosen, streams.directory, wanted, plan, batch_size, resume, skip_doctor)
     with TrainingScreen(streams, emulated=chosen.emulated) as screen:
         try:
             screen.finish(run_training(request, screen))
