@@ -7,6 +7,7 @@ thread and four nodes at 22% of a core. Long trainings are extrapolated from the
 asserts no limits.
 """
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -135,6 +136,21 @@ def test_features(project: Path) -> None:
         f"accuracy after one epoch: data-parallel {whole['validation_accuracy']:.4f}, "
         f"features {same['validation_accuracy']:.4f}"
     )
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_feature_engines(project: Path) -> None:
+    """LiteRT takes part where the package ai-edge-litert is installed."""
+    job = write_job(project, "engines", "build")
+    has_litert = importlib.util.find_spec("ai_edge_litert") is not None
+    for engine in ("litert", "keras") if has_litert else ("keras",):
+        report, elapsed_s = train(project, job, "--way", "features", "--feature-engine", engine)
+        manifest = json.loads((project / report["path"] / "manifest.json").read_text())
+        print(
+            f"\nfeatures by {engine}: {manifest['features']['elapsed_s']:.0f} s of {elapsed_s:.0f} s, "
+            f"accuracy {report['validation_accuracy']:.4f}"
+        )
 
 
 @pytest.mark.bench
