@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from csdctl.cli.console import PrintableConsole
@@ -22,7 +23,7 @@ from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.shipping.store import store_bytes
 from csdctl.supervision.links import Links
 from csdctl.supervision.patience import Patience
-from csdctl.supervision.rank_process import OnMessage, RankProcess
+from csdctl.supervision.rank_process import OnMessage, ProcessEnded, RankMessage, RankProcess
 from csdctl.supervision.rank_starter import RankStarter
 from csdctl.supervision.run_setup import RunSetup
 from csdctl.supervision.supervisor import Supervisor
@@ -98,7 +99,7 @@ class SmallRun:
             setup = RunSetup(
                 spec.run_id,
                 NODES,
-                starter.start,
+                partial(self._start, starter),
                 self._do_not_restart,
                 self._start_links,
                 self.run_directory.logs,
@@ -142,8 +143,22 @@ class SmallRun:
             self._joined.add(event.rank)
             if len(self._joined) == len(NODES):  # handled before anything that the hostile rank now prints
                 (self._directory / "training").touch()
-        if isinstance(event, Finished) and event.rank == HOSTILE:
-            (self._directory / "finished").touch()  # rank 0 loses its link
+
+    def _start(self, starter: RankStarter, rank: int, on_message: OnMessage) -> RankProcess:
+        """Start a rank; rank 0 loses its link when the hostile rank has finished and left.
+
+        Not before: nothing orders what two ranks print, and csdctl takes the first reason that it gets.
+        """
+        has_finished = False
+
+        def pass_on(message: RankMessage) -> None:
+            nonlocal has_finished
+            on_message(message)
+            has_finished |= isinstance(message, Finished)
+            if has_finished and isinstance(message, ProcessEnded):
+                (self._directory / "finished").touch()
+
+        return starter.start(rank, pass_on if rank == HOSTILE else on_message)
 
     def _do_not_restart(self, rank: int, on_message: OnMessage) -> RankProcess:
         raise UnreachableError("is away", node=NODES[rank])
