@@ -42,7 +42,7 @@ WayOption = Annotated[
         "--way",
         metavar="WAY",
         help="data-parallel; features: compute the model's frozen part once for each sample, then train its "
-        "head; or split: nodes compute the layers up to --cut, the host the rest.",
+        "head; split: nodes compute the layers up to --cut, the host the rest; or auto: the way of the plan.",
     ),
 ]
 CutOption = Annotated[

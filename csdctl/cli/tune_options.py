@@ -35,6 +35,18 @@ ExploreOption = Annotated[
         "--explore/--no-explore", help="fit: also probe threads and oneDNN, and use the faster settings."
     ),
 ]
+WayOption = Annotated[
+    str,
+    typer.Option(
+        "--way",
+        metavar="WAY",
+        help="fit: compare the ways to train (auto), or plan for one: data-parallel, features or split.",
+    ),
+]
+CutOption = Annotated[
+    str,
+    typer.Option("--cut", metavar="LAYER", help="fit: the last layer of the nodes, for --way split."),
+]
 HostOption = Annotated[
     bool,
     typer.Option(

@@ -104,6 +104,21 @@ class Predicted(Document):
         return self
 
 
+class WayPlan(Document):
+    """A way to train that was compared with the others; seconds are of a whole training."""
+
+    way: str
+    cut: str = ""
+    first_run_s: float | None = None
+    next_run_s: float | None = None
+    epoch_s: float | None = None
+    sample_bytes: float | None = None
+    """What a node sends and receives in an epoch for each of its samples."""
+    is_confirmed: bool = False
+    why_not: str = ""
+    """Why the model cannot be trained so, or why that was not measured."""
+
+
 class Plan(Document):
     """The ranks, rank 0 first, with the measurements they were computed from."""
 
@@ -116,6 +131,12 @@ class Plan(Document):
     num_probes: Annotated[int, Field(ge=0)] = 0
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
+    way: Literal["data-parallel", "features", "split"] = "data-parallel"
+    """What is computed where (docs/how-to/choose-a-way.md)."""
+    cut: str = ""
+    """For `split`: the last layer that nodes compute."""
+    ways: list[WayPlan] = []
+    """What the choice of the way was made from."""
     left_out: list[str] = []
     """Nodes that would cost more time than they save."""
     made_for: PlanFingerprint | None = None

@@ -1,6 +1,7 @@
 """The best plan for a modelled fleet, and the ranks of the plan file; pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.prediction import RankModel, predict
@@ -22,9 +23,38 @@ def choose_plan(
     candidates = list_candidates(model, step_times)
     if not model.is_host_training:
         return find_best(candidates, limits, model.sum_s_of_training, model.overhead_factor)
-    return find_best_ranks(
+    best = find_best_ranks(
         candidates[0], candidates[1:], limits, model.sum_s_of_training, model.overhead_factor
     )
+    host_size = best.batch_sizes.get(HOST_NAME, 0)
+    if host_size <= model.max_host_share * sum(best.batch_sizes.values()):
+        return best
+    return _limit_host(model, limits, candidates)
+
+
+def _limit_host(model: FleetModel, limits: Limits, candidates: Sequence[RankCandidate]) -> BestPlan:
+    """Return the best plan in which the host has no more than its share of the samples, maybe none."""
+    host, *nodes = candidates
+    share = model.max_host_share
+    most = limits.largest_global_batch
+    host_limit = None if most is None else int(share * most)
+    rest = limits
+    if most is not None and host_limit is not None:
+        left = most - host_limit
+        is_exact = limits.global_batch is not None
+        rest = replace(
+            limits, global_batch=left if is_exact else None, max_global_batch=None if is_exact else left
+        )
+    best = find_best(nodes, rest, lambda num_nodes: model.sum_s(num_nodes + 1), model.overhead_factor)
+    size = int(share / (1 - share) * sum(best.batch_sizes.values()))
+    if host_limit is not None:
+        size = host_limit if limits.global_batch else min(size, host_limit)
+    if not size:
+        return best
+    sizes = {host.node: size, **best.batch_sizes}
+    members = [RankModel(one.node, one.step_time) for one in candidates if one.node in sizes]
+    prediction = predict(members, [*sizes.values()], model.sum_s(len(sizes)), model.overhead_factor)
+    return BestPlan(sizes, prediction, best.left_out)
 
 
 def choose_class_sizes(

@@ -30,6 +30,7 @@ from csdctl.worker.protocol.json_codec import (
 )
 from csdctl.worker.protocol.looks import LookSpec
 from csdctl.worker.protocol.model_info import BuildSpec
+from csdctl.worker.protocol.parts import PartsSpec, PartTimes
 from csdctl.worker.protocol.probe import ProbeSpec
 from csdctl.worker.protocol.run_spec import RunSpec
 
@@ -46,6 +47,7 @@ def main(arguments: list[str]) -> int:
     commands.add_parser("send")
     convert = commands.add_parser("convert")
     convert.add_argument("--spec", required=True)
+    commands.add_parser("parts")
     augment = commands.add_parser("augment")
     augment.add_argument("--spec", required=True)
     commands.add_parser("look")
@@ -81,6 +83,7 @@ def main(arguments: list[str]) -> int:
         "extract": _extract,
         "send": _send,
         "convert": _convert,
+        "parts": _time_parts,
         "augment": _augment,
         "look": _look,
         "find-data": _find_data,
@@ -135,6 +138,17 @@ def _convert(options: argparse.Namespace) -> int:
     spec = from_json(ConvertSpec, options.spec)
     print_answer(Converted(convert(spec.part, Path(spec.output), *load_backend())))
     return 0
+
+
+def _time_parts(_: argparse.Namespace) -> int:
+    from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.compute.parts import time_parts
+
+    def run(request: str, _: Callable[[PrepareProgress], None]) -> PartTimes:
+        spec = from_json(PartsSpec, request)
+        return time_parts(spec, *load_backend(spec.runtime))
+
+    return _report_progress("timing the model's parts", run)
 
 
 def _send(_: argparse.Namespace) -> int:

@@ -23,7 +23,7 @@ def train(
     min_nodes: options.MinNodesOption = 1,
     rebalance: options.RebalanceOption = True,
     collective: options.CollectiveOption = "auto",
-    way: options.WayOption = "data-parallel",
+    way: options.WayOption = "auto",
     feature_precision: options.FeaturePrecisionOption = "float32",
     feature_engine: options.FeatureEngineOption = "keras",
     cut: options.CutOption = "",

@@ -25,6 +25,8 @@ def tune(
     fresh: options.FreshOption = False,
     explore: options.ExploreOption = True,
     host: options.HostOption = True,
+    way: options.WayOption = "auto",
+    cut: options.CutOption = "",
     probe_seconds: options.ProbeSecondsOption = 1.0,
     batch_sizes: options.BatchSizesOption = options.DEFAULT_BATCH_SIZE_LIST,
     step_divisor: options.StepDivisorOption = DEFAULT_STEP_DIVISOR,
@@ -52,6 +54,8 @@ def tune(
         step_divisor=step_divisor,
         margin_scale=margin_scale,
         probe_duration_s=probe_seconds,
+        way=way,
+        cut=cut,
     )
     chosen = choose_fleet(fleet, limit, exclude)
     saved = tune_job(load_job(job), chosen, streams.directory, tune_options, TuningScreen(streams))

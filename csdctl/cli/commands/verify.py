@@ -27,7 +27,7 @@ def verify(
             "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
         ),
     ] = None,
-    way: WayOption = "data-parallel",
+    way: WayOption = "auto",
     cut: CutOption = "",
     micro_batches: MicroBatchesOption = 4,
     limit: LimitOption = None,

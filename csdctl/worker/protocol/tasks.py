@@ -3,11 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-TRAIN, SPLIT, TRIAL = "train", "split", "trial"
+TRAIN, SPLIT = "train", "split"
+TRIAL, SPLIT_TRIAL = "trial", "split-trial"
 VERIFY, VERIFY_SPLIT = "verify", "verify-split"
 """The tasks of csdctl itself; the worker's registry (tasks/registry.py) has their implementations."""
 
-JOINING = (TRAIN, SPLIT, TRIAL)
+JOINING = (TRAIN, SPLIT, TRIAL, SPLIT_TRIAL)
 """Tasks whose ranks report `Joined` before they report anything else of a group."""
 
 ELEMENT_SPEC = "element_spec"

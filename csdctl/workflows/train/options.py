@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
+from csdctl.tuning.plan import Plan
+from csdctl.tuning.ways import SPLIT, WAYS
 from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -13,10 +15,8 @@ from csdctl.worker.protocol.run_spec import SplitSpec
 MEASURED = "auto"
 """The ranks measure which collective is faster."""
 COLLECTIVES = (MEASURED, *COLLECTIVE_NAMES)
-DATA_PARALLEL, FEATURES, SPLIT = "data-parallel", "features", "split"
-WAYS = (DATA_PARALLEL, FEATURES, SPLIT)
-"""Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
-part of the model before a cut, and the host the rest."""
+AUTO = "auto"
+"""The way that the plan names: `tune` has compared them."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class TrainOptions:
     """How gradients are summed, as `csdctl train --collective`."""
     callbacks: tuple[Callback, ...] = ()
     """Called with every event of the run, in threads of their own."""
-    way: str = DATA_PARALLEL
-    """What is computed where: one of WAYS."""
+    way: str = AUTO
+    """What is computed where: one of WAYS, or AUTO."""
     features: FeatureOptions = field(default_factory=FeatureOptions)
     """For `features`."""
     cut: str = ""
@@ -53,11 +53,7 @@ class TrainOptions:
                 f"unknown collective {self.collective!r}", remedy=f"one of {', '.join(COLLECTIVES)}"
             )
         check_way(self.way)
-        if self.cut and self.way != SPLIT:
-            raise InputError(
-                f"--cut {self.cut} divides the model, which --way {self.way} does not",
-                remedy="add --way split",
-            )
+        check_cut(self.way, self.cut)
         check_features(self.features)
         for callback in self.callbacks:
             if not callable(callback):
@@ -75,9 +71,24 @@ class TrainOptions:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
 
 
+def choose_planned_way(way: str, cut: str, plan: Plan) -> tuple[str, str]:
+    """Return way and cut that were asked for; where none was, those of `plan`."""
+    if way == AUTO:
+        return plan.way, plan.cut
+    return way, cut or (plan.cut if plan.way == way else "")
+
+
 def check_way(way: str) -> None:
     """Raise InputError unless csdctl can train in this way."""
-    _check_choice("way", way, WAYS)
+    _check_choice("way", way, (AUTO, *WAYS))
+
+
+def check_cut(way: str, cut: str) -> None:
+    """Raise InputError for a cut with a way that divides no model."""
+    if cut and way != SPLIT:
+        raise InputError(
+            f"--cut {cut} divides the model, which --way {way} does not", remedy="add --way split"
+        )
 
 
 def check_features(options: FeatureOptions) -> None:

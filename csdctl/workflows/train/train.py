@@ -19,6 +19,7 @@ from csdctl.shipping.deliver import Delivery
 from csdctl.supervision.event_callbacks import EventCallbacks
 from csdctl.supervision.supervisor import USER
 from csdctl.tuning.plan import Plan
+from csdctl.tuning.ways import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
@@ -26,7 +27,7 @@ from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import compute_features
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
-from csdctl.workflows.train.options import FEATURES, SPLIT, TrainOptions
+from csdctl.workflows.train.options import TrainOptions, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_manifest, build_spec
@@ -82,10 +83,11 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    if options.way == SPLIT:
-        spec = use_split(spec, job, prepared, options.cut, options.num_micro_batches)
+    way, cut = choose_planned_way(options.way, options.cut, plan)
+    if way == SPLIT:
+        spec = use_split(spec, job, prepared, cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)
-    if options.way == FEATURES:
+    if way == FEATURES:
         inputs = use_features(inputs, space, options.features, observer)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)

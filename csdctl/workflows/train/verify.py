@@ -11,6 +11,7 @@ from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
+from csdctl.tuning.ways import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event, Verified
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -18,7 +19,7 @@ from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import divide
 from csdctl.workflows.data.prepare import Prepared
-from csdctl.workflows.train.options import DATA_PARALLEL, FEATURES, SPLIT, TrainOptions, check_way
+from csdctl.workflows.train.options import AUTO, TrainOptions, check_cut, check_way, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
@@ -40,7 +41,7 @@ class VerifyRequest:
     directory: Path
     plan_path: Path | None = None
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
-    way: str = DATA_PARALLEL
+    way: str = AUTO
     cut: str = ""
     num_micro_batches: int = SplitSpec.num_micro_batches
 
@@ -57,6 +58,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
     """Prepare what is missing and compare one step; raises InputError, RunError or DeadlineError."""
     find_mpirun()
     check_way(request.way)
+    check_cut(request.way, request.cut)
     job = request.job
     with open_workspace(
         request.directory, request.fleet, "verify", is_locking=True, say=observer.say
@@ -95,11 +97,12 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: 
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = build_spec(run, job, plan, placed, prepared, shards, space)
     spec = dataclasses.replace(spec, validation=None, task=TaskSpec(VERIFY), num_checkpoints=0)
-    if request.way == SPLIT:
-        spec = use_split(spec, job, prepared, request.cut, request.num_micro_batches)
+    way, cut = choose_planned_way(request.way, request.cut, plan)
+    if way == SPLIT:
+        spec = use_split(spec, job, prepared, cut, request.num_micro_batches)
         spec = dataclasses.replace(spec, task=TaskSpec(VERIFY_SPLIT))
     inputs = RunInputs(run, spec, prepared, shards)
-    if request.way == FEATURES:
+    if way == FEATURES:
         inputs = _of_head(inputs, list(space.fleet.machines))
     results: list[Verified] = []
 

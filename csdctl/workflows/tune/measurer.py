@@ -83,6 +83,11 @@ class FleetMeasurer:
         """Seconds spent on probes, sums and trials so far."""
         return self._sums_s + self._rounds.measuring_s + self._trials_s
 
+    @property
+    def start_s(self) -> float:
+        """The longest time in which TensorFlow has started on the machines; 0: it was not started."""
+        return self._rounds.start_s
+
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
         space = self._space

@@ -82,6 +82,8 @@ class ProbeRounds:
         """What a machine computes while others are measured."""
         self.num_probes = 0
         self.measuring_s = 0.0
+        self.start_s = 0.0
+        """The longest time in which TensorFlow has started on the machines."""
 
     def __enter__(self) -> "ProbeRounds":
         return self
@@ -191,7 +193,9 @@ class ProbeRounds:
         if not waiting:
             return
         self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
+        started = time.monotonic()
         list(self._pool.map(Prober.start, waiting))
+        self.start_s = max(self.start_s, time.monotonic() - started)
 
 
 def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:

@@ -17,8 +17,8 @@ from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
 from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
-from csdctl.worker.protocol.run_spec import RankSpec, RunSpec
-from csdctl.worker.protocol.tasks import ELEMENT_SPEC, TRIAL, TaskSpec
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
+from csdctl.worker.protocol.tasks import ELEMENT_SPEC, SPLIT_TRIAL, TRIAL, TaskSpec
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
@@ -37,8 +37,11 @@ def run_trial(
     space: Workspace,
     num_steps: int,
     attach: Mapping[str, AttachRank] | None = None,
+    split: SplitSpec | None = None,
 ) -> TrialResult:
     """Take `num_steps` steps; machines in `attach` use a process that is already running.
+
+    `split`: where the model is cut in two, if it is.
 
     Raises what `train` raises, and KeyboardInterrupt when it is stopped.
     """
@@ -67,7 +70,11 @@ def run_trial(
         is_balanced=False,
         progress_interval_s=progress_interval_s(len(ranks)),
         noise=job.noise,
-        task=TaskSpec(TRIAL, {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)}),
+        task=TaskSpec(
+            SPLIT_TRIAL if split else TRIAL,
+            {ELEMENT_SPEC: dataclasses.asdict(prepared.public.element_spec)},
+        ),
+        split=split,
     )
     events: list[Event] = []
     options = TrainOptions(min_nodes=len(ranks) - 1)

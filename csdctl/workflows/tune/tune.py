@@ -1,7 +1,7 @@
 """`tune`: measure on the machines and save a plan, by Algorithm 1 or by the fit method."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
 from csdctl.workflows.tune.probing import OnProbes
 from csdctl.workflows.tune.stannis import tune_by_algorithm_1
+from csdctl.workflows.tune.ways import WayChooser, WayRequest
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -104,6 +105,7 @@ def tune_by_fit(
             is_host_training=options.is_host_training,
         )
         model = measurements.recall_fleet(required=list(prepared.private))
+        model = replace(model, max_host_share=_public_share(prepared))
         settings = {name: model.class_of(name).settings for name in model.machines}
         with FleetMeasurer(job, prepared, space, settings, on_probes, say) as measurer:
             tuner = FitTuner(
@@ -111,7 +113,7 @@ def tune_by_fit(
             )
             tuned = tuner.tune(model)
     gain = predict_gain(tuned.model, limits, tuned.tried.best.batch_sizes)
-    return Plan(
+    plan = Plan(
         job=job.name,
         job_fingerprint=job.fingerprint(),
         method=FIT,
@@ -123,6 +125,16 @@ def tune_by_fit(
         left_out=list(tuned.tried.best.left_out),
         ranks=measured_ranks(tuned.tried),
     )
+    if not options.is_host_training or len(plan.ranks) == 1:
+        return plan
+    chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, measurer.start_s, say)
+    return chooser.choose(WayRequest(options.way, options.cut))
+
+
+def _public_share(prepared: Prepared) -> float:
+    """Return the share of all samples that are public."""
+    num_private = sum(info.num_samples for info in prepared.private.values())
+    return prepared.public.num_samples / ((prepared.public.num_samples + num_private) or 1)
 
 
 def _limits(given: Limits, job: Job, prepared: Prepared) -> Limits:

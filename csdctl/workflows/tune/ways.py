@@ -1,0 +1,375 @@
+"""The choice of the way to train: compare what is possible, time the parts of the model, try the split."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from csdctl.errors import CsdctlError, InputError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.job.model import Job
+from csdctl.notify import Say
+from csdctl.reporting.numbers import format_seconds
+from csdctl.shipping.worker_calls import watch_worker
+from csdctl.tuning.fleet_model import FleetModel
+from csdctl.tuning.measurements import NUMBER_BYTES
+from csdctl.tuning.observations import TrialResult
+from csdctl.tuning.plan import Plan, Predicted, RankPlan, WayPlan
+from csdctl.tuning.search import Limits
+from csdctl.tuning.ways import (
+    DATA_PARALLEL,
+    FEATURES,
+    MEASURED_BATCH,
+    SPLIT,
+    Machines,
+    Shares,
+    WayForecast,
+    Workload,
+    choose_way,
+    confirm,
+    forecast_data_parallel,
+    forecast_features,
+    forecast_split,
+    split_step_s,
+)
+from csdctl.worker.protocol.model_info import CutInfo
+from csdctl.worker.protocol.parts import PartsSpec, PartTimes
+from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
+from csdctl.workflows.data.features import find_features
+from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.options import AUTO
+from csdctl.workflows.train.split import check_job, find_cut
+from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.workspace.workspace import Workspace
+
+MAX_CUTS = 5
+"""Cuts whose parts are timed: those that FLOPs promise most of."""
+BACKWARD_SHARE = 2 / 3
+"""Of the FLOPs of forward and backward pass."""
+TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
+
+
+@dataclass(frozen=True)
+class WayRequest:
+    """Which ways to compare."""
+
+    way: str = AUTO
+    """AUTO, or the only one."""
+    cut: str = ""
+    """With SPLIT: the only cut."""
+
+
+@dataclass(frozen=True)
+class WayChooser:
+    """Compares the ways to train one job with the plan `plan` for whole models."""
+
+    job: Job
+    prepared: Prepared
+    space: Workspace
+    plan: Plan
+    model: FleetModel
+    limits: Limits
+    start_s: float
+    """Until TensorFlow has started on all machines."""
+    say: Say
+
+    def choose(self, request: WayRequest) -> Plan:
+        """Return the plan with the way to train that takes the least time.
+
+        Raises InputError for a way that the job or the model does not allow, if it is the only one asked for.
+        """
+        if request.way == DATA_PARALLEL:
+            return self.plan
+        impossible: dict[str, str] = {}
+        feature_layer = ""
+        cuts: tuple[CutInfo, ...] = ()
+        if request.way in (AUTO, FEATURES):
+            feature_layer = self._find_feature_layer(request, impossible)
+        if request.way in (AUTO, SPLIT):
+            cuts = self._find_cuts(request, impossible)
+        if not feature_layer and not cuts:
+            return self._with_ways(self.plan, [], impossible)
+        times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
+        found = self._forecast(times, feature_layer, cuts)
+        chosen = self._choose(found, request)
+        if chosen.way == SPLIT:
+            return self._try_split(chosen, found, times, request, impossible)
+        return self._with_ways(self._follow(chosen), found, impossible)
+
+    def _find_feature_layer(self, request: WayRequest, impossible: dict[str, str]) -> str:
+        try:
+            return find_features(self.prepared).layer
+        except InputError as error:
+            if request.way == FEATURES:
+                raise
+            impossible[FEATURES] = error.message
+            return ""
+
+    def _find_cuts(self, request: WayRequest, impossible: dict[str, str]) -> tuple[CutInfo, ...]:
+        """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
+        info = self.prepared.model.info
+        try:
+            check_job(self.job)
+            if request.cut or not info.cuts:
+                return (find_cut(info, request.cut),)
+        except InputError as error:
+            if request.way == SPLIT:
+                raise
+            impossible[SPLIT] = error.message
+            return ()
+        whole = self._forecast_whole(0.0)
+        promised = {}
+        for cut in info.cuts:
+            shares = _shares_by_flops(cut, info.num_operations)
+            if shares and (found := self._forecast_split(shares)):
+                promised[cut.layer] = found.epoch_s
+        cuts = sorted(
+            (cut for cut in info.cuts if cut.layer in promised), key=lambda cut: promised[cut.layer]
+        )
+        if request.way == AUTO:
+            cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
+        if not cuts:
+            impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
+            if request.way == SPLIT:
+                raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
+        return tuple(cuts[:MAX_CUTS])
+
+    @property
+    def _work(self) -> Workload:
+        prepared = self.prepared
+        return Workload(
+            prepared.public.num_samples,
+            {name: info.num_samples for name, info in prepared.private.items()},
+            prepared.validation.num_samples if prepared.validation else 0,
+            prepared.recipe.epochs,
+            self.job.is_repeating,
+        )
+
+    @property
+    def _machines(self) -> Machines:
+        """The machines of the plan, as they compute together."""
+        model, num_ranks = self.model, len(self.plan.ranks)
+        known = model.machine_step_times()
+        host = known.get(HOST_NAME)
+        times = {} if host is None else {HOST_NAME: host.scaled(model.overhead_factor)}
+        nodes = [rank.node for rank in self.plan.ranks if rank.node in known and rank.node != HOST_NAME]
+        times |= {name: known[name].scaled(model.overhead_factor) for name in nodes}
+        cost = model.collective_cost
+        others = max(1, num_ranks - 1)
+        return Machines(
+            times,
+            lambda num_bytes: cost.at(num_bytes, num_ranks),
+            # A sum moves each rank's vector to the host and the result back.
+            (cost.per_byte_s + cost.per_rank_byte_s * others) / (2 * others),
+            self.start_s,
+            tuple(self.prepared.private),
+        )
+
+    def _forecast_whole(self, evaluation_share: float) -> WayForecast:
+        predicted = self.plan.predicted
+        assert predicted is not None
+        compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
+        communication_s = predicted.step_s * predicted.communication_share
+        return forecast_data_parallel(
+            {rank.node: rank.batch_size for rank in self.plan.ranks},
+            compute_s,
+            communication_s,
+            self._machines,
+            self._work,
+            vector_bytes=self.model.vector_bytes,
+            evaluation_share=evaluation_share,
+        )
+
+    def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> WayForecast | None:
+        return forecast_split(
+            shares, self._machines, self._work, self.limits, evaluation_share=evaluation_share
+        )
+
+    def _time_parts(self, feature_layer: str, cuts: Sequence[str]) -> PartTimes:
+        prepared, model = self.prepared, self.prepared.model
+        prefix = None
+        if feature_layer:
+            architecture, weights, *_ = model.parts
+            prefix = Prefix(
+                architecture.path, weights.path, prepared.recipe.input_range, code=model.user_code
+            )
+        layers = tuple(dict.fromkeys([*([feature_layer] if feature_layer else []), *cuts]))
+        self.say(f"timing parts of the model on the host: {', '.join(layers)}")
+        host = self.plan.ranks[0]
+        spec = PartsSpec(
+            model.architecture.path,
+            model.weights.path,
+            prepared.recipe,
+            host.runtime,
+            prepared.public.element_spec,
+            MEASURED_BATCH,
+            layers,
+            prefix,
+            model.user_code,
+        )
+        return watch_worker(
+            self.space.sessions[HOST_NAME],
+            sys.executable,
+            prepared.worker.path,
+            "parts",
+            spec,
+            PartTimes,
+            lambda _: None,
+            doing="timing the model's parts",
+        )
+
+    def _forecast(self, times: PartTimes, feature_layer: str, cuts: Sequence[CutInfo]) -> list[WayForecast]:
+        """Return the forecasts of all ways, whole models first."""
+        evaluation = times.evaluation_s / times.step_s
+        whole = self._forecast_whole(evaluation)
+        found = [whole]
+        shares = _measured_shares(times, self.prepared.model.info.cuts)
+        if feature_layer:
+            of_head = replace(shares[feature_layer], vector_bytes=self.model.vector_bytes)
+            share = times.features_s / times.step_s
+            found.append(forecast_features(whole, of_head, share, self._machines, self._work))
+        for cut in cuts:
+            if split := self._forecast_split(shares[cut.layer], evaluation):
+                found.append(split)
+        return found
+
+    def _choose(self, found: Sequence[WayForecast], request: WayRequest) -> WayForecast:
+        if request.way == AUTO:
+            return choose_way(found)
+        asked_for = [one for one in found if one.way == request.way]
+        if not asked_for:
+            raise InputError(
+                f"no batch sizes for --way {request.way} satisfy the limits", remedy="give other limits"
+            )
+        return min(asked_for, key=lambda one: one.first_run_s)
+
+    def _follow(self, chosen: WayForecast) -> Plan:
+        """Return the plan with the way and the batch sizes that were chosen."""
+        if chosen.way != SPLIT:
+            return self.plan.model_copy(update={"way": chosen.way})
+        times = self._machines.step_times
+        by_name = {rank.node: rank for rank in self.plan.ranks}
+        ranks = [
+            by_name[name].model_copy(
+                update={
+                    "batch_size": size,
+                    "step_time_s": round(times[name].at(size), 6) if size else None,
+                    "samples_per_s": round(size / times[name].at(size), 2) if size else None,
+                }
+            )
+            for name, size in chosen.batch_sizes.items()
+        ]
+        return self.plan.model_copy(update={"way": SPLIT, "cut": chosen.cut, "ranks": ranks})
+
+    def _try_split(
+        self,
+        chosen: WayForecast,
+        found: list[WayForecast],
+        times: PartTimes,
+        request: WayRequest,
+        impossible: dict[str, str],
+    ) -> Plan:
+        """Take steps with the split model; return the plan of the way that then takes the least time."""
+        plan = self._follow(chosen)
+        shares = _measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
+        expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
+        num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
+        self.say(f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks")
+        try:
+            result = run_trial(
+                self.job,
+                plan.ranks,
+                self.prepared,
+                self.space,
+                num_steps,
+                split=SplitSpec(chosen.cut),
+            )
+        except CsdctlError as error:
+            if request.way == SPLIT:
+                raise
+            impossible[SPLIT] = f"the trial failed: {error.message}"
+            rest = [one for one in found if one.way != SPLIT]
+            return self._with_ways(self._follow(choose_way(rest)), rest, impossible)
+        ratio = result.step_s / expected_s
+        self.say(
+            f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
+            f"{result.samples_per_s:.1f} samples/s"
+        )
+        tried = confirm(chosen, ratio, self._machines, self._work)
+        others = [confirm_like(one, ratio, self._machines, self._work) for one in found if one is not chosen]
+        final = tried if request.way == SPLIT else choose_way([*others, tried])
+        listed = sorted([*others, tried], key=lambda one: one.way != DATA_PARALLEL)
+        if final is tried:
+            plan = plan.model_copy(update={"predicted": _predicted(plan.ranks, result)})
+            return self._with_ways(plan, listed, impossible)
+        chosen_whole = final if final.way != SPLIT else listed[0]
+        return self._with_ways(self._follow(chosen_whole), listed, impossible)
+
+    def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[str, str]) -> Plan:
+        ways = [
+            WayPlan(
+                way=one.way,
+                cut=one.cut,
+                epoch_s=round(one.epoch_s, 3),
+                first_run_s=round(one.first_run_s, 3),
+                next_run_s=round(one.next_run_s, 3),
+                sample_bytes=round(one.sample_bytes, 1),
+                is_confirmed=one.is_confirmed,
+            )
+            for one in found
+        ]
+        ways += [WayPlan(way=way, why_not=why) for way, why in impossible.items()]
+        return plan.model_copy(update={"ways": ways})
+
+
+def confirm_like(one: WayForecast, ratio: float, machines: Machines, work: Workload) -> WayForecast:
+    """Return the forecast of another cut with what the trial of one has shown; other ways are unchanged."""
+    if one.way != SPLIT:
+        return one
+    return replace(confirm(one, ratio, machines, work), is_confirmed=False)
+
+
+def _shares_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
+    """Return the parts of a step by their FLOPs; None where these, or the cut's bytes, are not known."""
+    if not num_operations or not cut.num_bytes or not cut.num_operations:
+        return None
+    before = cut.num_operations / num_operations
+    return Shares(
+        cut.layer,
+        before * (1 - BACKWARD_SHARE),
+        before * BACKWARD_SHARE,
+        1 - before,
+        cut.num_bytes,
+        NUMBER_BYTES * cut.num_trainable,
+    )
+
+
+def _measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shares]:
+    """Return the parts of a step by the layer of the cut."""
+    known = {cut.layer: cut for cut in cuts}
+    return {
+        part.layer: Shares(
+            part.layer,
+            part.forward_s / times.step_s,
+            part.backward_s / times.step_s,
+            part.head_s / times.step_s,
+            known[part.layer].num_bytes if part.layer in known else 0,
+            NUMBER_BYTES * known[part.layer].num_trainable if part.layer in known else 0,
+        )
+        for part in times.cuts
+    }
+
+
+def _predicted(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:
+    """Return the prediction of a split from its trial."""
+    compute_s = sum(result.compute_s) / (len(ranks) * result.step_s)
+    slowest = max(result.compute_s) / result.step_s
+    return Predicted(
+        global_batch=sum(rank.batch_size for rank in ranks),
+        batch_sizes=[rank.batch_size for rank in ranks],
+        step_s=round(result.step_s, 6),
+        samples_per_s=round(result.samples_per_s, 2),
+        compute_share=round(compute_s, 4),
+        imbalance_share=round(max(0.0, slowest - compute_s), 4),
+        communication_share=round(max(0.0, 1 - max(slowest, compute_s)), 4),
+        is_confirmed=True,
+    )
