@@ -132,7 +132,7 @@ class Plan(Document):
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
     way: Literal["data-parallel", "features", "split"] = "data-parallel"
-    """What is computed where (docs/how-to/choose-a-way.md)."""
+    """What is computed where (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
     ways: list[WayPlan] = []

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
 from csdctl.placement.equation1 import Placed, RankLoad, place_shards, steps_per_epoch
+from csdctl.tuning.model_parts import MEASURED_BATCH, Shares
 from csdctl.tuning.search import Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -21,8 +22,6 @@ WAYS = (DATA_PARALLEL, FEATURES, SPLIT)
 part of the model before a cut, and the host the rest."""
 MIN_GAIN = 0.05
 """Another way than data-parallel is taken when the training takes less time by at least this share."""
-MEASURED_BATCH = 32
-"""The batch size at which parts are timed."""
 HOST_SHARES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5)
 """Shares of a step's samples that the host may have of its own when the model is split."""
 
@@ -36,27 +35,6 @@ class Workload:
     num_validation: int
     epochs: int
     is_repeating: bool = False
-
-
-@dataclass(frozen=True)
-class Shares:
-    """Parts of a model's step with the model cut behind `layer`, as shares of the time of the whole step."""
-
-    layer: str
-    forward: float
-    """Of the prefix."""
-    backward: float
-    """Of the prefix."""
-    head: float
-    cut_bytes: int = 0
-    """Of one sample's activations."""
-    vector_bytes: int = 0
-    """Of the prefix's part of the vector that is summed."""
-
-    @property
-    def prefix(self) -> float:
-        """Forward and backward pass of the prefix."""
-        return self.forward + self.backward
 
 
 @dataclass(frozen=True)
@@ -261,6 +239,13 @@ def confirm(forecast: WayForecast, ratio: float, machines: Machines, work: Workl
     epoch_s = forecast.epoch_s * ratio
     whole_s = machines.start_s + work.epochs * epoch_s
     return replace(forecast, epoch_s=epoch_s, first_run_s=whole_s, next_run_s=whole_s, is_confirmed=True)
+
+
+def confirm_cut(one: WayForecast, ratio: float, machines: Machines, work: Workload) -> WayForecast:
+    """Return the forecast of another cut with what the trial of one has shown; other ways are unchanged."""
+    if one.way != SPLIT:
+        return one
+    return replace(confirm(one, ratio, machines, work), is_confirmed=False)
 
 
 def _split_sizes(

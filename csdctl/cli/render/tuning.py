@@ -8,15 +8,15 @@ from rich.table import Table
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
-from csdctl.tuning.plan import Plan, RankPlan, WayPlan
+from csdctl.tuning.plan import Plan, RankPlan
 from csdctl.tuning.ways import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.probe import ProbeResult
 
 SCHEMA = "csdctl.tune/1"
 LEAVES = {
-    DATA_PARALLEL: "gradients",
-    FEATURES: "gradients of the head",
-    SPLIT: "activations, labels, gradients",
+    DATA_PARALLEL: "sums of gradients",
+    FEATURES: "sums of gradients of the head",
+    SPLIT: "activations and labels of its samples, and sums of gradients",
 }
 
 
@@ -73,29 +73,27 @@ def _render_ways(console: PrintableConsole, plan: Plan) -> None:
     if len(compared) > 1:
         table = Table(title="ways to train", title_justify="left", title_style="bold")
         table.add_column("way")
-        for column in ("first run", "next run", "epoch", "bytes a sample"):
+        table.add_column("cut")
+        for column in ("first run", "next runs", "epoch", "sent/sample"):
             table.add_column(column, justify="right")
-        table.add_column("leaves a node")
         table.add_column("")
         for way in compared:
             is_chosen = (way.way, way.cut if way.way == "split" else "") == (plan.way, plan.cut)
             table.add_row(
-                _name_way(way),
+                way.way,
+                way.cut,
                 format_seconds(way.first_run_s),
                 format_seconds(way.next_run_s),
                 format_seconds(way.epoch_s),
-                format_bytes(None if way.sample_bytes is None else round(way.sample_bytes)),
-                LEAVES[way.way],
-                ("chosen, " if is_chosen else "") + ("from a trial" if way.is_confirmed else "forecast"),
+                format_bytes(way.sample_bytes),
+                "tried" if way.is_confirmed else "forecast",
+                style="bold" if is_chosen else "",
             )
         console.print(table)
-    for way in plan.ways:
-        if way.why_not:
-            console.print(f"not {way.way}: {way.why_not}", soft_wrap=True)
-
-
-def _name_way(way: WayPlan) -> str:
-    return f"{way.way} behind {way.cut}" if way.cut else way.way
+        cut = f" behind {plan.cut}" if plan.cut else ""
+        console.print(f"way: {plan.way}{cut}; a node sends {LEAVES[plan.way]}", soft_wrap=True)
+    if impossible := [way.way for way in plan.ways if way.why_not]:
+        console.print(f"not compared: {', '.join(impossible)} (`ways` in the plan says why)", soft_wrap=True)
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:

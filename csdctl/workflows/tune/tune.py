@@ -28,7 +28,7 @@ from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
 from csdctl.workflows.tune.probing import OnProbes
 from csdctl.workflows.tune.stannis import tune_by_algorithm_1
-from csdctl.workflows.tune.ways import WayChooser, WayRequest
+from csdctl.workflows.tune.ways import WayChooser, WayRequest, check_possible
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 
@@ -72,6 +72,7 @@ def tune(
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
+    check_possible(WayRequest(options.way, options.cut), job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
     return complete_plan(tune_by_method(job, prepared, space, options, say, on_probes), job, space.facts)
 

@@ -11,21 +11,26 @@ from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
 from csdctl.shipping.worker_calls import watch_worker
 from csdctl.tuning.fleet_model import FleetModel
-from csdctl.tuning.measurements import NUMBER_BYTES
+from csdctl.tuning.model_parts import (
+    MEASURED_BATCH,
+    Shares,
+    measured_shares,
+    share_by_flops,
+    spread_cuts,
+)
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import Plan, Predicted, RankPlan, WayPlan
 from csdctl.tuning.search import Limits
 from csdctl.tuning.ways import (
     DATA_PARALLEL,
     FEATURES,
-    MEASURED_BATCH,
     SPLIT,
     Machines,
-    Shares,
     WayForecast,
     Workload,
     choose_way,
     confirm,
+    confirm_cut,
     forecast_data_parallel,
     forecast_features,
     forecast_split,
@@ -43,8 +48,6 @@ from csdctl.workflows.workspace.workspace import Workspace
 
 MAX_CUTS = 5
 """Cuts whose parts are timed: those that FLOPs promise most of."""
-BACKWARD_SHARE = 2 / 3
-"""Of the FLOPs of forward and backward pass."""
 TRIAL_S, MIN_STEPS, MAX_STEPS = 8.0, 4, 200
 
 
@@ -56,6 +59,17 @@ class WayRequest:
     """AUTO, or the only one."""
     cut: str = ""
     """With SPLIT: the only cut."""
+
+
+def check_possible(request: WayRequest, job: Job, prepared: Prepared) -> None:
+    """Raise InputError if only one way is asked for, and the job or the model does not allow it."""
+    info = prepared.model.info
+    if request.way == FEATURES:
+        find_features(prepared)
+    elif request.way == SPLIT:
+        check_job(job)
+        if request.cut or not info.cuts:
+            find_cut(info, request.cut)
 
 
 @dataclass(frozen=True)
@@ -75,7 +89,7 @@ class WayChooser:
     def choose(self, request: WayRequest) -> Plan:
         """Return the plan with the way to train that takes the least time.
 
-        Raises InputError for a way that the job or the model does not allow, if it is the only one asked for.
+        `request` is one that `check_possible` has passed. Raises InputError when no batch sizes are possible.
         """
         if request.way == DATA_PARALLEL:
             return self.plan
@@ -83,7 +97,7 @@ class WayChooser:
         feature_layer = ""
         cuts: tuple[CutInfo, ...] = ()
         if request.way in (AUTO, FEATURES):
-            feature_layer = self._find_feature_layer(request, impossible)
+            feature_layer = self._find_feature_layer(impossible)
         if request.way in (AUTO, SPLIT):
             cuts = self._find_cuts(request, impossible)
         if not feature_layer and not cuts:
@@ -95,12 +109,10 @@ class WayChooser:
             return self._try_split(chosen, found, times, request, impossible)
         return self._with_ways(self._follow(chosen), found, impossible)
 
-    def _find_feature_layer(self, request: WayRequest, impossible: dict[str, str]) -> str:
+    def _find_feature_layer(self, impossible: dict[str, str]) -> str:
         try:
             return find_features(self.prepared).layer
         except InputError as error:
-            if request.way == FEATURES:
-                raise
             impossible[FEATURES] = error.message
             return ""
 
@@ -112,14 +124,12 @@ class WayChooser:
             if request.cut or not info.cuts:
                 return (find_cut(info, request.cut),)
         except InputError as error:
-            if request.way == SPLIT:
-                raise
             impossible[SPLIT] = error.message
             return ()
         whole = self._forecast_whole(0.0)
         promised = {}
         for cut in info.cuts:
-            shares = _shares_by_flops(cut, info.num_operations)
+            shares = share_by_flops(cut, info.num_operations)
             if shares and (found := self._forecast_split(shares)):
                 promised[cut.layer] = found.epoch_s
         cuts = sorted(
@@ -127,11 +137,12 @@ class WayChooser:
         )
         if request.way == AUTO:
             cuts = [cut for cut in cuts if promised[cut.layer] < whole.epoch_s]
+        cuts = spread_cuts(cuts, info.num_operations)[:MAX_CUTS]
         if not cuts:
             impossible[SPLIT] = "no cut promises to take less time, by its FLOPs and bytes"
             if request.way == SPLIT:
                 raise InputError(f"{info.name}: {impossible[SPLIT]}", remedy="name a cut: --cut LAYER")
-        return tuple(cuts[:MAX_CUTS])
+        return tuple(cuts)
 
     @property
     def _work(self) -> Workload:
@@ -147,7 +158,7 @@ class WayChooser:
     @property
     def _machines(self) -> Machines:
         """The machines of the plan, as they compute together."""
-        model, num_ranks = self.model, len(self.plan.ranks)
+        model, num_ranks = self._model, len(self.plan.ranks)
         known = model.machine_step_times()
         host = known.get(HOST_NAME)
         times = {} if host is None else {HOST_NAME: host.scaled(model.overhead_factor)}
@@ -163,6 +174,14 @@ class WayChooser:
             self.start_s,
             tuple(self.prepared.private),
         )
+
+    @property
+    def _model(self) -> FleetModel:
+        """The model of the fleet; a trial of a few samples on the host says nothing about many."""
+        known = self.model.classes.get(HOST_NAME)
+        if known is None or max(known.trial_sizes, default=MEASURED_BATCH) >= MEASURED_BATCH:
+            return self.model
+        return self.model.with_class(HOST_NAME, replace(known, in_step_factor=1.0))
 
     def _forecast_whole(self, evaluation_share: float) -> WayForecast:
         predicted = self.plan.predicted
@@ -222,7 +241,7 @@ class WayChooser:
         evaluation = times.evaluation_s / times.step_s
         whole = self._forecast_whole(evaluation)
         found = [whole]
-        shares = _measured_shares(times, self.prepared.model.info.cuts)
+        shares = measured_shares(times, self.prepared.model.info.cuts)
         if feature_layer:
             of_head = replace(shares[feature_layer], vector_bytes=self.model.vector_bytes)
             share = times.features_s / times.step_s
@@ -270,7 +289,7 @@ class WayChooser:
     ) -> Plan:
         """Take steps with the split model; return the plan of the way that then takes the least time."""
         plan = self._follow(chosen)
-        shares = _measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
+        shares = measured_shares(times, self.prepared.model.info.cuts)[chosen.cut]
         expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
         self.say(f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks")
@@ -295,14 +314,14 @@ class WayChooser:
             f"{result.samples_per_s:.1f} samples/s"
         )
         tried = confirm(chosen, ratio, self._machines, self._work)
-        others = [confirm_like(one, ratio, self._machines, self._work) for one in found if one is not chosen]
-        final = tried if request.way == SPLIT else choose_way([*others, tried])
+        others = [confirm_cut(one, ratio, self._machines, self._work) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.way != DATA_PARALLEL)
-        if final is tried:
-            plan = plan.model_copy(update={"predicted": _predicted(plan.ranks, result)})
-            return self._with_ways(plan, listed, impossible)
-        chosen_whole = final if final.way != SPLIT else listed[0]
-        return self._with_ways(self._follow(chosen_whole), listed, impossible)
+        rest = [one for one in listed if one.way != SPLIT]
+        final = tried if request.way == SPLIT else choose_way([*rest, tried])
+        if final is not tried:
+            return self._with_ways(self._follow(final), listed, impossible)
+        plan = plan.model_copy(update={"predicted": _predicted(plan.ranks, result)})
+        return self._with_ways(plan, listed, impossible)
 
     def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[str, str]) -> Plan:
         ways = [
@@ -319,44 +338,6 @@ class WayChooser:
         ]
         ways += [WayPlan(way=way, why_not=why) for way, why in impossible.items()]
         return plan.model_copy(update={"ways": ways})
-
-
-def confirm_like(one: WayForecast, ratio: float, machines: Machines, work: Workload) -> WayForecast:
-    """Return the forecast of another cut with what the trial of one has shown; other ways are unchanged."""
-    if one.way != SPLIT:
-        return one
-    return replace(confirm(one, ratio, machines, work), is_confirmed=False)
-
-
-def _shares_by_flops(cut: CutInfo, num_operations: int) -> Shares | None:
-    """Return the parts of a step by their FLOPs; None where these, or the cut's bytes, are not known."""
-    if not num_operations or not cut.num_bytes or not cut.num_operations:
-        return None
-    before = cut.num_operations / num_operations
-    return Shares(
-        cut.layer,
-        before * (1 - BACKWARD_SHARE),
-        before * BACKWARD_SHARE,
-        1 - before,
-        cut.num_bytes,
-        NUMBER_BYTES * cut.num_trainable,
-    )
-
-
-def _measured_shares(times: PartTimes, cuts: Sequence[CutInfo]) -> dict[str, Shares]:
-    """Return the parts of a step by the layer of the cut."""
-    known = {cut.layer: cut for cut in cuts}
-    return {
-        part.layer: Shares(
-            part.layer,
-            part.forward_s / times.step_s,
-            part.backward_s / times.step_s,
-            part.head_s / times.step_s,
-            known[part.layer].num_bytes if part.layer in known else 0,
-            NUMBER_BYTES * known[part.layer].num_trainable if part.layer in known else 0,
-        )
-        for part in times.cuts
-    }
 
 
 def _predicted(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:

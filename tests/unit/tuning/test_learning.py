@@ -100,3 +100,23 @@ def test_out_of_memory_limits_what_the_class_computes_at_once(model: FleetModel)
     ranks = plan_ranks(learned, choose_plan(learned, Limits(global_batch=2000)))
     assert all((rank.micro_batch_size or 0) < 100 for rank in ranks if rank.node in NODES)
     assert learned.class_of("host").max_at_once is None
+
+
+def test_host_has_no_larger_share_of_a_step_than_of_the_samples(model: FleetModel) -> None:
+    """What lies on the nodes stays there: a larger batch of the host would be empty in most steps."""
+    limits = Limits(max_global_batch=200)
+    assert choose_plan(model, limits).batch_sizes["host"] > 0.1 * 200
+    limited = choose_plan(replace(model, max_host_share=0.1), limits).batch_sizes
+    assert 0 < limited["host"] <= 0.1 * sum(limited.values())
+    assert sum(limited.values()) <= 200
+    assert min(limited[name] for name in NODES) > choose_plan(model, limits).batch_sizes["csd0"]
+
+
+def test_host_without_a_sample_does_not_train(model: FleetModel) -> None:
+    assert "host" not in choose_plan(replace(model, max_host_share=0.0), Limits(global_batch=90)).batch_sizes
+
+
+def test_exact_global_batch_is_kept_with_a_limited_host(model: FleetModel) -> None:
+    sizes = choose_plan(replace(model, max_host_share=0.25), Limits(global_batch=90)).batch_sizes
+    assert sum(sizes.values()) == 90
+    assert sizes["host"] == 22
