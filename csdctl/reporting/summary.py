@@ -1,11 +1,12 @@
 """The results of a run, from its events and its manifest."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
 from csdctl.runs.directory import RunDirectory
+from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (
     STOPPED,
     EpochEnd,
@@ -67,8 +68,9 @@ class RunSummary:
     """Over the steps alone, as `predicted_samples_per_s`."""
     predicted_samples_per_s: float | None
     alone_samples_per_s: float | None
+    """The sum of the rates of each rank alone; of a split, the rate if its busiest rank never waited."""
     efficiency: float | None
-    """samples_per_s over the sum of the rates of each rank alone, 0…1."""
+    """samples_per_s over `alone_samples_per_s`, 0…1; of a split, that of the steps."""
     loss: float | None
     accuracy: float | None
     validation_loss: float | None
@@ -84,6 +86,9 @@ class RunSummary:
     ranks: tuple[RankSummary, ...]
     privacy: Privacy | None = None
     """The guarantee for private samples; None without noise."""
+    way: str = DATA_PARALLEL
+    """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
+    cut: str = ""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
 
@@ -108,8 +113,8 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
     whole = run.ranks[0]
     speed = run.timed / whole.wall_s if whole.wall_s else 0.0
     steps_s = whole.compute_s + whole.wait_s
-    alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
-    all_alone = sum(rate for rate in alone if rate) if all(alone) else None
+    way, step_speed = manifest.get("way", DATA_PARALLEL), run.timed / steps_s if steps_s else 0.0
+    all_alone, reached = _reachable(way, ranks, steps_s, step_speed), step_speed if way == SPLIT else speed
     last = run.last
     return RunSummary(
         run_id=run_id,
@@ -123,10 +128,10 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         samples=run.samples,
         training_s=whole.wall_s,
         samples_per_s=speed,
-        step_samples_per_s=run.timed / steps_s if steps_s else 0.0,
+        step_samples_per_s=step_speed,
         predicted_samples_per_s=manifest.get("predicted_samples_per_s"),
         alone_samples_per_s=all_alone,
-        efficiency=speed / all_alone if all_alone and speed else None,
+        efficiency=reached / all_alone if all_alone and reached else None,
         loss=last.loss if last else None,
         accuracy=last.accuracy if last else None,
         validation_loss=last.validation_loss if last else None,
@@ -138,7 +143,18 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         num_rebalanced=run.num_rebalanced,
         ranks=ranks,
         privacy=measure_privacy(manifest, run.passes),
+        way=way,
+        cut=manifest.get("cut", ""),
     )
+
+
+def _reachable(way: str, ranks: Sequence[RankSummary], steps_s: float, speed: float) -> float | None:
+    """Return the rate that `efficiency` is relative to; None where it was not measured."""
+    if way == SPLIT:
+        busiest_s = max(rank.compute_s for rank in ranks)
+        return speed * steps_s / busiest_s if busiest_s else None
+    alone = [rank.alone_samples_per_s for rank in ranks if rank.batch_size]
+    return sum(rate for rate in alone if rate) if way == DATA_PARALLEL and all(alone) else None
 
 
 @dataclass

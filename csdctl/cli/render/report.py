@@ -12,7 +12,9 @@ from csdctl.cli.streams import Streams
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
+from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
 
+REACHABLE = {DATA_PARALLEL: "the ranks reach alone", SPLIT: "the busiest rank reaches without waiting"}
 IDENTICAL = "identical on all ranks at the end of every epoch"
 
 
@@ -95,10 +97,11 @@ def _speed(summary: RunSummary) -> str:
 
 
 def _efficiency(summary: RunSummary) -> str:
-    if summary.efficiency is None:
-        return f"unknown: no rank was measured alone (method {summary.method})"
+    if summary.efficiency is None or summary.way not in REACHABLE:
+        why = "no rank was measured alone" if summary.way == DATA_PARALLEL else f"way {summary.way}"
+        return f"unknown: {why} (method {summary.method})"
     alone = format_rate(summary.alone_samples_per_s)
-    return f"{format_share(summary.efficiency)} of the {alone} samples/s that the ranks reach alone"
+    return f"{format_share(summary.efficiency)} of the {alone} samples/s that {REACHABLE[summary.way]}"
 
 
 def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from types import TracebackType
 from csdctl.cli.render.live import TrainingView
 from csdctl.cli.render.preparing import PreparationScreen
 from csdctl.cli.render.privacy import format_epsilon
-from csdctl.cli.render.report import report_document
+from csdctl.cli.render.report import REACHABLE, report_document
 from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
@@ -86,7 +86,9 @@ class TrainingScreen(PreparationScreen):
             self._streams.result_line(report_document(summary, path))
             return
         efficiency = (
-            "" if summary.efficiency is None else f" ({format_share(summary.efficiency)} of the ranks alone)"
+            ""
+            if summary.efficiency is None or summary.way not in REACHABLE
+            else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.way]})"
         )
         self.say(
             f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}, "

@@ -15,6 +15,7 @@ from csdctl.job.model import Job
 from csdctl.placement.equation1 import Placed
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.plan import Plan
+from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
@@ -74,7 +75,6 @@ def build_manifest(
             "facts": {name: asdict(facts) for name, facts in space.facts.items()},
         },
         "plan": plan.model_dump(),
-        "predicted_samples_per_s": plan.predicted_samples_per_s,
         "placed": [asdict(shard) for shard in placed],
         "placement": [
             {"node": shard.name, "num_private": shard.num_private, "num_public": shard.num_public}
@@ -83,6 +83,13 @@ def build_manifest(
         "model": asdict(prepared.model.info),
         "worker_sha256": prepared.worker.sha256,
     }
+
+
+def describe_way(plan: Plan, way: str, cut: str) -> dict[str, object]:
+    """Return what manifest.json says about the way to train, and the prediction if it is for that way."""
+    predicted_for = (SPLIT, plan.cut) if plan.way == SPLIT else (DATA_PARALLEL, "")
+    predicted = plan.predicted_samples_per_s if (way, cut) == predicted_for else None
+    return {"way": way, "cut": cut, "predicted_samples_per_s": predicted}
 
 
 def fingerprint_data(prepared: Prepared) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.train.options import TrainOptions, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
-from csdctl.workflows.train.spec import build_manifest, build_spec
+from csdctl.workflows.train.spec import build_manifest, build_spec, describe_way
 from csdctl.workflows.train.split import use_split
 from csdctl.workflows.workspace.workspace import Workspace
 
@@ -73,7 +73,9 @@ def train(
     """
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
-    run.save_manifest(build_manifest(job, plan, placed, prepared, space))
+    way, cut = choose_planned_way(options.way, options.cut, plan)
+    manifest = build_manifest(job, plan, placed, prepared, space)
+    run.save_manifest(manifest | describe_way(plan, way, cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
     spec = dataclasses.replace(
         build_spec(run, job, plan, placed, prepared, shards, space),
@@ -83,7 +85,6 @@ def train(
         num_checkpoints=options.num_checkpoints,
         max_steps=options.max_steps,
     )
-    way, cut = choose_planned_way(options.way, options.cut, plan)
     if way == SPLIT:
         spec = use_split(spec, job, prepared, cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)

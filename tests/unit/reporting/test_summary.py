@@ -102,6 +102,21 @@ def test_efficiency_is_the_rate_over_the_rates_of_the_ranks_alone() -> None:
     assert summary().efficiency == pytest.approx(0.8)
 
 
+def test_split_is_compared_with_its_busiest_rank() -> None:
+    """The rates of whole models on each rank say nothing about parts of one."""
+    found = summary(manifest={**MANIFEST, "way": "split", "cut": "block_4"})
+    busiest_s = max(rank.compute_s for rank in found.ranks)
+    whole = found.ranks[0]
+    assert (found.way, found.cut) == ("split", "block_4")
+    assert found.efficiency == pytest.approx(busiest_s / (whole.compute_s + whole.wait_s))
+    assert found.alone_samples_per_s == pytest.approx(found.step_samples_per_s / found.efficiency)
+
+
+def test_features_have_no_rate_of_whole_models_to_compare_with() -> None:
+    found = summary(manifest={**MANIFEST, "way": "features"})
+    assert (found.alone_samples_per_s, found.efficiency) == (None, None)
+
+
 def test_loss_and_accuracy_come_from_the_last_epoch() -> None:
     found = summary()
     assert (found.loss, found.accuracy) == pytest.approx((1.0, 0.8))

