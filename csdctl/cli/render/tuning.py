@@ -72,9 +72,9 @@ def _render_ways(console: PrintableConsole, plan: Plan) -> None:
     compared = [way for way in plan.ways if way.first_run_s is not None]
     if len(compared) > 1:
         table = Table(title="ways to train", title_justify="left", title_style="bold")
-        table.add_column("way")
+        table.add_column("way", min_width=len(DATA_PARALLEL))
         table.add_column("cut")
-        for column in ("first run", "next runs", "epoch", "sent/sample"):
+        for column in ("first run", "next", "epoch", "sent"):
             table.add_column(column, justify="right")
         table.add_column("")
         for way in compared:

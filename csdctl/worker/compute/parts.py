@@ -14,6 +14,7 @@ from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import random_batch
+from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.parts import CutTimes, PartsSpec, PartTimes
 
 Batch = tuple[Array, Array]
@@ -29,11 +30,18 @@ def time_parts(spec: PartsSpec, tf: Any, keras: Any) -> PartTimes:
     step.set_step(0, 0.0)
     extractor = FeatureExtractor(spec.prefix, tf, keras) if spec.prefix else None
     duration_s = spec.min_duration_s
+    cuts, why_not = [], ""
+    for layer in spec.cuts:
+        try:
+            cuts.append(_time_cut(step, layer, spec, batch, tf, keras))
+        except WorkerError as error:  # an optimizer or a loss that needs the whole model in one place
+            why_not = error.message
     return PartTimes(
         step_s=_time(lambda: step.apply(step.local(*batch)), duration_s),
         evaluation_s=_time(lambda: step.evaluate(*batch), duration_s),
         features_s=_time(lambda: extractor.extract(batch[0]), duration_s) if extractor else 0.0,
-        cuts=tuple(_time_cut(step, layer, spec, batch, tf, keras) for layer in spec.cuts),
+        cuts=tuple(cuts),
+        why_not=why_not,
     )
 
 

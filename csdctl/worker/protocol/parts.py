@@ -55,3 +55,6 @@ class PartTimes:
     features_s: PartSeconds
     """Of the frozen part, as features are computed; 0 if there is none."""
     cuts: tuple[CutTimes, ...]
+    """Of the cuts at which the model can be divided."""
+    why_not: str = ""
+    """Why it cannot be divided at the others."""

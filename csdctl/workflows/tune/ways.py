@@ -102,9 +102,18 @@ class WayChooser:
             cuts = self._find_cuts(request, impossible)
         if not feature_layer and not cuts:
             return self._with_ways(self.plan, [], impossible)
-        times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
+        try:
+            times = self._time_parts(feature_layer, [cut.layer for cut in cuts])
+        except CsdctlError as error:
+            if request.way != AUTO:
+                raise
+            self.say(f"{error.message}: the ways to train are not compared")
+            why_not = dict.fromkeys((FEATURES, SPLIT), error.message)
+            return self._with_ways(self.plan, [], why_not | impossible)
+        if times.why_not:
+            impossible[SPLIT] = times.why_not
         found = self._forecast(times, feature_layer, cuts)
-        chosen = self._choose(found, request)
+        chosen = self._choose(found, request, impossible)
         if chosen.way == SPLIT:
             return self._try_split(chosen, found, times, request, impossible)
         return self._with_ways(self._follow(chosen), found, impossible)
@@ -243,21 +252,26 @@ class WayChooser:
         found = [whole]
         shares = measured_shares(times, self.prepared.model.info.cuts)
         if feature_layer:
-            of_head = replace(shares[feature_layer], vector_bytes=self.model.vector_bytes)
             share = times.features_s / times.step_s
+            of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
+            of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
             found.append(forecast_features(whole, of_head, share, self._machines, self._work))
         for cut in cuts:
-            if split := self._forecast_split(shares[cut.layer], evaluation):
+            measured = shares.get(cut.layer)
+            if measured and (split := self._forecast_split(measured, evaluation)):
                 found.append(split)
         return found
 
-    def _choose(self, found: Sequence[WayForecast], request: WayRequest) -> WayForecast:
+    def _choose(
+        self, found: Sequence[WayForecast], request: WayRequest, impossible: Mapping[str, str]
+    ) -> WayForecast:
         if request.way == AUTO:
             return choose_way(found)
         asked_for = [one for one in found if one.way == request.way]
         if not asked_for:
             raise InputError(
-                f"no batch sizes for --way {request.way} satisfy the limits", remedy="give other limits"
+                impossible.get(request.way) or f"no batch sizes for --way {request.way} satisfy the limits",
+                remedy="give other limits, or tune with another --way",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
 

@@ -1,0 +1,61 @@
+"""Timing of a model's parts: of all cuts at which it can be divided."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.compute.parts import time_parts
+from csdctl.worker.protocol.datasets import DatasetInfo
+from csdctl.worker.protocol.parts import PartsSpec
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import Prefix, Runtime
+from tests.unit.worker.compute.built_models import carry, keras
+
+DATA = DatasetInfo("d", 100, (24, 24, 3), "uint8", (), 3, "f" * 32)
+
+
+def build() -> Any:
+    """Nearly all work is before the layer 'late', and nearly none before 'early'."""
+    layers = keras().layers
+    inputs = keras().Input((24, 24, 3))
+    x = layers.Rescaling(1 / 255, name="early")(inputs)
+    for width in (32, 48, 48):
+        x = layers.Conv2D(width, 3, padding="same", activation="relu")(x)
+    x = layers.GlobalAveragePooling2D(name="late")(x)
+    return keras().Model(inputs, layers.Dense(4, activation="softmax")(x))
+
+
+def spec_for(directory: Path, recipe: Recipe, *cuts: str) -> PartsSpec:
+    architecture, weights = carry(build(), directory, recipe)
+    return PartsSpec(architecture, weights, recipe, Runtime(), DATA, 16, cuts, min_duration_s=0.05)
+
+
+def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -> None:
+    spec = spec_for(tmp_path, Recipe(learning_rate=0.01), "early", "late")
+    spec = replace(spec, prefix=Prefix(spec.architecture, spec.weights, None))
+    times = time_parts(spec, *load_backend())
+    early, late = times.cuts
+    assert (early.layer, late.layer, times.why_not) == ("early", "late", "")
+    assert early.head_s > 5 * (early.forward_s + early.backward_s)
+    assert late.forward_s + late.backward_s > 5 * late.head_s
+    assert 0 < times.evaluation_s < times.step_s
+    assert 0 < times.features_s < times.step_s
+
+
+def test_model_that_cannot_be_divided_is_timed_as_a_whole(tmp_path: Path) -> None:
+    recipe = Recipe(learning_rate=0.01, optimizer_args={"global_clipnorm": 1.0})
+    times = time_parts(spec_for(tmp_path, recipe, "late"), *load_backend())
+    assert times.step_s > 0
+    assert times.cuts == ()
+    assert "clips by the norm of the whole gradient" in times.why_not
+
+
+@pytest.mark.parametrize("cut", ["nowhere", ""])
+def test_cut_that_does_not_exist_is_said(tmp_path: Path, cut: str) -> None:
+    assert (
+        f"cannot be cut behind {cut!r}"
+        in time_parts(spec_for(tmp_path, Recipe(learning_rate=0.01), cut), *load_backend()).why_not
+    )
