@@ -12,6 +12,7 @@ from csdctl.errors import InputError
 from csdctl.fleet.model import HOST_NAME
 from csdctl.fleet.names import NAME
 from csdctl.tuning.plan_fingerprint import PlanFingerprint
+from csdctl.tuning.ways import DATA_PARALLEL, Way
 from csdctl.worker.protocol.run_spec import Runtime
 
 HEADER = """\
@@ -107,7 +108,7 @@ class Predicted(Document):
 class WayPlan(Document):
     """A way to train that was compared with the others; seconds are of a whole training."""
 
-    way: str
+    way: Way
     cut: str = ""
     first_run_s: float | None = None
     next_run_s: float | None = None
@@ -131,7 +132,7 @@ class Plan(Document):
     num_probes: Annotated[int, Field(ge=0)] = 0
     measuring_s: Annotated[float, Field(ge=0)] = 0.0
     predicted: Predicted | None = None
-    way: Literal["data-parallel", "features", "split"] = "data-parallel"
+    way: Way = DATA_PARALLEL
     """What is computed where (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""

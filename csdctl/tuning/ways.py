@@ -7,6 +7,7 @@ these shares are applied to the step times of all machines.
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final, Literal
 
 from csdctl.fleet.model import HOST_NAME
 from csdctl.perfmodel.step_time import StepTime
@@ -16,7 +17,10 @@ from csdctl.tuning.search import Limits, RankCandidate, find_best
 from csdctl.tuning.stannis import TuningError
 from csdctl.worker.protocol.run_spec import SplitSpec
 
-DATA_PARALLEL, FEATURES, SPLIT = "data-parallel", "features", "split"
+Way = Literal["data-parallel", "features", "split"]
+DATA_PARALLEL: Final = "data-parallel"
+FEATURES: Final = "features"
+SPLIT: Final = "split"
 WAYS = (DATA_PARALLEL, FEATURES, SPLIT)
 """Every rank computes the whole model in each step; or its frozen part once for each sample; or the nodes the
 part of the model before a cut, and the host the rest."""
@@ -62,7 +66,7 @@ class Machines:
 class WayForecast:
     """What a way to train is forecast to take."""
 
-    way: str
+    way: Way
     cut: str
     batch_sizes: dict[str, int]
     """The host first, 0 where it has no samples of its own."""

@@ -26,6 +26,7 @@ from csdctl.tuning.ways import (
     FEATURES,
     SPLIT,
     Machines,
+    Way,
     WayForecast,
     Workload,
     choose_way,
@@ -93,7 +94,7 @@ class WayChooser:
         """
         if request.way == DATA_PARALLEL:
             return self.plan
-        impossible: dict[str, str] = {}
+        impossible: dict[Way, str] = {}
         feature_layer = ""
         cuts: tuple[CutInfo, ...] = ()
         if request.way in (AUTO, FEATURES):
@@ -108,7 +109,7 @@ class WayChooser:
             if request.way != AUTO:
                 raise
             self.say(f"{error.message}: the ways to train are not compared")
-            why_not = dict.fromkeys((FEATURES, SPLIT), error.message)
+            why_not: dict[Way, str] = {FEATURES: error.message, SPLIT: error.message}
             return self._with_ways(self.plan, [], why_not | impossible)
         if times.why_not:
             impossible[SPLIT] = times.why_not
@@ -118,14 +119,14 @@ class WayChooser:
             return self._try_split(chosen, found, times, request, impossible)
         return self._with_ways(self._follow(chosen), found, impossible)
 
-    def _find_feature_layer(self, impossible: dict[str, str]) -> str:
+    def _find_feature_layer(self, impossible: dict[Way, str]) -> str:
         try:
             return find_features(self.prepared).layer
         except InputError as error:
             impossible[FEATURES] = error.message
             return ""
 
-    def _find_cuts(self, request: WayRequest, impossible: dict[str, str]) -> tuple[CutInfo, ...]:
+    def _find_cuts(self, request: WayRequest, impossible: dict[Way, str]) -> tuple[CutInfo, ...]:
         """Return the cuts to time: at most MAX_CUTS, of which FLOPs promise a gain."""
         info = self.prepared.model.info
         try:
@@ -263,14 +264,15 @@ class WayChooser:
         return found
 
     def _choose(
-        self, found: Sequence[WayForecast], request: WayRequest, impossible: Mapping[str, str]
+        self, found: Sequence[WayForecast], request: WayRequest, impossible: Mapping[Way, str]
     ) -> WayForecast:
         if request.way == AUTO:
             return choose_way(found)
         asked_for = [one for one in found if one.way == request.way]
         if not asked_for:
             raise InputError(
-                impossible.get(request.way) or f"no batch sizes for --way {request.way} satisfy the limits",
+                impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
+                or f"no batch sizes for --way {request.way} satisfy the limits",
                 remedy="give other limits, or tune with another --way",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
@@ -299,7 +301,7 @@ class WayChooser:
         found: list[WayForecast],
         times: PartTimes,
         request: WayRequest,
-        impossible: dict[str, str],
+        impossible: dict[Way, str],
     ) -> Plan:
         """Take steps with the split model; return the plan of the way that then takes the least time."""
         plan = self._follow(chosen)
@@ -337,7 +339,7 @@ class WayChooser:
         plan = plan.model_copy(update={"predicted": _predicted(plan.ranks, result)})
         return self._with_ways(plan, listed, impossible)
 
-    def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[str, str]) -> Plan:
+    def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[Way, str]) -> Plan:
         ways = [
             WayPlan(
                 way=one.way,

