@@ -272,7 +272,6 @@ class WayChooser:
         if not asked_for:
             raise InputError(
                 impossible.get(SPLIT) or "no batch sizes for a split satisfy the limits",
-                or f"no batch sizes for --way {request.way} satisfy the limits",
                 remedy="give other limits, or tune with another --way",
             )
         return min(asked_for, key=lambda one: one.first_run_s)
