@@ -66,7 +66,11 @@ for request in sys.stdin:
         elif words[0] == "allgather":
             print(json.dumps(ranks.allgather({"rank": ranks.rank}, as_rank)), flush=True)
         elif words[0] == "send":
-            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
+            size = int(words[2]) if len(words) > 2 else 5000
+            ranks.send(int(words[1]), np.full(size, 7, np.uint8), "samples")
+            print("1", flush=True)
+        elif words[0] == "expect":
+            ranks.expect(int(words[1]), int(words[2]))
             print("1", flush=True)
         elif words[0] == "receive":
             print(json.dumps(sum(ranks.receive(int(words[1]), int(words[2]), "samples"))), flush=True)

@@ -16,6 +16,7 @@ from csdctl.worker.group.channel import (
     CLOSE,
     CONNECTIONS,
     DONE,
+    EXPECT,
     FAULT,
     NOT_FINITE,
     RECEIVE,
@@ -96,10 +97,17 @@ class LinkCommunicator:
         return decode_values(contents, check)
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`.
+
+        Does not wait until they have left.
+        """
         packed = memoryview(content).cast("B").tobytes()
         self._messages[traffic_class, self.rank, rank] += len(packed)
         self._request(SEND, struct.pack("<q", rank) + packed)
+
+    def expect(self, rank: int, max_bytes: int) -> None:
+        """Let the next bytes that `rank` sends arrive before they are received, with the same `max_bytes`."""
+        self._request(EXPECT, struct.pack("<qq", rank, max_bytes))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
