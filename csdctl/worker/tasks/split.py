@@ -5,6 +5,8 @@ backward in the same order, as the gradients come back. Rank 0 takes the ranks' 
 it computes the head of one while the ranks compute others (docs/decisions/0030).
 """
 
+import dataclasses
+import math
 import struct
 import time
 from collections.abc import Iterable, Sequence
@@ -12,14 +14,17 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.inversion import invert_prefix
 from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
 from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import describe
-from csdctl.worker.protocol.events import ACTIVATIONS
+from csdctl.worker.process.events import emit
+from csdctl.worker.protocol.events import ACTIVATIONS, Inverted
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.train import Train
 
@@ -122,12 +127,13 @@ class Exchange:
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""
-        return size * int(np.prod(self._shape)) * self._shared.activation_type.itemsize
+        num_bytes: int = size * math.prod(self._shape) * self._shared.activation_type.itemsize
+        return num_bytes
 
     def _message_bytes(self, size: int) -> int:
         """Return the size of what a rank sends of `size` samples: outputs and labels."""
         empty = self._empty_labels
-        return self._output_bytes(size) + size * empty.dtype.itemsize * int(np.prod(empty.shape[1:]))
+        return self._output_bytes(size) + size * int(empty.dtype.itemsize) * math.prod(empty.shape[1:])
 
     def _expect(self, index: int, following: Iterable[int]) -> None:
         """Let the next message of a rank arrive, if one is `following`, while this rank computes."""
@@ -201,6 +207,24 @@ class SplitParts(ModelTask):
         exchange.on_host(samples, labels, ranks, weights, sizes, out)
         return exchange.waited_s
 
+    def measure_inversion(self) -> None:
+        """Report, on rank 0, what a linear map recovers of public samples from their activations."""
+        split = self._split
+        if not isinstance(split, SplitStep):
+            return
+        public = PreparedSamples(self.spec.public) if self.spec.public else None
+        drawn = split.seeds.save()
+
+        def compute(samples: Array) -> Array:
+            split.forget()
+            return split.forward(samples)
+
+        found = invert_prefix(lambda rows: public.read(rows)[0], len(public), compute) if public else None
+        split.forget()
+        split.seeds.restore(drawn)
+        measured = dataclasses.astuple(found) if found else (0, 0, 0.0, 0.0, 0.0)
+        emit(Inverted(self.me.rank, self.me.node, split.cut.layer, *measured))
+
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
         assert spec.split
@@ -246,6 +270,11 @@ class SplitParts(ModelTask):
 
 class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
+
+    def finish(self, reason: str) -> None:
+        """Measure what activations reveal, save the model and report the completion record."""
+        self.measure_inversion()
+        super().finish(reason)
 
     def _compute(
         self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
