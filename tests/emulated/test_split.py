@@ -80,7 +80,9 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)
     verified = csdctl(project, "verify", *SPLIT, "--json")
     assert verified.returncode == 0, verified.stderr
-    assert json.loads(verified.stdout)["by_parts"] <= 1e-5
+    found = json.loads(verified.stdout)
+    assert found["by_parts"] <= 1e-5
+    assert found["inversion"]["num_held_out"] == NUM_SAMPLES // 6
 
 
 @pytest.mark.parametrize(
