@@ -66,8 +66,10 @@ for request in sys.stdin:
         elif words[0] == "allgather":
             print(json.dumps(ranks.allgather({"rank": ranks.rank}, as_rank)), flush=True)
         elif words[0] == "send":
-            size = int(words[2]) if len(words) > 2 else 5000
-            ranks.send(int(words[1]), np.full(size, 7, np.uint8), "samples")
+            ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
+            print("1", flush=True)
+        elif words[0] == "post":
+            ranks.post(int(words[1]), np.full(int(words[2]), 7, np.uint8), "samples")
             print("1", flush=True)
         elif words[0] == "expect":
             ranks.expect(int(words[1]), int(words[2]))

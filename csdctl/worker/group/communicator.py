@@ -42,10 +42,10 @@ class Communicator(Protocol):
         """
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
-        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`.
+        """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
 
-        Does not wait until they have left.
-        """
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send without waiting until the bytes have left: they take memory of their own until then."""
 
     def expect(self, rank: int, max_bytes: int) -> None:
         """Let the next bytes that `rank` sends arrive before they are received, with the same `max_bytes`."""
@@ -88,6 +88,10 @@ class SoloCommunicator:
         return decode_values([encode_value(value)], check)
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Raise ValueError: there is no other rank."""
+        raise ValueError("there is no other rank")
+
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
         """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 

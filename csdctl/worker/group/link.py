@@ -27,6 +27,7 @@ from csdctl.worker.group.channel import (
     NOT_FINITE,
     RECEIVE,
     SEND,
+    SEND_HEAD,
     SUM,
     WAITING,
     Channel,
@@ -176,9 +177,11 @@ class _Link:
         return join_parts(allgather(self._world, content, on_wait=self._on_wait))
 
     def _send(self, content: bytearray) -> bytes:
-        (rank,) = struct.unpack_from("<q", content)
-        departure = Departure(self._world, rank, memoryview(content)[8:])
-        if not departure.Test():
+        rank, is_waiting = SEND_HEAD.unpack_from(content)
+        departure = Departure(self._world, rank, memoryview(content)[SEND_HEAD.size :])
+        if is_waiting:
+            wait_sleeping(departure, self._on_wait)
+        else:
             self._departures.append(departure)
         return b""
 

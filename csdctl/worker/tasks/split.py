@@ -58,7 +58,7 @@ class Exchange:
             outputs = shared.forward(samples[part])
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
-            communicator.send(0, content, ACTIVATIONS)
+            communicator.post(0, content, ACTIVATIONS)
             self.waited_s += time.perf_counter() - began
         for number, size in enumerate(sizes):
             received = self._receive(0, awaited[number])
@@ -123,7 +123,7 @@ class Exchange:
         except Exception as error:  # such as a class that the model does not have
             raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
-        self._communicator.send(index, content, ACTIVATIONS)
+        self._communicator.post(index, content, ACTIVATIONS)
 
     def _output_bytes(self, size: int) -> int:
         """Return the size of the prefix's output, or its gradient, of `size` samples."""

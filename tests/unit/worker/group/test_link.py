@@ -111,12 +111,12 @@ def test_traffic_between_ranks_is_counted_by_the_kernel(group: Group) -> None:
 
 @pytest.mark.parametrize("size", [5000, EAGER_LIMIT_BYTES + 1])
 @pytest.mark.parametrize("is_expected", [False, True])
-def test_ranks_that_send_to_each_other_wait_for_no_receive(
+def test_ranks_that_post_to_each_other_wait_for_no_receive(
     group: Group, size: int, *, is_expected: bool
 ) -> None:
     """A message above mpirun's eager limit leaves when its receiver asks for it."""
     group.all("choose star")
-    for request in (f"expect {{}} {size}",) * is_expected + (f"send {{}} {size}", f"receive {{}} {size}"):
+    for request in (f"expect {{}} {size}",) * is_expected + (f"post {{}} {size}", f"receive {{}} {size}"):
         for rank, other in ((0, 1), (1, 0)):
             group.send(rank, request.format(other))
         expected = 7 * size if request.startswith("receive") else 1
