@@ -68,6 +68,12 @@ for request in sys.stdin:
         elif words[0] == "send":
             ranks.send(int(words[1]), np.full(5000, 7, np.uint8), "samples")
             print("1", flush=True)
+        elif words[0] == "post":
+            ranks.post(int(words[1]), np.full(int(words[2]), 7, np.uint8), "samples")
+            print("1", flush=True)
+        elif words[0] == "expect":
+            ranks.expect(int(words[1]), int(words[2]))
+            print("1", flush=True)
         elif words[0] == "receive":
             print(json.dumps(sum(ranks.receive(int(words[1]), int(words[2]), "samples"))), flush=True)
         elif words[0] == "traffic":

@@ -138,7 +138,7 @@ STEP = (
     ),
     ("group/link.py:serve_link", "", "the process in MPI, started by mpirun"),
     ("group/star.py:Star.sum", "", "over TCP to rank 0 and back, or another collective"),
-    ("compute/step.py:Step.apply", "summed.apply(", "divided by n, one optimizer step"),
+    ("compute/step.py:RankStep.apply", "summed.apply(", "divided by n, one optimizer step"),
     ("tasks/checkpointer.py:Checkpointer.after_step", "_end_step(", "state that survives the process"),
     ("tasks/balancer.py:Balancer.propose", "_balance(", "batch sizes, from every rank's compute seconds"),
 )

@@ -70,13 +70,19 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
     report = csdctl(project, "report", "--privacy", "--json")
     assert report.returncode == 0, report.stderr
-    sent = json.loads(report.stdout)["sent_in_run"]
+    document = json.loads(report.stdout)
+    assert document["inversion"]["cut"] == "cut"
+    assert document["inversion"]["num_fitted"] == NUM_SAMPLES * 2 // 3
+    assert "of the variance" in document["inversion"]["text"]
+    sent = document["sent_in_run"]
     flows = {(flow["sender"], flow["receiver"], flow["kind"]): flow["num_bytes"] for flow in sent}
     # 8 × 10 × 10 activations in float32 and a label of 4 bytes for each of a node's samples, twice.
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)
     verified = csdctl(project, "verify", *SPLIT, "--json")
     assert verified.returncode == 0, verified.stderr
-    assert json.loads(verified.stdout)["by_parts"] <= 1e-5
+    found = json.loads(verified.stdout)
+    assert found["by_parts"] <= 1e-5
+    assert found["inversion"]["num_held_out"] == NUM_SAMPLES // 6
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,11 @@ def verify(
 ) -> None:
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.cli.render.preparing import PreparationScreen
+    from csdctl.cli.render.privacy import inversion_document
     from csdctl.cli.render.verify import render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
+    from csdctl.reporting.privacy import describe_inversion
     from csdctl.workflows.train.verdict import judge
     from csdctl.workflows.train.verify import VerifyRequest, run_verification
     from csdctl.workflows.workspace.partial_failure import choose_fleet
@@ -50,6 +52,10 @@ def verify(
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes
     render_verified(streams.console, *shown, emulated=chosen.emulated)
-    streams.result(verify_document(*shown, emulated=chosen.emulated))
+    document = verify_document(*shown, emulated=chosen.emulated)
+    if found.inversion:
+        streams.console.print(f"activations: {describe_inversion(found.inversion)}.")
+        document["inversion"] = inversion_document(found.inversion)
+    streams.result(document)
     if not verdict.is_equal:
         raise RunError(verdict.text, remedy=verdict.remedy)

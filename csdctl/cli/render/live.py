@@ -11,6 +11,7 @@ from rich.text import Text
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.view import View, live_on
 from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
+from csdctl.reporting.privacy import describe_inversion
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
@@ -18,6 +19,7 @@ from csdctl.worker.protocol.events import (
     Event,
     Failed,
     Finished,
+    Inverted,
     Joined,
     LinkLost,
     NodeBack,
@@ -93,6 +95,8 @@ class TrainingView(View):
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
             row.state = "failed"
+        elif isinstance(event, Inverted):
+            self._print(f"activations: {describe_inversion(event)}")
         elif isinstance(event, CheckpointSaved) and self._live is None:
             self._print(f"checkpoint {event.path}")
 

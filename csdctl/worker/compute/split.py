@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.cuts import Cut, find_cuts, split_at
 from csdctl.worker.compute.objective import Objective, scale
-from csdctl.worker.compute.statistics import LayerStates, Seeds
-from csdctl.worker.compute.step import Sums
+from csdctl.worker.compute.statistics import LayerStates
+from csdctl.worker.compute.step import RankStep
 from csdctl.worker.compute.vector import VectorLayout
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
@@ -56,6 +55,15 @@ def check_divisible(model: Any) -> None:
     )
 
 
+def per_sample_loss_error() -> WorkerError:
+    """Return the error of a model whose layers add a loss for each sample, which no vector here has."""
+    return WorkerError(
+        "a model cannot be split whose layers add a loss for each sample",
+        remedy="train with --way data-parallel",
+        exit_code=2,
+    )
+
+
 def micro_batch_sizes(num_samples: int, num_parts: int, limit: int | None = None) -> list[int]:
     """Return the sizes of the micro-batches of a batch: at most `num_parts`, or more if `limit` asks for it.
 
@@ -72,7 +80,7 @@ def micro_batch_size(num_samples: int, num_parts: int, limit: int | None = None)
     return min(max(MIN_MICRO_BATCH, math.ceil(num_samples / num_parts)), limit or num_samples)
 
 
-class PrefixStep:
+class PrefixStep(RankStep):
     """The prefix on one rank: its part of the vector, and the step of its optimizer."""
 
     has_noise = False
@@ -96,16 +104,13 @@ class PrefixStep:
         `objective`: that of the whole model, if there is one.
         """
         check_divisible(model)
+        super().__init__(model, recipe, rank, tf)
         self.whole_model = model
         self.cut = find_cut(model, layer)
         self.model, head = split_at(model, self.cut, keras)
-        self.optimizer = model.optimizer
         self.objective = objective or Objective(model, recipe, example, tf, keras)
         self.states = LayerStates(self.model, tf, keras)
-        self.seeds = Seeds(model, recipe.seed, rank)
-        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
         self.weight = weight
-        self._tf = tf
         self._input_range = recipe.input_range
         self._head = head
         self._head_variables = head.trainable_variables
@@ -118,7 +123,6 @@ class PrefixStep:
             has_loss_count=self.objective.counts_elements,
             divides_gradients=self.objective.counts_elements,
         )
-        """The layout of the rank's vector, without what a training loop appends."""
         samples, _ = self.objective.signature
         self._forward = tf.function(self._forward_graph, autograph=False, input_signature=[samples])
         self._flatten = tf.function(self._flatten_graph, autograph=False)
@@ -134,17 +138,6 @@ class PrefixStep:
     def state(self) -> list[Any]:
         """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
         return [*self.model.weights, *self.optimizer.variables]
-
-    def set_step(self, step: int, learning_rate: float) -> None:
-        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
-        self.seeds.set_step(step)
-        self.optimizer.learning_rate.assign(learning_rate)
-
-    def augment(self, samples: Array, labels: Array) -> tuple[Array, Array]:
-        """Return the batch that is trained on."""
-        if self.augmentation is None:
-            return samples, labels
-        return self.augmentation(samples, labels, *self.seeds.position, 0)
 
     def forward(self, samples: Array) -> Array:
         """Return the prefix's output for a micro-batch, whose backward pass is to come."""
@@ -174,31 +167,6 @@ class PrefixStep:
         """Drop forward passes whose backward pass does not come."""
         self._passes = []
 
-    def read_sums(self, total: Array) -> Sums:
-        """Return loss sum, metric sums and count of a summed vector."""
-        loss, *states, count = (float(value) for value in total[self.layout.sums])
-        return Sums(loss, tuple(states), count)
-
-    def apply(self, total: Array) -> Sums:
-        """Divide the step's part of a summed vector by its counts and take one optimizer step."""
-        sums = self.read_sums(total)
-        if total[self.layout.divisor] > 0:
-            self._apply(self._tf.convert_to_tensor(total))
-        return sums
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of all samples of `sums` by name."""
-        return self.objective.metrics.compute(sums.states) if sums.states else {}
-
-    def rehearse_apply(self) -> None:
-        """Take an optimizer step and undo it: the first one costs a slow node seconds."""
-        vector = np.zeros(self.layout.step_size, np.float32)
-        vector[[self.layout.divisor, self.layout.count]] = 1
-        before = [np.array(variable.value) for variable in self.state]
-        self.apply(vector)
-        for variable, value in zip(self.state, before, strict=True):
-            variable.assign(value)
-
     def _forward_graph(self, samples: Any) -> tuple[Any, Any, Any]:
         """Return output, penalties and changes of the layers' state times the number of samples."""
         tf = self._tf
@@ -207,7 +175,8 @@ class PrefixStep:
         output = self.model(scale(samples, self._input_range, source.dtype, tf), training=True)
         penalties = [tf.zeros(())]
         for loss in self.model.losses:
-            _check_mean(loss)
+            if len(loss.shape) > 0 and loss.shape[0] is None:
+                raise per_sample_loss_error()
             penalties.append(tf.reduce_sum(tf.cast(loss, tf.float32)))
         count = tf.cast(tf.shape(output)[0], tf.float32)
         changes = self.states.take_changes(before, count)
@@ -235,16 +204,6 @@ def same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:
     new = type(optimizer).from_config(optimizer.get_config())
     new.build(variables)
     return new
-
-
-def _check_mean(loss: Any) -> None:
-    """Raise WorkerError, exit code 2, for a loss that a layer adds for each sample."""
-    if len(loss.shape) > 0 and loss.shape[0] is None:
-        raise WorkerError(
-            "a model cannot be split whose layers add a loss for each sample",
-            remedy="train with --way data-parallel",
-            exit_code=2,
-        )
 
 
 def size_of(variables: Sequence[Any]) -> int:

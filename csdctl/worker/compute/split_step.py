@@ -7,9 +7,9 @@ import numpy as np
 
 from csdctl.worker.compute.keras_internals import compile_arguments
 from csdctl.worker.compute.objective import Objective
-from csdctl.worker.compute.split import PrefixStep, same_optimizer, unflatten
+from csdctl.worker.compute.split import PrefixStep, per_sample_loss_error, same_optimizer, unflatten
 from csdctl.worker.compute.statistics import LayerStates
-from csdctl.worker.compute.step import Step, Sums
+from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.recipe import Recipe
@@ -45,7 +45,7 @@ class SplitStep(PrefixStep):
         signature = [*self._head_objective.signature, tf.TensorSpec((), tf.float32)]
         self._head_graph = tf.function(self._head_pass, autograph=False, input_signature=signature)
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
-        self._apply_both = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
+        self._apply = tf.function(self._apply_both_graph, autograph=False, input_signature=total)
         self._drawn: dict[int, list[Array]] = {}
 
     def begin(self) -> None:
@@ -92,13 +92,6 @@ class SplitStep(PrefixStep):
         others = [states.others(changes) for states, changes in parts]
         return np.concatenate([*flat, *moved, *others, total[layout.sums.start : layout.step_size]])
 
-    def apply(self, total: Array) -> Sums:
-        """Take one optimizer step of the whole model."""
-        sums = self.read_sums(total)
-        if total[self.layout.divisor] > 0:
-            self._apply_both(self._tf.convert_to_tensor(total))
-        return sums
-
     @property
     def state(self) -> list[Any]:
         """Weights and optimizer state of the whole model."""
@@ -135,11 +128,7 @@ class SplitStep(PrefixStep):
             tape.watch(outputs)
             batch = self._head_objective.forward(outputs, labels, training=True)
         if batch.summed is not None:
-            raise WorkerError(
-                "a model cannot be split whose layers add a loss for each sample",
-                remedy="train with --way data-parallel",
-                exit_code=2,
-            )
+            raise per_sample_loss_error()
         towards, *gradients = tape.gradient(batch.mean, [outputs, *(v.value for v in variables)])
         if towards is None:
             towards = tf.zeros_like(outputs)

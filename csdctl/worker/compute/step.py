@@ -44,7 +44,73 @@ class Sums:
         return self.loss / self.count if self.count else math.nan
 
 
-class Step:
+class RankStep:
+    """What a rank does in a step whether it has the whole model or a part: all but computing its vector."""
+
+    objective: Objective
+    layout: VectorLayout
+    """The layout of the rank's vector, without what a training loop appends."""
+    _apply: Callable[[Any], Any]
+    """Takes the optimizer step of a summed vector, in a graph."""
+
+    def __init__(self, model: Any, recipe: Recipe, rank: int, tf: Any) -> None:
+        """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
+        self.optimizer = model.optimizer
+        self.seeds = Seeds(model, recipe.seed, rank)
+        """The random states of the model's layers."""
+        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
+        """The user's function that every training batch passes through."""
+        self._tf = tf
+
+    @property
+    def state(self) -> list[Any]:
+        """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
+        raise NotImplementedError
+
+    def set_step(self, step: int, learning_rate: float) -> None:
+        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
+        self.seeds.set_step(step)
+        self.optimizer.learning_rate.assign(learning_rate)
+
+    def augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
+        """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
+        if self.augmentation is None:
+            return images, labels
+        return self.augmentation(images, labels, *self.seeds.position, num_single)
+
+    def apply(self, total: Array) -> Sums:
+        """Divide the step's part of a summed vector by its counts and take one optimizer step."""
+        sums = self.read_sums(total)
+        if total[self.layout.divisor] > 0:
+            self._apply(self._tf.convert_to_tensor(total))
+        return sums
+
+    def read_sums(self, total: Array) -> Sums:
+        """Return loss sum, metric sums and count of a summed vector."""
+        return self._sums(total[self.layout.sums])
+
+    def metrics(self, sums: Sums) -> dict[str, float]:
+        """Return the metrics of all samples of `sums` by name."""
+        return self.objective.metrics.compute(sums.states) if sums.states else {}
+
+    def rehearse_apply(self) -> None:
+        """Take an optimizer step and undo it: the first one costs a slow node seconds."""
+        vector = np.zeros(self.layout.step_size, np.float32)
+        vector[[self.layout.divisor, self.layout.count]] = 1
+        self._rehearse(lambda: self.apply(vector))
+
+    def _rehearse(self, do: Callable[[], object]) -> None:
+        before = [np.array(variable.value) for variable in self.state]
+        do()
+        for variable, value in zip(self.state, before, strict=True):
+            variable.assign(value)
+
+    def _sums(self, tail: Array) -> Sums:
+        loss, *states, count = (float(value) for value in tail)
+        return Sums(loss, tuple(states), count)
+
+
+class Step(RankStep):
     """Computes a rank's vector and applies the summed one; owns the optimizer."""
 
     def __init__(
@@ -66,19 +132,14 @@ class Step:
         same gradient in less memory. `weight` is the weight of each of the rank's samples in the mean of
         all ranks.
         """
+        super().__init__(model, recipe, rank, tf)
         self.model = model
-        self.optimizer = model.optimizer
         self.optimizer.build(model.trainable_variables)
-        self._tf = tf
         self.has_noise = noise is not None
         """Whether private samples are clipped and get noise."""
         self.objective = Objective(model, recipe, example, tf, keras, is_per_sample=self.has_noise)
         self.states = LayerStates(model, tf, keras)
         """What the model's layers keep besides weights."""
-        self.seeds = Seeds(model, recipe.seed, rank)
-        """The random states of the model's layers."""
-        self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
-        """The user's function that every training batch passes through."""
         self.micro_batch_size = micro_batch_size
         self._weight = weight
         # No graph depends on a tensor's value. AutoGraph would only leave a source file in the temporary
@@ -97,7 +158,6 @@ class Step:
             divides_gradients=self.objective.counts_elements and not self.has_noise,
             has_summed=self._has_summed,
         )
-        """The layout of the rank's vector, without what a training loop appends."""
         self._alone = tf.function(self._alone_graph, autograph=False, input_signature=batch)
         total = [tf.TensorSpec((self.layout.step_size,), tf.float32)]
         self._apply = tf.function(self._apply_graph, autograph=False, input_signature=total)
@@ -136,11 +196,6 @@ class Step:
         """The variables that training changes, in a fixed order: weights, then those of the optimizer."""
         return [*self.model.weights, *self.optimizer.variables]
 
-    def set_step(self, step: int, learning_rate: float) -> None:
-        """Set the learning rate and the random states of the run's step `step`, counted from 0."""
-        self.seeds.set_step(step)
-        self.optimizer.learning_rate.assign(learning_rate)
-
     def local(
         self, images: Array, labels: Array, out: Array | None = None, *, private_copies: Array | None = None
     ) -> Array:
@@ -150,7 +205,7 @@ class Step:
         samples are private, and how often each of them occurs among these.
         """
         count = len(private_copies) if private_copies is not None and self.has_noise else 0
-        images, labels = self._augment(images, labels, count)
+        images, labels = self.augment(images, labels, count)
         if private_copies is None or not count:
             return self._plain(images, labels, out)
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
@@ -160,12 +215,6 @@ class Step:
         self._noisy.add_to(vector[self.layout.gradients], *private, private_copies, self._weight)
         vector[self.layout.count] += count * self._weight
         return vector
-
-    def _augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
-        """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
-        if self.augmentation is None:
-            return images, labels
-        return self.augmentation(images, labels, *self.seeds.position, num_single)
 
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
@@ -183,47 +232,20 @@ class Step:
                 np.copyto(vector, part)
         return vector
 
-    def apply(self, total: Array) -> Sums:
-        """Divide the step's part of a summed vector by its counts and take one optimizer step."""
-        sums = self.read_sums(total)
-        if total[self.layout.divisor] > 0:
-            self._apply(self._tf.convert_to_tensor(total))
-        return sums
-
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
         if self.has_noise or (self.micro_batch_size and len(images) > self.micro_batch_size):
             return self.apply(self.local(images, labels, private_copies=private_copies))
-        batch = self._augment(images, labels)
+        batch = self.augment(images, labels)
         return self._sums(np.asarray(self._alone(*self.objective.tensors(*batch))))
 
     def evaluate(self, images: Array, labels: Array) -> Sums:
         """Return loss sum, metric sums and count of one batch, without training."""
         return self._sums(np.asarray(self._evaluate(*self.objective.tensors(images, labels))))
 
-    def read_sums(self, total: Array) -> Sums:
-        """Return loss sum, metric sums and count of a summed vector."""
-        return self._sums(total[self.layout.sums])
-
-    def rehearse_apply(self) -> None:
-        """Take an optimizer step and undo it: the first one costs a slow node seconds."""
-        vector = np.zeros(self.layout.step_size, np.float32)
-        vector[[self.layout.divisor, self.layout.count]] = 1
-        self._rehearse(lambda: self.apply(vector))
-
     def rehearse_alone(self, images: Array, labels: Array) -> None:
         """Take a step of a rank without other ranks and undo it."""
         self._rehearse(lambda: self.alone(images, labels))
-
-    def _rehearse(self, do: Callable[[], object]) -> None:
-        before = [np.array(variable.value) for variable in self.state]
-        do()
-        for variable, value in zip(self.state, before, strict=True):
-            variable.assign(value)
-
-    def metrics(self, sums: Sums) -> dict[str, float]:
-        """Return the metrics of all samples of `sums` by name."""
-        return self.objective.metrics.compute(sums.states) if sums.states else {}
 
     @contextmanager
     def averaged_weights(self) -> Iterator[None]:

@@ -13,8 +13,10 @@ from collections.abc import Callable
 from csdctl.worker.protocol.sandbox import SOCKETS_VARIABLE, USER_VARIABLE, link_address
 
 CHOOSE, SUM, ALLGATHER, SEND, RECEIVE, CLOSE = b"O", b"S", b"G", b"P", b"R", b"C"
-CONNECTIONS, NOT_FINITE = b"T", b"N"
+CONNECTIONS, NOT_FINITE, EXPECT = b"T", b"N", b"E"
 """Requests of the rank."""
+SEND_HEAD = struct.Struct("<q?")
+"""Of `SEND`: the receiving rank, and whether to answer only when all has left."""
 DONE, WAITING, FAULT = b"D", b"W", b"F"
 """Answers of the link. `FAULT` is its last one: another rank has sent what no rank may send."""
 MAX_NOTE_BYTES = 1 << 16

@@ -44,6 +44,12 @@ class Communicator(Protocol):
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
 
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send without waiting until the bytes have left: they take memory of their own until then."""
+
+    def expect(self, rank: int, max_bytes: int) -> None:
+        """Let the next bytes that `rank` sends arrive before they are received, with the same `max_bytes`."""
+
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes | bytearray:
         """Return the bytes that `rank` sends, at most `max_bytes`; counted as traffic of `traffic_class`."""
 
@@ -82,6 +88,14 @@ class SoloCommunicator:
         return decode_values([encode_value(value)], check)
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Raise ValueError: there is no other rank."""
+        raise ValueError("there is no other rank")
+
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Raise ValueError: there is no other rank."""
+        raise ValueError("there is no other rank")
+
+    def expect(self, rank: int, max_bytes: int) -> None:
         """Raise ValueError: there is no other rank."""
         raise ValueError("there is no other rank")
 

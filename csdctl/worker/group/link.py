@@ -22,10 +22,12 @@ from csdctl.worker.group.channel import (
     CLOSE,
     CONNECTIONS,
     DONE,
+    EXPECT,
     FAULT,
     NOT_FINITE,
     RECEIVE,
     SEND,
+    SEND_HEAD,
     SUM,
     WAITING,
     Channel,
@@ -36,18 +38,20 @@ from csdctl.worker.group.channel import (
 )
 from csdctl.worker.group.collective import Collective, choose_collective
 from csdctl.worker.group.listener import LinkGreeting
-from csdctl.worker.group.messages import allgather, join_parts, receive, send
+from csdctl.worker.group.messages import Arrival, Departure, allgather, join_parts
 from csdctl.worker.group.mpi import World, init_mpi
 from csdctl.worker.group.room import Room
 from csdctl.worker.group.shared_vectors import map_vectors
 from csdctl.worker.group.tails import ExpectedTails
 from csdctl.worker.group.traffic import list_connection_rows
-from csdctl.worker.group.waiting import FindMissing
+from csdctl.worker.group.waiting import FindMissing, wait_sleeping
 from csdctl.worker.process.errors import WorkerError, describe
 
 WAITING_INTERVAL_S = 5.0
 PROGRESS_INTERVAL_S, SENDING_INTERVAL_S = 0.005, 0.0005
 """How often rank 0's link checks for arrived vectors while its rank computes, and while a sum leaves."""
+MESSAGE_INTERVAL_S = 0.02
+"""How often another rank's link checks a message that is on its way: each time costs a slow node."""
 MAX_REQUEST_BYTES = 1 << 40
 """The link takes what its rank asks it to send: the rank has made it, and runs on the same machine."""
 
@@ -89,11 +93,15 @@ class _Link:
         self._collective: Collective | None = None
         self._reported_s = 0.0
         self._room = Room(world, memoryview(local).nbytes)
+        self._departures: list[Departure] = []
+        self._arrivals: list[Arrival] = []
+        """Messages that the rank expects, in order; of one sender, the first is the next."""
         self._requests: dict[bytes, Callable[[bytearray], bytes | bytearray]] = {
             CHOOSE: self._choose,
             SUM: self._sum,
             ALLGATHER: self._allgather,
             SEND: self._send,
+            EXPECT: self._expect,
             RECEIVE: self._receive,
             CONNECTIONS: self._list_connections,
             NOT_FINITE: self._find_not_finite,
@@ -104,7 +112,7 @@ class _Link:
         try:
             while True:
                 self._progress()
-                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._room.make)
+                letter, content = self._channel.receive(MAX_REQUEST_BYTES, self._make_room)
                 if self._collective and letter not in (SUM, NOT_FINITE):
                     self._collective.flush(self._on_wait)
                 if letter == CLOSE:
@@ -118,16 +126,28 @@ class _Link:
             raise
 
     def _progress(self) -> None:
-        """Process the other ranks' vectors until the rank sends a request."""
+        """Process the other ranks' vectors and messages until the rank sends a request."""
         collective = self._collective
-        if collective is None:
-            return
-        collective.post_receives()
-        while self._world.rank == 0:
-            interval_s = SENDING_INTERVAL_S if collective.is_sending else PROGRESS_INTERVAL_S
+        if collective:
+            collective.post_receives()
+        while True:
+            self._departures = [one for one in self._departures if not one.Test()]
+            num_missing = sum(not one.Test() for one in self._arrivals)
+            is_adding = collective is not None and self._world.rank == 0
+            if not is_adding and not self._departures and not num_missing:
+                return
+            interval_s = PROGRESS_INTERVAL_S if self._world.rank == 0 else MESSAGE_INTERVAL_S
+            if collective and collective.is_sending:
+                interval_s = SENDING_INTERVAL_S
             if select.select([self._channel], [], [], interval_s)[0]:
                 return
-            collective.progress()
+            if collective and is_adding:
+                collective.progress()
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Allow a message of this size beside those that are on their way."""
+        leaving = sum(one.num_bytes for one in self._departures)
+        self._room.make(num_bytes + leaving + sum(one.max_bytes for one in self._arrivals))
 
     def _on_wait(self, waited_s: float, find_missing: FindMissing) -> None:
         now = time.monotonic()
@@ -157,14 +177,30 @@ class _Link:
         return join_parts(allgather(self._world, content, on_wait=self._on_wait))
 
     def _send(self, content: bytearray) -> bytes:
-        (rank,) = struct.unpack_from("<q", content)
-        send(self._world, rank, memoryview(content)[8:], self._on_wait)
+        rank, is_waiting = SEND_HEAD.unpack_from(content)
+        departure = Departure(self._world, rank, memoryview(content)[SEND_HEAD.size :])
+        if is_waiting:
+            wait_sleeping(departure, self._on_wait)
+        else:
+            self._departures.append(departure)
+        return b""
+
+    def _expect(self, content: bytearray) -> bytes:
+        rank, max_bytes = struct.unpack("<qq", content)
+        self._make_room(max_bytes)
+        self._arrivals.append(Arrival(self._world, rank, max_bytes))
         return b""
 
     def _receive(self, content: bytearray) -> bytearray:
         rank, max_bytes = struct.unpack("<qq", content)
-        self._room.make(max_bytes)
-        return receive(self._world, rank, max_bytes, self._on_wait)
+        arrival = next((one for one in self._arrivals if one.rank == rank), None)
+        if arrival:
+            self._arrivals.remove(arrival)
+        else:
+            self._make_room(max_bytes)
+            arrival = Arrival(self._world, rank, max_bytes)
+        wait_sleeping(arrival, self._on_wait, lambda: [rank])
+        return arrival.content
 
     def _list_connections(self, _: bytearray) -> bytes:
         return json.dumps(list_connection_rows()).encode()

@@ -16,10 +16,12 @@ from csdctl.worker.group.channel import (
     CLOSE,
     CONNECTIONS,
     DONE,
+    EXPECT,
     FAULT,
     NOT_FINITE,
     RECEIVE,
     SEND,
+    SEND_HEAD,
     SUM,
     WAITING,
     Channel,
@@ -97,9 +99,15 @@ class LinkCommunicator:
 
     def send(self, rank: int, content: Any, traffic_class: str) -> None:
         """Send bytes to one rank, which must `receive` them; counted as traffic of `traffic_class`."""
-        packed = memoryview(content).cast("B").tobytes()
-        self._messages[traffic_class, self.rank, rank] += len(packed)
-        self._request(SEND, struct.pack("<q", rank) + packed)
+        self._send(rank, content, traffic_class, is_waiting=True)
+
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
+        """Send without waiting until the bytes have left: they take memory of the link until then."""
+        self._send(rank, content, traffic_class, is_waiting=False)
+
+    def expect(self, rank: int, max_bytes: int) -> None:
+        """Let the next bytes that `rank` sends arrive before they are received, with the same `max_bytes`."""
+        self._request(EXPECT, struct.pack("<qq", rank, max_bytes))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytearray:
         """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
@@ -126,6 +134,11 @@ class LinkCommunicator:
     def interrupt(self) -> None:
         """From another thread: make the call that waits for the link raise LinkLostError."""
         self._channel.shut()
+
+    def _send(self, rank: int, content: Any, traffic_class: str, *, is_waiting: bool) -> None:
+        packed = memoryview(content).cast("B").tobytes()
+        self._messages[traffic_class, self.rank, rank] += len(packed)
+        self._request(SEND, SEND_HEAD.pack(rank, is_waiting) + packed)
 
     def _request(self, letter: bytes, content: bytes = b"", max_bytes: int = 0) -> bytearray:
         self._channel.send(letter, content)

@@ -21,19 +21,40 @@ _SIZE_TAG, _CONTENT_TAG, _GATHER_SIZE_TAG, _GATHER_TAG, _ALL_SIZES_TAG, _ALL_TAG
 Bytes = bytes | bytearray | memoryview
 
 
-def send(world: World, rank: int, content: Bytes, on_wait: OnWait = ignore_wait) -> None:
-    """Send bytes to `rank`, which must `receive` them."""
-    for part, tag in ((_SIZE.pack(len(content)), _SIZE_TAG), (content, _CONTENT_TAG)):
-        wait_sleeping(world.start_send(part, rank, tag), on_wait)
+class Departure:
+    """Bytes on their way to `rank`, which must receive them."""
+
+    def __init__(self, world: World, rank: int, content: Bytes) -> None:
+        self._size, self._content = _SIZE.pack(len(content)), content
+        self.num_bytes = len(content)
+        parts = ((self._size, _SIZE_TAG), (content, _CONTENT_TAG))
+        self._requests = [world.start_send(part, rank, tag) for part, tag in parts]
+
+    def Test(self) -> bool:
+        """Return whether all has left."""
+        return all(request.Test() for request in self._requests)
 
 
-def receive(world: World, rank: int, max_bytes: int, on_wait: OnWait = ignore_wait) -> bytearray:
-    """Return the bytes that `rank` sends; raises PeerFaultError when they are more than `max_bytes`."""
-    size = {rank: bytearray(_SIZE.size)}
-    _receive_from_each(world, size, _SIZE_TAG, on_wait)
-    content = {rank: bytearray(_checked_size(size[rank], rank, max_bytes))}
-    _receive_from_each(world, content, _CONTENT_TAG, on_wait)
-    return content[rank]
+class Arrival:
+    """The bytes that `rank` sends next: at most `max_bytes`, which are received while this is tested."""
+
+    def __init__(self, world: World, rank: int, max_bytes: int) -> None:
+        self.rank, self.max_bytes = rank, max_bytes
+        self.content = bytearray()
+        self._world, self._size = world, bytearray(_SIZE.size)
+        self._arriving = world.start_receive(memoryview(self._size), rank, _SIZE_TAG)
+        self._has_size = False
+
+    def Test(self) -> bool:
+        """Return whether all has arrived; raises PeerFaultError for more than `max_bytes`."""
+        if not self._arriving.Test():
+            return False
+        if self._has_size:
+            return True
+        self._has_size = True
+        self.content = bytearray(_checked_size(self._size, self.rank, self.max_bytes))
+        self._arriving = self._world.start_receive(memoryview(self.content), self.rank, _CONTENT_TAG)
+        return self._arriving.Test()
 
 
 def allgather(

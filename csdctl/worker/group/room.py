@@ -22,7 +22,7 @@ class Room:
         limit_data(self._limit_bytes)
 
     def make(self, num_bytes: int) -> None:
-        """Allow one more message of this size; of several, the largest counts."""
+        """Allow messages of this size together; of several calls, the largest size counts."""
         if num_bytes > self._largest_bytes:
             self._largest_bytes = num_bytes
             limit_data(self._limit_bytes + num_bytes)

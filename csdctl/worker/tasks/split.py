@@ -5,25 +5,34 @@ backward in the same order, as the gradients come back. Rank 0 takes the ranks' 
 it computes the head of one while the ranks compute others (docs/decisions/0030).
 """
 
+import dataclasses
+import math
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.inversion import invert_prefix
 from csdctl.worker.compute.split import PrefixStep, micro_batch_sizes
 from csdctl.worker.compute.split_step import SplitStep
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
+from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.group.channel import PeerFaultError
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.errors import describe
-from csdctl.worker.protocol.events import ACTIVATIONS
+from csdctl.worker.process.events import emit
+from csdctl.worker.protocol.events import ACTIVATIONS, Inverted
 from csdctl.worker.tasks.model_task import ModelTask
 from csdctl.worker.tasks.train import Train
 
+Bytes = bytearray | bytes
 _LOSS_COUNT = struct.Struct("<f")
+LARGE_BYTES = 1 << 20
+"""A message above this is announced to the link, so that it arrives while the rank computes. The kernel's
+buffers hold a smaller one, and looking for it would cost a slow node more."""
 
 
 class Exchange:
@@ -42,16 +51,18 @@ class Exchange:
         shared, communicator = self._shared, self._communicator
         out[:] = 0
         starts = np.cumsum([0, *sizes])
+        awaited = [_LOSS_COUNT.size + self._output_bytes(size) for size in sizes]
+        self._expect(0, awaited[:1])
         for start, size in zip(starts, sizes, strict=False):
             part = slice(start, start + size)
             outputs = shared.forward(samples[part])
             content = outputs.tobytes() + labels[part].tobytes()
             began = time.perf_counter()
-            communicator.send(0, content, ACTIVATIONS)
+            communicator.post(0, content, ACTIVATIONS)
             self.waited_s += time.perf_counter() - began
-        for size in sizes:
-            num_bytes = size * int(np.prod(self._shape)) * shared.activation_type.itemsize
-            received = self._receive(0, _LOSS_COUNT.size + num_bytes)
+        for number, size in enumerate(sizes):
+            received = self._receive(0, awaited[number])
+            self._expect(0, awaited[number + 1 : number + 2])
             (loss_count,) = _LOSS_COUNT.unpack_from(received)
             gradient = np.frombuffer(received, shared.activation_type, offset=_LOSS_COUNT.size)
             shared.backward(gradient.reshape(size, *self._shape), loss_count, out)
@@ -71,6 +82,8 @@ class Exchange:
         out[:] = 0
         shared.begin()
         own_start = 0
+        for index, parts in enumerate(sizes[1:], start=1):
+            self._expect(index, map(self._message_bytes, parts[:1]))
         for number in range(max(map(len, sizes), default=0)):
             for index, parts in enumerate(sizes):
                 if number >= len(parts):
@@ -81,7 +94,9 @@ class Exchange:
                     own_start += size
                     self._own_part(shared, samples[own], labels[own], ranks[0], weights[0], out)
                 else:
-                    self._part_of(shared, index, size, ranks[index], weights[index])
+                    received = self._receive(index, self._message_bytes(size))
+                    self._expect(index, map(self._message_bytes, parts[number + 1 : number + 2]))
+                    self._part_of(shared, received, index, size, ranks[index], weights[index])
         shared.add_sums_to(out)
 
     def _own_part(
@@ -93,13 +108,11 @@ class Exchange:
 
         shared.as_rank(rank, compute)
 
-    def _part_of(self, shared: SplitStep, index: int, size: int, rank: int, weight: float) -> None:
-        empty = self._empty_labels
-        num_outputs = size * int(np.prod(self._shape))
-        num_bytes = num_outputs * shared.activation_type.itemsize
-        label_bytes = size * empty.dtype.itemsize * int(np.prod(empty.shape[1:]))
-        received = self._receive(index, num_bytes + label_bytes)
-        outputs = np.frombuffer(received, shared.activation_type, num_outputs)
+    def _part_of(
+        self, shared: SplitStep, received: Bytes, index: int, size: int, rank: int, weight: float
+    ) -> None:
+        empty, num_bytes = self._empty_labels, self._output_bytes(size)
+        outputs = np.frombuffer(memoryview(received)[:num_bytes], shared.activation_type)
         labels = np.frombuffer(received, empty.dtype, offset=num_bytes).reshape(size, *empty.shape[1:])
         if not (_are_finite(outputs) and _are_finite(labels)):
             raise PeerFaultError(index, "sent activations or labels that are not finite")
@@ -110,9 +123,25 @@ class Exchange:
         except Exception as error:  # such as a class that the model does not have
             raise PeerFaultError(index, f"sent what the model cannot take: {describe(error)}") from None
         content = _LOSS_COUNT.pack(loss_count) + gradient.tobytes()
-        self._communicator.send(index, content, ACTIVATIONS)
+        self._communicator.post(index, content, ACTIVATIONS)
 
-    def _receive(self, index: int, num_bytes: int) -> bytearray | bytes:
+    def _output_bytes(self, size: int) -> int:
+        """Return the size of the prefix's output, or its gradient, of `size` samples."""
+        num_bytes: int = size * math.prod(self._shape) * self._shared.activation_type.itemsize
+        return num_bytes
+
+    def _message_bytes(self, size: int) -> int:
+        """Return the size of what a rank sends of `size` samples: outputs and labels."""
+        empty = self._empty_labels
+        return self._output_bytes(size) + size * int(empty.dtype.itemsize) * math.prod(empty.shape[1:])
+
+    def _expect(self, index: int, following: Iterable[int]) -> None:
+        """Let the next message of a rank arrive, if one is `following`, while this rank computes."""
+        for num_bytes in following:
+            if num_bytes > LARGE_BYTES:
+                self._communicator.expect(index, num_bytes)
+
+    def _receive(self, index: int, num_bytes: int) -> Bytes:
         began = time.perf_counter()
         received = self._communicator.receive(index, num_bytes, ACTIVATIONS)
         self.waited_s += time.perf_counter() - began
@@ -178,6 +207,24 @@ class SplitParts(ModelTask):
         exchange.on_host(samples, labels, ranks, weights, sizes, out)
         return exchange.waited_s
 
+    def measure_inversion(self) -> None:
+        """Report, on rank 0, what a linear map recovers of public samples from their activations."""
+        split = self._split
+        if not isinstance(split, SplitStep):
+            return
+        public = PreparedSamples(self.spec.public) if self.spec.public else None
+        drawn = split.seeds.save()
+
+        def compute(samples: Array) -> Array:
+            split.forget()
+            return split.forward(samples)
+
+        found = invert_prefix(lambda rows: public.read(rows)[0], len(public), compute) if public else None
+        split.forget()
+        split.seeds.restore(drawn)
+        measured = dataclasses.astuple(found) if found else (0, 0, 0.0, 0.0, 0.0)
+        emit(Inverted(self.me.rank, self.me.node, split.cut.layer, *measured))
+
     def _load_step(self) -> Any:
         spec, me = self.spec, self.me
         assert spec.split
@@ -223,6 +270,11 @@ class SplitParts(ModelTask):
 
 class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
+
+    def finish(self, reason: str) -> None:
+        """Measure what activations reveal, save the model and report the completion record."""
+        self.measure_inversion()
+        super().finish(reason)
 
     def _compute(
         self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array

@@ -8,6 +8,7 @@ from csdctl.reporting.privacy import Flow, add_flows
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
+from csdctl.worker.protocol.events import Inverted
 
 
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
@@ -25,6 +26,8 @@ class PrivacyReport:
     of_all: list[Flow]
     """Of all commands so far."""
     privacy: Privacy | None
+    inversion: Inverted | None
+    """What a linear map recovers from the activations of a split run."""
 
 
 def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
@@ -39,4 +42,5 @@ def privacy(project: ProjectDirectory, run_id: str | None) -> PrivacyReport:
         add_flows(entries, run.run_id),
         add_flows(entries),
         measure_privacy(manifest, count_passes(events, len(nodes))),
+        next((event for event in events if isinstance(event, Inverted)), None),
     )

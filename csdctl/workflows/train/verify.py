@@ -12,7 +12,7 @@ from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.ways import FEATURES, SPLIT
-from csdctl.worker.protocol.events import Event, Verified
+from csdctl.worker.protocol.events import Event, Inverted, Verified
 from csdctl.worker.protocol.features import FLOAT32
 from csdctl.worker.protocol.run_spec import SplitSpec
 from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
@@ -52,6 +52,8 @@ class Verification:
 
     nodes: tuple[str, ...]
     result: Verified
+    inversion: Inverted | None = None
+    """What activations at the cut reveal, of a model that is split."""
 
 
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
@@ -69,8 +71,8 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        result = verify(job, plan, prepared, space, request)
-    return Verification(tuple(rank.node for rank in plan.ranks), result)
+        found = verify(job, plan, prepared, space, request)
+    return Verification(tuple(rank.node for rank in plan.ranks), *found)
 
 
 def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
@@ -90,8 +92,13 @@ def _check_several(plan: Plan) -> None:
         )
 
 
-def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: VerifyRequest) -> Verified:
-    """Run one step of all ranks and return how it compares with one process; raises what `train` raises."""
+def verify(
+    job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: VerifyRequest
+) -> tuple[Verified, Inverted | None]:
+    """Run one step of all ranks; return how it compares with one process, and what activations reveal.
+
+    Raises what `train` raises.
+    """
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_scratch()
     shards = cut_shards(placed, prepared.public, job, space.project)
@@ -105,16 +112,19 @@ def verify(job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: 
     if way == FEATURES:
         inputs = _of_head(inputs, list(space.fleet.machines))
     results: list[Verified] = []
+    inversions: list[Inverted] = []
 
     def record(event: Event) -> None:
         if isinstance(event, Verified):
             results.append(event)
+        elif isinstance(event, Inverted):
+            inversions.append(event)
 
     run_ranks(inputs, space, TrainOptions(), lambda *_: None, record)
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
-    return results[0]
+    return results[0], next(iter(inversions), None)
 
 
 def _of_head(inputs: RunInputs, machines: Sequence[str]) -> RunInputs:

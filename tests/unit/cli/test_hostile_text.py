@@ -48,6 +48,7 @@ from csdctl.tuning.plan import Plan, RankPlan, WayPlan
 from csdctl.worker.protocol.compared import Compared
 from csdctl.worker.protocol.datasets import PrepareProgress
 from csdctl.worker.protocol.events import (
+    Inverted,
     Joined,
     NodeBack,
     NodeLost,
@@ -165,8 +166,10 @@ def show_plan(console: PrintableConsole) -> None:
 
 
 def show_privacy(console: PrintableConsole) -> None:
-    flows = [Flow(HOSTILE, HOSTILE, TrafficClass.LOG, 7)]
-    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None))
+    kinds = TrafficClass.LOG, TrafficClass.ACTIVATIONS
+    flows = [Flow(HOSTILE, HOSTILE, kind, 7) for kind in kinds]
+    inverted = Inverted(0, HOSTILE, HOSTILE, 100, 20, 0.9, 0.9, 0.5)
+    render_privacy(console, PrivacyReport(HOSTILE, flows, flows, None, inverted))
 
 
 def show_keys(console: PrintableConsole) -> None:

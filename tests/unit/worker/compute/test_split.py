@@ -32,7 +32,7 @@ class QueueCommunicator:
     def __init__(self, rank: int, queues: dict[tuple[int, int], "queue.Queue[bytes]"]) -> None:
         self.rank, self._queues = rank, queues
 
-    def send(self, rank: int, content: Any, traffic_class: str) -> None:
+    def post(self, rank: int, content: Any, traffic_class: str) -> None:
         self._queues[self.rank, rank].put(bytes(content))
 
     def receive(self, rank: int, max_bytes: int, traffic_class: str) -> bytes:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from csdctl.launch.mpi_command import EAGER_LIMIT_BYTES
 from csdctl.worker.group.channel import Channel, LinkLostError, socket_name
 from csdctl.worker.group.listener import Listener
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
@@ -106,3 +107,19 @@ def test_traffic_between_ranks_is_counted_by_the_kernel(group: Group) -> None:
         assert 3 * vector_bytes <= grown <= 3 * vector_bytes * 1.01
     assert after["samples", 0, 2] == 5000
     assert ("samples", 0, 1) not in after
+
+
+@pytest.mark.parametrize("size", [5000, EAGER_LIMIT_BYTES + 1])
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_ranks_that_post_to_each_other_wait_for_no_receive(
+    group: Group, size: int, *, is_expected: bool
+) -> None:
+    """A message above mpirun's eager limit leaves when its receiver asks for it."""
+    group.all("choose star")
+    for request in (f"expect {{}} {size}",) * is_expected + (f"post {{}} {size}", f"receive {{}} {size}"):
+        for rank, other in ((0, 1), (1, 0)):
+            group.send(rank, request.format(other))
+        expected = 7 * size if request.startswith("receive") else 1
+        assert [group.answer(rank) for rank in (0, 1)] == [expected] * 2
+    assert group.all("close") == [1] * SIZE
+    assert group.mpirun.wait(timeout=30) == 0
