@@ -271,10 +271,11 @@ class SplitParts(ModelTask):
 class Split(SplitParts, Train):
     """Trains the model in two parts, as the run's `split` says."""
 
-    def finish(self, reason: str) -> None:
-        """Measure what activations reveal, save the model and report the completion record."""
+    def save_model(self) -> str | None:
+        """Save the trained model on rank 0, then measure what activations reveal; returns its path."""
+        path = super().save_model()
         self.measure_inversion()
-        super().finish(reason)
+        return path
 
     def _compute(
         self, communicator: Communicator, samples: Array, labels: Array, copies: Array | None, out: Array
