@@ -99,7 +99,7 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
             "--cut",
         ),
         (("--way", "split"), "has to be cut somewhere; its cuts: conv2d, cut, ", "--cut LAYER"),
-        (("--cut", "cut"), "--way data-parallel does not", "add --way split"),
+        (("--cut", "cut"), "--way auto does not", "add --way split"),
     ],
 )
 def test_what_cannot_be_split_is_refused(

@@ -30,5 +30,6 @@ class Trial(Train):
         """Compare nothing: ranks that are probe sessions have different moving statistics."""
         return ""
 
-    def save_model(self) -> None:
+    def save_model(self) -> str | None:
         """Save nothing."""
+        return None
