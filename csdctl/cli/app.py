@@ -43,7 +43,7 @@ COMMANDS: CommandTable = {
     },
     "A fleet without hardware": {
         "emulate": "Run a fleet on this machine: real SSH servers that share its CPU and memory.",
-        "demo": "Train on an emulated fleet, from `emulate up` to `report`: Fashion-MNIST, or transfer learning.",
+        "demo": "Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning.",
     },
 }
 

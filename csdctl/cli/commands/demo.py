@@ -31,7 +31,7 @@ def demo(
     transfer: TransferOption = False,
     keep: KeepOption = False,
 ) -> None:
-    """Train on an emulated fleet, from `emulate up` to `report`: Fashion-MNIST, or transfer learning."""
+    """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
     from csdctl.launch.tools import find_mpirun
     from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files

@@ -35,13 +35,15 @@ JOB = f"""\
 model: efficientnet_lite0.py:build
 model_args: {{classes: 6}}
 {_DATA}\
-recipe: {{epochs: 10, optimizer: adam, learning_rate: 0.001, metrics: [accuracy], seed: 7}}
+recipe:
+  {{epochs: 10, optimizer: adam, learning_rate: 0.001, reference_batch: 64, metrics: [accuracy], seed: 7}}
 """
 SCRATCH_JOB = f"""\
 # The same pictures, learnt from scratch: what the base is worth.
 model: small_cnn.py:build
 {_DATA}\
-recipe: {{epochs: 10, optimizer: adam, learning_rate: 0.001, metrics: [accuracy], seed: 7}}
+recipe:
+  {{epochs: 10, optimizer: adam, learning_rate: 0.001, reference_batch: 64, metrics: [accuracy], seed: 7}}
 """
 SMALL_CNN = '''\
 """A small convolutional network for 96×96 pictures 0…255 in six classes."""
