@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.features import as_features
-from csdctl.worker.compute.forward import BatchedPass, ForwardPass, to_results
+from csdctl.worker.compute.forward import BATCH_SIZE, BatchedPass, ForwardPass, to_results
 from csdctl.worker.compute.lite import PACKAGE, LitePass
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.ingest.access import make_store
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
+from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
@@ -35,8 +35,10 @@ from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.worker.protocol.features import Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import from_json
 
-_MAX_DESCRIPTION_BYTES = 16 << 20
+BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
+"""A batch is stored as soon as it is computed."""
 
+_MAX_DESCRIPTION_BYTES = 16 << 20
 
 Compute = Callable[[Array, Array], tuple[Array, Array]]
 """Makes of samples and labels, each of shape (n, …), those that are stored."""
@@ -46,7 +48,7 @@ def extract(
     spec: ExtractSpec,
     load_backend: Callable[[], tuple[Any, Any]],
     *,
-    limits: IngestLimits = DEFAULT_LIMITS,
+    limits: IngestLimits = BATCH_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
