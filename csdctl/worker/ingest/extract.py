@@ -21,7 +21,7 @@ import numpy as np
 
 from csdctl.worker.compute.features import as_features
 from csdctl.worker.compute.forward import BATCH_SIZE, BatchedPass, ForwardPass, to_results
-from csdctl.worker.compute.lite import PACKAGE, LitePass
+from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE, LitePass
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
@@ -164,7 +164,7 @@ def _fingerprint(spec: ExtractSpec) -> str:
         prefix.precision,
     ]
     if prefix.lite:
-        content += [Path(prefix.lite).name, _version_of(PACKAGE)]
+        content += [Path(prefix.lite).name, _version_of(PACKAGE), LITE_BATCH_SIZE]
     else:
         content += [
             _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
