@@ -107,6 +107,7 @@ class PartialDataset:
             self.record = _load_record(directory, fingerprint, self._boot_id)
             if self.record.num_read == 0:
                 self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
+                (directory / _RECENT).unlink(missing_ok=True)
             self._files: list[IO[bytes]] = [
                 open_private(directory / name, is_new=not self.record.num_samples) for name in _ARRAYS
             ]
@@ -301,14 +302,12 @@ def _load_record(directory: Path, fingerprint: str, boot_id: str) -> IngestRecor
 
     It is empty if the data or the job has changed since, or the files do not hold what it states.
     """
-    recent = _parse(RecentRecord, directory / _RECENT)
-    found = [_parse(IngestRecord, directory / _RECORD)]
+    recent, synced = _parse(RecentRecord, directory / _RECENT), _parse(IngestRecord, directory / _RECORD)
+    found = [synced] if synced else []
     if recent and boot_id and recent.boot_id == boot_id:
-        found.insert(0, recent.record)
-    for record in found:
-        if record and record.fingerprint == fingerprint and _is_held(record, directory):
-            return record
-    return IngestRecord(fingerprint)
+        found.append(recent.record)
+    usable = [one for one in found if one.fingerprint == fingerprint and _is_held(one, directory)]
+    return max(usable, key=lambda record: record.num_read, default=IngestRecord(fingerprint))
 
 
 def _parse(expected: type[T], path: Path) -> T | None:
