@@ -86,13 +86,13 @@ lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgr
 	echo "requirements/runtime.txt: csdctl"
 	run pyproject.toml --output-file requirements/runtime.txt
 	echo "requirements/dev.txt: csdctl, its extras and the development tools"
-	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --group dev --constraints requirements/runtime.txt
+	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --extra litert --extra parquet --group dev --constraints requirements/runtime.txt
 	echo "requirements/docs.txt: the site generator"
 	run --group docs --output-file requirements/docs.txt
 	echo "requirements/audit.txt: pip-audit"
 	run --group audit --output-file requirements/audit.txt
 	echo "requirements/lowest.txt: the lowest versions that pyproject.toml allows"
-	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --group test
+	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --extra litert --extra parquet --group test
 
 build: $(STAMP) ## build the wheel and the source distribution in dist/
 	@rm -rf dist

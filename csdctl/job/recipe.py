@@ -108,6 +108,7 @@ class RecipeEntry(Document):
     from_logits: bool = False
     class_weight: dict[Annotated[str, Field(pattern=r"^[0-9]{1,6}$")], Weight] = {}
     freeze: FreezeEntry | None = None
+    views: Annotated[int, Field(ge=0, le=1000)] = 0
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     max_learning_rate: Annotated[float, Field(gt=0)] | None = None
     decay: Literal["none", "linear", "cosine"] = "none"
@@ -153,6 +154,7 @@ def build_recipe(
         class_weight=entry.class_weight,
         input_range=input_range,
         freeze_until=entry.freeze.until if entry.freeze else "",
+        views=entry.views,
         seed=entry.seed,
         max_learning_rate=entry.max_learning_rate,
         decay=entry.decay,

@@ -25,6 +25,8 @@ class CleanupOptions:
     is_ending: bool = True
     is_removing: bool = False
     is_removing_all: bool = False
+    is_removing_computed: bool = False
+    """Also features and predictions, which are computed again when they are needed."""
     is_forced: bool = False
     """Clean also a machine that another csdctl has locked, and end that csdctl."""
     run_id: str = ""
@@ -44,6 +46,10 @@ class Leftovers:
     num_bytes: int
     num_unused: int = 0
     """Unused files that were removed from the store, if that was requested."""
+    features_bytes: int = 0
+    """Of the features that stay there."""
+    predictions_bytes: int = 0
+    """Of the predictions that stay there."""
 
 
 def clean_machine(
@@ -63,7 +69,12 @@ def clean_machine(
     runs = [process.text("run") for process in answer.objects("processes", MAX_FOUND)]
     paths = answer.texts("paths", MAX_FOUND)
     return Leftovers(
-        len(runs), tuple(filter(None, dict.fromkeys(runs))), tuple(paths), answer.number("num_bytes")
+        len(runs),
+        tuple(filter(None, dict.fromkeys(runs))),
+        tuple(paths),
+        answer.number("num_bytes"),
+        features_bytes=answer.number("features_bytes"),
+        predictions_bytes=answer.number("predictions_bytes"),
     )
 
 

@@ -1,12 +1,13 @@
 """Find processes and files that an earlier csdctl left on a machine; end and remove them on request.
 
 Sent as source, so it uses the standard library only. Runs in the session's home directory. Reads one JSON
-object (run_id, node, is_ending, is_removing, is_removing_all, is_forced), writes one:
+object (run_id, node, is_ending, is_removing, is_removing_all, is_removing_computed, is_forced), writes one:
 
 - `holder`: the csdctl that currently holds the lock, else null; with a holder, nothing is changed
   unless forced
 - `processes`: running processes, each with its run's id
 - `paths` and `num_bytes`: files and directories that are no longer needed
+- `features_bytes` and `predictions_bytes`: what was computed here, and stays
 """
 
 import contextlib
@@ -26,6 +27,7 @@ DAEMON_MARKER = "csdctl_run_"
 STORED = ".csdctl/objects/"
 LOCK = ".csdctl/lock"
 PARTS = (".csdctl/objects/*.part", ".csdctl/trees/.part-*", ".csdctl/manifests/*.part")
+FEATURES, PREDICTIONS = ".csdctl/features", ".csdctl/predictions"
 SANDBOX_USER = 1_907_000_000
 """Whom a sandbox that root has started runs as (worker/sandbox/files.py)."""
 TREE_LINKS = ".csdctl/trees/*.link"
@@ -44,13 +46,15 @@ def main() -> None:
         for process in processes:
             for path in filter(is_own, glob.glob(scratch_directories(process["pid"]))):
                 remove(path)
-    paths = find_paths(request["is_removing_all"]) if is_allowed and not run_id else []
+    paths = find_paths(request) if is_allowed and not run_id else []
     num_bytes = sum(size_of(path) for path in paths)
     if is_allowed and request["is_removing"]:
         for path in paths:
             remove(path)
         paths = [path for path in paths if not os.path.lexists(path)]
     response = {"holder": holder, "processes": processes, "paths": paths, "num_bytes": num_bytes}
+    for name, path in (("features_bytes", FEATURES), ("predictions_bytes", PREDICTIONS)):
+        response[name] = 0 if run_id or path in paths else size_of_directory(path)
     print(json.dumps(response), flush=True)
 
 
@@ -151,13 +155,15 @@ def with_descendants(pid: int, children: "dict[int, list[int]]") -> "list[int]":
     return found
 
 
-def find_paths(is_all: bool) -> "list[str]":
-    """Return the paths to remove; with `is_all`, everything that csdctl wrote here."""
+def find_paths(request: "dict[str, Any]") -> "list[str]":
+    """Return the paths to remove: what is unfinished, what was computed, or all that csdctl wrote here."""
     paths = (
         [*find_tree_links(), ".csdctl"]
-        if is_all
+        if request["is_removing_all"]
         else [path for pattern in PARTS for path in glob.glob(pattern)]
     )
+    if request["is_removing_computed"] and not request["is_removing_all"]:
+        paths += [FEATURES, PREDICTIONS]
     paths += glob.glob(step_files())
     # A sandbox that was killed leaves its directory behind.
     for path in glob.glob(scratch_directories("*")):
@@ -205,6 +211,11 @@ def size_of(path: str) -> int:
         with contextlib.suppress(OSError):
             total += os.lstat(file).st_size
     return total
+
+
+def size_of_directory(path: str) -> int:
+    """Return the bytes of all files below a directory; 0 if there is none."""
+    return size_of(path) if os.path.isdir(path) and os.listdir(path) else 0
 
 
 def remove(path: str) -> None:

@@ -82,6 +82,30 @@ def test_partial_files_are_removed_and_complete_files_stay(project: Path) -> Non
     assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]
 
 
+def test_features_and_predictions_are_listed_and_removed_on_request(project: Path) -> None:
+    on_csd0(
+        project,
+        "mkdir -p .csdctl/features/a .csdctl/predictions/b .csdctl/data && "
+        "echo 123 >.csdctl/features/a/images.npy && echo 1 >.csdctl/predictions/b/images.npy && "
+        "echo 1 >.csdctl/data/x",
+    )
+    (project / ".csdctl" / "features" / "c").mkdir(parents=True)
+    (project / ".csdctl" / "features" / "c" / "images.npy").write_bytes(bytes(3000))
+    listed = csdctl(project, "clean")
+    assert "csd0: nothing left; stored: features 4 B, predictions 2 B (--computed" in listed.stdout
+    assert "host: nothing left; stored: features 2.9 KiB (--computed" in listed.stdout
+    assert "csd1: nothing left\n" in listed.stdout
+    would = csdctl(project, "clean", "--computed", "--dry-run")
+    assert "csd0: 2 paths (6 B) could be removed" in would.stdout
+    done = csdctl(project, "clean", "--computed")
+    assert "csd0: 2 paths (6 B) removed" in done.stdout, done.stderr
+    assert on_csd0(project, "ls .csdctl/data; ls -d .csdctl/features .csdctl/predictions; true").split() == [
+        "x"
+    ]
+    assert not (project / ".csdctl" / "features").exists()
+    on_csd0(project, "rm -r .csdctl/data")
+
+
 def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     (project / "tree").mkdir()
     (project / "tree" / "file").write_text("content")

@@ -53,6 +53,10 @@ def build_trained():
     model.get_layer("base").trainable = True
     return model
 """
+AUGMENT = """\
+def darken(samples, labels, rng):
+    return (samples * rng.random()).astype(samples.dtype), labels
+"""
 
 
 def write(path: Path, seed: int) -> None:
@@ -122,6 +126,22 @@ def test_features_train_the_same_model(project: Path) -> None:
     # Another learning rate finds the features of all samples.
     again = train(project, "faster.yaml", "--way", "features")
     assert again["features"]["num_computed"] == 0
+
+
+def test_views_are_features_of_augmented_samples(project: Path) -> None:
+    (project / "changes.py").write_text(AUGMENT)
+    text = (JOB % 0.01).replace("validation:", "augment: changes.py:darken\n  validation:")
+    (project / "views.yaml").write_text(text.replace("epochs: 2", "epochs: 3, views: 2"))
+    report = train(project, "views.yaml", "--way", "features")
+    # Two views of public and private samples, and the validation samples as they are.
+    assert report["features"]["num_computed"] == (2 * 3 + 1) * NUM_SAMPLES
+    assert report["samples"] == 3 * 3 * NUM_SAMPLES
+    again = csdctl(project, "extract", "views.yaml", "--batch-size", "8")
+    assert "; 0 computed in" in again.stdout, again.stderr
+    (project / "none.yaml").write_text(text)
+    refused = csdctl(project, "extract", "none.yaml", "--batch-size", "8")
+    assert refused.returncode == 2
+    assert "set recipe.views to the number of augmented copies" in " ".join(refused.stderr.split())
 
 
 def test_verify_compares_features_and_head(project: Path) -> None:

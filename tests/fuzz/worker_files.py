@@ -238,7 +238,10 @@ def _resume(directory: Path, changed: str, content: bytes) -> None:
     place = directory / "part"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir(mode=0o700)
-    for name, written in {**_partial_files(), changed: content}.items():
+    files = {**_partial_files(), changed: content}
+    if changed == "record.json":
+        del files["recent.json"]  # which says the same
+    for name, written in files.items():
         (place / name).write_bytes(written)
     partial = PartialDataset(place, FINGERPRINT, 2)
     try:
@@ -352,6 +355,13 @@ TARGETS = (
         lambda content, directory: _resume(directory, "record.json", content),
         (WorkerError,),
         lambda: [_partial_files()["record.json"]],
+    ),
+    Target(
+        "resume-recent",
+        Form.JSON,
+        lambda content, directory: _resume(directory, "recent.json", content),
+        (WorkerError,),
+        lambda: [_partial_files()["recent.json"]],
     ),
     Target(
         "resume-array",

@@ -16,6 +16,13 @@ UnusedOption = Annotated[
         "--unused", help="Remove stored files that no deployed tree uses; they are sent again when needed."
     ),
 ]
+ComputedOption = Annotated[
+    bool,
+    typer.Option(
+        "--computed",
+        help="Remove features and predictions on host and nodes; they are computed again when needed.",
+    ),
+]
 ForceOption = Annotated[
     bool, typer.Option("--force", help="Also stop a csdctl that is running there now, from any host.")
 ]
@@ -25,6 +32,7 @@ def clean(
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     everything: EverythingOption = False,
     unused: UnusedOption = False,
+    computed: ComputedOption = False,
     force: ForceOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
@@ -46,7 +54,11 @@ def clean(
     outcomes = clean(
         call.fleet,
         CleanupOptions(
-            is_ending=not dry_run, is_removing=not dry_run, is_removing_all=everything, is_forced=force
+            is_ending=not dry_run,
+            is_removing=not dry_run,
+            is_removing_all=everything,
+            is_removing_computed=computed,
+            is_forced=force,
         ),
         directory=call.streams.directory,
         is_pruning=unused and not dry_run,

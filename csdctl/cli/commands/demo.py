@@ -14,6 +14,13 @@ from csdctl.cli.streams import Streams
 DirectoryOption = Annotated[Path, typer.Option("--directory", help="Working directory of the demo.")]
 NodesOption = Annotated[int, typer.Option("--nodes", min=1, max=64, help="Number of emulated nodes.")]
 CpuOption = Annotated[float, typer.Option("--cpu", help="CPU share of each node, in cores.")]
+TransferOption = Annotated[
+    bool,
+    typer.Option(
+        "--transfer",
+        help="Learn pictures on top of a pretrained base, and from scratch; downloads 150 MB.",
+    ),
+]
 KeepOption = Annotated[bool, typer.Option("--keep", help="Leave the emulated fleet running.")]
 
 
@@ -21,25 +28,31 @@ def demo(
     directory: DirectoryOption = Path("demo"),
     nodes: NodesOption = 3,
     cpu: CpuOption = 0.25,
+    transfer: TransferOption = False,
     keep: KeepOption = False,
 ) -> None:
-    """Train Fashion-MNIST on an emulated fleet, from `emulate up` to `report`."""
+    """Train on an emulated fleet, all commands: Fashion-MNIST, or transfer learning."""
     from csdctl.launch.tools import find_mpirun
     from csdctl.reporting.numbers import format_seconds
     from csdctl.workflows.data.demo import write_demo_files
+    from csdctl.workflows.data.transfer_demo import fetch_transfer_demo
     from csdctl.workflows.maintenance.emulate import take_fleet_down
 
     streams = Streams()
     start = time.monotonic()
     find_mpirun()
-    write_demo_files(directory.absolute())
+    if transfer:
+        fetch_transfer_demo(directory.absolute(), streams.say)
+    else:
+        write_demo_files(directory.absolute())
     os.chdir(directory)
     take_fleet_down(Path.cwd())
     streams.say(
         f"The demo runs in {Path.cwd()}. The fleet is emulated: its timings say nothing about real nodes."
     )
+    steps = _list_transfer_steps(nodes, cpu) if transfer else _list_steps(nodes, cpu)
     try:
-        for command, run in _list_steps(nodes, cpu).items():
+        for command, run in steps.items():
             streams.say("")
             streams.console.print(f"$ csdctl {command}", style="bold", soft_wrap=True)
             run()
@@ -65,4 +78,25 @@ def _list_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
         "tune --no-explore": lambda: tune.tune(DEFAULT_JOB, DEFAULT_FLEET, explore=False),
         "train": lambda: train.train(DEFAULT_JOB, DEFAULT_FLEET),
         "report": report.report,
+    }
+
+
+def _list_transfer_steps(nodes: int, cpu: float) -> dict[str, Callable[[], None]]:
+    """Return the commands of the demo of transfer learning: every rank has the same batch size."""
+    from csdctl.cli.commands import discover, emulate, prepare, report, train
+
+    scratch = Path("scratch.yaml")
+    return {
+        f"emulate up --nodes {nodes} --cpu {cpu}": lambda: emulate.up(nodes=nodes, cpu=cpu),
+        "discover": discover.discover,
+        "prepare --sample openclipart": lambda: prepare.prepare(
+            DEFAULT_JOB, DEFAULT_FLEET, sample="openclipart"
+        ),
+        "train --way features --batch-size 16": lambda: train.train(
+            DEFAULT_JOB, DEFAULT_FLEET, way="features", batch_size=16
+        ),
+        "report": report.report,
+        "train scratch.yaml --batch-size 16 --skip-doctor": lambda: train.train(
+            scratch, DEFAULT_FLEET, batch_size=16, skip_doctor=True
+        ),
     }

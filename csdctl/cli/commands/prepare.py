@@ -9,7 +9,10 @@ from csdctl.cli.streams import Streams
 
 SampleOption = Annotated[
     str,
-    typer.Option("--sample", help="First fill the job's data paths with a sample data set: fashion-mnist."),
+    typer.Option(
+        "--sample",
+        help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart.",
+    ),
 ]
 
 

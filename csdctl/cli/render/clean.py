@@ -26,7 +26,13 @@ def render_cleaned(console: PrintableConsole, outcome: Outcome[Leftovers], *, is
         parts.append(f"{len(found.paths)} paths ({format_bytes(found.num_bytes)}) {verb}")
     if found.num_unused:
         parts.append(f"{found.num_unused} unused files removed")
-    line = "; ".join(parts) or "nothing left"
+    if not parts:
+        parts.append("nothing left")
+    stored = {"features": found.features_bytes, "predictions": found.predictions_bytes}
+    sizes = [f"{name} {format_bytes(num_bytes)}" for name, num_bytes in stored.items() if num_bytes]
+    if sizes:
+        parts.append(f"stored: {', '.join(sizes)} (--computed removes them)")
+    line = "; ".join(parts)
     console.print(f"{outcome.name}: {line}", soft_wrap=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.forward import BATCH_SIZE, BatchedPass
+from csdctl.worker.compute.forward import BatchedPass
 from csdctl.worker.compute.model import load
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.file_hash import check_stored
@@ -18,6 +18,8 @@ from csdctl.worker.process.errors import WorkerError, describe
 from csdctl.worker.protocol.run_spec import Prefix
 
 PACKAGE = "ai-edge-litert"
+LITE_BATCH_SIZE = 8
+"""Samples that LiteRT computes at a time: as fast as 32 for EfficientNet-Lite0 at 96×96, in 30 MB less."""
 
 
 class LitePass(BatchedPass):
@@ -38,7 +40,7 @@ class LitePass(BatchedPass):
         try:
             self._interpreter = Interpreter(model_path=part.lite, num_threads=threads)
             (self._input,) = self._interpreter.get_input_details()
-            shape = [BATCH_SIZE, *self._input["shape"][1:].tolist()]
+            shape = [LITE_BATCH_SIZE, *self._input["shape"][1:].tolist()]
             self._interpreter.resize_tensor_input(self._input["index"], shape, strict=True)
             self._interpreter.allocate_tensors()
         except (ValueError, RuntimeError) as error:
@@ -52,6 +54,13 @@ class LitePass(BatchedPass):
 
     def compute(self, samples: Array) -> list[Array]:
         """Return the outputs of one batch, each of shape (BATCH_SIZE, …)."""
+        parts = [
+            self._invoke(samples[start : start + LITE_BATCH_SIZE])
+            for start in range(0, len(samples), LITE_BATCH_SIZE)
+        ]
+        return [np.concatenate(outputs) for outputs in zip(*parts, strict=True)]
+
+    def _invoke(self, samples: Array) -> list[Array]:
         scaled = scale(samples, self._range, self._input["dtype"])
         self._interpreter.set_tensor(self._input["index"], scaled)
         self._interpreter.invoke()

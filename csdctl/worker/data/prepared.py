@@ -38,7 +38,17 @@ class PreparedSamples:
         )
         self._samples, self._labels = (file.array for file in self._files)
         check_lengths(self._samples, self._labels)
-        self._rows = rows_of(part, len(self._samples))
+        if len(self._samples) % part.num_views:
+            raise WorkerError(
+                f"the data set is damaged: {len(self._samples)} rows cannot be {part.num_views} views"
+            )
+        self._num_distinct, self._num_views = len(self._samples) // part.num_views, part.num_views
+        self._rows = rows_of(part, self._num_distinct)
+        self._first_row = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read the view of this epoch from now on."""
+        self._first_row = epoch % self._num_views * self._num_distinct
 
     def check(self) -> None:
         """Raise WorkerError if the files have changed."""
@@ -50,7 +60,7 @@ class PreparedSamples:
 
     def read(self, indices: Array) -> tuple[Array, Array]:
         """Return samples (n, …) and labels (n, …) at `indices`, shape (n,), in the order of the file."""
-        rows = self._rows[np.sort(indices)]
+        rows = self._rows[np.sort(indices)] + self._first_row
         return self._samples[rows], as_labels(self._labels[rows])
 
     def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
@@ -111,6 +121,7 @@ class EpochReader:
         for part in (self._private, self._public, self._all_public):
             if part:
                 part.check()
+                part.set_epoch(epoch)
         self._epoch = epoch
         self._orders = {}
 

@@ -19,24 +19,28 @@ from typing import Any
 
 import numpy as np
 
+from csdctl.worker.compute.augment import Augmentation
 from csdctl.worker.compute.features import as_features
-from csdctl.worker.compute.forward import BatchedPass, ForwardPass, to_results
-from csdctl.worker.compute.lite import PACKAGE, LitePass
+from csdctl.worker.compute.forward import BATCH_SIZE, BatchedPass, ForwardPass, to_results
+from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE, LitePass
+from csdctl.worker.compute.user_code import import_packed
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
 from csdctl.worker.data.file_hash import check_stored, open_regular
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.ingest.access import make_store
-from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
+from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.partial_dataset import PartialDataset, convert_write_errors, hash_arrays
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Extracted, ExtractSpec
+from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec
 from csdctl.worker.protocol.json_codec import from_json
 
-_MAX_DESCRIPTION_BYTES = 16 << 20
+BATCH_LIMITS = IngestLimits(block_samples=BATCH_SIZE)
+"""A batch is stored as soon as it is computed."""
 
+_MAX_DESCRIPTION_BYTES = 16 << 20
 
 Compute = Callable[[Array, Array], tuple[Array, Array]]
 """Makes of samples and labels, each of shape (n, …), those that are stored."""
@@ -46,7 +50,7 @@ def extract(
     spec: ExtractSpec,
     load_backend: Callable[[], tuple[Any, Any]],
     *,
-    limits: IngestLimits = DEFAULT_LIMITS,
+    limits: IngestLimits = BATCH_LIMITS,
     on_progress: Callable[[PrepareProgress], None] = lambda progress: None,
 ) -> Extracted:
     """Run the model over the samples, and store what is kept below `spec.store`; nothing if it is there.
@@ -56,12 +60,17 @@ def extract(
     """
     load = functools.cache(lambda: _load_computation(spec, load_backend))
     sources = [spec.source, *spec.others]
-    sizes = [len(PreparedSamples(source)) for source in sources]
+    num_training = len(sources) - spec.num_plain
+    views = [spec.augmented if number < num_training else None for number in range(len(sources))]
+    sizes = [
+        len(PreparedSamples(source)) * _num_views(one) for source, one in zip(sources, views, strict=True)
+    ]
     parts: list[DatasetInfo] = []
     num_computed = 0
     for number, source in enumerate(sources):
         done = _Counter(sum(sizes[:number]), sum(sizes), on_progress)
-        parts.append(_extract(dataclasses.replace(spec, source=source), load, limits, done.note))
+        one = dataclasses.replace(spec, source=source, augmented=views[number])
+        parts.append(_extract(one, load, limits, done.note))
         num_computed += sizes[number] - done.first if done.first is not None else 0
     return Extracted(tuple(parts), num_computed)
 
@@ -89,6 +98,7 @@ def _extract(
 ) -> DatasetInfo:
     """Store what is kept of `spec.source`."""
     samples = PreparedSamples(spec.source)
+    num_rows = len(samples) * _num_views(spec.augmented)
     fingerprint = _fingerprint(spec)
     store = Path(spec.store)
     target = store / fingerprint
@@ -101,14 +111,16 @@ def _extract(
         if done := _find_done(target):  # by the process that held the lock
             partial.discard()
             return done
-        on_progress(PrepareProgress(partial.record.num_read, len(samples)))
+        on_progress(PrepareProgress(partial.record.num_read, num_rows))
         compute = load()
+        augment = _load_augmentation(spec)
         partial.declare(*compute(*samples.read(np.arange(0))))
-        _check_free_space(spec, partial, len(samples))
-        for start in range(partial.record.num_read, len(samples), limits.block_samples):
+        _check_free_space(spec, partial, num_rows)
+        while partial.record.num_read < num_rows:
+            view, start = divmod(partial.record.num_read, len(samples))
             rows = np.arange(start, min(len(samples), start + limits.block_samples))
-            partial.append(Block(len(rows), *compute(*samples.read(rows))))
-            on_progress(PrepareProgress(partial.record.num_read, len(samples)))
+            partial.append(Block(len(rows), *compute(*augment(*samples.read(rows), view, start))))
+            on_progress(PrepareProgress(partial.record.num_read, num_rows))
         samples.check()
         return partial.finish(target, _describe(partial, target))
     except WorkerError:
@@ -144,6 +156,36 @@ def _load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, A
     return compute
 
 
+def _num_views(augmented: Augmented | None) -> int:
+    return augmented.num_views if augmented else 1
+
+
+def _load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
+    """Return what makes a view of samples and labels, given its number and that of the first sample.
+
+    Each sample is changed apart, and what is drawn for it depends on the data and its place there alone: an
+    interrupted call goes on with the same views.
+    """
+    wanted, code = spec.augmented, spec.prefix.code
+    if wanted is None:
+        return lambda samples, labels, view, start: (samples, labels)
+    if code and spec.prefix.lite:  # with Keras, the model has been loaded with its code
+        check_stored(code.archive)
+        import_packed(code.archive, code.modules)
+    content = f"{spec.source.images_sha256} {spec.source.start}"
+    data = int.from_bytes(hashlib.sha256(content.encode()).digest()[:4])
+    function = Augmentation(wanted.augment, wanted.seed)
+
+    def make(samples: Array, labels: Array, view: int, start: int) -> tuple[Array, Array]:
+        parts = [
+            function(samples[n : n + 1], labels[n : n + 1], view, data ^ (start + n))
+            for n in range(len(samples))
+        ]
+        return np.concatenate([part for part, _ in parts]), np.concatenate([part for _, part in parts])
+
+    return make
+
+
 def _fingerprint(spec: ExtractSpec) -> str:
     """Return a hash of everything that the stored rows depend on."""
     source, prefix = spec.source, spec.prefix
@@ -162,12 +204,15 @@ def _fingerprint(spec: ExtractSpec) -> str:
         prefix.precision,
     ]
     if prefix.lite:
-        content += [Path(prefix.lite).name, _version_of(PACKAGE)]
+        content += [Path(prefix.lite).name, _version_of(PACKAGE), LITE_BATCH_SIZE]
     else:
         content += [
             _version_of("tensorflow", "tensorflow-cpu", "tensorflow-intel", "tf-nightly"),
             _version_of("keras", "keras-nightly"),
         ]
+    if spec.augmented:
+        name = Path(spec.augmented.augment).name  # FILE.py:NAME; what it does is in the code's archive
+        content += [name, spec.augmented.seed, spec.augmented.num_views]
     if spec.results:
         content += [spec.layer, [dataclasses.astuple(rule) for rule in spec.results]]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()

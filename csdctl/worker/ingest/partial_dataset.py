@@ -2,7 +2,9 @@
 
 Samples are appended to images.npy and labels.npy, never written through a memory map: a full disk is then an
 error instead of a signal that kills the process. Every few seconds the files are synced, and record.json
-states how much of them is valid; anything written later is truncated on resume.
+states how much of them is valid. After every block, recent.json states how much is written: a killed process
+loses what it was at work on, and a machine that has lost its power what was not synced. Anything written
+later is truncated on resume.
 """
 
 import errno
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 import numpy as np
 
@@ -30,13 +32,16 @@ from csdctl.worker.ingest.access import PRIVATE_DIRECTORY, open_private
 from csdctl.worker.ingest.limits import DEFAULT_LIMITS, IngestLimits
 from csdctl.worker.ingest.sources.source import Block
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.process.files import save_atomically, sync_directory, sync_file
+from csdctl.worker.process.files import replace_text, save_atomically, sync_directory, sync_file
 from csdctl.worker.protocol.bounds import Count, Shape
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.fields import LABEL
 from csdctl.worker.protocol.json_codec import from_json, to_json
 
-_RECORD = "record.json"
+T = TypeVar("T")
+
+_RECORD, _RECENT = "record.json", "recent.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ARRAYS = ("images.npy", "labels.npy")
 _SPARE_HEADER_BYTES = 1000
 """Of a .npy header, for all but the fields."""
@@ -76,6 +81,14 @@ class IngestRecord:
         ]
 
 
+@dataclass(frozen=True)
+class RecentRecord:
+    """Progress that is written, and not synced: valid until the machine restarts."""
+
+    boot_id: str
+    record: IngestRecord
+
+
 class PartialDataset:
     """The directory of an unfinished data set, locked by one process at a time."""
 
@@ -90,9 +103,11 @@ class PartialDataset:
         self._sync_interval_s = limits.sync_interval_s
         with convert_write_errors():
             self._lock = _lock_directory(directory, limits.lock_deadline_s)
-            self.record = _load_record(directory, fingerprint)
+            self._boot_id = _read_boot_id()
+            self.record = _load_record(directory, fingerprint, self._boot_id)
             if self.record.num_read == 0:
                 self.record = IngestRecord(fingerprint, class_counts=(0,) * num_classes)
+                (directory / _RECENT).unlink(missing_ok=True)
             self._files: list[IO[bytes]] = [
                 open_private(directory / name, is_new=not self.record.num_samples) for name in _ARRAYS
             ]
@@ -117,6 +132,8 @@ class PartialDataset:
             )
             if time.monotonic() - self._synced_at >= self._sync_interval_s:
                 self.sync()
+            else:
+                self._note()
 
     def declare(self, samples: Array, labels: Array) -> None:
         """Take shapes and types from samples (0, …) and labels (0, …), for a data set that may stay empty."""
@@ -130,6 +147,12 @@ class PartialDataset:
         save_atomically(self._directory / _RECORD, to_json(self.record))
         self._synced_at = time.monotonic()
 
+    def _note(self) -> None:
+        """Write what is valid if only this process ends."""
+        for file in self._files:
+            file.flush()
+        replace_text(self._directory / _RECENT, to_json(RecentRecord(self._boot_id, self.record)))
+
     def finish(self, target: Path, info: DatasetInfo) -> DatasetInfo:
         """Rename the directory to `target`, with `info` as dataset.json; return `info` with the hashes."""
         with convert_write_errors():
@@ -138,7 +161,8 @@ class PartialDataset:
                 sync_file(file)
             info = hash_arrays(info, self._directory)
             save_atomically(self._directory / "dataset.json", to_json(info))
-            (self._directory / _RECORD).unlink(missing_ok=True)
+            for name in (_RECORD, _RECENT):
+                (self._directory / name).unlink(missing_ok=True)
             shutil.rmtree(target, ignore_errors=True)  # without a dataset.json: damaged, or not csdctl's
             os.rename(self._directory, target)
             sync_directory(target.parent)
@@ -273,20 +297,43 @@ def _lock_directory(directory: Path, deadline_s: float) -> int:
         time.sleep(0.1)
 
 
-def _load_record(directory: Path, fingerprint: str) -> IngestRecord:
+def _load_record(directory: Path, fingerprint: str, boot_id: str) -> IngestRecord:
     """Return the record of an earlier call.
 
     It is empty if the data or the job has changed since, or the files do not hold what it states.
     """
+    recent, synced = _parse(RecentRecord, directory / _RECENT), _parse(IngestRecord, directory / _RECORD)
+    found = [synced] if synced else []
+    if recent and boot_id and recent.boot_id == boot_id:
+        found.append(recent.record)
+    usable = [one for one in found if one.fingerprint == fingerprint and _is_held(one, directory)]
+    return max(usable, key=lambda record: record.num_read, default=IngestRecord(fingerprint))
+
+
+def _parse(expected: type[T], path: Path) -> T | None:
     try:
-        record = from_json(IngestRecord, (directory / _RECORD).read_text())
-        is_usable = record.fingerprint == fingerprint
-        if is_usable and record.num_samples:
-            found = [(directory / name).stat().st_size for name in _ARRAYS]
-            is_usable = all(map(operator.ge, found, record.file_sizes()))
-    except (OSError, ValueError, WorkerError):  # a ProtocolError is a ValueError
-        is_usable = False
-    return record if is_usable else IngestRecord(fingerprint)
+        return from_json(expected, path.read_text())
+    except (OSError, ValueError, RecursionError):  # a ProtocolError is a ValueError
+        return None
+
+
+def _is_held(record: IngestRecord, directory: Path) -> bool:
+    """Return whether the files in `directory` have what `record` states."""
+    if not record.num_samples:
+        return True
+    try:
+        found = [(directory / name).stat().st_size for name in _ARRAYS]
+        return all(map(operator.ge, found, record.file_sizes()))
+    except (OSError, ValueError, WorkerError):
+        return False
+
+
+def _read_boot_id() -> str:
+    """Return what identifies the time since the machine has started; '' if it is unknown."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""
 
 
 def _build_header(shape: tuple[int, ...], dtype: str) -> bytes:

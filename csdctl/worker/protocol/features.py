@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from csdctl.worker.protocol.bounds import Between, Count
+from csdctl.worker.protocol.bounds import BatchSize, Between, Count
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
@@ -65,6 +65,16 @@ class Converted:
 
 
 @dataclass(frozen=True)
+class Augmented:
+    """Views of samples: what `data.augment` makes of each, so many times."""
+
+    augment: str
+    """As in the recipe."""
+    seed: int
+    num_views: BatchSize
+
+
+@dataclass(frozen=True)
 class ExtractSpec:
     """What to compute on one machine; the first line of its standard input."""
 
@@ -81,6 +91,10 @@ class ExtractSpec:
     """The layer whose output is taken in place of the model's; '' for none."""
     others: tuple[DatasetSlice, ...] = ()
     """Further samples: the model is loaded once for all."""
+    augmented: Augmented | None = None
+    """What is computed of training samples in place of themselves."""
+    num_plain: Count = 0
+    """The last sources, of validation samples, are never augmented: how many these are."""
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,9 @@ class Recipe:
     """The layer that is not trained, with all that lead to it; '' leaves the model as it is."""
     augment: str = ""
     """`FILE.py:NAME` of the function that changes the samples of every training batch; '': none."""
+    views: int = 0
+    """With features: how many results of `augment` are computed of each sample, read by epochs in turn; 0:
+    the sample itself."""
     seed: int = 0
     max_learning_rate: float | None = None
     """Upper limit of the learning rate, however large the global batch is."""

@@ -25,6 +25,8 @@ class DatasetSlice:
     images_sha256: str = ""
     """Of the whole file, as it was prepared; a file with another hash is not read."""
     labels_sha256: str = ""
+    num_views: BatchSize = 1
+    """How often the file has each sample: all once, then all again; an epoch reads one of these in turn."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class ModelTask:
         spec, me = self.spec, self.me
         return Step(
             self.load_model(),
-            spec.recipe,
+            replace(spec.recipe, augment="") if spec.head else spec.recipe,
             self.example(0),
             self._tf,
             self._keras,

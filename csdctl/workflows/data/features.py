@@ -24,6 +24,7 @@ from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
     LITERT,
+    Augmented,
     Converted,
     ConvertSpec,
     Extracted,
@@ -74,10 +75,17 @@ class FeatureRun:
 def find_features(prepared: Prepared) -> FeatureInfo:
     """Return what is known of the model's frozen part; raises InputError if it has none."""
     info = prepared.model.info
-    if prepared.recipe.augment:
+    recipe = prepared.recipe
+    if recipe.augment and not recipe.views:
         raise InputError(
             f"{info.name} cannot be trained by features: data.augment changes its samples in every step",
-            remedy="train with --way data-parallel, or without data.augment",
+            remedy="set recipe.views to the number of augmented copies of each sample, "
+            "or train with --way data-parallel",
+        )
+    if recipe.views and not recipe.augment:
+        raise InputError(
+            f"recipe.views is {recipe.views}, and there is no data.augment to make views with",
+            remedy="name a function as data.augment, or remove recipe.views",
         )
     if info.features is None:
         raise InputError(
@@ -124,7 +132,7 @@ def compute_features(
         private, public, validation = machine.extract(
             (rank.private, rank.num_private - rank.num_repeated),
             (rank.public, rank.num_public),
-            (spec.validation if is_host else None, num_validation),
+            plain=(spec.validation if is_host else None, num_validation),
         )
         return replace(rank, private=private, public=public), validation
 
@@ -207,15 +215,29 @@ class _Extraction:
     num_computed: int = 0
 
     def extract(
-        self, *wanted: tuple[DatasetSlice | None, int], name: str | None = None
+        self, *training: tuple[DatasetSlice | None, int], plain: tuple[DatasetSlice | None, int]
     ) -> list[DatasetSlice | None]:
-        """Return the features of each source, given with its number of samples; None stays None."""
-        sources = [(source, count) for source, count in wanted if source is not None]
+        """Return the features of each source, given with its number of samples; None stays None.
+
+        `plain`, the last, has no views.
+        """
+        recipe = self.prepared.recipe
+        num_views = max(1, recipe.views)
+        wanted = [*((source, count, num_views) for source, count in training), (*plain, 1)]
+        sources = [(source, count, views) for source, count, views in wanted if source is not None]
         if not sources:
             return [None for _ in wanted]
         node = self.rank.node
-        first, *others = (source for source, _ in sources)
-        spec = ExtractSpec(first, FEATURE_STORE, self.prefix, self.rank.runtime, others=tuple(others))
+        first, *others = (source for source, _, _ in sources)
+        spec = ExtractSpec(
+            first,
+            FEATURE_STORE,
+            self.prefix,
+            self.rank.runtime,
+            others=tuple(others),
+            augmented=Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
+            num_plain=int(plain[0] is not None),
+        )
         found = watch_worker(
             self.space.sessions[node],
             self.space.fleet.python_of(node),
@@ -223,16 +245,20 @@ class _Extraction:
             "extract",
             spec,
             Extracted,
-            lambda progress: self.on_progress(name or node, progress),
+            lambda progress: self.on_progress(node, progress),
             doing=_DOING,
         )
         check_parts(found, len(sources), node, _DOING)
-        for info, (_, count) in zip(found.parts, sources, strict=True):
+        num_rows = [count * views for _, count, views in sources]
+        for info, count in zip(found.parts, num_rows, strict=True):
             self._check(info, count)
-            self.num_samples += count
-        self.num_computed += min(found.num_computed, sum(count for _, count in sources))
+        self.num_samples += sum(num_rows)
+        self.num_computed += min(found.num_computed, sum(num_rows))
         features = iter(found.parts)
-        return [None if source is None else whole(next(features)) for source, _ in wanted]
+        return [
+            None if source is None else replace(whole(next(features)), num_views=views)
+            for source, _, views in wanted
+        ]
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""

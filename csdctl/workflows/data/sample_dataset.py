@@ -7,12 +7,9 @@ imports TensorFlow; the download of Keras runs in a separate process.
 
 import gzip
 import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,10 +19,12 @@ from numpy.typing import NDArray
 from csdctl.documents import save_bytes
 from csdctl.errors import CsdctlError, InputError
 from csdctl.notify import Say
+from csdctl.workflows.data.sample_parts import SampleArrays, SampleSplit
+from csdctl.workflows.data.sample_sources import DatasetOrigin, DebianPackage, load_first, run_program
 
-DEBIAN_PACKAGE = "dataset-fashion-mnist"
-DEBIAN_DIRECTORY = Path("/usr/share/datasets/fashion-mnist")
-APT_DEADLINE_S = 300.0
+PACKAGE = DebianPackage(
+    "Fashion-MNIST", "dataset-fashion-mnist", Path("/usr/share/datasets/fashion-mnist"), num_megabytes=31
+)
 KERAS_DEADLINE_S = 600.0
 
 _FILES = {
@@ -46,37 +45,6 @@ class FashionMnist:
     test_labels: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class SampleArrays:
-    """Images (n, …) and their labels (n,)."""
-
-    images: NDArray[np.uint8]
-    labels: NDArray[np.int64]
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-
-@dataclass(frozen=True)
-class SampleSplit:
-    """Samples by owner: `private` has one entry for each node."""
-
-    public: SampleArrays
-    private: tuple[SampleArrays, ...]
-    validation: SampleArrays
-
-
-@dataclass(frozen=True)
-class DatasetOrigin:
-    """A possible source of the four files; `find` returns their directory or raises CsdctlError.
-
-    `find` gets a scratch directory, which is removed after the files have been read.
-    """
-
-    name: str
-    find: Callable[[Path, Say], Path]
-
-
 def fetch_fashion_mnist(
     cache: Path, *, say: Say, sources: Sequence[DatasetOrigin] | None = None
 ) -> FashionMnist:
@@ -85,31 +53,26 @@ def fetch_fashion_mnist(
     `say` gets messages about slow steps and failures. Raises CsdctlError, listing all sources.
     """
     cached = DatasetOrigin("the cache", lambda _scratch, _say: _existing(cache))
-    tried = []
-    for source in (cached, *(default_sources() if sources is None else sources)):
-        with tempfile.TemporaryDirectory(prefix="csdctl-sample-") as scratch:
-            try:
-                directory = source.find(Path(scratch), say)
-                dataset = load_fashion_mnist(directory)
-            except CsdctlError as error:
-                tried.append(f"{source.name}: {error.message}")
-                if isinstance(error, InputError):
-                    say(f"{error.message}; trying other sources")
-                continue
-            if source is not cached:
-                _copy_to_cache(directory, cache, say)
-            return dataset
-    raise CsdctlError(
-        "Fashion-MNIST was not found and could not be downloaded. Sources:\n"
-        + "\n".join(f"  - {line}" for line in tried),
-        remedy=f"install Debian's package {DEBIAN_PACKAGE}, or copy {', '.join(_FILES)} to {cache}",
+
+    def load(source: DatasetOrigin, directory: Path) -> FashionMnist:
+        dataset = load_fashion_mnist(directory)
+        if source is not cached:
+            _copy_to_cache(directory, cache, say)
+        return dataset
+
+    return load_first(
+        "Fashion-MNIST",
+        (cached, *(default_sources() if sources is None else sources)),
+        load,
+        say,
+        remedy=f"install Debian's package {PACKAGE.name}, or copy {', '.join(_FILES)} to {cache}",
     )
 
 
 def default_sources() -> list[DatasetOrigin]:
     """Return the sources of Fashion-MNIST besides the cache, local sources first."""
     return [
-        DatasetOrigin(f"Debian's {DEBIAN_PACKAGE}", lambda _scratch, _say: _existing(DEBIAN_DIRECTORY)),
+        DatasetOrigin(f"Debian's {PACKAGE.name}", lambda _scratch, _say: _existing(PACKAGE.directory)),
         DatasetOrigin("Keras' cache", lambda _scratch, _say: _existing(_keras_directory())),
         DatasetOrigin("apt-get download", download_with_apt),
         DatasetOrigin("Keras' download", _download_with_keras),
@@ -155,22 +118,7 @@ def read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
 
 def download_with_apt(scratch: Path, say: Say) -> Path:
     """Download Debian's package and unpack it below `scratch`; raises CsdctlError."""
-    for command in ("apt-get", "dpkg"):
-        if not shutil.which(command):
-            raise CsdctlError(f"{command} is not installed here")
-    say(f"downloading Fashion-MNIST: apt-get download {DEBIAN_PACKAGE} (31 MB, nothing is installed)")
-    download = ["apt-get", "download", "--quiet", DEBIAN_PACKAGE]
-    try:
-        _run(download, scratch, APT_DEADLINE_S)
-    except CsdctlError as error:
-        if os.geteuid() != 0:
-            raise CsdctlError(f"{error.message} (`sudo apt-get update` may help)") from None
-        say("apt does not find the package: running apt-get update")
-        _run(["apt-get", "update", "--quiet"], scratch, APT_DEADLINE_S)
-        _run(download, scratch, APT_DEADLINE_S)
-    for package in scratch.glob("*.deb"):
-        _run(["dpkg", "-x", package.name, "."], scratch, APT_DEADLINE_S)
-    return _existing(scratch / DEBIAN_DIRECTORY.relative_to("/"))
+    return _existing(PACKAGE.download(scratch, say))
 
 
 def split_sample(
@@ -221,27 +169,5 @@ def _keras_directory() -> Path:
 def _download_with_keras(scratch: Path, say: Say) -> Path:
     say("downloading Fashion-MNIST with Keras")
     code = "import keras; keras.datasets.fashion_mnist.load_data()"
-    _run([sys.executable, "-c", code], scratch, KERAS_DEADLINE_S)
+    run_program([sys.executable, "-c", code], scratch, KERAS_DEADLINE_S)
     return _existing(_keras_directory())
-
-
-def _run(command: Sequence[str], directory: Path, deadline_s: float) -> None:
-    """Run `command` in `directory`; raises CsdctlError with the last line of its output."""
-    try:
-        done = subprocess.run(
-            command,
-            cwd=directory,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            timeout=deadline_s,
-            check=False,
-            env={**os.environ, "LC_ALL": "C", "TF_CPP_MIN_LOG_LEVEL": "3"},
-        )
-    except subprocess.TimeoutExpired:
-        raise CsdctlError(f"{command[0]} took longer than {deadline_s:.0f} s") from None
-    except OSError as error:
-        raise CsdctlError(f"{command[0]} cannot be run: {error}") from None
-    if done.returncode != 0:
-        lines = done.stdout.decode(errors="replace").strip().splitlines()
-        raise CsdctlError(f"{command[0]} ended with {done.returncode}: {lines[-1] if lines else 'no output'}")

@@ -8,10 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-from csdctl.documents import load_json, save_json, write_atomically
+from csdctl.documents import load_json, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
@@ -23,11 +20,16 @@ from csdctl.shipping.parcel import pack_parcel
 from csdctl.shipping.tree import TreeRequest, read_tree
 from csdctl.transport.many import run_on_all, values_or_raise
 from csdctl.transport.session import Session
-from csdctl.workflows.data.sample_dataset import SampleArrays, SampleSplit, fetch_fashion_mnist, split_sample
+from csdctl.workflows.data.sample_clipart import fetch_clipart, split_clipart
+from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist, split_sample
+from csdctl.workflows.data.sample_parts import SamplePart, SampleSplit
 
-RECORD = "sample.json"
-ARRAYS = ("images.npy", "labels.npy")
-SAMPLES = ("fashion-mnist",)
+RECORD = ".sample.json"
+"""A name that `prepare` passes over."""
+FASHION_MNIST, CLIPART = "fashion-mnist", "openclipart"
+SAMPLES = (FASHION_MNIST, CLIPART)
+PRIVATE_FRACTION = 1 / 7
+"""Of the samples that are trained on."""
 
 
 def place_sample(
@@ -38,13 +40,7 @@ def place_sample(
         raise InputError(f"unknown sample data set {name!r}", remedy=f"available: {', '.join(SAMPLES)}")
     num_private = len(fleet.nodes) if job.private_path else 0
     record = {"sample": name, "seed": job.recipe.seed, "num_private_parts": num_private}
-    dataset = fetch_fashion_mnist(project.state / "samples" / name, say=say)
-    split = split_sample(
-        dataset,
-        num_nodes=max(1, num_private),
-        private_fraction=1 / 7 if num_private else 0.0,
-        seed=job.recipe.seed,
-    )
+    split = _fetch(name, cache_of(name, project), max(1, num_private), bool(num_private), job, say)
     _place_on_host(job.public_path, split.public, record)
     if job.validation_path:
         _place_on_host(job.validation_path, split.validation, record)
@@ -56,9 +52,23 @@ def place_sample(
     )
 
 
-def _place_on_host(directory: Path, samples: SampleArrays, record: dict[str, object]) -> None:
+def cache_of(name: str, project: ProjectDirectory) -> Path:
+    """Return the directory of the files of a sample that was fetched."""
+    return project.state / "samples" / name
+
+
+def _fetch(name: str, cache: Path, num_nodes: int, is_private: bool, job: Job, say: Say) -> SampleSplit:
+    fraction, seed = PRIVATE_FRACTION if is_private else 0.0, job.recipe.seed
+    if name == CLIPART:
+        pictures = fetch_clipart(cache, say=say)
+        return split_clipart(pictures, num_nodes=num_nodes, private_fraction=fraction, seed=seed)
+    dataset = fetch_fashion_mnist(cache, say=say)
+    return split_sample(dataset, num_nodes=num_nodes, private_fraction=fraction, seed=seed)
+
+
+def _place_on_host(directory: Path, samples: SamplePart, record: dict[str, object]) -> None:
     is_ours = _is_same(directory / RECORD, record)
-    if is_ours and all((directory / name).exists() for name in ARRAYS):
+    if is_ours and all((directory / name).exists() for name in samples.names()):
         return
     if not is_ours and directory.exists() and any(directory.iterdir()):
         raise InputError(
@@ -75,16 +85,10 @@ def _is_same(path: Path, record: dict[str, object]) -> bool:
         return False
 
 
-def _save(directory: Path, samples: SampleArrays, record: dict[str, object]) -> None:
+def _save(directory: Path, samples: SamplePart, record: dict[str, object]) -> None:
     """Write the record first, so that an interrupted call is recognized and completed later."""
     save_json(directory / RECORD, record)
-    _save_array(directory / ARRAYS[0], samples.images)
-    _save_array(directory / ARRAYS[1], samples.labels.astype(np.int32))
-
-
-def _save_array(path: Path, array: NDArray[np.generic]) -> None:
-    with write_atomically(path) as file:
-        np.save(file, array)
+    samples.save(directory)
 
 
 def _place_on_nodes(

@@ -1,6 +1,7 @@
 """`clean`: end processes and remove files that earlier csdctl commands left on the nodes and the host.
 
-On the host only unfinished files are removed: plans, runs and models stay, whatever the options.
+On the host only unfinished files are removed, and features and predictions on request: plans, runs and models
+stay, whatever the options.
 """
 
 import contextlib

@@ -45,7 +45,7 @@ def check_output(path: Path) -> None:
     if path.suffix == PARQUET and importlib.util.find_spec("pyarrow") is None:
         raise InputError(
             "Parquet files need the package pyarrow, which is not installed",
-            remedy="pip install pyarrow, or choose another --output: .csv, .npz",
+            remedy="pip install 'csdctl[parquet]', or choose another --output: .csv, .npz",
         )
 
 

@@ -14,6 +14,8 @@ from csdctl.worker.group import mpi
 
 PACKAGE = Path(mpi.__file__).parents[2]
 MPI_MODULE = Path(mpi.__file__)
+EXAMPLES = PACKAGE / "workflows" / "data" / "examples"
+"""Written for the user, who runs them on a package whose hash csdctl knows; nothing imports them."""
 PICKLING = {
     *("send", "recv", "isend", "irecv", "bsend", "ibsend", "ssend", "issend", "sendrecv", "rsend", "irsend"),
     *("mprobe", "improbe", "probe", "iprobe", "bcast", "gather", "scatter", "allgather", "alltoall"),
@@ -51,6 +53,7 @@ def test_nothing_unpickles() -> None:
     found = {
         str(path.relative_to(PACKAGE)): list(problems_of(path.read_text(), is_mpi_module=path == MPI_MODULE))
         for path in sorted(PACKAGE.rglob("*.py"))
+        if path.parent != EXAMPLES
     }
     assert len(found) > 300
     assert {path: problems for path, problems in found.items() if problems} == {}

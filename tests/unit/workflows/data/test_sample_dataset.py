@@ -13,7 +13,6 @@ import pytest
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.workflows.data.sample_dataset import (
-    DatasetOrigin,
     FashionMnist,
     download_with_apt,
     fetch_fashion_mnist,
@@ -21,6 +20,7 @@ from csdctl.workflows.data.sample_dataset import (
     read_idx,
     split_sample,
 )
+from csdctl.workflows.data.sample_sources import DatasetOrigin
 
 NUM_TRAIN, NUM_TEST = 60_000, 10_000
 IMAGES = "train-images-idx3-ubyte.gz"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from csdctl.errors import InputError
-from csdctl.workflows.data.sample_dataset import SampleArrays
-from csdctl.workflows.data.sample_placement import ARRAYS, RECORD, _place_on_host
+from csdctl.workflows.data.sample_parts import ARRAYS, SampleArrays
+from csdctl.workflows.data.sample_placement import RECORD, _place_on_host
 
 SAMPLES = SampleArrays(np.arange(24, dtype=np.uint8).reshape(2, 3, 4), np.array([1, 2], dtype=np.uint8))
 SAME: dict[str, object] = {"sample": "fashion-mnist", "seed": 7}

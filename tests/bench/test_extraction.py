@@ -1,0 +1,125 @@
+"""How fast features are computed against the forward pass alone, and how soon and in how much memory.
+
+    make bench ARGS="-k test_extraction"
+
+EfficientNet-Lite0 up to its last layer, pictures of random numbers at 96×96, one thread; each engine in
+processes of its own. LiteRT takes part where the package ai-edge-litert is installed. CPU time is compared:
+other programs on the machine do not count. Downloads 17 MB. Prints figures, asserts no limits.
+"""
+
+import hashlib
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from csdctl.workflows.data.transfer_demo import BASE, fetch_weights
+
+NUM_SAMPLES = 1600
+ROUNDS = 3
+NODE_CPU = 0.22
+
+BUILD = """\
+import keras, pathlib, tensorflow as tf
+import efficientnet_lite0
+from csdctl.worker.compute.lite import convert
+from csdctl.worker.compute.model import save_weights
+from csdctl.worker.protocol.run_spec import Prefix
+whole = efficientnet_lite0.build()
+prefix = keras.Model(whole.input, whole.get_layer("avg_pool").output)
+pathlib.Path("prefix.json").write_text(prefix.to_json())
+save_weights(pathlib.Path("prefix.npz"), prefix.get_weights())
+convert(Prefix("prefix.json", "prefix.npz", None), pathlib.Path("prefix.tflite"), tf, keras)
+"""
+MEASURE = """\
+import json, pathlib, sys, time
+
+def peak_bytes():
+    status = pathlib.Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+from csdctl.worker.compute.backend import load_backend
+from csdctl.worker.ingest.extract import _load_computation, extract
+from csdctl.worker.data.prepared import PreparedSamples
+from csdctl.worker.protocol.features import ExtractSpec
+from csdctl.worker.protocol.json_codec import from_json
+import numpy as np
+
+spec = from_json(ExtractSpec, sys.argv[1])
+found = {}
+def note(progress):
+    if progress.num_done and "first_cpu_s" not in found:
+        found.update(first_cpu_s=time.process_time(), first_peak_bytes=peak_bytes())
+    if progress.num_done == 32:
+        found["steady_from_s"] = time.process_time()
+backend = lambda: load_backend(spec.runtime)
+extract(spec, backend, on_progress=note)
+found["extract_s"] = time.process_time() - found["steady_from_s"]
+found["peak_bytes"] = peak_bytes()
+samples = PreparedSamples(spec.source)
+compute = _load_computation(spec, backend)
+batches = [samples.read(np.arange(start, start + 32)) for start in range(32, len(samples), 32)]
+compute(*batches[0])
+began = time.process_time()
+for batch in batches:
+    compute(*batch)
+found["forward_s"] = time.process_time() - began
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("extraction")
+    fetch_weights(directory, print)
+    (directory / BASE.name).write_text(BASE.read_text())
+    subprocess.run([sys.executable, "-c", BUILD], cwd=directory, check=True, capture_output=True)
+    generator = np.random.default_rng(0)
+    np.save(directory / "images.npy", generator.integers(0, 256, (NUM_SAMPLES, 96, 96, 3)).astype(np.uint8))
+    np.save(directory / "labels.npy", np.zeros(NUM_SAMPLES, np.int32))
+    return directory
+
+
+def stored(path: Path) -> str:
+    """Return a link to a file that is named by its content, as in the store."""
+    target = path.with_name(hashlib.sha256(path.read_bytes()).hexdigest() + path.suffix)
+    if not target.exists():
+        target.hardlink_to(path)
+    return str(target)
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("engine", ["keras", "litert"])
+def test_extraction(source: Path, tmp_path: Path, engine: str) -> None:
+    if engine == "litert" and importlib.util.find_spec("ai_edge_litert") is None:
+        pytest.skip("ai-edge-litert is not installed")
+    arrays = {name: str(source / f"{name}.npy") for name in ("images", "labels")}
+    hashes = {
+        f"{name}_sha256": hashlib.sha256(Path(path).read_bytes()).hexdigest() for name, path in arrays.items()
+    }
+    prefix = {
+        "architecture": stored(source / "prefix.json"),
+        "weights": stored(source / "prefix.npz"),
+        "input_range": None,
+        "lite": stored(source / "prefix.tflite") if engine == "litert" else "",
+    }
+    shares = []
+    for number in range(ROUNDS):
+        spec = {"source": arrays | hashes, "store": str(tmp_path / str(number)), "prefix": prefix}
+        command = [sys.executable, "-c", MEASURE, json.dumps(spec | {"runtime": {"threads": 1}})]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        shares.append(found["forward_s"] / found["extract_s"])
+        print(
+            f"\n{engine}: first batch stored after {found['first_cpu_s']:.2f} s of CPU time "
+            f"({found['first_cpu_s'] / NODE_CPU:.1f} s at {NODE_CPU:.0%}), "
+            f"{found['first_peak_bytes'] / 1e6:.0f} MB; at the end {found['peak_bytes'] / 1e6:.0f} MB; "
+            f"{1e3 * found['forward_s'] / (NUM_SAMPLES - 32):.2f} ms a sample forward, "
+            f"{1e3 * found['extract_s'] / (NUM_SAMPLES - 32):.2f} ms as features: {shares[-1]:.3f}"
+        )
+    print(f"{engine}: forward against features, median {np.median(shares):.3f}")

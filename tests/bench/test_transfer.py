@@ -1,0 +1,44 @@
+"""Transfer learning against learning from scratch, on the pictures of `csdctl demo --transfer`.
+
+    make bench ARGS="-k test_transfer"
+
+Downloads 150 MB. Each seed has a split of its own, the same for both. Prints figures, asserts no limits.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.workflows.data.transfer_demo import JOB, SCRATCH_JOB, fetch_transfer_demo
+from tests.bench.running import csdctl
+
+SEEDS = (7, 8, 9)
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_transfer_against_from_scratch(tmp_path: Path) -> None:
+    fetch_transfer_demo(tmp_path, print)
+    csdctl(tmp_path, "emulate", "up", "--nodes", "3", "--cpu", "0.25")
+    found: dict[str, list[float]] = {"transfer": [], "scratch": []}
+    try:
+        for seed in SEEDS:
+            for name, job, options in (
+                ("transfer", JOB, ("--way", "features")),
+                ("scratch", SCRATCH_JOB, ()),
+            ):
+                file = f"{name}-{seed}.yaml"
+                text = job.replace("data/", f"data-{seed}/").replace("~/private", f"~/private-{seed}")
+                (tmp_path / file).write_text(text.replace("seed: 7", f"seed: {seed}"))
+                csdctl(tmp_path, "prepare", file, "--sample", "openclipart")
+                lines: list[dict[str, Any]] = csdctl(
+                    tmp_path, "train", file, *options, "--batch-size", "16", "--skip-doctor"
+                )
+                found[name].append(lines[-1]["validation_accuracy"])
+                print(f"\n{name}, seed {seed}: {found[name][-1]:.4f}", flush=True)
+    finally:
+        csdctl(tmp_path, "emulate", "down")
+    for name, accuracies in found.items():
+        print(f"{name}: {np.round(accuracies, 4)}, mean {np.mean(accuracies):.4f}")
