@@ -18,7 +18,7 @@ ARGS ?=
 # Emulated and lab tests mostly wait, so there are more processes than cores. The tests of a file stay in one
 # process, for the fixtures they share. Files start in the order of tests/conftest.py and `testpaths`, the longest first; xdist would
 # otherwise begin with the files that have most tests.
-WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 4 ? cores + 1 : cores < 8 ? cores : 8)))
+WORKERS ?= $(shell cores=$$(nproc); echo $$((cores < 6 ? cores + 2 : 8)))
 IN_PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 PIP_INSTALL := -m pip --disable-pip-version-check --no-input install
 

@@ -1,7 +1,8 @@
 """What holds for all tests."""
 
+import gc
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,18 @@ LONGEST = [
         "lab/test_main_job.py",
         "lab/test_privacy.py",
         "emulated/test_tune.py",
+        "emulated/test_split.py",
+        "emulated/test_features.py",
+        "emulated/test_predict.py",
         "attacks/test_hostile_node.py",
+        "emulated/test_notebook.py",
         "emulated/test_private_noise.py",
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
+        "unit/worker/tasks/test_verify_matrix.py",
+        "unit/worker/compute/test_exact_gradient.py",
+        "unit/worker/compute/test_against_fit.py",
+        "unit/workflows/data/test_prepare_functions.py",
     )
 ]
 NUM_LEFT_OUT = pytest.StashKey[int]()
@@ -36,6 +45,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--thorough", action="store_true", help="run the further variants of tests that always run, too"
     )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would go through 6,000 tests and TensorFlow repeatedly."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(trylast=True)

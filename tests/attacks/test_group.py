@@ -98,10 +98,21 @@ VALUES = {
     "not UTF-8": "b'\\xff\\xfe{\"rank\": 2}'",
     "too long": f"b' ' * {MAX_VALUE_BYTES + 1}",
 }
+FURTHER_VALUES = (
+    *("nothing", "a text for a number", "true for a number", "infinite", "too many digits"),
+    *("nested objects", "not UTF-8"),
+)
+"""tests/unit/worker/group/test_values.py has them, too."""
 
 
 @pytest.mark.attack(1)
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in VALUES if name not in FURTHER_VALUES),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_VALUES),
+    ],
+)
 def test_value_that_is_not_allowed_is_its_ranks_fault(name: str) -> None:
     with group_with(sends_value(VALUES[name])) as group:
         group.all("choose star")
@@ -132,10 +143,17 @@ comm.Isend(struct.pack('<q', 100), 0, tags._GATHER_SIZE_TAG)
 pass_on(comm.Isend(bytes(32 << 20), 0, tags._GATHER_TAG))
 """,
 }
+FURTHER_MESSAGES = ("fewer bytes than none", "32 MB more than announced")
 
 
 @pytest.mark.attack(1)
-@pytest.mark.parametrize("name", MESSAGES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in MESSAGES if name not in FURTHER_MESSAGES),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_MESSAGES),
+    ],
+)
 def test_message_of_a_wrong_size_is_its_ranks_fault_and_hangs_nobody(name: str) -> None:
     with group_with(ALIVE + sends_messages(MESSAGES[name])) as group:
         group.all("choose star")
@@ -193,10 +211,21 @@ VECTORS = {
     "an infinite time": ("vector[-1] = math.inf", "as the time of its step"),
     "the time of another rank": ("vector[-2] = 30", "the time of another rank"),
 }
+FURTHER_VECTORS = (
+    *("a chunk of 32 MB", "no samples", "samples that undo the others'", "samples that are no number"),
+    *("a stop taken back", "a negative time", "a time of decades", "an infinite time"),
+)
+"""Refused by the same check as another one."""
 
 
 @pytest.mark.attack(8)
-@pytest.mark.parametrize("name", VECTORS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(name for name in VECTORS if name not in FURTHER_VECTORS),
+        *(pytest.param(name, marks=pytest.mark.thorough) for name in FURTHER_VECTORS),
+    ],
+)
 def test_vector_that_no_rank_may_send_reaches_nobody(name: str) -> None:
     code, words = VECTORS[name]
     with group_with(ALIVE + sends_vector(code)) as group:

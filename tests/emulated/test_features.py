@@ -109,8 +109,13 @@ def weights_of(project: Path, report: dict[str, Any]) -> list[Any]:
         return [arrays[name] for name in arrays.files]
 
 
-def test_features_train_the_same_model(project: Path) -> None:
-    whole, by_features = train(project), train(project, "--way", "features")
+@pytest.fixture(scope="module")
+def by_features(project: Path) -> dict[str, Any]:
+    return train(project, "--way", "features")
+
+
+def test_features_train_the_same_model(project: Path, by_features: dict[str, Any]) -> None:
+    whole = train(project)
     assert by_features["samples"] == whole["samples"] == 2 * 3 * NUM_SAMPLES
     assert by_features["validation_accuracy"] == pytest.approx(whole["validation_accuracy"])
     expected, found = weights_of(project, whole), weights_of(project, by_features)
@@ -152,12 +157,11 @@ def test_verify_compares_features_and_head(project: Path) -> None:
     assert set(document["ranks"]) == {"host", "csd0", "csd1"}
 
 
-def test_features_in_16_bits_are_computed_anew(project: Path) -> None:
-    exact = train(project, "--way", "features")
+def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:
     report = train(project, "--way", "features", "--feature-precision", "float16")
     assert report["features"]["num_computed"] == 4 * NUM_SAMPLES
-    assert report["validation_loss"] != exact["validation_loss"]
-    assert report["validation_loss"] == pytest.approx(exact["validation_loss"], rel=1e-2)
+    assert report["validation_loss"] != by_features["validation_loss"]
+    assert report["validation_loss"] == pytest.approx(by_features["validation_loss"], rel=1e-2)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,35 @@ def last_line(text: str) -> dict[str, Any]:
     return document
 
 
+PAUSING = """\
+import time
+
+import keras
+import tensorflow as tf
+
+
+def wait(samples):
+    time.sleep(0.05)
+    return samples
+
+
+class Pause(keras.layers.Layer):
+    def call(self, samples):
+        waited = tf.numpy_function(wait, [samples], samples.dtype)
+        waited.set_shape(samples.shape)
+        return waited
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+def build():
+    layers = [Pause(), keras.layers.Flatten(), keras.layers.Dense(2, activation="softmax")]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
+"""
+"""A model that pauses in every step: a run that waits for a fault does not need the processor meanwhile."""
+
+
 def long_job(job: Path) -> Path:
     """The same job with a very large number of epochs."""
     path = job.with_name("long.yaml")
@@ -34,9 +63,17 @@ def long_job(job: Path) -> Path:
     return path
 
 
+def pausing_job(job: Path) -> Path:
+    """A job that trains for hours, and pauses in every step."""
+    (job.parent / "pausing.py").write_text(PAUSING)
+    path = job.with_name("pausing.yaml")
+    path.write_text(long_job(job).read_text().replace("small.py", "pausing.py"))
+    return path
+
+
 def start_training(project: Project, job: Path, *options: str) -> subprocess.Popen[str]:
     """Start a training on the fleet and wait for its first epoch."""
-    process = project.start("train", str(long_job(job)), "--batch-size", "8", "--skip-doctor", *options)
+    process = project.start("train", str(pausing_job(job)), "--batch-size", "8", "--skip-doctor", *options)
     deadline = time.monotonic() + BEGIN_DEADLINE_S
     while not any((project.path / ".csdctl/runs").glob("*/checkpoints/*.npz")):
         if process.poll() is not None or time.monotonic() > deadline:
@@ -194,7 +231,7 @@ def test_run_survives_cable_freeze_and_power_cut_and_nodes_come_back(project: Pr
         assert "Traceback" not in text
         steps = last_steps(events)
         done = project.csdctl(
-            *("train", str(long_job(job)), "--resume", "latest", "--exclude", "csd1", "--skip-doctor"),
+            *("train", str(pausing_job(job)), "--resume", "latest", "--exclude", "csd1", "--skip-doctor"),
             *("--max-steps", str(steps + 5)),
         )
         assert done.returncode == 0, done.stdout + done.stderr

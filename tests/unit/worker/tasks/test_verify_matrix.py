@@ -48,6 +48,7 @@ NODES = ["host", "csd0", "csd1"]
 FURTHER_ROWS = (
     *("batch norm frozen", "attention", "MobileNetV3Small", "float16 attention"),
     *("bfloat16 batch norm", "bfloat16 regularized", "bfloat16 transformer", "bfloat16 LSTM"),
+    "coupled loss, masked",
 )
 """Models whose layers and types are in other rows, too."""
 
