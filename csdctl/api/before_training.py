@@ -75,6 +75,7 @@ def verify(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Verification:
         found = run_verification(request, PreparationScreen(streams))
         verdict = judge(found.result, found.nodes)
         render_verified(streams.console, found.result, verdict, found.nodes, emulated=chosen.emulated)
+    found.check_features()
     if not verdict.is_equal:
         raise RunError(verdict.text, remedy=verdict.remedy)
     return found

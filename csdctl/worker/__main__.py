@@ -120,9 +120,12 @@ def _prepare(_: argparse.Namespace) -> int:
 def _extract(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.ingest.extract import extract
+    from csdctl.worker.ingest.recompute import recompute
 
     def run(request: str, note: Callable[[PrepareProgress], None]) -> Extracted:
         spec = from_json(ExtractSpec, request)
+        if spec.num_checked:
+            return recompute(spec, lambda: load_backend(spec.runtime))
         return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
 
     return _report_progress("running the model", run)

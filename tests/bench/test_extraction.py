@@ -43,7 +43,7 @@ def peak_bytes():
     return int(status.partition("VmHWM:")[2].split()[0]) * 1024
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.ingest.extract import _load_computation, extract
+from csdctl.worker.ingest.extract import load_computation, extract
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.protocol.features import ExtractSpec
 from csdctl.worker.protocol.json_codec import from_json
@@ -61,7 +61,7 @@ extract(spec, backend, on_progress=note)
 found["extract_s"] = time.process_time() - found["steady_from_s"]
 found["peak_bytes"] = peak_bytes()
 samples = PreparedSamples(spec.source)
-compute = _load_computation(spec, backend)
+compute = load_computation(spec, backend)
 batches = [samples.read(np.arange(start, start + 32)) for start in range(32, len(samples), 32)]
 compute(*batches[0])
 began = time.process_time()

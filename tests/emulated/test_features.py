@@ -149,12 +149,19 @@ def test_views_are_features_of_augmented_samples(project: Path) -> None:
     assert "set recipe.views to the number of augmented copies" in " ".join(refused.stderr.split())
 
 
-def test_verify_compares_features_and_head(project: Path) -> None:
+def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
+    assert by_features["features"]["num_computed"]
     done = csdctl(project, "verify", "--way", "features", "--json")
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["by_parts"] <= 1e-5
     assert set(document["ranks"]) == {"host", "csd0", "csd1"}
+    assert {node: found["difference"] for node, found in document["features"].items()} == {
+        "host": 0,
+        "csd0": 0,
+        "csd1": 0,
+    }
+    assert sum(found["num_rows"] for found in document["features"].values()) >= 3 * NUM_SAMPLES
 
 
 def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:

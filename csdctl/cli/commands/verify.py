@@ -1,5 +1,6 @@
 """`csdctl verify`."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,13 @@ from csdctl.cli.options import (
     LimitOption,
 )
 from csdctl.cli.streams import Streams
-from csdctl.cli.train_options import CutOption, MicroBatchesOption, WayOption
+from csdctl.cli.train_options import (
+    CutOption,
+    FeatureEngineOption,
+    FeaturePrecisionOption,
+    MicroBatchesOption,
+    WayOption,
+)
 
 
 def verify(
@@ -30,6 +37,8 @@ def verify(
     way: WayOption = "auto",
     cut: CutOption = "",
     micro_batches: MicroBatchesOption = 4,
+    feature_precision: FeaturePrecisionOption = "float32",
+    feature_engine: FeatureEngineOption = "keras",
     limit: LimitOption = None,
     exclude: ExcludeOption = None,
     json: JsonOption = False,
@@ -37,17 +46,19 @@ def verify(
     """Check that your fleet computes the same gradient of your model as one process."""
     from csdctl.cli.render.preparing import PreparationScreen
     from csdctl.cli.render.privacy import inversion_document
-    from csdctl.cli.render.verify import render_verified, verify_document
+    from csdctl.cli.render.verify import describe_features, render_verified, verify_document
     from csdctl.errors import RunError
     from csdctl.job.model import load_job
     from csdctl.reporting.privacy import describe_inversion
+    from csdctl.worker.protocol.features import FeatureOptions
     from csdctl.workflows.train.verdict import judge
     from csdctl.workflows.train.verify import VerifyRequest, run_verification
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
-    request = VerifyRequest(loaded, chosen, streams.directory, plan, way, cut, micro_batches)
+    features = FeatureOptions(feature_precision, feature_engine)
+    request = VerifyRequest(loaded, chosen, streams.directory, plan, way, cut, micro_batches, features)
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes
@@ -56,6 +67,10 @@ def verify(
     if found.inversion:
         streams.console.print(f"activations: {describe_inversion(found.inversion)}.")
         document["inversion"] = inversion_document(found.inversion)
+    if found.features:
+        streams.console.print(f"stored features: {describe_features(found.features)}", soft_wrap=True)
+        document["features"] = {node: asdict(one) for node, one in found.features.items()}
     streams.result(document)
+    found.check_features()
     if not verdict.is_equal:
         raise RunError(verdict.text, remedy=verdict.remedy)

@@ -1,6 +1,6 @@
 """The result of `verify`, as a table and as JSON."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -8,6 +8,7 @@ from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.worker.protocol.events import Verified
+from csdctl.worker.protocol.features import Recomputed
 from csdctl.workflows.train.verdict import Verdict
 
 
@@ -60,6 +61,18 @@ def verify_document(
             for node, size, rank in zip(nodes, verified.batch_sizes, verified.of_ranks, strict=True)
         },
     }
+
+
+def describe_features(found: Mapping[str, Recomputed]) -> str:
+    """Return how stored features compare with those that their machine computes now."""
+    num_rows = sum(one.num_rows for one in found.values())
+    if not num_rows:
+        return "none to compare; train with --way features first"
+    most = max(found, key=lambda node: found[node].difference)
+    told = f"differ by {found[most].difference:.1e} at most ({most})"
+    if not found[most].difference:
+        told = "are bit-identical"
+    return f"{num_rows:,} rows on {len(found)} machines, computed again, {told}"
 
 
 def _describe_one_batch(verified: Verified) -> str:

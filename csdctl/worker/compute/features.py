@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.forward import ForwardPass
+from csdctl.worker.compute.forward import BatchedPass, ForwardPass
+from csdctl.worker.compute.lite import LitePass
 from csdctl.worker.compute.model import load
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.protocol.run_spec import HeadSpec, Prefix
@@ -18,16 +19,16 @@ def as_features(prefix: Prefix) -> Callable[[list[Array]], Array]:
     return lambda outputs: outputs[0].astype(dtype)
 
 
-class FeatureExtractor:
-    """Computes the features of samples."""
+def feature_pass(
+    prefix: Prefix, load_backend: Callable[[], tuple[Any, Any]], threads: int, *, is_keras: bool = False
+) -> BatchedPass:
+    """Return what computes features: LiteRT where the prefix is there for it, unless `is_keras`.
 
-    def __init__(self, prefix: Prefix, tf: Any, keras: Any) -> None:
-        """Raise WorkerError if the prefix cannot be built here."""
-        self._forward = ForwardPass(prefix, as_features(prefix), tf, keras)
-
-    def extract(self, samples: Array) -> Array:
-        """Return the features of `samples`, shape (n, …), shape (n, …)."""
-        return self._forward.run(samples)
+    Raises WorkerError if the prefix cannot be built here.
+    """
+    if prefix.lite and not is_keras:
+        return LitePass(prefix, as_features(prefix), threads)
+    return ForwardPass(prefix, as_features(prefix), *load_backend())
 
 
 def assemble(spec: HeadSpec, head: Any) -> Any:

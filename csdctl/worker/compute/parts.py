@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from csdctl.worker.compute.features import FeatureExtractor
+from csdctl.worker.compute.features import feature_pass
 from csdctl.worker.compute.first_look import find_smallest_embedding
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.split_step import SplitStep
@@ -28,7 +28,7 @@ def time_parts(spec: PartsSpec, tf: Any, keras: Any) -> PartTimes:
     example = (batch[0][:1], batch[1][:1])
     step = Step(model, spec.recipe, example, tf, keras)
     step.set_step(0, 0.0)
-    extractor = FeatureExtractor(spec.prefix, tf, keras) if spec.prefix else None
+    features = feature_pass(spec.prefix, lambda: (tf, keras), 1, is_keras=True) if spec.prefix else None
     duration_s = spec.min_duration_s
     cuts, why_not = [], ""
     for layer in spec.cuts:
@@ -39,7 +39,7 @@ def time_parts(spec: PartsSpec, tf: Any, keras: Any) -> PartTimes:
     return PartTimes(
         step_s=_time(lambda: step.apply(step.local(*batch)), duration_s),
         evaluation_s=_time(lambda: step.evaluate(*batch), duration_s),
-        features_s=_time(lambda: extractor.extract(batch[0]), duration_s) if extractor else 0.0,
+        features_s=_time(lambda: features.run(batch[0]), duration_s) if features else 0.0,
         cuts=tuple(cuts),
         why_not=why_not,
     )

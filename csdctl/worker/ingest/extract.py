@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.augment import Augmentation
-from csdctl.worker.compute.features import as_features
-from csdctl.worker.compute.forward import BATCH_SIZE, BatchedPass, ForwardPass, to_results
-from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE, LitePass
+from csdctl.worker.compute.features import feature_pass
+from csdctl.worker.compute.forward import BATCH_SIZE, ForwardPass, to_results
+from csdctl.worker.compute.lite import LITE_BATCH_SIZE, PACKAGE
 from csdctl.worker.compute.user_code import import_packed
 from csdctl.worker.data.arrays import Array
 from csdctl.worker.data.element_spec import dtype_from_text
@@ -58,21 +58,26 @@ def extract(
     The engine is loaded once, and only if there is something to compute. An interrupted call is resumed.
     Raises WorkerError if samples or model cannot be read, or the disk fails.
     """
-    load = functools.cache(lambda: _load_computation(spec, load_backend))
-    sources = [spec.source, *spec.others]
-    num_training = len(sources) - spec.num_plain
-    views = [spec.augmented if number < num_training else None for number in range(len(sources))]
-    sizes = [
-        len(PreparedSamples(source)) * _num_views(one) for source, one in zip(sources, views, strict=True)
-    ]
+    load = functools.cache(lambda: load_computation(spec, load_backend))
+    sources = of_sources(spec)
+    sizes = [len(PreparedSamples(one.source)) * num_views(one.augmented) for one in sources]
     parts: list[DatasetInfo] = []
     num_computed = 0
-    for number, source in enumerate(sources):
+    for number, one in enumerate(sources):
         done = _Counter(sum(sizes[:number]), sum(sizes), on_progress)
-        one = dataclasses.replace(spec, source=source, augmented=views[number])
         parts.append(_extract(one, load, limits, done.note))
         num_computed += sizes[number] - done.first if done.first is not None else 0
     return Extracted(tuple(parts), num_computed)
+
+
+def of_sources(spec: ExtractSpec) -> list[ExtractSpec]:
+    """Return what to compute of each source; validation samples have no views."""
+    sources = [spec.source, *spec.others]
+    num_training = len(sources) - spec.num_plain
+    return [
+        dataclasses.replace(spec, source=source, augmented=spec.augmented if number < num_training else None)
+        for number, source in enumerate(sources)
+    ]
 
 
 @dataclasses.dataclass
@@ -98,22 +103,22 @@ def _extract(
 ) -> DatasetInfo:
     """Store what is kept of `spec.source`."""
     samples = PreparedSamples(spec.source)
-    num_rows = len(samples) * _num_views(spec.augmented)
-    fingerprint = _fingerprint(spec)
+    num_rows = len(samples) * num_views(spec.augmented)
+    fingerprint = fingerprint_of(spec)
     store = Path(spec.store)
     target = store / fingerprint
     with convert_write_errors():
         make_store(store, Path(spec.source.images), is_shared=False)
-    if done := _find_done(target):
+    if done := find_done(target):
         return done
     partial = PartialDataset(store / f".part-{fingerprint}", fingerprint, 0, limits)
     try:
-        if done := _find_done(target):  # by the process that held the lock
+        if done := find_done(target):  # by the process that held the lock
             partial.discard()
             return done
         on_progress(PrepareProgress(partial.record.num_read, num_rows))
         compute = load()
-        augment = _load_augmentation(spec)
+        augment = load_augmentation(spec)
         partial.declare(*compute(*samples.read(np.arange(0))))
         _check_free_space(spec, partial, num_rows)
         while partial.record.num_read < num_rows:
@@ -131,17 +136,14 @@ def _extract(
         raise
 
 
-def _load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
+def load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, Any]]) -> Compute:
+    """Return what computes the rows to store; raises WorkerError if the model cannot be built here."""
     if spec.results:
         forward = ForwardPass(
             spec.prefix, lambda outputs: to_results(outputs, spec.results), *load_backend(), spec.layer
         )
         return lambda samples, labels: (forward.run(samples), np.zeros((len(samples), 0), np.float32))
-    extractor: BatchedPass = (
-        LitePass(spec.prefix, as_features(spec.prefix), spec.runtime.threads)
-        if spec.prefix.lite
-        else ForwardPass(spec.prefix, as_features(spec.prefix), *load_backend())
-    )
+    extractor = feature_pass(spec.prefix, load_backend, spec.runtime.threads)
 
     def compute(samples: Array, labels: Array) -> tuple[Array, Array]:
         features = extractor.run(samples)
@@ -156,11 +158,12 @@ def _load_computation(spec: ExtractSpec, load_backend: Callable[[], tuple[Any, A
     return compute
 
 
-def _num_views(augmented: Augmented | None) -> int:
+def num_views(augmented: Augmented | None) -> int:
+    """Return how many rows are computed of each sample."""
     return augmented.num_views if augmented else 1
 
 
-def _load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
+def load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], tuple[Array, Array]]:
     """Return what makes a view of samples and labels, given its number and that of the first sample.
 
     Each sample is changed apart, and what is drawn for it depends on the data and its place there alone: an
@@ -186,7 +189,7 @@ def _load_augmentation(spec: ExtractSpec) -> Callable[[Array, Array, int, int], 
     return make
 
 
-def _fingerprint(spec: ExtractSpec) -> str:
+def fingerprint_of(spec: ExtractSpec) -> str:
     """Return a hash of everything that the stored rows depend on."""
     source, prefix = spec.source, spec.prefix
     for file in (prefix.architecture, prefix.weights):
@@ -226,7 +229,7 @@ def _version_of(*names: str) -> str:
     return ""
 
 
-def _find_done(target: Path) -> DatasetInfo | None:
+def find_done(target: Path) -> DatasetInfo | None:
     """Return the description of features that were computed before; None if they are missing or damaged."""
     try:
         with open_regular(target / "dataset.json") as file:

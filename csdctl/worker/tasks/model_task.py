@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from csdctl.worker.compute.backend import load_backend
-from csdctl.worker.compute.features import FeatureExtractor
+from csdctl.worker.compute.features import feature_pass
+from csdctl.worker.compute.forward import BatchedPass
 from csdctl.worker.compute.model import load
 from csdctl.worker.compute.step import Step
 from csdctl.worker.data.arrays import Array
@@ -25,7 +26,7 @@ class ModelTask:
         self.spec, self.me, self.progress = context.spec, context.me, context.progress
         self.reporter, self.orders, self.is_root = context.reporter, context.orders, context.is_root
         self._step_of_probes = context.step
-        self._extractor: FeatureExtractor | None = None
+        self._extractor: BatchedPass | None = None
         # Importing TensorFlow is not part of the set-up time that the rank reports.
         backend: tuple[Any, Any] = (None, None) if context.step else load_backend(context.me.runtime)
         self._tf, self._keras = backend
@@ -75,8 +76,14 @@ class ModelTask:
         """Return the features of samples (n, …), as the model before the head computes them here."""
         if self._extractor is None:
             assert self.spec.head is not None
-            self._extractor = FeatureExtractor(self.spec.head.prefix, self._tf, self._keras)
-        return self._extractor.extract(samples)
+            # Rank 0 judges what the others compute, by whatever engine: it computes with Keras.
+            self._extractor = feature_pass(
+                self.spec.head.prefix,
+                lambda: (self._tf, self._keras),
+                self.me.runtime.threads,
+                is_keras=self.is_root,
+            )
+        return self._extractor.run(samples)
 
     def load_model(self) -> Any:
         """Return the run's model, compiled."""

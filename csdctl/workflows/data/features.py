@@ -7,7 +7,7 @@ with the same step, on fewer numbers.
 import hashlib
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from csdctl.worker.protocol.features import (
     Extracted,
     ExtractSpec,
     FeatureOptions,
+    Recomputed,
 )
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.model_info import FeatureInfo
@@ -111,32 +112,14 @@ def compute_features(
     """
     began = time.monotonic()
     features = find_features(prepared)
-    divided = divide(spec, prepared, options.precision)
-    if options.engine == LITERT:
-        divided = _convert(divided, space)
-    machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
-    missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
-    deploy_files(missing, space.fleet, space.sessions, on_delivery)
-    made = {
-        rank.node: _Extraction(rank, divided.prefix, features, prepared, space, on_progress)
-        for rank in spec.ranks
-        if rank.node in machines
-    }
-
-    num_validation = prepared.validation.num_samples if prepared.validation else 0
+    divided = divide_for(spec, prepared, options, space)
+    made = _prepare_machines(divided, spec, prepared, shards, space, on_delivery, on_progress)
 
     def on_machine(session: Session) -> tuple[RankSpec, DatasetSlice | None]:
-        machine = made[session.name]
-        rank = machine.rank
-        is_host = session.name == HOST_NAME
-        private, public, validation = machine.extract(
-            (rank.private, rank.num_private - rank.num_repeated),
-            (rank.public, rank.num_public),
-            plain=(spec.validation if is_host else None, num_validation),
-        )
-        return replace(rank, private=private, public=public), validation
+        private, public, validation = made[session.name].extract()
+        return replace(made[session.name].rank, private=private, public=public), validation
 
-    found = values_or_raise(run_on_all({name: space.sessions[name] for name in machines}, on_machine), _DOING)
+    found = values_or_raise(run_on_all({name: space.sessions[name] for name in made}, on_machine), _DOING)
     ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
     return FeatureRun(
         replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
@@ -148,6 +131,46 @@ def compute_features(
         sum(machine.num_computed for machine in made.values()),
         time.monotonic() - began,
     )
+
+
+def recompute_features(
+    spec: RunSpec,
+    prepared: Prepared,
+    shards: ShardFiles,
+    space: Workspace,
+    options: FeatureOptions,
+    num_rows: int,
+) -> dict[str, Recomputed]:
+    """Compute about `num_rows` of the stored features of each machine there again, and compare them.
+
+    Raises InputError if the model has no frozen part, and PartialError naming the machines that failed.
+    """
+    divided = divide_for(spec, prepared, options, space)
+    made = _prepare_machines(divided, spec, prepared, shards, space, lambda *_: None, lambda *_: None)
+    sessions = {name: space.sessions[name] for name in made}
+    found = run_on_all(sessions, lambda session: made[session.name].recompute(num_rows))
+    return values_or_raise(found, "computing stored features again")
+
+
+def _prepare_machines(
+    divided: "Divided",
+    spec: RunSpec,
+    prepared: Prepared,
+    shards: ShardFiles,
+    space: Workspace,
+    on_delivery: OnDelivery,
+    on_progress: OnPrepareProgress,
+) -> dict[str, "_Extraction"]:
+    """Send each machine of `spec` what it needs to compute features."""
+    machines = [rank.node for rank in spec.ranks if rank.node in space.fleet.machines]
+    missing = {name: [*divided.files, *shards.get(name, ())] for name in machines if name != HOST_NAME}
+    deploy_files(missing, space.fleet, space.sessions, on_delivery)
+    features = find_features(prepared)
+    return {
+        rank.node: _Extraction(rank, spec.validation, divided.prefix, features, prepared, space, on_progress)
+        for rank in spec.ranks
+        if rank.node in machines
+    }
 
 
 @dataclass(frozen=True)
@@ -175,6 +198,12 @@ def divide(spec: RunSpec, prepared: Prepared, precision: str) -> Divided:
         prefix,
         (prepared.worker, architecture, weights, *([whole_model.code] if whole_model.code else [])),
     )
+
+
+def divide_for(spec: RunSpec, prepared: Prepared, options: FeatureOptions, space: Workspace) -> Divided:
+    """Return the run of the model's head, with its frozen part as the engine in `options` takes it."""
+    divided = divide(spec, prepared, options.precision)
+    return _convert(divided, space) if options.engine == LITERT else divided
 
 
 def _convert(divided: Divided, space: Workspace) -> Divided:
@@ -206,6 +235,8 @@ class _Extraction:
     """The features of one machine."""
 
     rank: RankSpec
+    validation: DatasetSlice | None
+    """Of the run; the host computes its features."""
     prefix: Prefix
     features: FeatureInfo
     prepared: Prepared
@@ -214,40 +245,14 @@ class _Extraction:
     num_samples: int = 0
     num_computed: int = 0
 
-    def extract(
-        self, *training: tuple[DatasetSlice | None, int], plain: tuple[DatasetSlice | None, int]
-    ) -> list[DatasetSlice | None]:
-        """Return the features of each source, given with its number of samples; None stays None.
-
-        `plain`, the last, has no views.
-        """
-        recipe = self.prepared.recipe
-        num_views = max(1, recipe.views)
-        wanted = [*((source, count, num_views) for source, count in training), (*plain, 1)]
+    def extract(self) -> list[DatasetSlice | None]:
+        """Return the features of private, public and validation samples; None where there are none."""
+        wanted = self._wanted()
         sources = [(source, count, views) for source, count, views in wanted if source is not None]
         if not sources:
             return [None for _ in wanted]
         node = self.rank.node
-        first, *others = (source for source, _, _ in sources)
-        spec = ExtractSpec(
-            first,
-            FEATURE_STORE,
-            self.prefix,
-            self.rank.runtime,
-            others=tuple(others),
-            augmented=Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
-            num_plain=int(plain[0] is not None),
-        )
-        found = watch_worker(
-            self.space.sessions[node],
-            self.space.fleet.python_of(node),
-            self.prepared.worker.path,
-            "extract",
-            spec,
-            Extracted,
-            lambda progress: self.on_progress(node, progress),
-            doing=_DOING,
-        )
+        found = self._call([source for source, _, _ in sources], 0)
         check_parts(found, len(sources), node, _DOING)
         num_rows = [count * views for _, count, views in sources]
         for info, count in zip(found.parts, num_rows, strict=True):
@@ -259,6 +264,53 @@ class _Extraction:
             None if source is None else replace(whole(next(features)), num_views=views)
             for source, _, views in wanted
         ]
+
+    def recompute(self, num_rows: int) -> Recomputed:
+        """Return how stored rows compare with what the machine computes now."""
+        sources = [source for source, _, _ in self._wanted() if source is not None]
+        if not sources:
+            return Recomputed(0, 0.0)
+        found = self._call(sources, num_rows)
+        if found.checked is None:
+            raise Answer.parse(to_json(found), self.rank.node, _DOING).error("received no comparison")
+        return found.checked
+
+    def _wanted(self) -> list[tuple[DatasetSlice | None, int, int]]:
+        """Return private, public and validation samples, with their number and the views of each."""
+        rank, prepared = self.rank, self.prepared
+        is_host = rank.node == HOST_NAME
+        num_validation = prepared.validation.num_samples if prepared.validation else 0
+        num_views = max(1, prepared.recipe.views)
+        return [
+            (rank.private, rank.num_private - rank.num_repeated, num_views),
+            (rank.public, rank.num_public, num_views),
+            (self.validation if is_host else None, num_validation, 1),
+        ]
+
+    def _call(self, sources: Sequence[DatasetSlice], num_checked: int) -> Extracted:
+        """Have the machine compute features of `sources`, or check those that are stored."""
+        recipe, node = self.prepared.recipe, self.rank.node
+        first, *others = sources
+        spec = ExtractSpec(
+            first,
+            FEATURE_STORE,
+            self.prefix,
+            self.rank.runtime,
+            others=tuple(others),
+            augmented=Augmented(recipe.augment, recipe.seed, recipe.views) if recipe.views else None,
+            num_checked=num_checked,
+            num_plain=int(self.validation is not None and node == HOST_NAME),
+        )
+        return watch_worker(
+            self.space.sessions[node],
+            self.space.fleet.python_of(node),
+            self.prepared.worker.path,
+            "extract",
+            spec,
+            Extracted,
+            lambda progress: self.on_progress(node, progress),
+            doing=_DOING,
+        )
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""

@@ -2,8 +2,8 @@
 
 import dataclasses
 import shutil
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from csdctl.errors import InputError, RunError
@@ -13,11 +13,11 @@ from csdctl.launch.tools import find_mpirun
 from csdctl.tuning.plan import Plan
 from csdctl.tuning.ways import FEATURES, SPLIT
 from csdctl.worker.protocol.events import Event, Inverted, Verified
-from csdctl.worker.protocol.features import FLOAT32
+from csdctl.worker.protocol.features import FLOAT32, FeatureOptions, Recomputed
 from csdctl.worker.protocol.run_spec import SplitSpec
 from csdctl.worker.protocol.tasks import VERIFY, VERIFY_SPLIT, TaskSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import divide
+from csdctl.workflows.data.features import divide_for, recompute_features
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO, TrainOptions, check_cut, check_way, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
@@ -28,6 +28,10 @@ from csdctl.workflows.train.spec import build_spec
 from csdctl.workflows.train.split import use_split
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
+CHECKED_ROWS = 256
+"""Of the stored features of each machine."""
+FEATURE_TOLERANCE = 1e-5
+"""Of the same sample in the same engine; of a whole batch again, there is none."""
 DEFAULT_BATCH_SIZE = 16
 """The batch size of every rank without a plan."""
 
@@ -44,6 +48,8 @@ class VerifyRequest:
     way: str = AUTO
     cut: str = ""
     num_micro_batches: int = SplitSpec.num_micro_batches
+    features: FeatureOptions = field(default_factory=FeatureOptions)
+    """For `features`: those of the runs whose stored features are checked."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,18 @@ class Verification:
     result: Verified
     inversion: Inverted | None = None
     """What activations at the cut reveal, of a model that is split."""
+    features: Mapping[str, Recomputed] = field(default_factory=dict)
+    """By machine: its stored features, compared with what it computes now."""
+
+    def check_features(self) -> None:
+        """Raise RunError, naming the machine, if stored features are others than it computes now."""
+        for node, found in self.features.items():
+            if not found.difference <= FEATURE_TOLERANCE:
+                raise RunError(
+                    f"its stored features differ by {found.difference:.1e} from what it computes now",
+                    node=node,
+                    remedy="remove them: `csdctl clean --computed`; look for failing memory or disks there",
+                )
 
 
 def run_verification(request: VerifyRequest, observer: PreparationObserver) -> Verification:
@@ -71,8 +89,7 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
         observer.say(f"starting {len(plan.ranks)} ranks")
         if job.noise:
             observer.say("compared without clipping and noise: the samples are random, and none is private")
-        found = verify(job, plan, prepared, space, request)
-    return Verification(tuple(rank.node for rank in plan.ranks), *found)
+        return verify(job, plan, prepared, space, request)
 
 
 def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
@@ -94,8 +111,8 @@ def _check_several(plan: Plan) -> None:
 
 def verify(
     job: Job, plan: Plan, prepared: Prepared, space: Workspace, request: VerifyRequest
-) -> tuple[Verified, Inverted | None]:
-    """Run one step of all ranks; return how it compares with one process, and what activations reveal.
+) -> Verification:
+    """Run one step of all ranks; return how it compares with one process.
 
     Raises what `train` raises.
     """
@@ -109,8 +126,10 @@ def verify(
         spec = use_split(spec, job, prepared, cut, request.num_micro_batches)
         spec = dataclasses.replace(spec, task=TaskSpec(VERIFY_SPLIT))
     inputs = RunInputs(run, spec, prepared, shards)
+    recomputed: dict[str, Recomputed] = {}
     if way == FEATURES:
-        inputs = _of_head(inputs, list(space.fleet.machines))
+        recomputed |= recompute_features(spec, prepared, shards, space, request.features, CHECKED_ROWS)
+        inputs = _of_head(inputs, request.features, space)
     results: list[Verified] = []
     inversions: list[Inverted] = []
 
@@ -124,11 +143,13 @@ def verify(
     shutil.rmtree(run.path, ignore_errors=True)
     if not results:
         raise RunError("the ranks ended without a comparison")
-    return results[0], next(iter(inversions), None)
+    nodes = tuple(rank.node for rank in plan.ranks)
+    return Verification(nodes, results[0], next(iter(inversions), None), recomputed)
 
 
-def _of_head(inputs: RunInputs, machines: Sequence[str]) -> RunInputs:
+def _of_head(inputs: RunInputs, options: FeatureOptions, space: Workspace) -> RunInputs:
     """Return the run of the model's head, whose ranks compute the features of what they draw."""
-    divided = divide(inputs.spec, inputs.prepared, FLOAT32)
+    divided = divide_for(inputs.spec, inputs.prepared, replace(options, precision=FLOAT32), space)
+    machines = space.fleet.machines
     shards = {name: (*inputs.shards.get(name, ()), *divided.files) for name in machines}
     return RunInputs(inputs.directory, divided.spec, divided.prepared, shards)

@@ -253,7 +253,7 @@ class WayChooser:
         found = [whole]
         shares = measured_shares(times, self.prepared.model.info.cuts)
         if feature_layer:
-            share = times.features_s / times.step_s
+            share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
             of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
             found.append(forecast_features(whole, of_head, share, self._machines, self._work))

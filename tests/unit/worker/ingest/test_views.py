@@ -1,4 +1,4 @@
-"""Views: features of what `data.augment` makes of each sample, and how epochs read them."""
+"""Views: features of what `data.augment` makes of each sample, how epochs read them; stored rows again."""
 
 import dataclasses
 import hashlib
@@ -14,9 +14,11 @@ from csdctl.worker.compute.model import save_weights
 from csdctl.worker.data.prepared import PreparedSamples
 from csdctl.worker.ingest.extract import extract
 from csdctl.worker.ingest.limits import IngestLimits
+from csdctl.worker.ingest.recompute import recompute
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
-from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec
+from csdctl.worker.protocol.features import Augmented, Extracted, ExtractSpec, Recomputed
+from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 from tests.unit.worker.compute.built_models import keras
 
@@ -139,3 +141,39 @@ def test_failing_function_is_named(spec: ExtractSpec) -> None:
     with pytest.raises(WorkerError, match="has no function 'missing'"):
         run(with_views(spec, "missing"))
     assert Augmentation(f"{Path(spec.store).parent / 'functions.py'}:keep", 1).name == "functions.py:keep"
+
+
+def checked(spec: ExtractSpec, num_rows: int) -> Recomputed:
+    found = recompute(dataclasses.replace(spec, num_checked=num_rows), load_backend)
+    assert found.parts == ()
+    assert found.checked is not None
+    return found.checked
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1000])
+def test_stored_rows_are_computed_again_bit_by_bit(spec: ExtractSpec, num_rows: int) -> None:
+    """Also those in the last batch, which is not full, and those of later views."""
+    for wanted in (spec, with_views(spec, "scale")):
+        run(wanted)
+        found = checked(wanted, num_rows)
+        assert found.difference == 0
+        assert found.num_rows >= min(num_rows, 32)
+    if num_rows == 1000:
+        assert found.num_rows == NUM_VIEWS * NUM_SAMPLES
+
+
+def test_features_that_are_not_stored_are_not_computed(spec: ExtractSpec) -> None:
+    assert checked(spec, 64) == Recomputed(0, 0.0)
+    assert not Path(spec.store).exists()
+
+
+def test_stored_rows_of_a_faulty_machine_are_found(spec: ExtractSpec) -> None:
+    """Its files have the hashes that were stored: what was computed was wrong."""
+    info = run(spec).parts[0]
+    rows = stored(info)
+    largest = np.abs(rows).max()
+    rows[NUM_SAMPLES - 1, 0] += 0.25 * largest
+    np.save(Path(info.path, "images.npy"), rows)
+    new_hash = hashlib.sha256(Path(info.path, "images.npy").read_bytes()).hexdigest()
+    Path(info.path, "dataset.json").write_text(to_json(dataclasses.replace(info, images_sha256=new_hash)))
+    assert checked(spec, 1000).difference > 0.1
