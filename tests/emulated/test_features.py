@@ -1,5 +1,6 @@
 """Training by features on an emulated host and two nodes, compared with the frozen model in every step."""
 
+import importlib.util
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.emulated.training import events_of, kill_rank, nothing_is_left, start
 
 pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
 
+HAS_LITERT = importlib.util.find_spec("ai_edge_litert") is not None
 NUM_SAMPLES = 96
 JOB = """\
 model: model.py:build
@@ -162,6 +164,15 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
         "csd1": 0,
     }
     assert sum(found["num_rows"] for found in document["features"].values()) >= 3 * NUM_SAMPLES
+
+
+@pytest.mark.skipif(not HAS_LITERT, reason="no ai-edge-litert: features by LiteRT are not compared")
+def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -> None:
+    done = csdctl(project, "verify", "--way", "features", "--feature-engine", "litert", "--json")
+    assert done.returncode == 0, done.stderr
+    ranks = json.loads(done.stdout)["ranks"]
+    assert ranks["host"]["difference"] == 0
+    assert max(ranks[node]["difference"] for node in ("csd0", "csd1")) > 0, "computed with Keras, too"
 
 
 def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:

@@ -227,7 +227,10 @@ def _convert(divided: Divided, space: Workspace) -> Divided:
             )
             save_json(aside / HASHES, {LITE_FILE: hash_file(aside / LITE_FILE)})
     stored = store_file(directory / LITE_FILE, project.root, TrafficClass.MODEL)
-    return replace(divided, prefix=replace(prefix, lite=stored.path), files=(*divided.files, stored))
+    converted, head = replace(prefix, lite=stored.path), divided.spec.head
+    assert head is not None
+    spec = replace(divided.spec, head=replace(head, prefix=converted))
+    return replace(divided, spec=spec, prefix=converted, files=(*divided.files, stored))
 
 
 @dataclass
