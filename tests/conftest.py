@@ -14,6 +14,7 @@ from tests.lab.requirements import LAB_DID_NOT_RUN
 # A shell that runs a job in the background lets it ignore Ctrl-C, and whatever the job starts inherits that.
 # The tests that press Ctrl-C must mean the same wherever they run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 
 
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.

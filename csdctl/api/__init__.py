@@ -1,11 +1,11 @@
 """The Python interface: the workflows of the command line, for scripts and notebooks."""
 
 from csdctl.api.before_training import discover, prepare, tune, verify
+from csdctl.api.fleet import Fleet
 from csdctl.api.job import Job
 from csdctl.api.run import Run, load_run, train
 from csdctl.api.session import load_fleet
 from csdctl.errors import CsdctlError
-from csdctl.fleet.model import Fleet
 from csdctl.supervision.event_callbacks import STOP
 from csdctl.tuning.plan import Plan
 from csdctl.worker.protocol.recipe import EarlyStopping, ReduceOnPlateau

@@ -41,7 +41,7 @@ def prepare(job: Job, fleet: FleetOrPath = "fleet.yaml") -> Prepared:
     """
     loaded, chosen = job.load(), as_fleet(fleet)
     with open_session() as streams:
-        with PreparingView(streams.console) as view:
+        with PreparingView(streams.views) as view:
             prepared = prepare_fleet(
                 loaded,
                 chosen,

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from csdctl.api.fleet import Fleet
 from csdctl.cli.streams import Streams
-from csdctl.fleet.model import Fleet
+from csdctl.fleet import model
 from csdctl.runs.private import STATE_DIRECTORY, check_private
-from csdctl.workflows.workspace.partial_failure import choose_fleet
 
-FleetOrPath = Fleet | str | Path
+FleetOrPath = model.Fleet | str | Path
 
 
 @contextmanager
@@ -29,9 +29,9 @@ def open_session() -> Iterator[Streams]:
         os.umask(before)
 
 
-def as_fleet(fleet: FleetOrPath) -> Fleet:
+def as_fleet(fleet: FleetOrPath) -> model.Fleet:
     """Return a fleet as it is, or that of a file."""
-    return fleet if isinstance(fleet, Fleet) else load_fleet(fleet)
+    return fleet if isinstance(fleet, model.Fleet) else load_fleet(fleet)
 
 
 def load_fleet(
@@ -42,4 +42,4 @@ def load_fleet(
     `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups. Where a fleet is
     expected, a path does as well. Raises InputError.
     """
-    return choose_fleet(Path(path), limit, exclude)
+    return Fleet.load(path, limit=limit, exclude=exclude)

@@ -11,9 +11,12 @@ from typing import Annotated
 import typer
 
 from csdctl import __version__
+from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.cli.global_options import JSON, own_arguments, take_global_options
 from csdctl.cli.lazy import CommandTable, lazy_group
-from csdctl.cli.streams import VERBOSE, Streams, protect_standard_streams
-from csdctl.errors import CsdctlError, ExitCode
+from csdctl.cli.streams import Streams, protect_standard_streams
+from csdctl.errors import CsdctlError, ExitCode, InputError
+from csdctl.fleet.requirements import explain_import
 from csdctl.runs.private import STATE_DIRECTORY, check_private
 
 COMMANDS: CommandTable = {
@@ -21,6 +24,8 @@ COMMANDS: CommandTable = {
         "discover": "Find the machines of a fleet, and record their hardware and software.",
         "trust": "Show the nodes' SSH host keys, and accept all new ones at once.",
         "doctor": "Check that the machines can train together, and report how to fix what fails.",
+        "provision": "Install Python, the packages for training and MPI on bare nodes.",
+        "exec": "Run a command, or a Fabric task, on all nodes at once; equal answers are one row.",
         "inventory": "Print the nodes of the fleet as an Ansible inventory, an ssh_config or JSON.",
     },
     "Data and code": {
@@ -38,7 +43,10 @@ COMMANDS: CommandTable = {
     "Training": {
         "train": "Train synchronously on the host and all nodes, each with its own batch size.",
         "predict": "Run a trained model over samples where they are stored; only its answers are sent.",
-        "report": "Show the results of a run.",
+        "runs": "List, watch, stop, compare and remove runs.",
+        "scale": "Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy.",
+        "report": "Show the results of a run, or of several side by side.",
+        "export": "Write a run for TensorBoard, MLflow, Prometheus or a spreadsheet.",
         "clean": "Stop processes and remove files that earlier csdctl commands left on the machines.",
     },
     "A fleet without hardware": {
@@ -50,7 +58,9 @@ COMMANDS: CommandTable = {
 app = typer.Typer(
     name="csdctl",
     help="Train neural networks where the data is stored: on computational storage devices and their host.",
-    epilog="-v, anywhere on the command line, prints more; -vv also prints the traceback of an error.",
+    epilog="Anywhere on the command line: -v prints more, -vv also the traceback of an error; -q prints "
+    "results and errors alone; --color auto, always or never.",
+    context_settings={"help_option_names": ["-h", "--help"]},
     cls=lazy_group(COMMANDS),
     rich_markup_mode=None,
     no_args_is_help=True,
@@ -67,12 +77,15 @@ def _version(is_requested: bool) -> None:
 @app.callback()
 def _main(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option("--version", "-V", callback=_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
     """Do nothing; the commands do the work."""
 
 
+LINES = {"train", "scale", "watch"}
+"""Commands that write JSON lines: an error is one more."""
 DISK_ERRORS = (errno.ENOSPC, errno.EROFS, errno.EACCES, errno.EDQUOT, errno.EPERM)
 
 
@@ -80,6 +93,8 @@ def main() -> None:
     """Run csdctl with the arguments of this process, and exit with its exit code."""
     os.umask(0o077)  # whatever csdctl writes is for this user alone
     signal.signal(signal.SIGTERM, _interrupt)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup and `train --detach` start it
+        signal.signal(signal.SIGHUP, _interrupt)
     protect_standard_streams()
     sys.exit(run_command(sys.argv[1:], Streams()))
 
@@ -88,9 +103,11 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
     """Run one command line and return its exit code; every error becomes a message here."""
     try:
         check_private(streams.directory / STATE_DIRECTORY)
-        code = app([argument for argument in arguments if argument not in VERBOSE], standalone_mode=False)
+        words = take_global_options(arguments)
+        code = app(words, standalone_mode=False, default_map=load_defaults(config_path(), app, words))
     except CsdctlError as error:
         _show_error(streams, error)
+        _write_error(streams, arguments, error)
         return error.exit_code
     except typer.Exit as exit_request:
         return exit_request.exit_code
@@ -99,12 +116,19 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
     except BrokenPipeError:
         return ExitCode.FAILED
     except OSError as error:
-        _show_error(streams, _wrap_os_error(error))
+        wrapped = _wrap_os_error(error)
+        _show_error(streams, wrapped)
+        _write_error(streams, arguments, wrapped)
         return ExitCode.FAILED
     except Exception as error:
         if _is_usage_error(error):
             error.show()  # type: ignore[attr-defined]
+            _write_error(streams, arguments, InputError(error.format_message()))  # type: ignore[attr-defined]
             return ExitCode.BAD_INPUT
+        if isinstance(error, ImportError) and (explained := explain_import(error)):
+            _show_error(streams, explained)
+            _write_error(streams, arguments, explained)
+            return ExitCode.FAILED
         _show_bug(streams, error)
         return ExitCode.FAILED
     if code == ExitCode.INTERRUPTED:  # how typer reports a KeyboardInterrupt
@@ -113,7 +137,7 @@ def run_command(arguments: Sequence[str], streams: Streams) -> int:
 
 
 def _interrupt(_signal: int, _frame: FrameType | None) -> None:
-    """Handle SIGTERM like Ctrl-C, so that running processes are stopped first."""
+    """Handle SIGTERM and a hang-up like Ctrl-C, so that running processes are stopped first."""
     raise KeyboardInterrupt
 
 
@@ -139,6 +163,22 @@ def _show_error(streams: Streams, error: CsdctlError) -> None:
     if error.remedy:
         streams.errors.print(f"  → {error.remedy}")
     _show_traceback(streams, error)
+
+
+def _write_error(streams: Streams, arguments: Sequence[str], error: CsdctlError) -> None:
+    """Write the error as JSON for a command with --json, unless its one document is already there."""
+    own = own_arguments(arguments)
+    is_written = getattr(streams.stdout, "has_text", False)
+    if JSON not in own or (is_written and not LINES & {*own}):
+        return
+    document = {
+        "schema": "csdctl.error/1",
+        "node": error.node,
+        "message": error.message,
+        "remedy": error.remedy,
+        "exit_code": int(error.exit_code),
+    }
+    streams.json_line(document)
 
 
 def _show_bug(streams: Streams, error: Exception) -> None:

@@ -47,7 +47,13 @@ class Invocation:
         render_failed(self.streams.console, failed, self.fleet)
         self.conclude(document, list(outcomes), failed)
 
-    def conclude(self, document: object, machines: Sequence[str], failed: Mapping[str, CsdctlError]) -> None:
+    def conclude(
+        self,
+        document: object,
+        machines: Sequence[str],
+        failed: Mapping[str, CsdctlError],
+        arguments: str = "",
+    ) -> None:
         """Print the JSON document, record which of `machines` failed, and raise one error for them."""
         self.streams.result(document)
-        conclude(self.project, self.command, machines, failed)
+        conclude(self.project, self.command, machines, failed, arguments)

@@ -5,24 +5,34 @@ from typing import Annotated
 
 import typer
 
+from csdctl.cli.completion import complete_jobs, complete_nodes
+
 DEFAULT_FLEET = Path("fleet.yaml")
 DEFAULT_JOB = Path("job.yaml")
 
 FleetOption = Annotated[
     Path, typer.Option("--fleet", envvar="CSDCTL_FLEET", help="Path of the fleet file.", show_default=True)
 ]
-JobArgument = Annotated[Path, typer.Argument(help="Path of the job file.", show_default=True)]
+JobArgument = Annotated[
+    Path, typer.Argument(help="Path of the job file.", show_default=True, autocompletion=complete_jobs)
+]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
         "--limit",
         help="Select only these nodes: names, ranges such as csd[0-7], or groups.",
         show_default=False,
+        autocompletion=complete_nodes,
     ),
 ]
 ExcludeOption = Annotated[
     list[str] | None,
-    typer.Option("--exclude", help="Leave out these nodes; same syntax as --limit.", show_default=False),
+    typer.Option(
+        "--exclude",
+        help="Leave out these nodes; same syntax as --limit.",
+        show_default=False,
+        autocompletion=complete_nodes,
+    ),
 ]
 FailedFromOption = Annotated[
     Path | None,

@@ -11,7 +11,7 @@ _SOURCES = {
     "COMMANDLINE": "flag",
     "ENVIRONMENT": "environment",
     "DEFAULT": "default",
-    "DEFAULT_MAP": "default",
+    "DEFAULT_MAP": "file config.yaml",
 }
 
 

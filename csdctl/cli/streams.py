@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from csdctl.cli.global_options import QUIET, VERBOSE, is_given
 from csdctl.errors import InputError
 from csdctl.notify import make_printable
 
@@ -25,9 +26,12 @@ class PrintableStream:
     def __init__(self, terminal: TextIO) -> None:
         self.terminal = terminal
         """The stream itself, for the console and its control codes."""
+        self.has_text = False
+        """Whether something was written here."""
 
     def write(self, text: str) -> int:
         """Write `text`, made printable."""
+        self.has_text = True
         self.terminal.write(make_printable(text))
         return len(text)
 
@@ -52,10 +56,6 @@ def protect_standard_streams() -> None:
             setattr(sys, name, PrintableStream(stream))
 
 
-VERBOSE = ("-v", "-vv")
-"""Accepted anywhere, as in `csdctl train -vv`, and not passed on to the commands."""
-
-
 @dataclass
 class Streams:
     """The streams, the terminal and the directory of one invocation; a test passes its own."""
@@ -64,9 +64,11 @@ class Streams:
     stderr: TextIO = field(default_factory=lambda: sys.stderr)
     directory: Path = field(default_factory=Path.cwd)
     is_json: bool = False
-    is_verbose: bool = field(default_factory=lambda: any(word in VERBOSE for word in sys.argv))
-    is_debugging: bool = field(default_factory=lambda: "-vv" in sys.argv)
+    is_verbose: bool = field(default_factory=lambda: is_given(VERBOSE))
+    is_debugging: bool = field(default_factory=lambda: is_given(VERBOSE[1:]))
     """Whether errors are printed with their traceback."""
+    is_quiet: bool = field(default_factory=lambda: is_given(QUIET))
+    """Whether only results and errors are printed."""
 
     @cached_property
     def errors(self) -> "PrintableConsole":
@@ -82,9 +84,17 @@ class Streams:
 
         return self.errors if self.is_json else PrintableConsole(file=_terminal_of(self.stdout))
 
+    @cached_property
+    def views(self) -> "PrintableConsole":
+        """Where live views and their lines go: the console; nowhere if the user wants results alone."""
+        from csdctl.cli.console import PrintableConsole
+
+        return PrintableConsole(file=io.StringIO(), quiet=True) if self.is_quiet else self.console
+
     def say(self, line: str) -> None:
-        """Print one human-readable line."""
-        self.console.print(line, soft_wrap=True)
+        """Print one human-readable line, unless the user wants results alone."""
+        if not self.is_quiet:
+            self.console.print(line, soft_wrap=True)
 
     def write(self, text: str) -> None:
         """Write text of several lines to standard output as it is, apart from what is not printable."""
@@ -109,8 +119,12 @@ class Streams:
     def result_line(self, document: object) -> None:
         """Write one JSON line to standard output; nothing without --json."""
         if self.is_json:
-            self.stdout.write(json.dumps(document) + "\n")
-            self.stdout.flush()
+            self.json_line(document)
+
+    def json_line(self, document: object) -> None:
+        """Write one JSON line to standard output."""
+        self.stdout.write(json.dumps(document) + "\n")
+        self.stdout.flush()
 
 
 def _terminal_of(stream: TextIO) -> TextIO:

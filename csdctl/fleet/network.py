@@ -4,6 +4,12 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
+NO_INTERFACE_REMEDY = (
+    "bring a network interface up, or add one that leads nowhere, as root: `ip link add csdctl0 type veth && "
+    "ip address add 192.0.2.1/32 dev csdctl0 && ip link set csdctl0 up`"
+)
+"""PRRTE, which starts the ranks on other machines, never uses the loopback between its daemons."""
+
 _LEAF = re.compile(r"\s*\|-- (\d+\.\d+\.\d+\.\d+)$")
 
 
@@ -26,6 +32,13 @@ def addresses_in(network: str, addresses: Iterable[str]) -> list[str]:
         return [str(address) for address in found if not address.is_loopback]
     parsed = ipaddress.ip_network(network)
     return [str(address) for address in found if address.version == parsed.version and address in parsed]
+
+
+def has_no_interface(network: str, addresses: Iterable[str]) -> bool:
+    """Return whether `network` is the loopback's, and the machine has addresses in no other."""
+    if not network or not ipaddress.ip_network(network).is_loopback:
+        return False
+    return all(ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def is_checked(network: str) -> bool:

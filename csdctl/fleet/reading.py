@@ -19,6 +19,7 @@ from csdctl.fleet.host_names import find_ambiguous, means_host, own_names
 from csdctl.fleet.jumps import MAX_HOPS, Hop, parse_jump
 from csdctl.fleet.model import Fleet, Host, Node
 from csdctl.fleet.names import ADDRESS, GROUP, NAME, USER
+from csdctl.fleet.power import Power
 from csdctl.fleet.ranges import MAX_RANGE, count_range, expand_range, range_ends
 
 
@@ -88,6 +89,7 @@ class NodeDefaults(Document):
     python: Python = "python3"
     group: Groups = []
     jump: Jump = ""
+    power: Power | None = None
 
 
 class NodeEntry(Document):
@@ -101,6 +103,7 @@ class NodeEntry(Document):
     python: Python | None = None
     group: Groups | None = None
     jump: Jump | None = None
+    power: Power | None = None
 
     @model_validator(mode="after")
     def _have_equal_lengths(self) -> Self:
@@ -128,6 +131,7 @@ class HostEntry(Document):
     """The `host` section of fleet.yaml."""
 
     threads: Annotated[int, Field(ge=0, le=1024)] = 0
+    power: Power | None = None
 
 
 class FleetFile(Document):
@@ -165,12 +169,14 @@ def load_fleet(path: Path) -> Fleet:
         resolved = tuple(resolver.resolve(node, jump) for node, jump in flat)
     except ValueError as error:
         raise InputError(f"{path}: {error}", remedy=f"fix `jump` in {path}") from None
-    return Fleet(resolved, Host(file.host.threads), file.network, file.emulated, path)
+    power = file.host.power.resolve(path.parent) if file.host.power else None
+    return Fleet(resolved, Host(file.host.threads, power), file.network, file.emulated, path)
 
 
 def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[list[Node], str]:
     """Return the nodes of `entry` without their jump hosts, and the value of its `jump`."""
     groups = tuple(dict.fromkeys(defaults.group if entry.group is None else entry.group))
+    power = entry.power or defaults.power
     nodes = [
         Node(
             name=name,
@@ -180,6 +186,7 @@ def _nodes(entry: NodeEntry, defaults: NodeDefaults, directory: Path) -> tuple[l
             key=_key(entry.key, defaults, directory),
             python=entry.python or defaults.python,
             groups=groups,
+            power=power.resolve(directory) if power else None,
         )
         for name, address in zip(expand_range(entry.name), expand_range(entry.address), strict=True)
     ]

@@ -12,19 +12,27 @@ from csdctl.fleet.ranges import expand_range
 _WILDCARDS = re.compile(r"[*?\[]")
 
 
-def select_nodes(fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = ()) -> Fleet:
+def select_nodes(
+    fleet: Fleet, limit: Sequence[str] = (), exclude: Sequence[str] = (), *, may_be_empty: bool = False
+) -> Fleet:
     """Return the fleet with the nodes that match `limit` (all when empty) and not `exclude`.
 
     A pattern is a name with wildcards or a range (`csd[0-7]`), or a group; several may be joined by
-    commas. Raises InputError for a pattern without a match, or when no node remains.
+    commas. Raises InputError for a pattern without a match, or when no node remains; `may_be_empty`: the host
+    alone is enough.
     """
     groups = {node.name: node.groups for node in fleet.nodes}
-    kept = set(select_names(groups, limit, exclude, where=str(fleet.path)))
+    kept = set(select_names(groups, limit, exclude, where=str(fleet.path), may_be_empty=may_be_empty))
     return replace(fleet, nodes=tuple(node for node in fleet.nodes if node.name in kept))
 
 
 def select_names(
-    groups: Mapping[str, Sequence[str]], limit: Sequence[str], exclude: Sequence[str], *, where: str
+    groups: Mapping[str, Sequence[str]],
+    limit: Sequence[str],
+    exclude: Sequence[str],
+    *,
+    where: str,
+    may_be_empty: bool = False,
 ) -> list[str]:
     """Select names as `select_nodes` does, given the groups of each name; `where` names their file."""
     kept: Iterable[str] = groups
@@ -35,7 +43,7 @@ def select_names(
         name for pattern in _split(exclude) for name in _matching(groups, pattern, "--exclude", where)
     }
     kept = [name for name in kept if name not in unwanted]
-    if not kept:
+    if not kept and not may_be_empty:
         raise InputError(f"--limit and --exclude leave no node of {where}", remedy="select at least one node")
     return kept
 

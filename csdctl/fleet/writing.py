@@ -9,6 +9,7 @@ import yaml
 from csdctl.errors import InputError
 from csdctl.fleet.jumps import NO_JUMP
 from csdctl.fleet.model import Fleet, Node
+from csdctl.fleet.power import render_power
 from csdctl.fleet.ranges import fold_ordered
 
 YamlMapping = dict[str, object]
@@ -25,8 +26,11 @@ def render_fleet(fleet: Fleet, *, origin: str) -> str:
     machines = [*fleet.nodes, *jumps.hosts]
     defaults = _defaults(fleet.nodes, machines, jumps)
     content: YamlMapping = {}
-    if fleet.host.threads:
-        content["host"] = {"threads": fleet.host.threads}
+    host: YamlMapping = {"threads": fleet.host.threads} if fleet.host.threads else {}
+    if fleet.host.power:
+        host["power"] = render_power(fleet.host.power)
+    if host:
+        content["host"] = host
     if fleet.network:
         content["network"] = fleet.network
     if fleet.emulated:
@@ -73,7 +77,9 @@ def _candidates(name: str) -> Iterable[str]:
 
 def _as_jump(node: Node) -> Node:
     """Return `node` with only the fields that matter for a jump host."""
-    return replace(node, python="python3", groups=(), jump=_as_jump(node.jump) if node.jump else None)
+    return replace(
+        node, python="python3", groups=(), power=None, jump=_as_jump(node.jump) if node.jump else None
+    )
 
 
 def _defaults(nodes: Sequence[Node], machines: Sequence[Node], jumps: _JumpNames) -> YamlMapping:
@@ -103,7 +109,8 @@ def _node_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMap
         "group": _show_groups(node.groups),
         "jump": jumps.name(node.jump) or (NO_JUMP if defaults["jump"] else ""),
     }
-    return {key: value for key, value in own.items() if value != defaults[key]}
+    entry = {key: value for key, value in own.items() if value != defaults[key]}
+    return entry | ({"power": render_power(node.power)} if node.power else {})
 
 
 def _jump_entry(node: Node, defaults: YamlMapping, jumps: _JumpNames) -> YamlMapping:

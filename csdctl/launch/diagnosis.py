@@ -15,7 +15,8 @@ from csdctl.worker.protocol.events import Exited
 _RANK = re.compile(r"process rank (\d+)")
 _SIGNAL = re.compile(r"exited on signal (\d+)")
 _DAEMON = re.compile(r"Remote daemon: *\[[^,\]]*,(\d+)\]")
-_UNNAMED_DAEMON = re.compile(r"Daemon exit status: *(\d+)")
+_UNCONNECTED_DAEMON = re.compile(r"Remote host: *rank\d+-(\S+)")
+_DAEMON_STATUS = re.compile(r"Daemon exit status: *(\d+)")
 _BANNER = re.compile(r"^[-*=\s]*$")
 MEMORY_REMEDY = "choose a smaller batch size: `csdctl tune --max-global-batch N`, or edit the plan"
 _ENDED_BY_MPIRUN = (signal.SIGTERM, signal.SIGINT)
@@ -58,8 +59,11 @@ def find_cause(stderr_tail: Sequence[str], exited: Sequence[Exited], rank_nodes:
         if by_signal := _SIGNAL.search(text):
             return Cause(node, f"rank {rank} was ended by signal {by_signal[1]}")
         return Cause(node, f"rank {rank} was lost, or exited because another rank was lost")
-    if found := _UNNAMED_DAEMON.search(text):
-        return Cause("", f"the MPI daemon (prted) of a node that mpirun does not name exited with {found[1]}")
+    if status := _DAEMON_STATUS.search(text):
+        found = _UNCONNECTED_DAEMON.search(text)
+        node = found[1] if found and found[1] in remote else ""
+        whose = "its MPI daemon" if node else "the MPI daemon of a node that mpirun does not name"
+        return Cause(node, f"{whose} (prted) did not connect to mpirun and exited with {status[1]}")
     lines = [line for line in stderr_tail if not _BANNER.match(line) and not line.startswith(_NO_CAUSE)]
     return Cause("", lines[0] if lines else "mpirun printed no message")
 

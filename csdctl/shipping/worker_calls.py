@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RemoteCommandError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.fleet.requirements import build_repair_command, find_package
 from csdctl.transport.answer import Answer
 from csdctl.transport.process import Deadline
 from csdctl.transport.session import Completed, Session
@@ -192,8 +194,19 @@ def worker_error(done: Completed, node: str, doing: str) -> CsdctlError:
                 break
     lines = [line for line in done.stderr.splitlines() if not _NOISE.match(line)]
     try:
-        remedy = "check the load of that machine, then retry"
+        remedy = _remedy(done.stderr, node)
         replace(done, stderr=b"\n".join(lines)).check(node, doing=doing, remedy=remedy)
     except CsdctlError as error:
         return error
     return RemoteCommandError(f"{doing} returned no response", node=node)
+
+
+def _remedy(stderr: bytes, node: str) -> str:
+    """Return what to do about a worker that ended without an answer: it may not have found its packages."""
+    text = stderr.decode(errors="replace")
+    if "ImportError" not in text and "ModuleNotFoundError" not in text:
+        return "check the load of that machine, then retry"
+    package = find_package(text)
+    if node == HOST_NAME and package:
+        return f"run: {build_repair_command(package)}"
+    return f"reinstall {package or 'what is missing'} in the Python of that machine"

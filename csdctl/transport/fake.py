@@ -56,7 +56,14 @@ class FakeSession:
         self._responses.insert(0, response)
         return self
 
-    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+    ) -> Completed:
         """Return the scripted response; raise its error."""
         response = self._response(command)
         self.stdins.append(stdin)

@@ -28,10 +28,19 @@ class LocalSession:
         self.meter = Meter()
         self._directory = directory
         self._running: set[Running] = set()
+        self._lock = threading.Lock()
+        """Held while a command starts, which `close` in another thread must not miss."""
 
-    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+    ) -> Completed:
         """Run `command` to completion; raises DeadlineError after ending its process group."""
-        running = self._start(build_wrapped_command(command, deadline_s=deadline_s))
+        running = self._start(build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users))
         try:
             return running.run_to_end(stdin, Deadline(deadline_s))
         finally:
@@ -44,16 +53,21 @@ class LocalSession:
 
     def close(self) -> None:
         """End all running commands."""
-        for running in list(self._running):
+        with self._lock:
+            still_running = list(self._running)
+        for running in still_running:
             running.kill()
 
     def _start(self, wrapped: WrappedCommand) -> Running:
-        try:
-            running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
-        except OSError as error:
-            raise InputError(f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name) from error
-        self._running.add(running)
-        return running
+        with self._lock:
+            try:
+                running = Running(self.name, wrapped, PipedProcess(wrapped.argv, self._directory))
+            except OSError as error:
+                raise InputError(
+                    f"`{wrapped.command[0]}` cannot be started: {error}", node=self.name
+                ) from error
+            self._running.add(running)
+            return running
 
 
 class PipedProcess:

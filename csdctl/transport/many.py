@@ -8,6 +8,7 @@ import gc
 import queue
 import resource
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -140,28 +141,69 @@ def run_on_nodes(
     max_workers: int = MAX_WORKERS,
     on_done: Callable[[Outcome[ResultT]], None] = lambda outcome: None,
     on_traffic: OnTraffic = lambda sent: None,
+    host: Session | None = None,
 ) -> dict[str, Outcome[ResultT]]:
     """Connect to each node of `fleet`, call `function` with its session, and close the session.
 
     For fleets of any size: at most `max_workers` connections are open at a time. `known_hosts` and `on_done`
-    are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end.
+    are those of `open_sessions` and `run_on_all`; `on_traffic` gets the byte counts at the end. With `host`,
+    `function` is called with this session too. Ctrl-C ends what runs on the machines.
     """
     connect, make_jump_hosts = _load_ssh()
     known = KnownHosts.load(fleet_known_hosts_paths(fleet, directory) if known_hosts is None else known_hosts)
     nodes = {node.name: node for node in fleet.nodes}
-    num_at_once = min(len(nodes), max_workers, _allow_open_files(len(nodes)))
+    num_at_once = min(len(nodes), max_workers, allow_open_files(len(nodes)))
+    machines: dict[str, Node | Session] = {host.name: host} if host else {}
+    sessions = _OpenSessions()
     with contextlib.closing(make_jump_hosts(known)) as jumps:
 
-        def visit(node: Node) -> ResultT:
-            opened = connect(node, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
-            with contextlib.closing(opened) as session:
+        def visit(machine: Node | Session) -> ResultT:
+            if isinstance(machine, Node):
+                session = connect(machine, known, connect_deadline_s=connect_deadline_s, jumps=jumps)
+            else:
+                session = machine
+            with sessions.closing(session):
                 return function(session)
 
         try:
             with _longer_thread_slices():
-                return run_on_all(nodes, visit, max_workers=num_at_once, on_done=on_done)
+                workers = num_at_once + (host is not None)
+                return run_on_all(machines | nodes, visit, max_workers=workers, on_done=on_done)
+        except BaseException:
+            sessions.close()  # before the jump hosts: what runs on nodes is ended over these sessions
+            raise
         finally:
             on_traffic(add_up(jumps.opened))
+
+
+class _OpenSessions:
+    """The sessions that threads have open, for the thread that is interrupted."""
+
+    def __init__(self) -> None:
+        self._open: set[Session] = set()
+        self._lock = threading.Lock()
+        self._is_over = False
+
+    @contextlib.contextmanager
+    def closing(self, session: Session) -> Iterator[None]:
+        """Close `session` at the end of the block; raises UnreachableError after `close`."""
+        with contextlib.closing(session):
+            with self._lock:
+                if self._is_over:
+                    raise UnreachableError("interrupted", node=session.name)
+                self._open.add(session)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._open.discard(session)
+
+    def close(self) -> None:
+        """End what runs on the machines, and close all sessions."""
+        with self._lock:
+            self._is_over = True
+            still_open = {session.name: session for session in self._open}
+        run_on_all(still_open, lambda session: session.close())
 
 
 @contextlib.contextmanager
@@ -183,7 +225,7 @@ def open_sessions(
     Raises InputError when the system allows too few open files.
     """
     connect, make_jump_hosts = _load_ssh()
-    num_allowed = _allow_open_files(len(fleet.nodes))
+    num_allowed = allow_open_files(len(fleet.nodes))
     if num_allowed < len(fleet.nodes):
         num_files = len(fleet.nodes) + _SPARE_FILES
         raise InputError(
@@ -294,7 +336,7 @@ def _call(name: str, item: ItemT, function: Callable[[ItemT], ResultT]) -> Outco
         return Outcome(name, error=unexpected)
 
 
-def _allow_open_files(num_connections: int) -> int:
+def allow_open_files(num_connections: int) -> int:
     """Raise the soft limit of open files as far as needed and allowed; return how many connections fit."""
     num_needed = num_connections + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -92,9 +92,18 @@ class Session(Protocol):
     meter: Meter
     """Counts the bytes sent to and received from the machine."""
 
-    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+    ) -> Completed:
         """Run `command` (an argument list, quoted by the transport) to completion.
 
+        A command that `is_users`, the user's own, runs as after a login: with that umask, and what it leaves
+        in the background stays.
         Raises DeadlineError (and ends the command on the machine) or UnreachableError.
         """
 

@@ -24,9 +24,10 @@ MAX_COMMAND_LINE_BYTES = 120_000
 WATCHDOG_GRACE_S = 2
 """How long after csdctl's deadline the node ends the command on its own."""
 
+_UMASK = "umask 077\n"
+
 # Is the shell a group leader already (with OpenSSH it is)? /proc/PID/stat: pid (name) state ppid pgrp …
 _OUTER = """\
-umask 077
 csdctl_inner=$1; shift
 read -r csdctl_stat </proc/$$/stat; csdctl_stat=${csdctl_stat##*) }
 csdctl_stat=${csdctl_stat#* }; csdctl_stat=${csdctl_stat#* }; csdctl_group=${csdctl_stat%% *}
@@ -48,6 +49,21 @@ fi
 (exec "$@")
 csdctl_code=$?
 if [ "$csdctl_group" != 0 ]; then trap '' TERM; kill -TERM "-$$" 2>/dev/null; fi
+exit $csdctl_code"""
+
+# The user's own command, as after a login: what it leaves in the background stays; the watchdog does not.
+_INNER_OF_USER = """\
+csdctl_token=$1 csdctl_seconds=$2 csdctl_watchdog=; shift 2
+printf '%s\\n' "$csdctl_token"
+printf '%s %s\\n' "$csdctl_token" "$csdctl_group" >&2
+if [ "$csdctl_seconds" != 0 ] && [ "$csdctl_group" != 0 ]; then
+(exec </dev/null >/dev/null 2>&1; trap 'kill -KILL $!; exit' TERM
+sleep "$csdctl_seconds" & wait $!; kill -KILL "-$$") &
+csdctl_watchdog=$!
+fi
+(exec "$@")
+csdctl_code=$?
+if [ -n "$csdctl_watchdog" ]; then kill -TERM "$csdctl_watchdog" 2>/dev/null; fi
 exit $csdctl_code"""
 
 _GROUP = re.compile(rb"(0|[1-9][0-9]{1,9}|[2-9])?")
@@ -74,8 +90,13 @@ class WrappedCommand:
         return line
 
 
-def build_wrapped_command(command: Sequence[str], *, deadline_s: float | None) -> WrappedCommand:
+def build_wrapped_command(
+    command: Sequence[str], *, deadline_s: float | None, is_users: bool = False
+) -> WrappedCommand:
     """Wrap `command`; with `deadline_s` None it runs until it is ended.
+
+    What it creates is for the user alone, and what it leaves in the background is ended with it; unless it
+    `is_users`, the user's own command: that one runs as after a login.
 
     Raises InputError for an empty command or an argument with a NUL byte.
     """
@@ -86,7 +107,8 @@ def build_wrapped_command(command: Sequence[str], *, deadline_s: float | None) -
             raise InputError(f"an argument of `{command[0]}` contains a NUL byte: {argument!r}")
     token = f"csdctl-{secrets.token_hex(8)}"
     seconds = 0 if deadline_s is None else math.ceil(deadline_s) + WATCHDOG_GRACE_S
-    argv = ("sh", "-c", _OUTER, "csdctl", _INNER, token, str(seconds), *command)
+    outer, inner = (_OUTER, _INNER_OF_USER) if is_users else (_UMASK + _OUTER, _INNER)
+    argv = ("sh", "-c", outer, "csdctl", inner, token, str(seconds), *command)
     return WrappedCommand(tuple(command), argv, token)
 
 

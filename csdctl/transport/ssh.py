@@ -7,13 +7,13 @@ standard input of a command instead of SFTP (`shipping.deliver`), so servers wit
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 import paramiko
 
-from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError
+from csdctl.errors import CsdctlError, DeadlineError, RemoteCommandError, UnreachableError
 from csdctl.fleet.model import Node
 from csdctl.transport.jump import JumpHosts, Keepalive
 from csdctl.transport.known_hosts import KnownHosts, fingerprint
@@ -63,10 +63,21 @@ class SshSession:
         self._transport = transport
         self._free_channels = threading.BoundedSemaphore(MAX_CHANNELS)
         self._running: set[Running] = set()
+        self._starting = threading.Condition()
+        self._num_starting = 0
+        self._is_closed = False
 
-    def run(self, command: Sequence[str], *, stdin: bytes = b"", deadline_s: float = 60.0) -> Completed:
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        stdin: bytes = b"",
+        deadline_s: float = 60.0,
+        is_users: bool = False,
+    ) -> Completed:
         """Run `command` on the node to completion; raises DeadlineError or UnreachableError."""
-        return self._run(build_wrapped_command(command, deadline_s=deadline_s), stdin, Deadline(deadline_s))
+        wrapped = build_wrapped_command(command, deadline_s=deadline_s, is_users=is_users)
+        return self._run(wrapped, stdin, Deadline(deadline_s))
 
     def converse(self, command: Sequence[str]) -> LineConversation:
         """Start `command` on the node; exchange lines with it."""
@@ -76,7 +87,13 @@ class SshSession:
         return LineConversation(running, lambda: self._forget(running))
 
     def close(self) -> None:
-        """End running commands on the node and close the connection."""
+        """End running commands on the node and close the connection.
+
+        A command that another thread is starting is waited for, and ended too: its server may already run it.
+        """
+        with self._starting:
+            self._is_closed = True
+            self._starting.wait_for(lambda: self._num_starting == 0, KILL_DEADLINE_S)
         for running in list(self._running):
             with contextlib.suppress(CsdctlError):
                 running.kill()
@@ -98,13 +115,28 @@ class SshSession:
                 node=self.name,
             )
         try:
-            channel = _open_channel(self.name, self._transport, command_line, deadline)
+            with self._counted_as_starting():
+                channel = _open_channel(self.name, self._transport, command_line, deadline)
+                running = Running(self.name, wrapped, ChannelProcess(self.name, self._transport, channel))
+                self._running.add(running)
         except BaseException:
             self._free_channels.release()
             raise
-        running = Running(self.name, wrapped, ChannelProcess(self.name, self._transport, channel))
-        self._running.add(running)
         return running
+
+    @contextlib.contextmanager
+    def _counted_as_starting(self) -> Iterator[None]:
+        """Let `close` wait for the block; raises UnreachableError when the session is closed."""
+        with self._starting:
+            if self._is_closed:
+                raise UnreachableError("the connection was closed", node=self.name)
+            self._num_starting += 1
+        try:
+            yield
+        finally:
+            with self._starting:
+                self._num_starting -= 1
+                self._starting.notify_all()
 
     def _forget(self, running: Running) -> None:
         self._running.discard(running)
@@ -223,19 +255,24 @@ class ChannelProcess:
 
     def kill_group(self, group: int) -> bool:
         """End process group `group` on the node, over a separate channel."""
-        deadline = Deadline(KILL_DEADLINE_S)
-        try:
-            channel = _open_channel(self._name, self._transport, build_kill_command_line(group), deadline)
-        except CsdctlError:
-            return False
-        try:
-            return channel.status_event.wait(deadline.left_s)
-        finally:
-            _close(channel)
+        return kill_group(self._name, self._transport, group)
 
     def release(self) -> None:
         """Close the channel."""
         _close(self._channel)
+
+
+def kill_group(name: str, transport: OrderlyTransport, group: int) -> bool:
+    """End process group `group` on node `name`, over a channel of its own; return whether that worked."""
+    deadline = Deadline(KILL_DEADLINE_S)
+    try:
+        channel = _open_channel(name, transport, build_kill_command_line(group), deadline)
+    except CsdctlError:
+        return False
+    try:
+        return channel.status_event.wait(deadline.left_s)
+    finally:
+        _close(channel)
 
 
 def _open_channel(

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from csdctl.tuning.plan import RankPlan
 from csdctl.tuning.search import BestPlan
+from csdctl.worker.protocol.events import Inverted
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,12 @@ class TrialResult:
     collective: str
     sum_s: float
     """Seconds of one sum of the model's vector over these ranks, measured when the group formed."""
+    fixed_s: float = 0.0
+    """Seconds of the whole trial besides its steps: starting or taking processes, linking them, ending."""
+    peak_memory_bytes: tuple[int, ...] = ()
+    """Of each rank's process; () when one did not report it."""
+    inverted: Inverted | None = None
+    """What a linear map recovers of public samples from the activations of a split model."""
 
 
 @dataclass(frozen=True)

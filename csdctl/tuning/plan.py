@@ -115,6 +115,10 @@ class WayPlan(Document):
     epoch_s: float | None = None
     sample_bytes: float | None = None
     """What a node sends and receives in an epoch for each of its samples."""
+    node_memory_bytes: Annotated[int, Field(ge=0)] | None = None
+    """The largest peak memory of a node's process; None: not measured."""
+    inversion: str = ""
+    """What a linear map recovers of samples from their activations; '': none leave nodes, or not tried."""
     is_confirmed: bool = False
     why_not: str = ""
     """Why the model cannot be trained so, or why that was not measured."""

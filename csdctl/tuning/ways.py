@@ -52,7 +52,9 @@ class Machines:
     byte_s: float
     """Seconds of one byte between a node and the host, one way, with all nodes sending."""
     start_s: float
-    """Until all ranks are ready."""
+    """What a training takes besides its epochs: connecting, starting TensorFlow, linking the ranks."""
+    process_s: float = 0.0
+    """Of these, until TensorFlow has started on all machines."""
     required: Collection[str] = ()
     """Nodes with private data."""
 
@@ -78,6 +80,10 @@ class WayForecast:
     """What a node sends and receives in an epoch for each of its samples."""
     is_confirmed: bool = False
     """Whether the time of a step is from a trial."""
+    node_memory_bytes: int | None = None
+    """The largest peak memory of a node's process; None: not measured."""
+    inversion: str = ""
+    """What a linear map recovers of samples from their activations, as a sentence; '': not measured."""
 
 
 def forecast_data_parallel(
@@ -144,7 +150,7 @@ def forecast_features(
         shares.layer,
         planned.batch_sizes,
         epoch_s,
-        machines.start_s + extraction_s + next_s,
+        machines.process_s + extraction_s + next_s,
         next_s,
         _bytes_per_sample(placed, 2 * shares.vector_bytes),
     )

@@ -1,7 +1,7 @@
 """The worker's commands, such as build, prepare, look, probe, rank and link; `main` has them all.
 
 Errors are reported as a `Failed` event (rank, mpi-check) or as a line of JSON on standard error (the others);
-the exit code is that of the error.
+the exit code is that of the error. A command imports what it needs alone: most processes are small ones.
 """
 
 import argparse
@@ -12,13 +12,11 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.process.events import exit_with_failure, set_event_sink
-from csdctl.worker.protocol.augment import AugmentTrial
-from csdctl.worker.protocol.datasets import PrepareProgress, PrepareSpec
 from csdctl.worker.protocol.events import UNKNOWN_NODE
-from csdctl.worker.protocol.features import Converted, ConvertSpec, Extracted, ExtractSpec, SendSpec
 from csdctl.worker.protocol.json_codec import (
     ANSWER_PREFIX,
     DATA_PREFIX,
@@ -28,11 +26,9 @@ from csdctl.worker.protocol.json_codec import (
     from_json,
     to_json,
 )
-from csdctl.worker.protocol.looks import LookSpec
-from csdctl.worker.protocol.model_info import BuildSpec
-from csdctl.worker.protocol.parts import PartsSpec, PartTimes
-from csdctl.worker.protocol.probe import ProbeSpec
-from csdctl.worker.protocol.run_spec import RunSpec
+
+if TYPE_CHECKING:
+    from csdctl.worker.protocol.datasets import PrepareProgress
 
 
 def main(arguments: list[str]) -> int:
@@ -98,6 +94,7 @@ def main(arguments: list[str]) -> int:
 def _build(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.model import build
+    from csdctl.worker.protocol.model_info import BuildSpec
 
     _, keras = load_backend()
     print_answer(build(from_json(BuildSpec, options.spec), options.output, keras))
@@ -111,6 +108,7 @@ def print_answer(value: object) -> None:
 
 def _prepare(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.prepare import prepare
+    from csdctl.worker.protocol.datasets import PrepareSpec
 
     return _report_progress(
         "preparing", lambda request, note: prepare(from_json(PrepareSpec, request), on_progress=note)
@@ -121,8 +119,9 @@ def _extract(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.ingest.extract import extract
     from csdctl.worker.ingest.recompute import recompute
+    from csdctl.worker.protocol.features import ExtractSpec
 
-    def run(request: str, note: Callable[[PrepareProgress], None]) -> Extracted:
+    def run(request: str, note: "Callable[[PrepareProgress], None]") -> object:
         spec = from_json(ExtractSpec, request)
         if spec.num_checked:
             return recompute(spec, lambda: load_backend(spec.runtime))
@@ -134,6 +133,7 @@ def _extract(_: argparse.Namespace) -> int:
 def _convert(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.lite import convert
+    from csdctl.worker.protocol.features import Converted, ConvertSpec
 
     spec = from_json(ConvertSpec, options.spec)
     print_answer(Converted(convert(spec.part, Path(spec.output), *load_backend())))
@@ -143,8 +143,9 @@ def _convert(options: argparse.Namespace) -> int:
 def _time_parts(_: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
     from csdctl.worker.compute.parts import time_parts
+    from csdctl.worker.protocol.parts import PartsSpec
 
-    def run(request: str, _: Callable[[PrepareProgress], None]) -> PartTimes:
+    def run(request: str, _: "Callable[[PrepareProgress], None]") -> object:
         spec = from_json(PartsSpec, request)
         return time_parts(spec, *load_backend(spec.runtime))
 
@@ -154,6 +155,7 @@ def _time_parts(_: argparse.Namespace) -> int:
 def _send(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.send import send
     from csdctl.worker.process.output import GuardedOutput
+    from csdctl.worker.protocol.features import SendSpec
 
     output = GuardedOutput()
     try:
@@ -169,15 +171,17 @@ def _send(_: argparse.Namespace) -> int:
 
 def _look(_: argparse.Namespace) -> int:
     from csdctl.worker.ingest.look import look
+    from csdctl.worker.protocol.looks import LookSpec
 
     return _report_progress(
         "looking at the data", lambda request, note: look(from_json(LookSpec, request), on_progress=note)
     )
 
 
-def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress], None]], object]) -> int:
+def _report_progress(doing: str, run: "Callable[[str, Callable[[PrepareProgress], None]], object]") -> int:
     """Run what answers the request on standard input; print progress, then its answer."""
     from csdctl.worker.process.output import GuardedOutput
+    from csdctl.worker.protocol.datasets import PrepareProgress
 
     output = GuardedOutput()
     latest = PrepareProgress()
@@ -208,6 +212,7 @@ def _report_progress(doing: str, run: Callable[[str, Callable[[PrepareProgress],
 def _augment(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.augment_trial import try_augment
     from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.protocol.augment import AugmentTrial
 
     spec = from_json(AugmentTrial, options.spec)
     load_backend()  # whose threads cannot be set any more once the user's code has imported it
@@ -231,6 +236,7 @@ def _digest(options: argparse.Namespace) -> int:
 
 def _probe(options: argparse.Namespace) -> int:
     from csdctl.worker.compute.backend import load_backend
+    from csdctl.worker.protocol.probe import ProbeSpec
     from csdctl.worker.tasks.probe import serve_probes
 
     spec = from_json(ProbeSpec, options.spec)
@@ -239,6 +245,8 @@ def _probe(options: argparse.Namespace) -> int:
 
 
 def _rank(options: argparse.Namespace) -> int:
+    from csdctl.worker.protocol.run_spec import RunSpec
+
     node, private_log = UNKNOWN_NODE, ""
     try:
         spec = from_json(RunSpec, options.spec.read_text())

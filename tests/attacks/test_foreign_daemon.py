@@ -30,7 +30,7 @@ PROGRAM = Path(__file__).with_name("neighbour_program.py")
 PRTED = Path(sys.prefix) / "bin" / "prted"
 NOBODY = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
 NETWORK = "10.77.0.0/24"
-STEPS = 400
+STEPS = 1500
 SSH = 22
 LISTENING = "0A"
 ANSWER_S = 0.5

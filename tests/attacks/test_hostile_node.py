@@ -121,7 +121,8 @@ class Project:
     def train(self, *arguments: str, code: int = 0, collective: str = "star") -> tuple[RunDirectory, str]:
         """Train; return the run and the output."""
         done = self.run(
-            *("train", "job.yaml", "--batch-size", "20", "--skip-doctor", "--collective", collective),
+            *("train", "job.yaml", "--skip-doctor", "--collective", collective),
+            *(() if "--resume" in arguments else ("--batch-size", "20")),
             *arguments,
             code=code,
         )

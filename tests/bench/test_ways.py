@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,15 @@ import numpy as np
 import pytest
 import yaml
 
+from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.select import keep_nodes
+from csdctl.job.model import load_job
+from csdctl.shipping.deliver import Delivery
+from csdctl.worker.protocol.datasets import PrepareProgress
+from csdctl.worker.protocol.features import FeatureOptions
+from csdctl.workflows.data.prepare import OnPrepareProgress
 from csdctl.workflows.data.sample_dataset import fetch_fashion_mnist
+from csdctl.workflows.train.extract import ExtractRequest, extract
 from tests.bench import efficientnet_lite0
 from tests.bench.running import csdctl, write_plan
 
@@ -35,6 +43,7 @@ NUM_SAMPLES = NUM_PUBLIC + NUM_NODES * NUM_PRIVATE
 FULL_STEPS, SKIPPED_REPORTS = 16, 4
 """Of a training whose time is extrapolated: a report is of about one step."""
 SPLIT_BATCH = 32
+NUM_ALONE = 2000
 CUT = "b4_add"
 JOB = """\
 model: efficientnet_lite0.py:{build}
@@ -45,6 +54,13 @@ data:
   input_range: null
 recipe:
   {{epochs: {epochs}, optimizer: sgd, momentum: 0.9, learning_rate: {rate}, metrics: [accuracy]}}
+"""
+PUBLIC_JOB = """\
+model: efficientnet_lite0.py:build
+data:
+  public: {{path: {public}}}
+  input_range: null
+recipe: {{epochs: 1, optimizer: sgd, learning_rate: 0.01}}
 """
 
 
@@ -152,6 +168,83 @@ def test_feature_engines(project: Path) -> None:
         print(
             f"\nfeatures by {engine}: {manifest['features']['elapsed_s']:.0f} s of {elapsed_s:.0f} s, "
             f"accuracy {report['validation_accuracy']:.4f}"
+        )
+
+
+class Watch:
+    """What was computed when, of each machine."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[tuple[float, int]]] = {}
+
+    def say(self, line: str, /) -> None:
+        """Show nothing."""
+
+    def on_delivery(self, node: str, delivery: Delivery, /) -> None:
+        """Show nothing."""
+
+    @contextlib.contextmanager
+    def preparing(self, what: str = "", expected: Sequence[str] = (), /) -> Iterator[OnPrepareProgress]:
+        """Note what machines say."""
+
+        def note(node: str, progress: PrepareProgress) -> None:
+            if progress.num_done:
+                self.seen.setdefault(node, []).append((time.monotonic(), progress.num_done))
+
+        yield note
+
+    def rate_of(self, node: str) -> float:
+        """Return the samples/s of one machine from its first report to its last."""
+        (first_s, first), *_, (last_s, last) = self.seen[node]
+        return (last - first) / (last_s - first_s)
+
+    @property
+    def rate(self) -> float:
+        """The samples/s of all, from the first report of any to the last of all."""
+        first_s = min(rows[0][0] for rows in self.seen.values())
+        last_s = max(rows[-1][0] for rows in self.seen.values())
+        return sum(rows[-1][1] - rows[0][1] for rows in self.seen.values()) / (last_s - first_s)
+
+
+def extract_on(project: Path, public: str, sizes: dict[str, int], engine: str) -> Watch:
+    """Compute features of public samples, divided by the batch sizes of the machines."""
+    (project / "public-only.yaml").write_text(PUBLIC_JOB.format(public=public))
+    csdctl(project, "prepare", "public-only.yaml")
+    ranks = [{"node": node, "batch_size": size, "threads": 1} for node, size in sizes.items()]
+    write_plan(project, "public-only.yaml", ranks)
+    for directory in (project, *(project / ".csdctl" / "emulated" / "nodes").glob("*/home")):
+        shutil.rmtree(directory / ".csdctl" / "features", ignore_errors=True)
+    fleet = load_fleet(project / "fleet.yaml")
+    chosen = keep_nodes(fleet, [node for node in sizes if node != "host"])
+    watch = Watch()
+    request = ExtractRequest(
+        load_job(project / "public-only.yaml"),
+        chosen,
+        project,
+        FeatureOptions(engine=engine),
+        project / "plan.yaml",
+    )
+    extract(request, watch)
+    return watch
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_extraction_together(project: Path) -> None:
+    """Nodes and host at the same time, against each alone."""
+    some = np.load(project / "public.npz")
+    np.savez(project / "some.npz", x=some["x"][:NUM_ALONE], y=some["y"][:NUM_ALONE])
+    for engine in ("litert", "keras"):
+        host = extract_on(project, "some.npz", {"host": 64}, engine).rate_of("host")
+        node = extract_on(project, "some.npz", {"host": 0, "csd0": 14}, engine).rate_of("csd0")
+        sizes = {"host": 64} | {f"csd{number}": round(64 * node / host) for number in range(NUM_NODES)}
+        watch = extract_on(project, "public.npz", sizes, engine)
+        alone = host + NUM_NODES * node
+        each = sum(watch.rate_of(name) for name in sizes)
+        print(
+            f"\n{engine}: host alone {host:.0f}, a node alone {node:.0f} samples/s, {alone:.0f} in all; "
+            f"together {each:.0f} ({each / alone:.3f}), to the end of the last {watch.rate:.0f} "
+            f"({watch.rate / alone:.3f})"
         )
 
 

@@ -1,8 +1,11 @@
 """csdctl as a user runs it, in a separate process."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+from tests.json_page import documented, find_deviations
 
 CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
@@ -10,7 +13,7 @@ CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 def csdctl(
     directory: Path, *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    done = subprocess.run(
         [str(CSDCTL), *arguments],
         cwd=directory,
         capture_output=True,
@@ -20,6 +23,24 @@ def csdctl(
         timeout=400,
         stdin=subprocess.DEVNULL,
     )
+    if "--json" in arguments:
+        check_documents(done.stdout)
+    return done
+
+
+def check_documents(printed: str) -> None:
+    """Assert that docs/reference/json.md describes every document that was printed: one, or one a line."""
+    try:
+        found = [json.loads(printed)]
+    except ValueError:
+        try:
+            found = [json.loads(line) for line in printed.splitlines()]
+        except ValueError:
+            return  # cut off with its process: a matter of the test
+    for document in found:
+        if "schema" in document:  # events have none
+            schema = document["schema"]
+            assert find_deviations(document, documented().get(schema, {})) == [], schema
 
 
 def run_python(directory: Path, program: str) -> subprocess.CompletedProcess[str]:

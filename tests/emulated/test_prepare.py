@@ -111,6 +111,32 @@ def test_images_are_prepared_in_place_and_numbered_equally(project: Path) -> Non
     assert holds_no_canary(project, done.stdout, done.stderr)
 
 
+def test_dry_run_names_the_data_that_is_there_and_writes_nothing(project: Path) -> None:
+    shutil.rmtree(private(project, "csd1"))
+    private(project, "csd1").mkdir()
+    before = sorted(path for path in project.rglob("*") if "ledger" not in path.name)
+    done = csdctl(project, "prepare", "--dry-run", "--json")
+    assert done.returncode == 2
+    assert "csd1: data at ~/private is empty" in done.stderr
+    document = json.loads(done.stdout)
+    assert document["sources"][0]["found"] == "directory"
+    assert [source["found"] for source in document["sources"][1:]] == ["directory", "empty"]
+    assert sorted(path for path in project.rglob("*") if "ledger" not in path.name) == before
+    assert holds_no_canary(project, done.stdout, done.stderr)
+    trained = csdctl(project, "train", "--batch-size", "2", "--dry-run", "--skip-doctor", "--json")
+    assert trained.returncode == 0, trained.stderr
+    plan = json.loads(trained.stdout)["plan"]
+    assert [(rank["node"], rank["batch_size"]) for rank in plan["ranks"]] == [
+        ("host", 2),
+        ("csd0", 2),
+        ("csd1", 2),
+    ]
+    assert not (project / ".csdctl" / "runs").exists()
+    missing = csdctl(project, "train", "--dry-run", "--skip-doctor")
+    assert missing.returncode == 2
+    assert "there is no plan" in missing.stderr
+
+
 @pytest.mark.fault(58)
 def test_incompatible_data_on_a_node_is_refused_with_node_and_class(project: Path) -> None:
     (private(project, "csd0") / "wasp").mkdir()

@@ -49,6 +49,19 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
     assert csdctl(project, "discover").returncode == 0
 
 
+def test_dry_run_shows_keys_and_stores_none(project: Path) -> None:
+    shown = csdctl(project, "trust", "--dry-run", "--json")
+    assert shown.returncode == 0, shown.stderr
+    document = json.loads(shown.stdout)
+    assert document["is_dry_run"]
+    assert {key["state"] for key in document["machines"].values()} == {"new"}
+    assert known(project) == []
+    csdctl(project, "trust", "--yes")
+    forgotten = csdctl(project, "trust", "--forget", "--limit", "csd1", "--dry-run")
+    assert "csd1: 1 keys would be deleted" in forgotten.stdout
+    assert len(known(project)) == 2
+
+
 def test_keys_are_stored_in_plain_text_and_accepted_once(project: Path) -> None:
     csdctl(project, "trust", "--yes")
     node = load_fleet(project / "fleet.yaml").node("csd0")

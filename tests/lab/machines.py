@@ -126,9 +126,7 @@ class LabNode:
         command = [
             *DIES_WITH_PARENT,
             *("nsenter", f"--net={network.NAMESPACES / self.namespace}"),
-            *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
-            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.spec.home),
-            *(*_kept_paths(), "--", *self._server_command()),
+            *self._boot_command(),
         ]
         with (self.directory / "log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -286,6 +284,13 @@ class LabNode:
             self._process.wait()
             self._process = None
         network.end_all(lambda: network.list_processes(self.namespace))
+
+    def _boot_command(self) -> list[str]:
+        return [
+            *("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"),
+            *("sh", "-eu", "-c", _BOOT, "boot", self.name, str(self.directory), self.spec.home),
+            *(*_kept_paths(), "--", *self._server_command()),
+        ]
 
     def _server_command(self) -> list[str]:
         if self.spec.server == "dropbear":

@@ -36,7 +36,8 @@ def write_tree(project: Project, **files: bytes) -> Path:
 def deploy(project: Project, *options: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     """Run `csdctl deploy --tree tree:there`; return exit code and the result of each node."""
     done = project.csdctl("deploy", "--tree", "tree:there", "--json", *options)
-    return done, json.loads(done.stdout)["nodes"] if done.stdout else {}
+    document = json.loads(done.stdout) if done.stdout else {}
+    return done, document.get("nodes", {})
 
 
 def deployed(node: LabNode) -> dict[str, bytes]:

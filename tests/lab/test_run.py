@@ -168,4 +168,4 @@ def test_missing_or_wrong_python_is_named_before_anything_starts(project: Projec
     assert "csd0: '/opt/none/bin/python3' is not a working Python" in done.stderr
     assert re.search("csd1: .*/python3 has no tensorflow", done.stderr)
     assert "csd2:" not in done.stderr
-    assert "add-a-node" in done.stderr
+    assert "csdctl provision" in done.stderr

@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,3 +53,15 @@ def test_few_tests_patch_what_they_test() -> None:
         if PATCH.search(line)
     ]
     assert len(patches) <= MAX_PATCHES, "\n".join(patches)
+
+
+def test_links_lead_to_files_of_the_project() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    links = [ROOT / line.split("\t", 1)[1] for line in tracked if line.startswith("120000 ")]
+    assert [
+        f"{link.relative_to(ROOT)} -> {link.readlink()}"
+        for link in links
+        if not link.exists() or not link.resolve().is_relative_to(ROOT)
+    ] == []

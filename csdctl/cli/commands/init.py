@@ -80,7 +80,7 @@ def init(
         tuple(drop or ()),
         force,
     )
-    with PreparingView(streams.console) as view:
+    with PreparingView(streams.views) as view:
         written = init_job(request, streams.directory, streams.say, view.show)
     render_written(streams, written)
     streams.result(init_document(written))

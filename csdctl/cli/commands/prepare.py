@@ -20,20 +20,28 @@ def prepare(
     job: options.JobArgument = options.DEFAULT_JOB,
     fleet: options.FleetOption = options.DEFAULT_FLEET,
     sample: SampleOption = "",
+    dry_run: options.DryRunOption = False,
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     json: options.JsonOption = False,
 ) -> None:
     """Convert data and model to the format that training reads; data stays where it is."""
     from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
+    from csdctl.cli.render.rehearsal import show_rehearsal
     from csdctl.job.model import load_job
     from csdctl.workflows.data.preparation import prepare_fleet
+    from csdctl.workflows.data.rehearsal import rehearse_preparation
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
     loaded = load_job(job)
     chosen = choose_fleet(fleet, limit, exclude)
-    with PreparingView(streams.console) as view:
+    if dry_run:
+        show_rehearsal(
+            streams, rehearse_preparation(loaded, chosen, directory=streams.directory, sample=sample)
+        )
+        return
+    with PreparingView(streams.views) as view:
         prepared = prepare_fleet(
             loaded,
             chosen,

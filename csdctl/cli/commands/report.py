@@ -1,14 +1,22 @@
 """`csdctl report`."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from csdctl.cli import options
+from csdctl.cli.completion import complete_runs
 from csdctl.cli.streams import Streams
 
-RunArgument = Annotated[
-    str | None, typer.Argument(help="Id of the run; default: the latest.", show_default=False)
+RunsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        help="Ids of runs, shown side by side; default: the latest.",
+        metavar="[RUN]...",
+        show_default=False,
+        autocompletion=complete_runs,
+    ),
 ]
 PrivacyOption = Annotated[
     bool,
@@ -17,18 +25,50 @@ PrivacyOption = Annotated[
         help="Show the bytes sent instead, by link and traffic class; with noise, also ε.",
     ),
 ]
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--html", metavar="FILE", help="Write charts and tables as one HTML file, which loads nothing."
+    ),
+]
+CsvOption = Annotated[
+    Path | None, typer.Option("--csv", metavar="FILE", help="Write a row for each run and epoch.")
+]
+ScalingOption = Annotated[
+    bool,
+    typer.Option("--scaling", help="Compare runs with 0, 1, 2 … nodes: speed-up, efficiency, energy."),
+]
 
 
-def report(run: RunArgument = None, privacy: PrivacyOption = False, json: options.JsonOption = False) -> None:
-    """Show the results of a run."""
-    from csdctl.cli.render.privacy import show_privacy
-    from csdctl.cli.render.report import show_report
+def report(
+    runs: RunsArgument = None,
+    privacy: PrivacyOption = False,
+    html: HtmlOption = None,
+    csv: CsvOption = None,
+    scaling: ScalingOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Show the results of a run, or of several side by side."""
+    from csdctl.cli.render.report import check_report_options, show_files, show_report, show_reports
     from csdctl.runs.directory import ProjectDirectory
     from csdctl.workflows.reporting import report as reporting
 
-    streams = Streams(is_json=json)
+    streams, ids = Streams(is_json=json), runs or []
+    check_report_options(ids, is_privacy=privacy, has_files=bool(html or csv))
     project = ProjectDirectory(streams.directory)
-    if privacy:
-        show_privacy(streams, reporting.privacy(project, run))
+    if scaling:
+        from csdctl.cli.render.scaling import check_scaling_options, show_scaling
+
+        check_scaling_options(ids, is_privacy=privacy)
+        series = reporting.scaling(project, ids)
+        show_scaling(streams, series, reporting.write_scaling(series, html, csv))
+    elif privacy:
+        from csdctl.cli.render.privacy import show_privacy
+
+        show_privacy(streams, reporting.privacy(project, ids[0] if ids else None))
+    elif html or csv:
+        show_files(streams, reporting.write_files(project, ids, html, csv))
+    elif len(ids) > 1:
+        show_reports(streams, [reporting.report(project, run_id) for run_id in ids])
     else:
-        show_report(streams, *reporting.report(project, run))
+        show_report(streams, *reporting.report(project, ids[0] if ids else None))

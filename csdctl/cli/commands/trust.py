@@ -18,6 +18,7 @@ def trust(
     limit: options.LimitOption = None,
     exclude: options.ExcludeOption = None,
     failed_from: options.FailedFromOption = None,
+    dry_run: options.DryRunOption = False,
     yes: options.YesOption = False,
     json: options.JsonOption = False,
 ) -> None:
@@ -28,10 +29,13 @@ def trust(
     from csdctl.workflows.discovery.trust import check_forgotten, forget_keys
 
     call = Invocation.start("trust", fleet, limit, exclude, failed_from, json=json)
-    screen = TrustScreen(call.streams, call.fleet, yes=yes)
+    screen = TrustScreen(call.streams, call.fleet, yes=yes, is_dry_run=dry_run)
     if forget:
-        screen.show_forgotten(forget_keys(call.fleet.nodes, call.project))
-        check_forgotten(call.fleet, call.streams.directory)
+        screen.show_forgotten(forget_keys(call.fleet.nodes, call.project, is_dry_run=dry_run))
+        if not dry_run:
+            check_forgotten(call.fleet, call.streams.directory)
         return
-    review_keys(call.fleet, call.project, screen)
+    review_keys(call.fleet, call.project, screen, is_dry_run=dry_run)
+    if dry_run:
+        call.streams.say("dry run: no key was accepted")
     call.conclude(screen.document(), screen.machines, screen.failed)

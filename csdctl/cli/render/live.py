@@ -1,21 +1,42 @@
 """A run while it trains: a live table on a terminal and in a notebook, plain lines elsewhere."""
 
+import math
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from rich.console import Group, RenderableType
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.view import View, live_on
-from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
+from csdctl.cli.render.blame import Blame
+from csdctl.cli.render.fleet_view import WIDE, WIDER, Column, FleetView, draw_bar, show_elapsed
+from csdctl.cli.render.rank_rows import (
+    DONE,
+    READY,
+    STARTING,
+    TRAINING,
+    RankRow,
+    ShownRow,
+    draw_curve,
+    mean,
+    span,
+)
+from csdctl.fleet.ranges import show_names
+from csdctl.reporting.numbers import (
+    format_bytes,
+    format_loss,
+    format_metrics,
+    format_rate,
+    format_seconds,
+    format_share,
+    name_metrics,
+)
 from csdctl.reporting.privacy import describe_inversion
 from csdctl.worker.protocol.events import (
     EARLY_STOPPING,
     CheckpointSaved,
     EpochEnd,
+    Evaluating,
     Event,
     Failed,
     Finished,
@@ -31,47 +52,55 @@ from csdctl.worker.protocol.events import (
 )
 from csdctl.worker.protocol.run_spec import RunSpec
 
-PLAIN_INTERVAL_S = 5.0
+LOST_LINK = "waiting for others"
+SILENT_S = 10.0
+"""Without news of any step: the headline says so."""
+MAX_POINTS = 2000
+RankRowT = TypeVar("RankRowT", bound=RankRow)
 
 
-@dataclass
-class _RankRow:
-    state: str = "starting"
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    rate: float | None = None
-
-
-class TrainingView(View):
+class TrainingView(FleetView[RankRow]):
     """Shows the events of a run; use it as a context manager around the run."""
 
+    is_in_notebooks = True
+
     def __init__(
-        self, console: PrintableConsole, spec: RunSpec, steps_per_epoch: int, *, emulated: bool
+        self,
+        console: PrintableConsole,
+        spec: RunSpec,
+        steps_per_epoch: int,
+        *,
+        emulated: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._console = console
+        """`clock`: seconds, in which the times of the events that are shown are measured."""
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
-        self._batch_sizes = {rank.rank: rank.batch_size for rank in spec.ranks}
         self._first_step: int | None = None
-        self._title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        self._rows = {rank.rank: _RankRow() for rank in spec.ranks}
+        self._rows = {rank.rank: RankRow(rank.rank, rank.node, rank.batch_size) for rank in spec.ranks}
+        self._curves: dict[str, list[float]] = {"loss": []}
         self._last: Progress | EpochEnd | None = None
         self._last_step = 0
         self._rate: float | None = None
-        self._start = self._printed_at = time.monotonic()
-        self._live = live_on(console, self._render)
-        super().__init__(self._live)
+        self._evaluating = ""
+        self._step_at = clock()
+        self._blame = Blame([rank.node for rank in spec.ranks])
+        title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
+        super().__init__(console, title, clock=clock)
 
     def show(self, event: Event) -> None:
         """Show one event."""
         row = self._rows[event.rank]
+        if (line := self._blame.add(self._clock(), event)) and self._live is None:
+            self._print(line)
         if isinstance(event, Ready):
-            row.state = "ready"
+            row.state = READY
         elif isinstance(event, Joined):
             self._show_joined(event)
         elif isinstance(event, Progress):
             self._show_totals(event, event.step, row)
-            self._print_headline_if_due(event)
+            if event.rank == 0:
+                self._print_headline_if_due()
         elif isinstance(event, EpochEnd):
             self._show_totals(event, self._steps_per_epoch, row)
             if event.rank == 0:
@@ -79,22 +108,25 @@ class TrainingView(View):
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
             self._print(self._format_rebalanced(event))
+        elif isinstance(event, Evaluating):
+            self._evaluating = f"evaluating {event.num_done:,}/{event.num_samples:,} samples  "
+            self._step_at = self._clock()
         elif isinstance(event, LinkLost):
-            row.state = "waiting for other ranks"
+            row.stand_still(LOST_LINK)
         elif isinstance(event, WaitingFor) and event.nodes:
             self._print(f"waiting for {', '.join(event.nodes)}")
         elif isinstance(event, NodeLost):
-            row.state = "lost"
+            row.stand_still("lost")
             self._print(f"{event.node} is lost, the other ranks continue: {event.message}")
         elif isinstance(event, NodeBack):
             row.state = "back"
             self._print(f"{event.node} is back and rejoins at the end of the epoch")
         elif isinstance(event, Finished):
-            row.state = "done"
+            row.state = DONE
             if event.rank == 0 and event.reason == EARLY_STOPPING:
                 self._print(f"stopped early, after epoch {event.epochs}")
         elif isinstance(event, Failed):
-            row.state = "failed"
+            row.stand_still("failed")
         elif isinstance(event, Inverted):
             self._print(f"activations: {describe_inversion(event)}")
         elif isinstance(event, CheckpointSaved) and self._live is None:
@@ -102,14 +134,14 @@ class TrainingView(View):
 
     def _show_joined(self, event: Joined) -> None:
         """Show that a group of ranks has formed; rank 0 reports for the group."""
-        self._rows[event.rank].state = "training"
+        self._rows[event.rank].state = TRAINING
         self._set_batch_sizes(event.batch_sizes)
         self._steps_per_epoch = max(1, event.steps_per_epoch)
         if event.rank != 0:
             return
         if self._first_step is None:
             self._first_step = self._count_steps(event.epoch, event.step)
-            self._start = time.monotonic()
+            self._start = self._clock()
         if event.generation > 1 or event.total_steps:
             lost = f"; {event.num_lost:,} private samples are not read" if event.num_lost else ""
             self._print(
@@ -118,7 +150,8 @@ class TrainingView(View):
             )
 
     def _set_batch_sizes(self, sizes: dict[str, int]) -> None:
-        self._batch_sizes = {int(rank): size for rank, size in sizes.items()}
+        for rank, row in self._rows.items():
+            row.batch_size = sizes.get(str(rank), 0)
 
     def _format_rebalanced(self, event: Rebalanced) -> str:
         sizes = ", ".join(
@@ -132,80 +165,152 @@ class TrainingView(View):
     def _count_steps(self, epoch: int, step: int) -> int:
         return (epoch - 1) * self._steps_per_epoch + step
 
-    def _show_totals(self, event: Progress | EpochEnd, step: int, row: _RankRow) -> None:
+    def _show_totals(self, event: Progress | EpochEnd, step: int, row: RankRow) -> None:
         """Show what a rank has done up to `step` of an epoch; a short epoch has only its end."""
-        row.state = "training"
-        if event.steps:
-            row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
-        row.rate = event.samples / event.wall_s if event.wall_s else None
+        take_totals(row, event)
+        self._evaluating, self._step_at = "", self._clock()
         if event.rank == 0:
             self._last, self._last_step = event, step
             self._rate = event.global_samples / event.wall_s if event.wall_s else None
+            self._add_points(event)
 
-    def _print_headline_if_due(self, event: Progress) -> None:
-        is_due = time.monotonic() - self._printed_at >= PLAIN_INTERVAL_S
-        if event.rank == 0 and self._live is None and is_due:
-            self._printed_at = time.monotonic()
-            self._print(self._headline())
-
-    def _print(self, line: str) -> None:
-        target = self._live.console if self._live else self._console
-        target.print(line, soft_wrap=True)
+    def _add_points(self, event: Progress | EpochEnd) -> None:
+        metrics = list(name_metrics(event.accuracy, event.metrics).items())
+        for name, value in (("loss", event.loss), *metrics[:1]):
+            if value is not None and math.isfinite(value):
+                points = self._curves.setdefault(name, [])
+                points.append(value)
+                if len(points) > MAX_POINTS:  # as many again fit, at half of the resolution
+                    points[:] = points[::2]
 
     def _done_steps(self) -> int:
         return self._count_steps(self._last.epoch, self._last_step) if self._last else 0
 
     def _headline(self) -> str:
         if self._last is None:
-            starting = sum(row.state == "starting" for row in self._rows.values())
-            waiting = (
-                f"{starting} of {len(self._rows)} ranks are loading TensorFlow" if starting else "first step"
-            )
-            return f"{waiting} ({format_seconds(time.monotonic() - self._start)})"
+            starting = [row.node for row in self._rows.values() if row.state == STARTING]
+            waiting = f"{show_names(starting)} loading TensorFlow" if starting else "first step"
+            return f"{waiting} ({show_elapsed(self._elapsed_s)})"
         done, total = self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
         done_here = max(1, done - (self._first_step or 0))
-        left = (time.monotonic() - self._start) * max(0, total - done) / done_here
+        left = (self._clock() - self._start) * max(0, total - done) / done_here
         return (
-            f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
-            f"step {self._last_step}/{self._steps_per_epoch}  "
-            f"loss {format_loss(self._last.loss)}  accuracy {format_accuracy(self._last.accuracy)}  "
-            f"{format_rate(self._rate)} samples/s  {format_seconds(left)} left"
+            self._silence()
+            + self._evaluating
+            + (
+                f"epoch {self._last.epoch}/{self._spec.recipe.epochs}  "
+                f"step {self._last_step}/{self._steps_per_epoch}  "
+                f"{show_elapsed(left)} left  {format_rate(self._rate)} samples/s  "
+                f"loss {format_loss(self._last.loss)}"
+                f"{format_metrics(self._last.accuracy, self._last.metrics).replace(', ', '  ')}"
+            )
         )
 
-    def _render(self) -> RenderableType:
-        table = Table(box=None, padding=(0, 2), header_style="dim")
-        table.add_column("rank", justify="right")
-        table.add_column("node")
-        for column in ("batch size", "compute", "waiting", "share", "samples/s"):
-            table.add_column(column, justify="right")
-        table.add_column("")
-        for rank in self._spec.ranks:
-            row = self._rows[rank.rank]
-            step_s = row.compute_s + row.wait_s
-            table.add_row(
-                str(rank.rank),
-                rank.node,
-                str(self._batch_sizes.get(rank.rank, "")),
-                format_seconds(row.compute_s or None),
-                format_seconds(row.wait_s or None),
-                format_share(row.wait_s / step_s if step_s else None),
-                format_rate(row.rate),
-                row.state,
+    def _silence(self) -> str:
+        """Return how long nothing has come, and who is known to be the cause."""
+        silent_s = self._clock() - self._step_at
+        if silent_s < SILENT_S:
+            return ""
+        standing = [row.node for row in self._rows.values() if row.is_sick]
+        names = f" ({show_names(standing, at_most=2)})" if standing else ""
+        return f"no step for {show_elapsed(silent_s)}{names}  "
+
+    def _list_rows(self) -> Sequence[RankRow]:
+        return list(self._rows.values())
+
+    def _done(self) -> tuple[float, float]:
+        return self._done_steps(), self._steps_per_epoch * self._spec.recipe.epochs
+
+    def _details(self, width: int) -> list[Text]:
+        line = self._blame.describe(self._clock())
+        return [*self._render_curves(width), *([Text(line, style="yellow")] if line else [])]
+
+    def _render_curves(self, width: int) -> list[Text]:
+        shown = {name: points for name, points in self._curves.items() if len(points) > 1}
+        room = max(10, min(60, width // max(1, len(shown)) - 22))
+        parts = [f"{name} {draw_curve(points, room)} {points[-1]:.4g}" for name, points in shown.items()]
+        return [Text("   ".join(parts), no_wrap=True)] if parts else []
+
+    def _columns(self, width: int) -> list[Column[RankRow]]:
+        bar_width = 20 if width >= WIDE else 12
+        columns: list[Column[RankRow]] = [
+            Column("batch", lambda row: span([rank.batch_size for rank in row.members])),
+            Column("samples/s", lambda row: format_rate(mean([rank.rate for rank in row.members])), 9),
+            Column("waiting", lambda row: draw_waiting(row, bar_width), bar_width + 5, is_right=False),
+        ]
+        if width >= WIDER:
+            columns += self._machine_columns()
+        if width >= WIDE:
+            columns += [
+                Column("compute", lambda row: _seconds([rank.compute_s for rank in row.members]), 8),
+                Column("wait", lambda row: _seconds([rank.held_s for rank in row.members]), 8),
+                Column("sum", lambda row: _seconds([rank.sum_s for rank in row.members]), 8),
+            ]
+        return columns
+
+    def _machine_columns(self) -> list[Column[RankRow]]:
+        """Return memory, and temperature where there is a sensor."""
+        columns: list[Column[RankRow]] = []
+        rows = self._list_rows()
+        if any(row.memory_bytes for row in rows):
+            columns.append(
+                Column(
+                    "memory", lambda row: format_bytes(_largest([one.memory_bytes for one in row.members]))
+                )
             )
-        total = self._steps_per_epoch * self._spec.recipe.epochs
-        bar = Table.grid()
-        bar.add_row(ProgressBar(total=total, completed=self._done_steps(), width=60))
-        return Group(Text(self._title, style="bold"), Text(self._headline()), bar, table)
+        if any(row.temperature_c for row in rows):
+            columns.append(Column("°C", lambda row: _degrees([one.temperature_c for one in row.members])))
+        return columns
+
+
+def _largest(values: Sequence[float | None]) -> float | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def _degrees(values: Sequence[float | None]) -> str:
+    hottest = _largest(values)
+    return "–" if hottest is None else f"{hottest:.0f}"
+
+
+def take_totals(row: RankRow, event: Progress | EpochEnd) -> None:
+    """Take what a rank reports of its latest steps."""
+    row.state = TRAINING
+    if event.steps:
+        row.compute_s, row.wait_s = event.compute_s / event.steps, event.wait_s / event.steps
+        row.others_s = None if event.others_s is None else event.others_s / event.steps
+    row.rate = event.samples / event.wall_s if event.wall_s else None
+    if isinstance(event, Progress):
+        row.memory_bytes, row.temperature_c = event.memory_bytes, event.temperature_c
+
+
+def draw_waiting(row: ShownRow[RankRowT], width: int) -> Text:
+    """Return a bar of computing, waiting for others and the sum, and the share of the last two.
+
+    Empty before the first step.
+    """
+    compute_s, held_s, sum_s = (
+        mean(values) or 0.0
+        for values in zip(*((rank.compute_s, rank.held_s, rank.sum_s) for rank in row.members), strict=True)
+    )
+    step_s = compute_s + held_s + sum_s
+    if step_s <= 0:
+        return Text()
+    shares = compute_s / step_s, held_s / step_s
+    return draw_bar(shares, width, f" {format_share(1 - shares[0])}", ("green", "yellow"))
+
+
+def _seconds(values: Sequence[float]) -> str:
+    return format_seconds(mean(values) or None)
 
 
 def _format_epoch(event: EpochEnd, epochs: int) -> str:
     rate = event.global_samples / event.wall_s if event.wall_s else None
     line = (
         f"epoch {event.epoch}/{epochs}: "
-        f"loss {format_loss(event.loss)}, accuracy {format_accuracy(event.accuracy)}, "
+        f"loss {format_loss(event.loss)}{format_metrics(event.accuracy, event.metrics)}, "
         f"{format_rate(rate)} samples/s in {format_seconds(event.wall_s)}"
     )
-    if event.validation_accuracy is None:
+    if event.validation_loss is None:
         return line
-    loss, accuracy = format_loss(event.validation_loss), format_accuracy(event.validation_accuracy)
-    return f"{line}; validation loss {loss}, accuracy {accuracy}"
+    metrics = format_metrics(event.validation_accuracy, event.validation_metrics)
+    return f"{line}; validation loss {format_loss(event.validation_loss)}{metrics}"

@@ -1,60 +1,210 @@
-"""`prepare` while it runs, and its result."""
+"""Work on data while it runs, a row for each data set or machine; and the result of `prepare`."""
 
+import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TimeRemainingColumn
+from rich.text import Text
 
 from csdctl.cli.console import PrintableConsole
-from csdctl.cli.render.view import View, new_progress, text_column
+from csdctl.cli.render.fleet_view import WIDE, Column, FleetView, draw_bar, show_elapsed
+from csdctl.cli.render.rank_rows import DONE, STARTING, ShownRow, mean
 from csdctl.cli.streams import Streams
+from csdctl.fleet.ranges import show_names
+from csdctl.reporting.numbers import format_rate, format_seconds, format_share
 from csdctl.worker.protocol.datasets import DatasetInfo, PrepareProgress
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 
 LINE_INTERVAL_S = 10.0
 """Between two lines about one data set, without a terminal."""
+SILENT_S = 20.0
+"""Without one more sample: the row says so."""
+WORKING, SILENT = "working", "silent"
 
 _SHOWN_CLASSES = 5
 
 
-class PreparingView(View):
-    """A bar for each data set on a terminal, a line every few seconds elsewhere; a context manager."""
+@dataclass
+class WorkRow:
+    """The samples of one data set, or of one machine."""
 
-    def __init__(self, console: PrintableConsole, *, line_interval_s: float = LINE_INTERVAL_S) -> None:
-        self._console = console
+    node: str
+    changed_s: float
+    """When the number of samples last changed."""
+    state: str = STARTING
+    num_done: int = 0
+    num_total: int = 0
+    """0: unknown."""
+    num_skipped: int = 0
+    num_found: int = 0
+    """Samples that were done before."""
+    began_s: float = 0.0
+    """When that was known."""
+    first: tuple[float, int] | None = None
+    """When the first more were done, and how many then: what is loaded before does not count in the rate."""
+
+    @property
+    def is_sick(self) -> bool:
+        """Whether nothing happens there."""
+        return self.state.startswith(SILENT)
+
+    @property
+    def share(self) -> float:
+        """What is done, 0…1."""
+        return min(1.0, self.num_done / self.num_total) if self.num_total else float(self.state == DONE)
+
+    @property
+    def slowness(self) -> float:
+        """All began together, so the slowest has most left."""
+        return 1.0 - self.share
+
+    @property
+    def kind(self) -> Hashable:
+        """What is in the same state is alike."""
+        return self.state
+
+    @property
+    def rate(self) -> float | None:
+        """Samples/s until the latest news."""
+        begun = self.began_s, self.num_found
+        begun_s, found = self.first if self.first and self.num_done > self.first[1] else begun
+        spent_s, computed = self.changed_s - begun_s, self.num_done - found
+        return computed / spent_s if spent_s > 0 and computed > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds left, if that is known."""
+        if self.num_total and self.num_done >= self.num_total:
+            return 0.0
+        return (self.num_total - self.num_done) / self.rate if self.rate and self.num_total else None
+
+    def take(self, progress: PrepareProgress, now: float) -> None:
+        """Take what the machine reports, each second, whether or not there is more."""
+        if self.state == STARTING and (progress.num_total or progress.num_done):
+            self.state, self.began_s, self.num_found = WORKING, now, progress.num_done
+            self.changed_s = now
+        elif progress.num_done != self.num_done:
+            self.state, self.changed_s = WORKING, now
+            self.first = self.first or (now, progress.num_done)
+        self.num_done, self.num_total = progress.num_done, progress.num_total
+        self.num_skipped = progress.num_skipped
+        if self.num_total and self.num_done >= self.num_total:
+            self.state = DONE
+
+    def look(self, now: float) -> None:
+        """Notice a long silence."""
+        silent_s = now - self.changed_s
+        if (self.state == WORKING or self.is_sick) and silent_s >= SILENT_S:
+            self.state = f"{SILENT} for {show_elapsed(silent_s)}"
+
+
+class PreparingView(FleetView[WorkRow]):
+    """Rows of data sets or machines on a terminal, a line every few seconds elsewhere; a context manager."""
+
+    is_first_on_top = False
+
+    def __init__(
+        self,
+        console: PrintableConsole,
+        *,
+        what: str = "preparing data",
+        expected: Sequence[str] = (),
+        line_interval_s: float = LINE_INTERVAL_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`expected`: names that have a row before they report."""
         self._line_interval_s = line_interval_s
-        self._bars: dict[str, TaskID] = {}
-        self._printed_at: dict[str, float] = {}
-        problems = text_column("{task.fields[skipped]}", style="yellow")
-        bar = (text_column("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        self._progress = new_progress(console, *bar, problems)
-        super().__init__(self._progress)
+        self._line_at: dict[str, float] = {}
+        self._rows = {name: WorkRow(name, clock()) for name in expected}
+        super().__init__(console, what, clock=clock)
 
     def show(self, data: str, progress: PrepareProgress) -> None:
-        """Show the progress of the data set `data`; may be called from any thread."""
-        skipped = f"{progress.num_skipped:,} left out" if progress.num_skipped else ""
-        if self._console.is_terminal:
-            if data not in self._bars:
-                self._bars[data] = self._progress.add_task(data, total=None, skipped="")
-            self._progress.update(
-                self._bars[data],
-                completed=progress.num_done,
-                total=progress.num_total or None,
-                skipped=skipped,
-            )
-        elif progress.num_done and self._is_due(data):
-            total = f" of {progress.num_total:,}" if progress.num_total else ""
-            line = ", ".join(filter(None, [f"{data}: {progress.num_done:,}{total} samples", skipped]))
-            self._console.print(line, soft_wrap=True)
+        """Show the progress of the data set or machine `data`; may be called from any thread."""
+        now = self._clock()
+        row = self._rows.setdefault(data, WorkRow(data, now))
+        row.take(progress, now)
+        if self._live is None and progress.num_done and self._is_due(data, now):
+            total = f" of {row.num_total:,}" if row.num_total else ""
+            line = ", ".join(filter(None, [f"{data}: {row.num_done:,}{total} samples", _skipped([row])]))
+            self._print(line)
 
-    def _is_due(self, data: str) -> bool:
-        now = time.monotonic()
-        if now - self._printed_at.setdefault(data, now) < self._line_interval_s:
+    def _is_due(self, data: str, now: float) -> bool:
+        if now - self._line_at.setdefault(data, now) < self._line_interval_s:
             return False
-        self._printed_at[data] = now
+        self._line_at[data] = now
         return True
+
+    def _list_rows(self) -> Sequence[WorkRow]:
+        rows, now = list(self._rows.values()), self._clock()
+        for row in rows:
+            row.look(now)
+        return rows
+
+    def _done(self) -> tuple[float, float | None]:
+        rows = list(self._rows.values())
+        is_known = all(row.num_total or row.state == STARTING for row in rows)
+        total = sum(row.num_total for row in rows)
+        return sum(row.num_done for row in rows), (total if is_known and total else None)
+
+    def _headline(self) -> str:
+        rows = self._list_rows()
+        elapsed = show_elapsed(self._elapsed_s)
+        starting = [row.node for row in rows if row.state == STARTING]
+        if len(starting) == len(rows):
+            return f"waiting for {show_names(starting) or 'the first machine'} to start ({elapsed})"
+        done, total = self._done()
+        parts = [f"{done:,} of {total:,} samples" if total else f"{done:,} samples"]
+        if rate := sum(row.rate or 0.0 for row in rows if row.state != DONE):
+            parts.append(f"{format_rate(rate)} samples/s")
+        left = [row.left_s for row in rows]
+        known = [value for value in left if value is not None]
+        if len(known) == len(left):
+            parts.append(f"{format_seconds(max(known))} left")
+        parts.append(f"{elapsed} so far")
+        if starting:
+            parts.append(f"waiting for {show_names(starting, at_most=2)}")
+        return "  ".join(parts)
+
+    def _columns(self, width: int) -> list[Column[WorkRow]]:
+        bar_width = 20 if width >= WIDE else 12
+        columns: list[Column[WorkRow]] = [
+            Column("done", lambda row: _draw_done(row, bar_width), bar_width + 5, is_right=False),
+            Column("samples", lambda row: _count(row, is_whole=width >= WIDE)),
+            Column("samples/s", lambda row: format_rate(mean([one.rate for one in row.members])), 9),
+            Column("left", lambda row: _left(row.members)),
+        ]
+        if any(row.num_skipped for row in list(self._rows.values())):
+            columns.append(Column("", lambda row: Text(_skipped(row.members), "yellow"), is_right=False))
+        return columns
+
+
+def _draw_done(row: ShownRow[WorkRow], width: int) -> Text:
+    if not any(one.num_total for one in row.members):
+        return Text()
+    share = mean([one.share for one in row.members]) or 0.0
+    return draw_bar([share], width, f" {format_share(math.floor(share * 100) / 100)}")
+
+
+def _count(row: ShownRow[WorkRow], *, is_whole: bool) -> str:
+    done, total = sum(one.num_done for one in row.members), sum(one.num_total for one in row.members)
+    if not total and not done:
+        return ""
+    return f"{done:,} of {total:,}" if is_whole and total else f"{done:,}"
+
+
+def _left(rows: Sequence[WorkRow]) -> str:
+    left = [row.left_s for row in rows]
+    known = [value for value in left if value is not None]
+    if len(known) < len(left):
+        return "–"
+    return format_seconds(max(known)) if max(known) else ""
+
+
+def _skipped(rows: Sequence[WorkRow]) -> str:
+    count = sum(row.num_skipped for row in rows)
+    return f"{count:,} left out" if count else ""
 
 
 class PreparationScreen:
@@ -67,14 +217,16 @@ class PreparationScreen:
         """Show one line."""
         self._streams.say(line)
 
-    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
-        """Open a view of the progress."""
-        return _show_progress(self._streams)
+    def preparing(
+        self, what: str = "preparing data", expected: Sequence[str] = ()
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress; `expected`: names that will report."""
+        return _show_progress(self._streams, what, expected)
 
 
 @contextmanager
-def _show_progress(streams: Streams) -> Iterator[OnPrepareProgress]:
-    with PreparingView(streams.console) as view:
+def _show_progress(streams: Streams, what: str, expected: Sequence[str]) -> Iterator[OnPrepareProgress]:
+    with PreparingView(streams.views, what=what, expected=expected) as view:
         yield view.show
 
 

@@ -1,6 +1,8 @@
 """The report of a run, as tables and as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -9,7 +11,17 @@ from rich.table import Table
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.privacy import format_epsilon
 from csdctl.cli.streams import Streams
-from csdctl.reporting.numbers import format_accuracy, format_loss, format_rate, format_seconds, format_share
+from csdctl.errors import InputError
+from csdctl.reporting.energy import energy_document
+from csdctl.reporting.energy_figures import describe_energy
+from csdctl.reporting.numbers import (
+    format_bytes,
+    format_loss,
+    format_rate,
+    format_seconds,
+    format_share,
+    name_metrics,
+)
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
 from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
@@ -25,6 +37,33 @@ def show_report(streams: Streams, run: RunDirectory, summary: RunSummary) -> Non
         return
     render_report(streams.console, summary)
     streams.say(f"run directory: {run.path}")
+
+
+def show_reports(streams: Streams, reports: Sequence[tuple[RunDirectory, RunSummary]]) -> None:
+    """Print the reports of several runs."""
+    if streams.is_json:
+        documents = [report_document(summary, str(run.path)) for run, summary in reports]
+        streams.result({"schema": "csdctl.reports/1", "runs": documents})
+        return
+    for _, summary in reports:
+        render_report(streams.console, summary)
+
+
+def show_files(streams: Streams, paths: Sequence[Path]) -> None:
+    """Say which files were written."""
+    if streams.is_json:
+        streams.result({"schema": "csdctl.report-files/1", "files": [str(path) for path in paths]})
+    for path in paths:
+        streams.say(f"wrote {path} ({format_bytes(path.stat().st_size)})")
+
+
+def check_report_options(run_ids: Sequence[str], *, is_privacy: bool, has_files: bool) -> None:
+    """Raise InputError for options that exclude each other."""
+    if is_privacy and (has_files or len(run_ids) > 1):
+        raise InputError(
+            "--privacy shows one run in the terminal; received more runs, --html or --csv",
+            remedy="leave out --privacy: the HTML report has bytes by class too",
+        )
 
 
 def render_report(console: PrintableConsole, summary: RunSummary) -> None:
@@ -60,11 +99,16 @@ def report_of(summary: RunSummary) -> Group:
 
 
 def _totals(summary: RunSummary) -> list[tuple[str, str]]:
-    accuracies = format_accuracy(summary.validation_accuracy), format_accuracy(summary.accuracy)
+    training = name_metrics(summary.accuracy, summary.metrics)
+    validation = name_metrics(summary.validation_accuracy, summary.validation_metrics)
+    metrics = [
+        (name, f"{format_loss(validation.get(name))} validation, {format_loss(training.get(name))} training")
+        for name in {**training, **validation}
+    ]
     rows = [
         ("samples/s", _speed(summary)),
         ("efficiency", _efficiency(summary)),
-        ("accuracy", f"{accuracies[0]} validation, {accuracies[1]} training"),
+        *metrics,
         ("loss", f"{format_loss(summary.validation_loss)} validation, {format_loss(summary.loss)} training"),
         (
             "trained",
@@ -73,6 +117,8 @@ def _totals(summary: RunSummary) -> list[tuple[str, str]]:
         ),
         ("weights", IDENTICAL if summary.identical_weights else "NOT compared"),
     ]
+    if summary.energy:
+        rows += [("energy", line) for line in describe_energy(summary.energy)]
     if summary.privacy:
         rows += [("privacy", line) for line in format_epsilon(summary.privacy)]
     if summary.lost_nodes:
@@ -109,4 +155,6 @@ def report_document(summary: RunSummary, run_path: str) -> dict[str, Any]:
     document = {"schema": "csdctl.report/1", "path": run_path, **asdict(summary)}
     for shown, rank in zip(document["ranks"], summary.ranks, strict=True):
         shown["waiting"] = rank.waiting
+    if summary.energy:
+        document["energy"] = energy_document(summary.energy)
     return document

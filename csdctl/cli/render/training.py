@@ -11,7 +11,7 @@ from csdctl.cli.render.shards import format_shards
 from csdctl.cli.streams import Streams
 from csdctl.fleet.checks import Status, fold
 from csdctl.reporting.differential_privacy import Privacy, plan_privacy
-from csdctl.reporting.numbers import format_accuracy, format_bytes, format_rate, format_share
+from csdctl.reporting.numbers import format_bytes, format_loss, format_metrics, format_rate, format_share
 from csdctl.runs.directory import RunDirectory
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.events import Event, event_document
@@ -29,7 +29,8 @@ class TrainingScreen(PreparationScreen):
         self._emulated = emulated
         self._stack = ExitStack()
         self._view: TrainingView | None = None
-        self._run: RunDirectory | None = None
+        self.run: RunDirectory | None = None
+        """The run, once it is there."""
 
     def __enter__(self) -> "TrainingScreen":
         return self
@@ -54,7 +55,7 @@ class TrainingScreen(PreparationScreen):
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int) -> None:
         """Show the run and its shards, and open the live view."""
-        self._run = run
+        self.run = run
         self._streams.result_line({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path)})
         self.say(f"run {run.run_id}: {len(spec.ranks)} ranks, {num_steps} steps per epoch")
         for line in format_shards(spec):
@@ -63,7 +64,7 @@ class TrainingScreen(PreparationScreen):
         if planned := plan_privacy(spec, events):
             self._show_privacy(planned, f"after {spec.recipe.epochs} epochs, if nothing is lost, ")
         self._view = self._stack.enter_context(
-            TrainingView(self._streams.console, spec, num_steps, emulated=self._emulated)
+            TrainingView(self._streams.views, spec, num_steps, emulated=self._emulated)
         )
 
     def on_delivery(self, node: str, delivery: Delivery) -> None:
@@ -90,9 +91,11 @@ class TrainingScreen(PreparationScreen):
             if summary.efficiency is None or summary.way not in REACHABLE
             else f" ({format_share(summary.efficiency)} of what {REACHABLE[summary.way]})"
         )
+        validation = format_metrics(summary.validation_accuracy, summary.validation_metrics)
+        reached = validation.replace(", ", ", validation ", 1) or f", loss {format_loss(summary.loss)}"
         self.say(
-            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}, "
-            f"validation accuracy {format_accuracy(summary.validation_accuracy)}; `csdctl report` shows more"
+            f"done: {format_rate(summary.samples_per_s)} samples/s{efficiency}{reached}; "
+            "`csdctl report` shows more"
         )
         if summary.privacy:
             self._show_privacy(summary.privacy, "released: ")
@@ -104,13 +107,13 @@ class TrainingScreen(PreparationScreen):
     def stopped(self, stopped: RunStopped) -> None:
         """Show that the run has stopped, and how to resume it."""
         self._stack.close()
-        assert self._run is not None
+        assert self.run is not None
         self.say("stopped; the state of the last completed step is kept")
         if stopped.summary.privacy:
             self._show_privacy(stopped.summary.privacy, "released so far: ")
-        self.say(f"run directory: {self._run.path}")
+        self.say(f"run directory: {self.run.path}")
         self._say_resume(stopped.run_id)
-        self._streams.result_line(report_document(stopped.summary, str(self._run.path)))
+        self._streams.result_line(report_document(stopped.summary, str(self.run.path)))
 
     def _say_resume(self, run_id: str) -> None:
         self.say(f"to resume: csdctl train --resume {run_id}")

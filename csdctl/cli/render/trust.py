@@ -21,10 +21,13 @@ SCHEMA = "csdctl.trust/1"
 class TrustScreen:
     """Shows the keys of each layer of machines in turn, asks for confirmation, and collects them all."""
 
-    def __init__(self, streams: Streams, fleet: Fleet, *, yes: bool = False) -> None:
+    def __init__(
+        self, streams: Streams, fleet: Fleet, *, yes: bool = False, is_dry_run: bool = False
+    ) -> None:
         self._streams = streams
         self._fleet = fleet
         self._yes = yes
+        self._is_dry_run = is_dry_run
         self._keys: dict[str, ShownKey] = {}
         self.failed: dict[str, CsdctlError] = {}
 
@@ -56,11 +59,18 @@ class TrustScreen:
         path = ProjectDirectory(self._streams.directory).known_hosts
         self._streams.say(f"{len(new)} keys accepted: {path}")
 
+    def not_asked(self, machines: Sequence[str]) -> None:
+        """Print which machines a dry run cannot ask."""
+        self._streams.say(
+            f"{', '.join(machines)}: not asked, as the key of the jump host is not accepted yet"
+        )
+
     def show_forgotten(self, removed: Mapping[str, int]) -> None:
         """Print how many keys of each machine were deleted."""
+        done = "would be deleted" if self._is_dry_run else "deleted"
         for name, number in removed.items():
-            self._streams.say(f"{name}: {number} keys deleted" if number else f"{name}: no key was stored")
-        self._streams.result({"schema": SCHEMA, "forgotten": dict(removed)})
+            self._streams.say(f"{name}: {number} keys {done}" if number else f"{name}: no key was stored")
+        self._streams.result({"schema": SCHEMA, "is_dry_run": self._is_dry_run, "forgotten": dict(removed)})
 
     def document(self) -> dict[str, object]:
         """Return the `csdctl.trust/1` document."""
@@ -74,7 +84,12 @@ class TrustScreen:
             }
             for name, key in self._keys.items()
         }
-        return {"schema": SCHEMA, "machines": keys, "failed": failed_document(self.failed)}
+        return {
+            "schema": SCHEMA,
+            "is_dry_run": self._is_dry_run,
+            "machines": keys,
+            "failed": failed_document(self.failed),
+        }
 
 
 def _build_table(keys: Sequence[ShownKey]) -> Table:

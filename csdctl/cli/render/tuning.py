@@ -1,16 +1,20 @@
 """Probes as they are measured, and the plan as a table and as JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from csdctl.cli.console import PrintableConsole
 from csdctl.cli.render.preparing import PreparationScreen
+from csdctl.cli.render.tuning_view import TuningView
 from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
-from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.tuning.plan import Plan, RankPlan, WayPlan
 from csdctl.tuning.ways import DATA_PARALLEL, FEATURES, SPLIT
 from csdctl.worker.protocol.probe import ProbeResult
+from csdctl.workflows.tune.watch import TuneWatch
 
 SCHEMA = "csdctl.tune/1"
 LEAVES = {
@@ -23,9 +27,18 @@ LEAVES = {
 class TuningScreen(PreparationScreen):
     """Shows one tuning run."""
 
+    def measuring(self, machines: Sequence[str]) -> AbstractContextManager[TuneWatch]:
+        """Open a view of what the machines do."""
+        return _Measuring(self._streams.views, machines)
+
+
+class _Measuring(TuningView):
+    """The view, with a line for each round of probes."""
+
     def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
         """Show the results of one round of probes."""
-        render_probes(self._streams.console, results)
+        super().on_probes(results)
+        render_probes(self._console, results)
 
 
 def render_probes(console: PrintableConsole, results: Mapping[str, ProbeResult | None]) -> None:
@@ -71,12 +84,17 @@ def _render_ways(console: PrintableConsole, plan: Plan) -> None:
     """Print the ways to train that were compared, and why others were not."""
     compared = [way for way in plan.ways if way.first_run_s is not None]
     if len(compared) > 1:
-        table = Table(title="ways to train", title_justify="left", title_style="bold")
+        table = Table(
+            title="ways to train",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         table.add_column("way", min_width=len(DATA_PARALLEL))
-        table.add_column("cut")
+        table.add_column("cut", overflow="fold")
         for column in ("first run", "next", "epoch", "sent"):
-            table.add_column(column, justify="right")
-        table.add_column("")
+            table.add_column(column, justify="right", no_wrap=True)
         for way in compared:
             is_chosen = (way.way, way.cut if way.way == "split" else "") == (plan.way, plan.cut)
             table.add_row(
@@ -86,14 +104,23 @@ def _render_ways(console: PrintableConsole, plan: Plan) -> None:
                 format_seconds(way.next_run_s),
                 format_seconds(way.epoch_s),
                 format_bytes(way.sample_bytes),
-                "tried" if way.is_confirmed else "forecast",
                 style="bold" if is_chosen else "",
             )
         console.print(table)
+        tried = [_describe_trial(way) for way in compared if way.is_confirmed]
+        console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
         cut = f" behind {plan.cut}" if plan.cut else ""
         console.print(f"way: {plan.way}{cut}; a node sends {LEAVES[plan.way]}", soft_wrap=True)
+        for way in compared:
+            if way.inversion and (way.way, way.cut) == (plan.way, plan.cut):
+                console.print(f"activations: {way.inversion}", soft_wrap=True)
     if impossible := [way.way for way in plan.ways if way.why_not]:
         console.print(f"not compared: {', '.join(impossible)} (`ways` in the plan says why)", soft_wrap=True)
+
+
+def _describe_trial(way: WayPlan) -> str:
+    memory = way.node_memory_bytes
+    return f"{way.way} {way.cut}".strip() + (f" ({format_bytes(memory)} on a node)" if memory else "")
 
 
 def plan_document(plan: Plan, path: str) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def text_column(text_format: str, *, style: str = "none") -> TextColumn:
 
 
 def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
-    """Draw what `render` returns several times a second on a terminal or in a notebook; else None."""
+    """Draw what `render` returns twice a second on a terminal or in a notebook; else None."""
     if console.is_notebook:
         return NotebookLive(console, render)
     if not console.is_terminal:
@@ -60,7 +60,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
     return Live(
         get_renderable=render,
         console=console,
-        refresh_per_second=4,
+        refresh_per_second=2,  # as often as a rank reports
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,

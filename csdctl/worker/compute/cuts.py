@@ -5,6 +5,7 @@ At a cut one tensor is alive: a prefix computes it, and a head computes the outp
 
 import bisect
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,11 @@ import numpy as np
 from csdctl.worker.compute.flops import count_flops_until
 from csdctl.worker.compute.keras_internals import (
     flatten_layers,
+    global_seed_generator,
     keras_mask,
+    nested_graph,
     own_state,
+    seed_generators,
     topological_nodes,
 )
 from csdctl.worker.protocol.model_info import CutInfo
@@ -34,6 +38,8 @@ class Cut:
     num_parameters: int
     """Of the prefix."""
     num_trainable: int
+    graph: Any
+    """The functional model that the tensor is of, which shares its layers with the one that is cut."""
 
 
 class NoCutError(Exception):
@@ -43,10 +49,11 @@ class NoCutError(Exception):
 def find_cuts(model: Any) -> list[Cut]:
     """Return the cuts of a functional model with one input, from there to the outputs; none of others.
 
-    Neither the input nor the output is a cut.
+    Models that are layers of the model are cut inside, too. Neither the input nor the output is a cut.
     """
     if len(getattr(model, "inputs", None) or ()) != 1:
         return []
+    model, names = unroll(model)
     nodes = topological_nodes(model)
     last_use = {id(tensor): number for number, (_, node) in enumerate(nodes) for tensor in node.input_tensors}
     last_use |= {id(tensor): len(nodes) for tensor in model.outputs}
@@ -63,14 +70,66 @@ def find_cuts(model: Any) -> list[Cut]:
         is_inner = bool(node.input_tensors) and last_use.get(id(tensor)) != len(nodes)
         # A mask does not pass a cut: what is behind it would count what it leaves out.
         if is_inner and not others and alive == {id(tensor)} and keras_mask(tensor) is None:
-            cuts.append(Cut(operation.name, tensor, sum(parameters.values()), sum(trainable.values())))
+            sums = sum(parameters.values()), sum(trainable.values())
+            cuts.append(Cut(names.get(id(tensor), operation.name), tensor, *sums, model))
     return cuts
+
+
+def unroll(model: Any) -> tuple[Any, dict[int, str]]:
+    """Return a functional model that has the layers of nested models in their place, and computes the same.
+
+    Also names of nested models, by the ids of their outputs. Returns `model` if two layers have one name.
+    """
+    if not any(nested_graph(operation) for operation, _ in topological_nodes(model)):
+        return model, {}
+    import keras
+
+    names: dict[int, str] = {}
+    try:
+        inputs = [keras.Input(batch_shape=tensor.shape, dtype=tensor.dtype) for tensor in model.inputs]
+        return keras.Model(inputs, _unroll(model, inputs, names)), names
+    except ValueError:
+        return model, {}
+
+
+def _unroll(model: Any, inputs: Sequence[Any], names: dict[int, str]) -> list[Any]:
+    """Call the layers of `model` and of models nested in it on symbolic tensors; return its outputs."""
+    import keras
+
+    graph = getattr(model, "_functional", None) or model
+    tensors = {id(tensor): value for tensor, value in zip(graph.inputs, inputs, strict=True)}
+    for operation, node in topological_nodes(model):
+        if node.is_input:
+            continue
+        args, kwargs = node.arguments.fill_in(tensors)
+        nested = nested_graph(operation)
+        if nested and _is_plain_call(args, kwargs, nested):
+            outputs = _unroll(nested, args, names)
+            names[id(outputs[0])] = operation.name
+        else:
+            outputs = keras.tree.flatten(operation(*args, **kwargs))
+        tensors |= {id(tensor): value for tensor, value in zip(node.outputs, outputs, strict=True)}
+    return [tensors[id(tensor)] for tensor in graph.outputs]
+
+
+def _is_plain_call(args: Sequence[Any], kwargs: Mapping[str, Any], nested: Any) -> bool:
+    """Return whether a nested model is called with a tensor that it does not convert.
+
+    Whatever `training` it was called with, Keras passes that of the whole model.
+    """
+    (wanted,) = nested.inputs
+    return (
+        len(args) == 1
+        and not any(value is not None for name, value in kwargs.items() if name != "training")
+        and getattr(args[0], "dtype", None) == wanted.dtype
+        and len(args[0].shape) == len(wanted.shape)
+    )
 
 
 def describe_cuts(model: Any, keras: Any) -> tuple[CutInfo, ...]:
     """Return what is known of the model's cuts, in the order of `find_cuts`."""
     cuts = find_cuts(model)
-    operations = count_flops_until(model, [cut.tensor for cut in cuts], keras) if cuts else []
+    operations = count_flops_until(cuts[0].graph, [cut.tensor for cut in cuts], keras) if cuts else []
     return tuple(
         CutInfo(
             cut.layer,
@@ -84,10 +143,10 @@ def describe_cuts(model: Any, keras: Any) -> tuple[CutInfo, ...]:
     )
 
 
-def split_at(model: Any, cut: Cut, keras: Any) -> tuple[Any, Any]:
-    """Return prefix and head, which share their layers with `model`."""
-    (source,) = model.inputs
-    outputs = model.outputs[0] if len(model.outputs) == 1 else model.outputs
+def split_at(cut: Cut, keras: Any) -> tuple[Any, Any]:
+    """Return prefix and head, which share their layers with the model that is cut."""
+    (source,) = cut.graph.inputs
+    outputs = cut.graph.outputs[0] if len(cut.graph.outputs) == 1 else cut.graph.outputs
     return keras.Model(source, cut.tensor), keras.Model(cut.tensor, outputs)
 
 
@@ -104,7 +163,7 @@ def frozen_cut(model: Any, keras: Any) -> Cut:
         raise NoCutError("has no frozen layers at its beginning")
 
     def is_constant(cut: Cut) -> bool:
-        return _is_constant(split_at(model, cut, keras)[0])
+        return _is_constant(split_at(cut, keras)[0])
 
     if is_constant(frozen[-1]):
         return frozen[-1]
@@ -133,13 +192,18 @@ def freeze_until(model: Any, name: str) -> bool:
 
 
 def _is_constant(prefix: Any) -> bool:
-    """Return whether the same samples always have the same features, in training too."""
+    """Return whether the same samples always have the same features, in training too.
+
+    What draws random numbers says so by the state of its generator: its draws may be equal by chance.
+    """
     shape = [size or 8 for size in prefix.inputs[0].shape[1:]]
     samples = np.random.default_rng(0).random((CHECKED_SAMPLES, *shape)).astype(np.float32)
     variables = [variable for layer in flatten_layers(prefix) for variable in own_state(layer)]
-    before = [np.array(variable.value) for variable in variables]
+    generators = [global_seed_generator(), *(generator for _, generator in seed_generators(prefix))]
+    variables += [generator.state for generator in generators]
+    before = [np.asarray(variable.value).copy() for variable in variables]
     outputs = [np.asarray(prefix(samples, training=training)) for training in (True, True, False)]
-    after = [np.array(variable.value) for variable in variables]
+    after = [np.asarray(variable.value).copy() for variable in variables]
     for old, variable in zip(before, variables, strict=True):
         variable.assign(old)
     is_unchanged = all(map(np.array_equal, before, after))

@@ -1,5 +1,6 @@
 """A model with a frozen prefix as two: the prefix, which makes features, and the head, which is trained."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,19 @@ def feature_pass(
     return ForwardPass(prefix, as_features(prefix), *load_backend())
 
 
-def assemble(spec: HeadSpec, head: Any) -> Any:
-    """Return the whole model with the weights of `head`, and the state of its optimizer."""
+@functools.lru_cache(maxsize=1)  # to build it takes longer than to save it, and the best epochs do both
+def _load_whole(spec: HeadSpec) -> Any:
     import keras
 
-    whole = load(Path(spec.architecture), Path(spec.weights), keras, spec.prefix.code)
+    return load(Path(spec.architecture), Path(spec.weights), keras, spec.prefix.code)
+
+
+def assemble(spec: HeadSpec, head: Any) -> Any:
+    """Return the whole model with the weights of `head`, and the state of its optimizer.
+
+    It is the same object each time.
+    """
+    whole = _load_whole(spec)
     for place, variable in zip(spec.head_weights, head.weights, strict=True):
         whole.weights[place].assign(variable.value)
     whole.optimizer.build(whole.trainable_variables)

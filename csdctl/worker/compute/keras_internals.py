@@ -22,6 +22,8 @@
   batch, those of Keras do not.
 - `Function._nodes_by_depth`: the graph of a functional model, and `Sequential._functional`, which has that of
   a sequential one. The public list of layers does not say which tensors go where.
+- `keras.src.models.functional.Functional`: whether a model that is a layer of another computes its graph and
+  nothing else.
 - `global_seed_generator`: the random state of layers that draw without a seed generator of their own.
 
 Written for Keras 3.15; the tests in tests/unit/worker/compute cover every use.
@@ -98,6 +100,21 @@ def global_seed_generator() -> Any:
     from keras.src.random.seed_generator import global_seed_generator as get
 
     return get()
+
+
+def nested_graph(operation: Any) -> Any:
+    """Return the graph of a model with one input and one output that is a layer of another; None for others.
+
+    A class of the user's own may compute more than its graph.
+    """
+    from keras.src.models.functional import Functional
+    from keras.src.models.sequential import Sequential
+
+    call = getattr(type(operation), "call", None)
+    graph = operation if call is Functional.call else None
+    if call is Sequential.call:
+        graph = operation._functional
+    return graph if graph is not None and len(graph.inputs) == len(graph.outputs) == 1 else None
 
 
 def topological_nodes(model: Any) -> list[tuple[Any, Any]]:

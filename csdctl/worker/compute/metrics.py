@@ -26,7 +26,7 @@ class MetricStates:
         self._metrics = list(metrics)
         self._variables = [variable for metric in self._metrics for variable in metric.variables]
         self._is_of_batches = [id(variable) in weighted for variable in self._variables]
-        self._initial = [np.array(variable.value) for variable in self._variables]
+        self._initial = [np.asarray(variable.value).copy() for variable in self._variables]
         self.size = sum(int(initial.size) for initial in self._initial)
 
     def reset(self) -> None:

@@ -118,7 +118,7 @@ class Objective:
             for loss in losses:
                 loss.reduction = "none"
             traced = self._tf.function(run, autograph=False, input_signature=self.signature)
-            return [[np.array(part) for part in traced(*self.tensors(*batch))] for batch in batches]
+            return [[np.asarray(part).copy() for part in traced(*self.tensors(*batch))] for batch in batches]
         finally:
             for loss, reduction in zip(losses, before, strict=True):
                 loss.reduction = reduction

@@ -107,7 +107,7 @@ class PrefixStep(RankStep):
         super().__init__(model, recipe, rank, tf)
         self.whole_model = model
         self.cut = find_cut(model, layer)
-        self.model, head = split_at(model, self.cut, keras)
+        self.model, head = split_at(self.cut, keras)
         self.objective = objective or Objective(model, recipe, example, tf, keras)
         self.states = LayerStates(self.model, tf, keras)
         self.weight = weight
@@ -196,7 +196,10 @@ class PrefixStep(RankStep):
     def _apply_graph(self, total: Any) -> None:
         variables = self.model.trainable_variables
         means = self._means(total)
-        self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+        if variables:
+            self.optimizer.apply([means[id(variable)] for variable in variables], variables)
+        else:  # Keras does not count a step without variables, and rank 0's optimizer has others
+            self.optimizer.iterations.assign_add(1)
 
 
 def same_optimizer(optimizer: Any, variables: Sequence[Any]) -> Any:

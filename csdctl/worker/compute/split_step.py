@@ -86,11 +86,9 @@ class SplitStep(PrefixStep):
         sums = unflatten(total[layout.gradients], self.model.trainable_variables, tf)
         sums |= self._sums_of_head()
         flat = [np.reshape(sums[id(variable)], -1) for variable in whole.model.trainable_variables]
-        statistics = self._tail.numpy()[: self._head_states.size]
-        parts = ((self.states, total[layout.statistics]), (self._head_states, statistics))
-        moved = [states.normalization(changes) for states, changes in parts]
-        others = [states.others(changes) for states, changes in parts]
-        return np.concatenate([*flat, *moved, *others, total[layout.sums.start : layout.step_size]])
+        of_head = self._head_states.split(self._tail.numpy()[: self._head_states.size])
+        statistics = whole.states.join(self.states.split(total[layout.statistics]), of_head)
+        return np.concatenate([*flat, statistics, total[layout.sums.start : layout.step_size]])
 
     @property
     def state(self) -> list[Any]:

@@ -41,6 +41,11 @@ class MovingStatistics:
         ]
         self.size = sum(2 * int(mean.shape[0]) for mean, _, _ in self._variables)
 
+    @property
+    def variables(self) -> list[Any]:
+        """The statistics in the order of the vector, as tf.Variables."""
+        return [variable for mean, variance, _ in self._variables for variable in (mean, variance)]
+
     def find_moved(self, changes: Any) -> list[str]:
         """Return the names of the layers whose statistics `changes`, shape (size,), would move.
 
@@ -91,13 +96,18 @@ class LayerStates:
         self._sizes = [int(tf.size(variable)) for variable in self.variables]
         self.size = self._statistics.size + sum(self._sizes)
 
-    def normalization(self, changes: Any) -> Any:
-        """Return the part of `changes`, shape (size,), that belongs to batch norm."""
-        return changes[: self._statistics.size]
+    def split(self, changes: Any) -> dict[int, Any]:
+        """Return the parts of `changes`, shape (size,), by the id of the variable that they are of."""
+        variables = [*self._statistics.variables, *self.variables]
+        ends = np.cumsum([int(self._tf.size(variable)) for variable in variables])[:-1]
+        parts = np.split(np.asarray(changes), ends) if variables else []
+        return {id(variable): part for variable, part in zip(variables, parts, strict=True)}
 
-    def others(self, changes: Any) -> Any:
-        """Return the part of `changes` that belongs to other layers."""
-        return changes[self._statistics.size :]
+    def join(self, *found: dict[int, Any]) -> Any:
+        """Return the sum of changes that other `LayerStates` of these layers have split, shape (size,)."""
+        variables = [*self._statistics.variables, *self.variables]
+        parts = [sum(parts[id(one)] for parts in found if id(one) in parts) for one in variables]
+        return np.concatenate([np.zeros(0, np.float32), *parts])
 
     def find_normalizing(self, changes: Any) -> list[str]:
         """Return the names of the layers that normalized by their batch, by its `changes`, shape (size,)."""
@@ -166,11 +176,12 @@ class Seeds:
         self.position = (step, self._rank if rank is None else rank)
         keys = self._own_keys if rank is None else self._keys(rank)
         for (_, generator), key in zip(self._generators, keys, strict=True):
-            generator.state.assign([key, _first_counter(step)])
+            state = np.array([key, _first_counter(step)], generator.state.dtype)
+            generator.state.value.assign(state, read_value=False)
 
     def save(self) -> list[Any]:
         """Return the random states as they are, for `restore`."""
-        return [np.array(generator.state) for _, generator in self._generators]
+        return [np.asarray(generator.state).copy() for _, generator in self._generators]
 
     def restore(self, states: list[Any]) -> None:
         """Set the random states to those that `save` returned."""

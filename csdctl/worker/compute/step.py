@@ -50,12 +50,13 @@ class RankStep:
     objective: Objective
     layout: VectorLayout
     """The layout of the rank's vector, without what a training loop appends."""
-    _apply: Callable[[Any], Any]
-    """Takes the optimizer step of a summed vector, in a graph."""
+    _apply: Any
+    """A tf.function that takes the optimizer step of a summed vector."""
 
     def __init__(self, model: Any, recipe: Recipe, rank: int, tf: Any) -> None:
         """`model`: whole and compiled; its optimizer is used, and its layers draw random numbers."""
         self.optimizer = model.optimizer
+        self._applying: Callable[[Any], Any] | None = None
         self.seeds = Seeds(model, recipe.seed, rank)
         """The random states of the model's layers."""
         self.augmentation = Augmentation(recipe.augment, recipe.seed) if recipe.augment else None
@@ -70,7 +71,8 @@ class RankStep:
     def set_step(self, step: int, learning_rate: float) -> None:
         """Set the learning rate and the random states of the run's step `step`, counted from 0."""
         self.seeds.set_step(step)
-        self.optimizer.learning_rate.assign(learning_rate)
+        # TensorFlow's variable: Keras' assign costs several times as much, in every step.
+        self.optimizer.learning_rate.value.assign(learning_rate, read_value=False)
 
     def augment(self, images: Array, labels: Array, num_single: int = 0) -> tuple[Array, Array]:
         """Return the batch that is trained on; the first `num_single` samples do not depend on others."""
@@ -82,7 +84,10 @@ class RankStep:
         """Divide the step's part of a summed vector by its counts and take one optimizer step."""
         sums = self.read_sums(total)
         if total[self.layout.divisor] > 0:
-            self._apply(self._tf.convert_to_tensor(total))
+            # Without the lookup of a graph by its arguments: a third of the CPU time of a small step.
+            if self._applying is None:
+                self._applying = self._apply.get_concrete_function()
+            self._applying(self._tf.convert_to_tensor(total))
         return sums
 
     def read_sums(self, total: Array) -> Sums:
@@ -100,7 +105,7 @@ class RankStep:
         self._rehearse(lambda: self.apply(vector))
 
     def _rehearse(self, do: Callable[[], object]) -> None:
-        before = [np.array(variable.value) for variable in self.state]
+        before = [np.asarray(variable.value).copy() for variable in self.state]
         do()
         for variable, value in zip(self.state, before, strict=True):
             variable.assign(value)
@@ -182,6 +187,7 @@ class Step(RankStep):
 
     def retrace(self) -> None:
         """Forget the graph of `local`: it is traced anew, with the types that layers compute in by then."""
+        self._traced: Any = None
         self._local = self._tf.function(
             self._local_graph, autograph=False, input_signature=self.objective.signature
         )
@@ -219,18 +225,23 @@ class Step(RankStep):
     def _plain(self, images: Array, labels: Array, out: Array | None) -> Array:
         size = self.micro_batch_size or len(images)
         if out is None and 0 < len(images) <= size:
-            return np.asarray(self._local(*self.objective.tensors(images, labels)))
+            return np.asarray(self._run_local(images, labels))
         vector = np.zeros(self.layout.step_size, np.float32) if out is None else out
         if len(images) == 0:
             vector[:] = 0
         for start in range(0, len(images), max(1, size)):
             micro_batch = slice(start, start + size)
-            part = np.asarray(self._local(*self.objective.tensors(images[micro_batch], labels[micro_batch])))
+            part = np.asarray(self._run_local(images[micro_batch], labels[micro_batch]))
             if start:
                 np.add(vector, part, out=vector)
             else:
                 np.copyto(vector, part)
         return vector
+
+    def _run_local(self, images: Array, labels: Array) -> Any:
+        if self._traced is None:
+            self._traced = self._local.get_concrete_function()
+        return self._traced(*self.objective.tensors(images, labels))
 
     def alone(self, images: Array, labels: Array, *, private_copies: Array | None = None) -> Sums:
         """Run `local` and `apply` of a rank without other ranks, in one graph."""
@@ -253,7 +264,7 @@ class Step(RankStep):
         if not getattr(getattr(self.optimizer, "inner_optimizer", self.optimizer), "use_ema", False):
             yield
             return
-        before = [np.array(variable.value) for variable in self.model.trainable_variables]
+        before = [np.asarray(variable.value).copy() for variable in self.model.trainable_variables]
         self.optimizer.finalize_variable_values(self.model.trainable_variables)
         try:
             yield

@@ -10,6 +10,11 @@ def peak_memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+def resident_bytes() -> int:
+    """Return the resident set size of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 def data_bytes() -> int:
     """Return the size of this process's own writable memory: what `limit_data` counts."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE

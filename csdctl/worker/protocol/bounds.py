@@ -69,6 +69,7 @@ ExitCode = Annotated[int, Between(0, 255)]
 Seconds = Annotated[float, Between(0.0, 1e9)]
 Measured = Annotated[float, AnyNumber]
 """Computed from data or from other ranks' numbers: NaN when a training diverges."""
+Celsius = Annotated[float, Between(-100.0, 1000.0)]
 ShortText = Annotated[str, MaxLength(256)]
 """A name, a hash, a reason."""
 Shape = Annotated[tuple[Annotated[int, Between(0, 1 << 31)], ...], MaxLength(32)]

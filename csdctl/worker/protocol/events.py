@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from csdctl.worker.protocol.bounds import (
+    Celsius,
     Count,
     Epoch,
     ExitCode,
@@ -18,24 +19,26 @@ from csdctl.worker.protocol.bounds import (
     ShortText,
 )
 from csdctl.worker.protocol.compared import Compared
-from csdctl.worker.protocol.json_codec import ProtocolError, from_dict, parse_json, shorten
+from csdctl.worker.protocol.json_codec import (
+    ProtocolError,
+    from_dict,
+    parse_json,
+    shorten,
+    without_surrogates,
+)
 from csdctl.worker.protocol.orders import CollectiveName
 
 EVENT_PREFIX = "@csdctl "
 """An event is a line on the worker's standard output that starts with this."""
 
-
 EARLY_STOPPING, STOPPED, MAX_STEPS, VERIFIED = "early stopping", "asked to stop", "max steps", "verified"
 """Reasons to end a run before its last epoch (`Finished.reason`)."""
-
 
 MAX_MESSAGE_CHARS = 4000
 """The rest of a longer message of `Failed` is dropped; the log of the rank has it."""
 
-
 UNKNOWN_NODE = "?"
 """`Failed.node` of a rank that could not read its spec, and does not know where it is."""
-
 
 SUMS, SAMPLES, STATE, ACTIVATIONS = "sums", "samples", "state", "activations"
 """Traffic between ranks: vectors to be summed, reassigned public samples, the state of a run, and what passes
@@ -103,6 +106,15 @@ class Progress(Event):
     loss: Measured | None = None
     accuracy: Measured | None = None
     metrics: dict[ShortText, Measured] = field(default_factory=dict)
+    input_s: Seconds | None = None
+    """Of compute_s: reading samples."""
+    others_s: Seconds | None = None
+    """Of wait_s: until the slowest rank had computed; the rest is communication. cpu_s: of the process."""
+    cpu_s: Seconds | None = None
+    memory_bytes: Count | None = None
+    """That the process holds now."""
+    temperature_c: Celsius | None = None
+    """Of the machine's CPU; None where no sensor tells it."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +262,9 @@ class EpochEnd(Event):
     """Private samples that were not trained on, because their node was lost."""
     stepped_samples: Count = 0
     """Of all ranks in the `steps` of this event; `global_samples` includes steps before a loss."""
+    input_s: Seconds | None = None
+    others_s: Seconds | None = None
+    cpu_s: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -367,7 +382,7 @@ def event_from_line(line: str) -> Event | None:
     text = line.removeprefix(EVENT_PREFIX)
     content = parse_json(text)
     if "\\u" in text:
-        content = _printable(content)
+        content = without_surrogates(content)
     name = content.pop("event", None) if isinstance(content, dict) else None
     if not isinstance(name, str) or name not in EVENTS:
         raise ProtocolError(f"expected an event, received {shorten(text)}")
@@ -380,17 +395,3 @@ def event_from_line(line: str) -> Event | None:
 def _cut(text: str) -> str:
     """Return text for people with at most MAX_MESSAGE_CHARS."""
     return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 1] + "…"
-
-
-def _printable(content: Any) -> Any:
-    """Return parsed JSON without the parts of text that no terminal and no file can take.
-
-    JSON can name half of a character (a lone surrogate), and the name of a file that is not UTF-8 has some.
-    """
-    if isinstance(content, str):
-        return content.encode(errors="replace").decode()
-    if isinstance(content, list):
-        return [_printable(item) for item in content]
-    if isinstance(content, dict):
-        return {_printable(key): _printable(value) for key, value in content.items()}
-    return content

@@ -258,3 +258,17 @@ _PLAIN: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 def _refusal(where: str, expected: object, value: Any) -> ProtocolError:
     return ProtocolError(f"{where}: expected {expected}, received {shorten(value)}")
+
+
+def without_surrogates(content: Any) -> Any:
+    """Return parsed JSON without the parts of text that no terminal and no file can take.
+
+    JSON can name half of a character (a lone surrogate), and the name of a file that is not UTF-8 has some.
+    """
+    if isinstance(content, str):
+        return content.encode(errors="replace").decode()
+    if isinstance(content, list):
+        return [without_surrogates(item) for item in content]
+    if isinstance(content, dict):
+        return {without_surrogates(key): without_surrogates(value) for key, value in content.items()}
+    return content

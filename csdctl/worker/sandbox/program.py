@@ -44,6 +44,8 @@ _KEPT, _KEPT_PREFIXES = (
     ("LANG", "TZ", "PATH", "LD_LIBRARY_PATH"),
     ("LC_", "OMPI_", "PRTE_", "PMIX_", "CSDCTL_"),
 )
+# Where the kernel cannot confine, root stays root, and MPI's daemon refuses to run as root without these.
+_ALLOW_ROOT = {"PRTE_ALLOW_RUN_AS_ROOT": "1", "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def check_sandbox(peers: Sequence[str] = ()) -> SandboxCheck:
@@ -170,7 +172,7 @@ def _build_environment(scratch: str) -> dict[str, str]:
     own = {"HOME": scratch, "TMPDIR": scratch, "SHELL": "/bin/sh", "PYTHONDONTWRITEBYTECODE": "1"}
     if os.path.isdir(site.getusersitepackages()):
         own["PYTHONUSERBASE"] = site.getuserbase()
-    return {**kept, **own, USER_VARIABLE: str(os.getuid())}
+    return {**kept, **own, **_ALLOW_ROOT, USER_VARIABLE: str(os.getuid())}
 
 
 def _serve(door: Door, listener: int, woken: int, child: int) -> int:

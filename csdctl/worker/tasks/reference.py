@@ -37,7 +37,7 @@ class Snapshot:
     """The values of variables at one moment."""
 
     def __init__(self, variables: Iterable[Any]) -> None:
-        self._values = [(variable, np.array(variable)) for variable in variables]
+        self._values = [(variable, np.asarray(variable).copy()) for variable in variables]
 
     def restore(self) -> None:
         """Bring them back."""
@@ -230,7 +230,7 @@ class Reference:
 
     def _round_otherwise(self, generator: np.random.Generator) -> None:
         for variable, dtype in self._weights:
-            value = np.array(variable).astype(np.float32)
+            value = np.asarray(variable).astype(np.float32)
             # Two roundings wide: half of the weights that are stored in this type become a neighbour.
             moves = generator.random(value.shape, np.float32) * np.float32(4) - np.float32(2)
             variable.assign(value * (1 + moves * np.float32(ROUNDOFFS[dtype])))

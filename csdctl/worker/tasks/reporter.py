@@ -8,7 +8,8 @@ from csdctl.worker.compute.step import Sums
 from csdctl.worker.data.schedule import Segment
 from csdctl.worker.group.communicator import Communicator
 from csdctl.worker.process.events import emit
-from csdctl.worker.process.memory import peak_memory_bytes
+from csdctl.worker.process.heat import Thermometer
+from csdctl.worker.process.memory import peak_memory_bytes, resident_bytes
 from csdctl.worker.protocol.events import (
     EpochEnd,
     Finished,
@@ -34,6 +35,7 @@ class Reporter:
     def __init__(self, spec: RunSpec, me: RankSpec) -> None:
         self._nodes = [rank.node for rank in spec.ranks]
         self._rank, self._node = me.rank, me.node
+        self._thermometer = Thermometer()
         self.metrics: Callable[[Sums], Mapping[str, float]] = lambda sums: {}
         """Returns the metrics of summed states by name; known once the model is loaded."""
 
@@ -89,6 +91,7 @@ class Reporter:
     def progress(self, position: Position, totals: StepTotals) -> None:
         """Report the steps since the last report."""
         fields = totals.local_fields()
+        fields |= {"memory_bytes": resident_bytes(), "temperature_c": self._thermometer.read_c()}
         if self._rank == 0:
             fields |= global_fields(totals.sums, totals.global_samples, self.metrics(totals.sums))
         emit(Progress(self._rank, self._node, epoch=position.epoch, step=position.step, **fields))

@@ -5,7 +5,7 @@ from csdctl.worker.tasks.trial import Trial
 
 
 class SplitTrial(Split, Trial):
-    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`."""
+    """Trains a model in two parts on random samples of the form in the task's argument `element_spec`.
 
-    def measure_inversion(self) -> None:
-        """Measure nothing: a trial has no samples."""
+    What activations reveal is measured on the public samples, as after a training.
+    """

@@ -20,6 +20,10 @@ class StepResult:
     wait_s: float
     sums: Sums
     """Of all ranks."""
+    input_s: float = 0.0
+    """Of compute_s: reading samples."""
+    others_s: float | None = 0.0
+    """Of wait_s: until the slowest rank had computed; None where that is not known."""
     is_stopping: bool = False
     """Whether a stop was requested."""
 
@@ -33,6 +37,9 @@ class StepTotals:
     samples: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
+    input_s: float = 0.0
+    others_s: float | None = 0.0
+    cpu_started: float = field(default_factory=time.process_time)
     sums: Sums = field(default_factory=lambda: Sums(0.0, (), 0.0))
     """Of all ranks."""
     global_samples: int = 0
@@ -45,6 +52,9 @@ class StepTotals:
         self.global_samples += step.global_samples
         self.compute_s += step.compute_s
         self.wait_s += step.wait_s
+        self.input_s += step.input_s
+        if self.others_s is not None:
+            self.others_s = None if step.others_s is None else self.others_s + step.others_s
         self.sums = add_sums([self.sums, step.sums])
 
     def local_fields(self) -> dict[str, Any]:
@@ -55,6 +65,9 @@ class StepTotals:
             "compute_s": round(self.compute_s, 6),
             "wait_s": round(self.wait_s, 6),
             "wall_s": round(time.monotonic() - self.started, 6),
+            "input_s": round(self.input_s, 6),
+            "others_s": None if self.others_s is None else round(self.others_s, 6),
+            "cpu_s": round(time.process_time() - self.cpu_started, 6),
         }
 
 

@@ -138,6 +138,7 @@ class Train(ModelTask):
         reassigned = self._exchange_reassigned(communicator, share)
         received = time.perf_counter()
         images, labels = self.reader.read(share, reassigned)
+        input_s = time.perf_counter() - received
         self.step.set_step(self.progress.position.total_steps, self._learning_rate())
         copies = self.reader.private_copies(share) if self.step.has_noise else None
         if communicator.size == 1:
@@ -145,8 +146,9 @@ class Train(ModelTask):
             self._check_finite(sums, sums.loss, communicator)
             self._end_step(sums, global_samples)
             compute_s = time.perf_counter() - received
+            is_stopping = self.orders.is_stopping
             return StepResult(
-                len(images), global_samples, compute_s, 0.0, sums, is_stopping=self.orders.is_stopping
+                len(images), global_samples, compute_s, 0.0, sums, input_s, is_stopping=is_stopping
             )
         vector, layout = communicator.local, self.layout
         exchanged_s = self._compute(communicator, images, labels, copies, vector[layout.step])
@@ -169,7 +171,11 @@ class Train(ModelTask):
         self._apply_s = time.perf_counter() - summed
         compute_s = computed - received - exchanged_s + self._apply_s
         wait_s = summed - computed + received - began + exchanged_s
-        return StepResult(len(images), global_samples, compute_s, wait_s, sums, is_stopping=is_stopping)
+        others_s = None if self.spec.split else float(times_s.max() - times_s[self.me.rank])
+        return StepResult(
+            *(len(images), global_samples, compute_s, wait_s, sums, input_s, others_s),
+            is_stopping=is_stopping,
+        )
 
     def _compute(
         self, communicator: Communicator, images: Array, labels: Array, copies: Array | None, out: Array

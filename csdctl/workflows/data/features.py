@@ -41,7 +41,7 @@ from csdctl.workflows.data.model import BUILD_DEADLINE_S, HASHES, have_hashes
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.workspace.workspace import Workspace
 
-_DOING = "computing features"
+COMPUTING = "computing features"
 LITE_FILE = "prefix.tflite"
 
 ShardFiles = Mapping[str, tuple[StoredFile, ...]]
@@ -119,7 +119,7 @@ def compute_features(
         private, public, validation = made[session.name].extract()
         return replace(made[session.name].rank, private=private, public=public), validation
 
-    found = values_or_raise(run_on_all({name: space.sessions[name] for name in made}, on_machine), _DOING)
+    found = values_or_raise(run_on_all({name: space.sessions[name] for name in made}, on_machine), COMPUTING)
     ranks = tuple(found[rank.node][0] if rank.node in found else rank for rank in spec.ranks)
     return FeatureRun(
         replace(divided.spec, ranks=ranks, validation=found[HOST_NAME][1]),
@@ -256,7 +256,7 @@ class _Extraction:
             return [None for _ in wanted]
         node = self.rank.node
         found = self._call([source for source, _, _ in sources], 0)
-        check_parts(found, len(sources), node, _DOING)
+        check_parts(found, len(sources), node, COMPUTING)
         num_rows = [count * views for _, count, views in sources]
         for info, count in zip(found.parts, num_rows, strict=True):
             self._check(info, count)
@@ -275,7 +275,7 @@ class _Extraction:
             return Recomputed(0, 0.0)
         found = self._call(sources, num_rows)
         if found.checked is None:
-            raise Answer.parse(to_json(found), self.rank.node, _DOING).error("received no comparison")
+            raise Answer.parse(to_json(found), self.rank.node, COMPUTING).error("received no comparison")
         return found.checked
 
     def _wanted(self) -> list[tuple[DatasetSlice | None, int, int]]:
@@ -312,12 +312,12 @@ class _Extraction:
             spec,
             Extracted,
             lambda progress: self.on_progress(node, progress),
-            doing=_DOING,
+            doing=COMPUTING,
         )
 
     def _check(self, info: DatasetInfo, num_samples: int) -> None:
         """Raise RemoteCommandError unless these can be the features of that many samples."""
-        answer = Answer.parse(to_json(info), self.rank.node, _DOING)
+        answer = Answer.parse(to_json(info), self.rank.node, COMPUTING)
         check_info(answer, may_be_empty=True)
         expected = (num_samples, self.features.shape, self.prefix.precision)
         if (info.num_samples, info.sample_shape, info.dtype) != expected:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from csdctl.documents import build_atomically, check_values, load_json, load_text, save_json, save_text
@@ -157,7 +157,7 @@ def find_built(job: Job, directory: Path) -> ModelInfo | None:
         if not have_hashes(built, _files_of(built)):
             return None
         info = from_json(ModelInfo, load_text(built / "info.json", max_bytes=MAX_JSON_BYTES))
-    except (InputError, OSError, ProtocolError):
+    except (InputError, OSError, ProtocolError, PackageNotFoundError):  # built with a Keras that is gone
         return None
     return info if info.is_built else None
 

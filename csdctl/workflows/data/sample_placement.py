@@ -36,8 +36,7 @@ def place_sample(
     name: str, job: Job, fleet: Fleet, sessions: Mapping[str, Session], project: ProjectDirectory, say: Say
 ) -> None:
     """Write sample data set `name` to the data paths of `job`; raises InputError for other data there."""
-    if name not in SAMPLES:
-        raise InputError(f"unknown sample data set {name!r}", remedy=f"available: {', '.join(SAMPLES)}")
+    check_sample(name)
     num_private = len(fleet.nodes) if job.private_path else 0
     record = {"sample": name, "seed": job.recipe.seed, "num_private_parts": num_private}
     split = _fetch(name, cache_of(name, project), max(1, num_private), bool(num_private), job, say)
@@ -50,6 +49,12 @@ def place_sample(
         f"sample {name}: {len(split.public):,} public samples on the host, "
         f"{sum(len(part) for part in split.private):,} private samples on {num_private} nodes"
     )
+
+
+def check_sample(name: str) -> None:
+    """Raise InputError unless there is a sample data set of this name."""
+    if name not in SAMPLES:
+        raise InputError(f"unknown sample data set {name!r}", remedy=f"available: {', '.join(SAMPLES)}")
 
 
 def cache_of(name: str, project: ProjectDirectory) -> Path:

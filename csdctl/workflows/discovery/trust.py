@@ -90,7 +90,9 @@ def accept_keys(keys: Iterable[ShownKey], project: ProjectDirectory) -> None:
     save_text(project.known_hosts, "".join(f"{line}\n" for line in [*_own_lines(project), *lines]))
 
 
-def forget_keys(machines: Iterable[Node], project: ProjectDirectory) -> dict[str, int]:
+def forget_keys(
+    machines: Iterable[Node], project: ProjectDirectory, *, is_dry_run: bool = False
+) -> dict[str, int]:
     """Remove the keys of `machines` from csdctl's own known_hosts; return the number of keys by name."""
     names = {build_host_name(node.address, node.port): node.name for node in machines}
     removed = dict.fromkeys(names.values(), 0)
@@ -101,7 +103,7 @@ def forget_keys(machines: Iterable[Node], project: ProjectDirectory) -> dict[str
             kept.append(line)
         else:
             removed[node] += 1
-    if any(removed.values()):
+    if any(removed.values()) and not is_dry_run:
         save_text(project.known_hosts, "".join(f"{line}\n" for line in kept))
     return removed
 

@@ -12,7 +12,6 @@ from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.forecast.basis import ForecastBasis, published_basis
 from csdctl.workflows.forecast.forecast import Forecast, forecast
 from csdctl.workflows.forecast.request import ForecastRequest
-from csdctl.workflows.forecast.tuned_basis import tuned_basis
 from csdctl.workflows.workspace.partial_failure import choose_fleet
 
 
@@ -62,4 +61,6 @@ def _job_basis(
     is_fleet_given = subject.fleet.exists() or subject.limit or subject.exclude
     fleet = choose_fleet(subject.fleet, subject.limit, subject.exclude) if is_fleet_given else None
     project = ProjectDirectory(directory)
+    from csdctl.workflows.forecast.tuned_basis import tuned_basis  # needs numpy; the paper's figures do not
+
     return tuned_basis(load_job(subject.job), project, fleet, say, num_samples, max_global_batch)

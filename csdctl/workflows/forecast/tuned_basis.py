@@ -3,6 +3,7 @@
 For the fleet as it is, the plan predicts the training: its batch sizes, and the result of its trial. Other
 numbers of nodes follow from the stored measurements, with the batch sizes that `tune` would choose for them.
 Without measurements the plan is used alone, with fixed batch sizes; without a plan, the measurements are.
+A forecast is of data-parallel training: it does not use the batch sizes of a split.
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from csdctl.fleet.ranges import show_names
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.perfmodel.published import Network
+from csdctl.reporting.numbers import format_seconds
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.tuning.plan import Plan, load_plan
+from csdctl.tuning.ways import DATA_PARALLEL, SPLIT
 from csdctl.workflows.data.prepared_record import PreparedData, load_prepared
 from csdctl.workflows.forecast.basis import ForecastBasis
 from csdctl.workflows.forecast.measured_basis import measured_basis
@@ -47,7 +50,9 @@ def tuned_basis(
     if max_global_batch is not None:
         plan, why_no_plan = None, "another limit of the global batch is requested"
     known = recall(job, project, fleet, facts, data, say) if fleet else NO_FLEET
-    notes = {}
+    notes = _describe_way(plan) if plan else {}
+    if plan and plan.way == SPLIT:
+        plan, why_no_plan = None, "its batch sizes are those of a model that is split"
     if plan and (isinstance(known, Unknown) or known.is_guessed):
         basis = plan_basis(job, plan)
         why_not = known.reason if isinstance(known, Unknown) else "only similar models were measured"
@@ -84,6 +89,16 @@ def _load_valid_plan(
     if not is_for_fleet:
         return None, f"the plan is for other nodes: {show_names(nodes)}"
     return plan, ""
+
+
+def _describe_way(plan: Plan) -> dict[str, str]:
+    """Return what the plan says of its way to train, where that is not the one of a forecast."""
+    if plan.way == DATA_PARALLEL:
+        return {}
+    of_way = [way for way in plan.ways if way.way == plan.way and (plan.way != SPLIT or way.cut == plan.cut)]
+    seconds = next((way.first_run_s for way in of_way), None)
+    took = "" if seconds is None else f", which by the plan takes {format_seconds(seconds)} in all"
+    return {"way": f"data-parallel; `csdctl train` follows the plan's way, {plan.way}{took}"}
 
 
 def _nothing_known(job: Job, why_no_plan: str, known: Unknown) -> InputError:

@@ -216,7 +216,8 @@ class _Prediction:
         self, by_machine: Mapping[str, list[Part]], files: Mapping[str, Any]
     ) -> dict[str, CsdctlError]:
         sessions = {name: self._space.sessions[name] for name in by_machine}
-        with self._observer.preparing() as on_progress:
+        labels = [part.label for own in by_machine.values() for part in own]
+        with self._observer.preparing(_DOING, labels) as on_progress:
 
             def on_machine(name: str) -> None:
                 if name in files and name != HOST_NAME:

@@ -138,6 +138,8 @@ def _examine_machines(
         fit_sessions = {name: sessions[name] for name in fit}
         for check in check_reachability(fleet, fit_sessions, conditions, deadline_s):
             examination.add(check)
+    if not fleet.nodes:
+        return  # the host trains alone
     fit = _fit(examination, conditions)
     if HOST_NAME not in fit or len(fit) == 1:
         why = "not tried: " + ("the host is red" if HOST_NAME not in fit else "no node is fit")

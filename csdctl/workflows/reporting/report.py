@@ -1,11 +1,18 @@
 """`report`: the events of a run and the lines of the ledger, added up."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from csdctl.documents import save_text
 from csdctl.reporting.differential_privacy import Privacy, count_passes, measure_privacy
+from csdctl.reporting.page import render_page, render_scaling_page
 from csdctl.reporting.privacy import Flow, add_flows
+from csdctl.reporting.results import RunResults, read_results
+from csdctl.reporting.scaling import ScalingSeries, build_scaling
 from csdctl.reporting.summary import RunSummary, summarize_run
+from csdctl.reporting.table import render_csv, render_scaling_csv
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.runs.ledger import read_ledger
 from csdctl.worker.protocol.events import Inverted
@@ -14,7 +21,44 @@ from csdctl.worker.protocol.events import Inverted
 def report(project: ProjectDirectory, run_id: str | None) -> tuple[RunDirectory, RunSummary]:
     """Add up run `run_id`, or the latest run; raises InputError when it does not exist."""
     run = project.find_run(run_id)
+    if run.power.exists():  # energy is of a time, which takes a longer look at the events
+        return run, read_results(run, []).summary
     return run, summarize_run(run)
+
+
+def results(project: ProjectDirectory, run_ids: Sequence[str]) -> list[RunResults]:
+    """Read these runs, or the latest; raises InputError when one does not exist."""
+    entries = list(read_ledger(project.ledger))
+    runs = [project.find_run(run_id) for run_id in (run_ids or (None,))]
+    return [read_results(run, add_flows(entries, run.run_id)) for run in runs]
+
+
+def write_files(
+    project: ProjectDirectory, run_ids: Sequence[str], html: Path | None, csv: Path | None
+) -> list[Path]:
+    """Write the report of the runs to the files that are asked for; returns them."""
+    found = results(project, run_ids)
+    texts = {html: render_page(found) if html else "", csv: render_csv(found) if csv else ""}
+    for path, text in texts.items():
+        if path:
+            save_text(path, text)
+    return [path for path in texts if path]
+
+
+def scaling(project: ProjectDirectory, run_ids: Sequence[str]) -> ScalingSeries:
+    """Compare runs with different numbers of nodes; raises InputError where they cannot be."""
+    return build_scaling([read_results(project.find_run(run_id), []) for run_id in run_ids])
+
+
+def write_scaling(series: ScalingSeries, html: Path | None, csv: Path | None) -> list[Path]:
+    """Write a series to the files that are asked for; returns them."""
+    texts = {html: render_scaling_page(series) if html else "", csv: ""}
+    if csv:
+        texts[csv] = render_scaling_csv(series)
+    for path, text in texts.items():
+        if path:
+            save_text(path, text)
+    return [path for path in texts if path]
 
 
 @dataclass(frozen=True)

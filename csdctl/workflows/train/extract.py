@@ -10,7 +10,7 @@ from csdctl.job.model import Job
 from csdctl.shipping.deliver import Delivery
 from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import FeatureRun, compute_features, find_features
+from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features, find_features
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.plan_choice import resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
@@ -53,7 +53,7 @@ def extract(request: ExtractRequest, observer: ExtractObserver) -> FeatureRun:
         run = space.project.new_scratch()
         spec = build_spec(run, job, plan, placed, prepared, shards, space)
         shutil.rmtree(run.path, ignore_errors=True)
-        with observer.preparing() as on_progress:
+        with observer.preparing(COMPUTING, [rank.node for rank in spec.ranks]) as on_progress:
             return compute_features(
                 spec, prepared, shards, space, request.features, observer.on_delivery, on_progress
             )

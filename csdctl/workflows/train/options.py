@@ -7,7 +7,7 @@ from csdctl.errors import InputError
 from csdctl.launch.mpi_job import Deadlines
 from csdctl.supervision.event_callbacks import Callback
 from csdctl.tuning.plan import Plan
-from csdctl.tuning.ways import SPLIT, WAYS
+from csdctl.tuning.ways import FEATURES, SPLIT, WAYS
 from csdctl.worker.protocol.features import ENGINES, PRECISIONS, FeatureOptions
 from csdctl.worker.protocol.orders import COLLECTIVE_NAMES
 from csdctl.worker.protocol.run_spec import SplitSpec
@@ -55,6 +55,7 @@ class TrainOptions:
         check_way(self.way)
         check_cut(self.way, self.cut)
         check_features(self.features)
+        self._check_way_options()
         for callback in self.callbacks:
             if not callable(callback):
                 raise InputError(
@@ -69,6 +70,20 @@ class TrainOptions:
         ):
             if not value >= least:
                 raise InputError(f"--{name} must be at least {least}, received {value:g}")
+
+    def _check_way_options(self) -> None:
+        """Raise InputError for an option of another way than the one that was asked for."""
+        default = FeatureOptions()
+        for option, value, unset, way in (
+            ("feature-precision", self.features.precision, default.precision, FEATURES),
+            ("feature-engine", self.features.engine, default.engine, FEATURES),
+            ("micro-batches", self.num_micro_batches, SplitSpec.num_micro_batches, SPLIT),
+        ):
+            if value != unset and self.way not in (AUTO, way):
+                raise InputError(
+                    f"--{option} {value} has no effect with --way {self.way}",
+                    remedy=f"leave it out, or add --way {way}",
+                )
 
 
 def choose_planned_way(way: str, cut: str, plan: Plan) -> tuple[str, str]:

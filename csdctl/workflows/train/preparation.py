@@ -1,5 +1,6 @@
 """Preparing a job inside an open workspace, with a view of the progress."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -14,8 +15,13 @@ class PreparationObserver(Protocol):
     def say(self, line: str, /) -> None:
         """Show one line."""
 
-    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
-        """Open a view of the progress; closed before anything else is shown."""
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
 
 
 def prepare_in(

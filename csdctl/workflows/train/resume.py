@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from csdctl.documents import check_values, load_json
+from csdctl.documents import check_values, load_json, save_json
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
+from csdctl.launch.machine_lock import describe_holder
 from csdctl.launch.network import check_network
 from csdctl.notify import Say
 from csdctl.placement.equation1 import steps_per_epoch
@@ -91,6 +92,7 @@ def resume(
             f"there are {prepared.public.num_samples}",
             remedy=NEW_RUN,
         )
+    save_json(run.process, describe_holder("train", space.project.root))
     shards = cut_shards(placed, prepared.public, job, space.project)
     ranks = build_rank_specs(manifest.plan, placed, prepared, shards, job)
     _check_ranks(run, spec.ranks, ranks)

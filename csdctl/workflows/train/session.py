@@ -4,22 +4,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet
 from csdctl.job.model import Job
 from csdctl.launch.tools import find_mpirun
 from csdctl.reporting.differential_privacy import check_accountant
 from csdctl.reporting.summary import RunSummary
 from csdctl.runs.directory import RunDirectory
+from csdctl.runs.manifest import Manifest
+from csdctl.tuning.plan import Plan
+from csdctl.tuning.ways import DATA_PARALLEL, FEATURES, SPLIT
+from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.data.prepared_record import load_prepared
 from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import report
-from csdctl.workflows.train.options import TrainOptions
+from csdctl.workflows.train.options import AUTO, TrainOptions, choose_planned_way
 from csdctl.workflows.train.plan_choice import resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
-from csdctl.workflows.train.resume import find_resumable, is_complete, resume
+from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.train import RunObserver, train
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
+
+_CONTINUED = "a run continues as it began"
+CONTRADICTIONS = (
+    ("plan", "batch-size", "a plan has the batch size of each rank"),
+    ("resume", "plan", _CONTINUED),
+    ("resume", "batch-size", _CONTINUED),
+    ("resume", "way", _CONTINUED),
+)
+GIVE_ONE = "give one of them"
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,18 @@ class TrainRequest:
     resume: str | None = None
     """The id of the run to resume, or 'latest'."""
     is_preflight_skipped: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise InputError for two sources of the batch sizes, or of the way, of one run."""
+        given = {
+            "resume": self.resume,
+            "plan": self.plan_path,
+            "batch-size": self.batch_size,
+            "way": "" if self.options.way == AUTO else self.options.way,
+        }
+        for first, second, why in CONTRADICTIONS:
+            if given[first] and given[second]:
+                raise InputError(f"--{first} and --{second} contradict each other: {why}", remedy=GIVE_ONE)
 
 
 @dataclass(frozen=True)
@@ -70,6 +97,43 @@ def run_training(request: TrainRequest, observer: TrainObserver) -> TrainResult:
         return _train(request, space, observer)
 
 
+@dataclass(frozen=True)
+class Rehearsal:
+    """What one `csdctl train` would do."""
+
+    plan: Plan
+    way: str
+    cut: str
+    run: RunDirectory | None = None
+    """The run that would be resumed."""
+    num_samples: int | None = None
+    """Of an epoch, as the job was last prepared; None: it would be prepared first."""
+
+
+def rehearse_training(request: TrainRequest, observer: TrainObserver) -> Rehearsal:
+    """Choose plan or run and examine the machines as `run_training` does, without preparing or training."""
+    find_mpirun()
+    with open_workspace(request.directory, request.fleet, "train") as space:
+        run = None
+        if request.resume:
+            run = find_resumable(space.project, request.resume, request.job, space.fleet, observer.say)
+            plan, (way, cut) = Manifest.model_validate(run.load_manifest()).plan, _way_of(load_spec(run))
+        else:
+            plan = resolve_plan(
+                request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
+            )
+            way, cut = choose_planned_way(request.options.way, request.options.cut, plan)
+        _examine(request, space, observer)
+        recorded = load_prepared(space.project, request.job)
+    return Rehearsal(plan, way, cut, run, recorded.num_samples if recorded else None)
+
+
+def _way_of(spec: RunSpec) -> tuple[str, str]:
+    if spec.split:
+        return SPLIT, spec.split.cut
+    return (FEATURES if spec.head else DATA_PARALLEL), ""
+
+
 def _train(request: TrainRequest, space: Workspace, observer: TrainObserver) -> TrainResult:
     plan = resolve_plan(
         request.job, space, observer.say, path=request.plan_path, batch_size=request.batch_size
@@ -89,8 +153,12 @@ def _resume(
 
 
 def _examine_and_prepare(request: TrainRequest, space: Workspace, observer: TrainObserver) -> Prepared:
+    _examine(request, space, observer)
+    return prepare_in(space, request.job, observer)
+
+
+def _examine(request: TrainRequest, space: Workspace, observer: TrainObserver) -> None:
     if not request.is_preflight_skipped:
         examination = examine_open(space.fleet, space.sessions, space.project.root, DoctorOptions())
         observer.on_preflight(examination)
         examination.check_before_training()
-    return prepare_in(space, request.job, observer)

@@ -5,12 +5,15 @@ A run succeeds when every rank that takes part has sent a completion record.
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
-from csdctl.documents import save_text
+from csdctl.documents import save_json, save_text
+from csdctl.energy.sampler import PowerSampler
 from csdctl.job.model import Job
+from csdctl.launch.machine_lock import describe_holder
 from csdctl.placement.equation1 import steps_per_epoch
 from csdctl.reporting.summary import RunSummary, summarize_run
 from csdctl.runs.directory import EventLog, RunDirectory
@@ -25,7 +28,7 @@ from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import compute_features
+from csdctl.workflows.data.features import COMPUTING, compute_features
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
 from csdctl.workflows.train.options import TrainOptions, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
@@ -41,8 +44,13 @@ class RunObserver(Protocol):
     def say(self, line: str, /) -> None:
         """Show one line."""
 
-    def preparing(self) -> AbstractContextManager[OnPrepareProgress]:
-        """Open a view of the progress of data; closed before anything else is shown."""
+    def preparing(
+        self, what: str = ..., expected: Sequence[str] = ..., /
+    ) -> AbstractContextManager[OnPrepareProgress]:
+        """Open a view of the progress of `what`, of which the names in `expected` report.
+
+        It is closed before anything else is shown but lines of text.
+        """
 
     def on_start(self, run: RunDirectory, spec: RunSpec, num_steps: int, /) -> None:
         """The run starts; an epoch has `num_steps` steps."""
@@ -73,6 +81,7 @@ def train(
     """
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
+    save_json(run.process, describe_holder("train", space.project.root))
     way, cut = choose_planned_way(options.way, options.cut, plan)
     manifest = build_manifest(job, plan, placed, prepared, space)
     run.save_manifest(manifest | describe_way(plan, way, cut))
@@ -98,7 +107,8 @@ def use_features(
     inputs: RunInputs, space: Workspace, options: FeatureOptions, observer: RunObserver
 ) -> RunInputs:
     """Return the run of the model's head, after the features of all samples have been computed."""
-    with observer.preparing() as on_progress:
+    nodes = [rank.node for rank in inputs.spec.ranks]
+    with observer.preparing(COMPUTING, nodes) as on_progress:
         run = compute_features(
             inputs.spec, inputs.prepared, inputs.shards, space, options, observer.on_delivery, on_progress
         )
@@ -125,7 +135,10 @@ def run_to_end(
     observer.on_start(run, inputs.spec, num_steps)
     log = EventLog(run)
     is_done = is_interrupted = False
-    with EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks:
+    with (
+        PowerSampler(run, space.fleet, space.sessions, observer.say),
+        EventCallbacks(options.callbacks, run.run_id, observer.say) as callbacks,
+    ):
 
         def record(event: Event) -> None:
             time_s = time.time()

@@ -15,8 +15,9 @@ from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.preflight.mpi_check import measure_sums
-from csdctl.workflows.tune.probing import OnProbes, ProbeRounds
+from csdctl.workflows.tune.probing import ProbeRounds
 from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.tune.watch import IDLE, SUMMING, TuneWatch
 from csdctl.workflows.workspace.workspace import Workspace
 
 
@@ -56,13 +57,14 @@ class FleetMeasurer:
         prepared: Prepared,
         space: Workspace,
         settings: Mapping[str, RuntimeSettings],
-        on_probes: OnProbes,
+        watch: TuneWatch,
         say: Say,
     ) -> None:
         """`settings` of every machine that trains; processes are started when they are first needed."""
         self._job, self._prepared, self._space, self._say = job, prepared, space, say
+        self._watch = watch
         self._stack = ExitStack()
-        self._rounds = ProbeRounds(job, prepared, space, _runtimes(settings), on_probes, say)
+        self._rounds = ProbeRounds(job, prepared, space, _runtimes(settings), watch, say)
         self._sums_s = 0.0
         self._trials_s = 0.0
 
@@ -91,7 +93,11 @@ class FleetMeasurer:
     def time_sums(self, sizes: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         """Time sums over (number of ranks, bytes of a rank's vector)."""
         space = self._space
+        for name in space.fleet.machines:
+            self._watch.on_machine(name, SUMMING)
         timed = measure_sums(space.fleet, space.facts, space.sessions, space.project, sizes)
+        for name in space.fleet.machines:
+            self._watch.on_machine(name, IDLE)
         self._sums_s += sum(timing.sum_s for timing in timed)
         return timed
 
@@ -123,8 +129,17 @@ class FleetMeasurer:
         # A host that does not train has a worker with fewer threads, which the trial starts.
         attach = self._rounds.prepare_trial({rank.node: rank.runtime for rank in ranks if rank.batch_size})
         self._say(f"trying the plan: {num_steps} steps of all {len(ranks)} ranks")
+        self._watch.on_trial(num_steps, {rank.node: rank.batch_size for rank in ranks})
         try:
-            result = run_trial(self._job, ranks, self._prepared, self._space, num_steps, attach)
+            result = run_trial(
+                self._job,
+                ranks,
+                self._prepared,
+                self._space,
+                num_steps,
+                attach,
+                on_event=self._watch.on_event,
+            )
         except OutOfMemoryError:
             self._rounds.end_sessions()  # the other ranks ended with the one that was killed
             raise

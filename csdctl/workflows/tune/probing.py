@@ -5,7 +5,7 @@ power limit) then shows in the measurement.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,6 +25,7 @@ from csdctl.worker.protocol.probe import READY, AttachRequest, ProbeRequest, Pro
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.tune.options import PROBE_DEADLINE_S
+from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TOO_LARGE, TuneWatch
 from csdctl.workflows.workspace.workspace import Workspace
 
 START_DEADLINE_S = 300.0
@@ -34,8 +35,6 @@ MAX_PRINTED_LINES = 100_000
 MAX_MEMORY_BYTES = 1 << 50
 BUSY_STEP_S = 0.5
 """About the time of a step of machines that only keep busy: a round ends when the last of them is done."""
-
-OnProbes = Callable[[Mapping[str, ProbeResult | None]], None]
 
 
 def build_probe_command(name: str, job: Job, fleet: Fleet, prepared: Prepared, runtime: Runtime) -> list[str]:
@@ -67,11 +66,11 @@ class ProbeRounds:
         prepared: Prepared,
         space: Workspace,
         runtimes: Mapping[str, Runtime],
-        on_probes: OnProbes,
+        watch: TuneWatch,
         say: Say,
     ) -> None:
         self._job, self._prepared, self._space = job, prepared, space
-        self._on_probes = on_probes
+        self._watch = watch
         self._say = say
         self._stack = ExitStack()
         self.probers = {name: self._prober(name, runtime) for name, runtime in runtimes.items()}
@@ -148,7 +147,7 @@ class ProbeRounds:
         started = time.monotonic()
         is_over = Event()
         measuring = {
-            self._pool.submit(self.probers[name].measure, request): name for name, request in requests.items()
+            self._pool.submit(self._measure, name, request): name for name, request in requests.items()
         }
         busy: list[Future[None]] = []
         results: dict[str, ProbeResult | None] = {}
@@ -173,8 +172,17 @@ class ProbeRounds:
         self.measuring_s += time.monotonic() - started
         results = {name: results[name] for name in requests}
         self.num_probes += len(results)
-        self._on_probes(results)
+        self._watch.on_probes(results)
         return results
+
+    def _measure(self, name: str, request: ProbeRequest) -> ProbeResult | None:
+        self._watch.on_machine(name, MEASURING, request.batch_size)
+        result = self.probers[name].measure(request)
+        if result:
+            self._watch.on_machine(name, MEASURED, request.batch_size, result.samples_per_s)
+        else:
+            self._watch.on_machine(name, TOO_LARGE, request.batch_size)
+        return result
 
     def _keep_busy(self, name: str, is_over: Event) -> None:
         while not is_over.is_set():
@@ -194,8 +202,13 @@ class ProbeRounds:
             return
         self._say(f"starting TensorFlow on {len(waiting)} machine" + ("s" if len(waiting) > 1 else ""))
         started = time.monotonic()
-        list(self._pool.map(Prober.start, waiting))
+        list(self._pool.map(self._start_one, waiting))
         self.start_s = max(self.start_s, time.monotonic() - started)
+
+    def _start_one(self, prober: "Prober") -> None:
+        self._watch.on_machine(prober.name, LOADING)
+        prober.start()
+        self._watch.on_machine(prober.name, IDLE)
 
 
 def _short_steps(request: ProbeRequest, result: ProbeResult) -> ProbeRequest:

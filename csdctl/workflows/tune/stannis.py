@@ -12,19 +12,20 @@ from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.plan_choice import default_runtime
 from csdctl.workflows.tune.options import STANNIS, TuneOptions
-from csdctl.workflows.tune.probing import OnProbes, ProbeRounds
+from csdctl.workflows.tune.probing import ProbeRounds
+from csdctl.workflows.tune.watch import TuneWatch
 from csdctl.workflows.workspace.workspace import Workspace
 
 CONFIRM_DURATION_S = 3.0
 
 
 def tune_by_algorithm_1(
-    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
+    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, watch: TuneWatch
 ) -> Plan:
     """Return the plan of Algorithm 1; raises TuningError, NodeError, and what probes raise."""
     machines = space.fleet.machines
     runtimes = {name: default_runtime(name, space.fleet, space.facts) for name in machines}
-    with ProbeRounds(job, prepared, space, runtimes, on_probes, say) as rounds:
+    with ProbeRounds(job, prepared, space, runtimes, watch, say) as rounds:
 
         def step_times(sizes: Mapping[str, int], duration_s: float) -> dict[str, float | None]:
             requests = {name: ProbeRequest(size, min_duration_s=duration_s) for name, size in sizes.items()}

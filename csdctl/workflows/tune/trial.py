@@ -1,24 +1,28 @@
 """A trial: the ranks of a plan take a few steps together, as in training, with random samples.
 
 The speed of single machines does not predict the fleet: ranks wait for the slowest of many noisy steps, and
-for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data, in
-particular no private data, sends none, and keeps no output.
+for the sum. A trial uses the links, the collective and the processes of a training run. It reads no data but
+public samples on the host, by which the trial of a split measures what activations reveal; it sends none, and
+keeps no output.
 """
 
 import dataclasses
 import shutil
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from csdctl.errors import RunError
 from csdctl.job.model import Job
 from csdctl.placement.equation1 import RankLoad, place_shards
+from csdctl.runs.directory import RunDirectory
 from csdctl.supervision.rank_process import AttachRank
 from csdctl.tuning.observations import TrialResult
 from csdctl.tuning.plan import RankPlan
-from csdctl.worker.protocol.events import EpochEnd, Event, Joined, Progress
+from csdctl.worker.protocol.events import EpochEnd, Event, Finished, Inverted, Joined, Progress
 from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, SplitSpec
 from csdctl.worker.protocol.tasks import ELEMENT_SPEC, SPLIT_TRIAL, TRIAL, TaskSpec
+from csdctl.workflows.data.deploy import whole
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import TrainOptions
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
@@ -38,6 +42,7 @@ def run_trial(
     num_steps: int,
     attach: Mapping[str, AttachRank] | None = None,
     split: SplitSpec | None = None,
+    on_event: Callable[[Event], None] = lambda event: None,
 ) -> TrialResult:
     """Take `num_steps` steps; machines in `attach` use a process that is already running.
 
@@ -45,8 +50,39 @@ def run_trial(
 
     Raises what `train` raises, and KeyboardInterrupt when it is stopped.
     """
+    started = time.monotonic()
     run = space.project.new_scratch()
-    spec = RunSpec(
+    spec = _build_spec(run, job, ranks, prepared, space, num_steps, split)
+    events: list[Event] = []
+
+    def take(event: Event) -> None:
+        events.append(event)
+        on_event(event)
+
+    options = TrainOptions(min_nodes=len(ranks) - 1)
+    try:
+        inputs = RunInputs(run, spec, prepared, shards={})
+        is_stopped = run_ranks(inputs, space, options, lambda *_: None, take, attach)
+    finally:
+        Path(spec.step_file).unlink(missing_ok=True)
+    shutil.rmtree(run.path, ignore_errors=True)
+    if is_stopped:
+        raise KeyboardInterrupt
+    result = read_trial(events, [rank.node for rank in ranks])
+    steps_s = result.step_s * num_steps
+    return dataclasses.replace(result, fixed_s=max(0.0, time.monotonic() - started - steps_s))
+
+
+def _build_spec(
+    run: RunDirectory,
+    job: Job,
+    ranks: Sequence[RankPlan],
+    prepared: Prepared,
+    space: Workspace,
+    num_steps: int,
+    split: SplitSpec | None,
+) -> RunSpec:
+    return RunSpec(
         run_id=run.run_id,
         architecture=prepared.model.architecture.path,
         weights=prepared.model.weights.path,
@@ -61,7 +97,7 @@ def run_trial(
         ),
         code=prepared.model.user_code,
         ranks=_rank_specs(job, ranks, prepared, num_steps),
-        public=None,
+        public=whole(prepared.public) if split else None,
         validation=None,
         output_directory=str(run.path.relative_to(space.project.root)),
         # As in a training run, rank 0 saves the state of every step, which takes time.
@@ -76,17 +112,6 @@ def run_trial(
         ),
         split=split,
     )
-    events: list[Event] = []
-    options = TrainOptions(min_nodes=len(ranks) - 1)
-    try:
-        inputs = RunInputs(run, spec, prepared, shards={})
-        is_stopped = run_ranks(inputs, space, options, lambda *_: None, events.append, attach)
-    finally:
-        Path(spec.step_file).unlink(missing_ok=True)
-    shutil.rmtree(run.path, ignore_errors=True)
-    if is_stopped:
-        raise KeyboardInterrupt
-    return read_trial(events, [rank.node for rank in ranks])
 
 
 def _rank_specs(
@@ -120,16 +145,17 @@ def _rank_specs(
 def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
     """Sum up the events of the ranks on `nodes`; raises RunError unless all took all steps undisturbed."""
     joined = [event for event in events if isinstance(event, Joined) and event.rank == 0]
-    whole = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    ended = {event.rank: event for event in events if isinstance(event, EpochEnd)}
+    memory = {event.rank: event.peak_memory_bytes for event in events if isinstance(event, Finished)}
     first: dict[int, Progress] = {}
     for event in events:
         if isinstance(event, Progress):
             first.setdefault(event.rank, event)
-    missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, whole, first)]
+    missing = [node for rank, node in enumerate(nodes) if not _has_taken_part(rank, ended, first)]
     if missing or len({event.generation for event in joined}) > 1:
         what = f"ended before {', '.join(missing)} had done all steps" if missing else "lost its links"
         raise RunError(f"the trial {what}", remedy="check the machines with `csdctl doctor`, then tune again")
-    counted = [_skip(whole[rank], first.get(rank)) for rank in range(len(nodes))]
+    counted = [_skip(ended[rank], first.get(rank)) for rank in range(len(nodes))]
     host = counted[0]
     wall_s = host.compute_s + host.wait_s
     return TrialResult(
@@ -137,9 +163,11 @@ def read_trial(events: Sequence[Event], nodes: Sequence[str]) -> TrialResult:
         step_s=wall_s / host.steps,
         samples_per_s=host.stepped_samples / wall_s,
         compute_s=tuple(epoch.compute_s / epoch.steps for epoch in counted),
-        wall_s=whole[0].wall_s,
+        wall_s=ended[0].wall_s,
         collective=joined[-1].collective,
         sum_s=joined[-1].sum_s,
+        peak_memory_bytes=tuple(memory.values()) if len(memory) == len(nodes) else (),
+        inverted=next((event for event in events if isinstance(event, Inverted)), None),
     )
 
 

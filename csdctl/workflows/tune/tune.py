@@ -1,6 +1,7 @@
 """`tune`: measure on the machines and save a plan, by Algorithm 1 or by the fit method."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,6 @@ from csdctl.tuning.measurements import describe_model
 from csdctl.tuning.plan import Plan, save_plan
 from csdctl.tuning.plan_choice import confirmed_prediction, measured_ranks, predict_gain
 from csdctl.tuning.search import Limits
-from csdctl.worker.protocol.probe import ProbeResult
 from csdctl.workflows.data.deploy import common_files, deploy_files
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.plan_validation import build_fingerprint
@@ -26,8 +26,8 @@ from csdctl.workflows.tune.fit_tuning import FitTuner
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements, hash_recipe
 from csdctl.workflows.tune.measurer import FleetMeasurer
 from csdctl.workflows.tune.options import FIT, STANNIS, TuneOptions
-from csdctl.workflows.tune.probing import OnProbes
 from csdctl.workflows.tune.stannis import tune_by_algorithm_1
+from csdctl.workflows.tune.watch import TuneWatch
 from csdctl.workflows.tune.ways import WayChooser, WayRequest, check_possible
 from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
@@ -35,8 +35,8 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 class TuneObserver(PreparationObserver, Protocol):
     """Shows one `csdctl tune`."""
 
-    def on_probes(self, results: Mapping[str, ProbeResult | None], /) -> None:
-        """Show the results of one round of probes, by machine."""
+    def measuring(self, machines: Sequence[str], /) -> AbstractContextManager[TuneWatch]:
+        """Open a view of what the machines do; lines of text may be shown meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,22 @@ def tune_job(
         prepared = prepare_in(space, job, observer)
         files = {node.name: common_files(prepared) for node in space.fleet.nodes}
         deploy_files(files, space.fleet, space.sessions, lambda *_: None)
-        plan = tune(job, prepared, space, options, observer.say, observer.on_probes)
+        with observer.measuring(space.fleet.machines) as watch:
+            plan = tune(job, prepared, space, options, observer.say, watch)
         path = space.project.plan(job.name)
         save_plan(path, plan)
     return SavedPlan(plan, path)
 
 
 def tune(
-    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
+    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, watch: TuneWatch
 ) -> Plan:
     """Return a plan for `job`; raises InputError, DeadlineError, NodeError, and what a trial raises."""
     if not options.is_host_training and (options.method == STANNIS or not space.fleet.nodes):
         raise InputError("--no-host needs at least one node, and --method fit")
     check_possible(WayRequest(options.way, options.cut), job, prepared)
     tune_by_method = tune_by_algorithm_1 if options.method == STANNIS else tune_by_fit
-    return complete_plan(tune_by_method(job, prepared, space, options, say, on_probes), job, space.facts)
+    return complete_plan(tune_by_method(job, prepared, space, options, say, watch), job, space.facts)
 
 
 def complete_plan(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> Plan:
@@ -88,7 +89,7 @@ def complete_plan(plan: Plan, job: Job, facts: Mapping[str, Facts]) -> Plan:
 
 
 def tune_by_fit(
-    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, on_probes: OnProbes
+    job: Job, prepared: Prepared, space: Workspace, options: TuneOptions, say: Say, watch: TuneWatch
 ) -> Plan:
     """Return the plan with the highest throughput within `options.limits`.
 
@@ -108,7 +109,7 @@ def tune_by_fit(
         model = measurements.recall_fleet(required=list(prepared.private))
         model = replace(model, max_host_share=_public_share(prepared))
         settings = {name: model.class_of(name).settings for name in model.machines}
-        with FleetMeasurer(job, prepared, space, settings, on_probes, say) as measurer:
+        with FleetMeasurer(job, prepared, space, settings, watch, say) as measurer:
             tuner = FitTuner(
                 measurer, measurements, limits, say, options.is_exploring, options.probe_duration_s
             )
@@ -128,7 +129,9 @@ def tune_by_fit(
     )
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
-    chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, measurer.start_s, say)
+    start_s = space.opening_s + measurer.start_s + tuned.tried.result.fixed_s
+    times = start_s, measurer.start_s
+    chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
     return chooser.choose(WayRequest(options.way, options.cut))
 
 

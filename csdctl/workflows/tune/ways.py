@@ -9,6 +9,7 @@ from csdctl.fleet.model import HOST_NAME
 from csdctl.job.model import Job
 from csdctl.notify import Say
 from csdctl.reporting.numbers import format_seconds
+from csdctl.reporting.privacy import describe_inversion
 from csdctl.shipping.worker_calls import watch_worker
 from csdctl.tuning.fleet_model import FleetModel
 from csdctl.tuning.model_parts import (
@@ -45,6 +46,7 @@ from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.split import check_job, find_cut
 from csdctl.workflows.tune.trial import run_trial
+from csdctl.workflows.tune.watch import TuneWatch
 from csdctl.workflows.workspace.workspace import Workspace
 
 MAX_CUTS = 5
@@ -84,8 +86,11 @@ class WayChooser:
     model: FleetModel
     limits: Limits
     start_s: float
-    """Until TensorFlow has started on all machines."""
+    """What a training takes besides its epochs."""
+    process_s: float
+    """Of these, until TensorFlow has started on all machines."""
     say: Say
+    watch: TuneWatch
 
     def choose(self, request: WayRequest) -> Plan:
         """Return the plan with the way to train that takes the least time.
@@ -182,6 +187,7 @@ class WayChooser:
             # A sum moves each rank's vector to the host and the result back.
             (cost.per_byte_s + cost.per_rank_byte_s * others) / (2 * others),
             self.start_s,
+            self.process_s,
             tuple(self.prepared.private),
         )
 
@@ -198,7 +204,7 @@ class WayChooser:
         assert predicted is not None
         compute_s = {rank.node: rank.step_time_s or 0.0 for rank in self.plan.ranks}
         communication_s = predicted.step_s * predicted.communication_share
-        return forecast_data_parallel(
+        found = forecast_data_parallel(
             {rank.node: rank.batch_size for rank in self.plan.ranks},
             compute_s,
             communication_s,
@@ -207,6 +213,7 @@ class WayChooser:
             vector_bytes=self.model.vector_bytes,
             evaluation_share=evaluation_share,
         )
+        return replace(found, node_memory_bytes=_node_memory(self.plan.ranks))
 
     def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> WayForecast | None:
         return forecast_split(
@@ -308,6 +315,7 @@ class WayChooser:
         expected_s = split_step_s(chosen.batch_sizes, shares, self._machines)
         num_steps = min(MAX_STEPS, max(MIN_STEPS, round(TRIAL_S / expected_s)))
         self.say(f"trying the split behind {chosen.cut}: {num_steps} steps of all {len(plan.ranks)} ranks")
+        self.watch.on_trial(num_steps, chosen.batch_sizes)
         try:
             result = run_trial(
                 self.job,
@@ -316,6 +324,7 @@ class WayChooser:
                 self.space,
                 num_steps,
                 split=SplitSpec(chosen.cut),
+                on_event=self.watch.on_event,
             )
         except CsdctlError as error:
             if request.way == SPLIT:
@@ -328,8 +337,15 @@ class WayChooser:
             f"a step takes {format_seconds(result.step_s)}, forecast {format_seconds(expected_s)}: "
             f"{result.samples_per_s:.1f} samples/s"
         )
-        tried = confirm(chosen, ratio, self._machines, self._work)
-        others = [confirm_cut(one, ratio, self._machines, self._work) for one in found if one is not chosen]
+        # The trial started TensorFlow itself.
+        machines = replace(self._machines, start_s=self.space.opening_s + result.fixed_s)
+        memory = result.peak_memory_bytes[1:]
+        tried = replace(
+            confirm(chosen, ratio, machines, self._work),
+            node_memory_bytes=max(memory, default=None),
+            inversion=describe_inversion(result.inverted),
+        )
+        others = [confirm_cut(one, ratio, machines, self._work) for one in found if one is not chosen]
         listed = sorted([*others, tried], key=lambda one: one.way != DATA_PARALLEL)
         rest = [one for one in listed if one.way != SPLIT]
         final = tried if request.way == SPLIT else choose_way([*rest, tried])
@@ -348,11 +364,19 @@ class WayChooser:
                 next_run_s=round(one.next_run_s, 3),
                 sample_bytes=round(one.sample_bytes, 1),
                 is_confirmed=one.is_confirmed,
+                node_memory_bytes=one.node_memory_bytes,
+                inversion=one.inversion,
             )
             for one in found
         ]
         ways += [WayPlan(way=way, why_not=why) for way, why in impossible.items()]
         return plan.model_copy(update={"ways": ways})
+
+
+def _node_memory(ranks: Sequence[RankPlan]) -> int | None:
+    """Return the largest peak memory of a node that was measured."""
+    known = (rank.peak_memory_bytes for rank in ranks if rank.node != HOST_NAME)
+    return max((peak for peak in known if peak), default=None)
 
 
 def _predicted(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:

@@ -8,7 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from csdctl.documents import load_json, save_json
-from csdctl.errors import CsdctlError, ExitCode, InputError, NoNodeReachableError, PartialError
+from csdctl.errors import (
+    CsdctlError,
+    DeadlineError,
+    ExitCode,
+    InputError,
+    NoNodeReachableError,
+    PartialError,
+)
 from csdctl.fleet.model import HOST_NAME, Fleet
 from csdctl.fleet.reading import load_fleet
 from csdctl.fleet.select import select_nodes
@@ -22,12 +29,17 @@ def choose_fleet(
     limit: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     failed_from: Path | None = None,
+    *,
+    may_be_empty: bool = False,
 ) -> Fleet:
-    """Return the fleet of file `path`, with the nodes that the options select; raises InputError."""
+    """Return the fleet of file `path`, with the nodes that the options select; raises InputError.
+
+    `may_be_empty`: --exclude may leave the host alone.
+    """
     fleet = load_fleet(path)
     if failed_from:
         fleet = select_nodes(fleet, [load_failed(failed_from)])
-    return select_nodes(fleet, limit or (), exclude or ())
+    return select_nodes(fleet, limit or (), exclude or (), may_be_empty=may_be_empty)
 
 
 def load_failed(path: Path) -> str:
@@ -51,12 +63,17 @@ def failed_document(failed: Mapping[str, CsdctlError]) -> dict[str, dict[str, st
 
 
 def conclude(
-    project: ProjectDirectory, command: str, machines: Sequence[str], failed: Mapping[str, CsdctlError]
+    project: ProjectDirectory,
+    command: str,
+    machines: Sequence[str],
+    failed: Mapping[str, CsdctlError],
+    arguments: str = "",
 ) -> None:
     """End a command that ran on `machines`: save the failed ones, and raise one error for them.
 
     Raises NoNodeReachableError when no node could be reached, PartialError when some machines succeeded,
-    CsdctlError when none did.
+    DeadlineError when none ended in time, CsdctlError when none succeeded. `arguments` are those that a retry
+    needs too.
     """
     if not failed:
         project.failed.unlink(missing_ok=True)
@@ -65,9 +82,13 @@ def conclude(
     nodes = [name for name in machines if name != HOST_NAME]
     errors = list(failed.values())
     where = project.failed.relative_to(project.root)
-    remedy = f"repair them as shown above, then retry only them: csdctl {command} --failed-from {where}"
+    remedy = (
+        f"repair them as shown above, then retry only them: csdctl {command} --failed-from {where}{arguments}"
+    )
     if set(nodes) <= set(failed) and all(error.exit_code == ExitCode.UNREACHABLE for error in errors):
         raise NoNodeReachableError(f"none of {len(nodes)} nodes could be reached", remedy=remedy)
-    error_type = PartialError if len(failed) < len(machines) else CsdctlError
+    error_type: type[CsdctlError] = PartialError if len(failed) < len(machines) else CsdctlError
+    if error_type is CsdctlError and all(isinstance(error, DeadlineError) for error in errors):
+        error_type = DeadlineError
     names = ", ".join(failed)
     raise error_type(f"{command} failed on {len(failed)} of {len(machines)} machines: {names}", remedy=remedy)

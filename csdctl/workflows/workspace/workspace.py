@@ -4,6 +4,7 @@ A node that is down is an error that names it; --exclude leaves the node out.
 """
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,8 @@ class Workspace:
     sessions: dict[str, Session]
     ledger: Ledger
     """Records what the command sends besides its sessions; saved when the workspace closes."""
+    opening_s: float = 0.0
+    """Seconds until all of this was ready."""
 
 
 @contextlib.contextmanager
@@ -51,6 +54,7 @@ def open_workspace(
     raises MachineLockedError where another csdctl is running. With `on_absent`, which gets the errors of
     nodes that cannot be reached, the workspace has the others alone.
     """
+    started = time.monotonic()
     project = ProjectDirectory(directory)
     known_hosts = fleet_known_hosts_paths(fleet, directory)
     ledger = Ledger(project.ledger, command)
@@ -74,7 +78,7 @@ def open_workspace(
                 pythons = {name: fleet.python_of(name) for name in sessions}
                 _end_leftovers(sessions, pythons, say)
                 stack.enter_context(lock_machines(sessions, pythons, doing=command, directory=directory))
-            yield Workspace(project, fleet, facts, sessions, ledger)
+            yield Workspace(project, fleet, facts, sessions, ledger, time.monotonic() - started)
 
 
 def _end_leftovers(sessions: Mapping[str, Session], pythons: Mapping[str, str], say: Say) -> None:

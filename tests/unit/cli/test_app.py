@@ -1,5 +1,6 @@
 """The command line as a program: exit codes, messages, and what a command loads."""
 
+import json
 import subprocess
 import sys
 from io import StringIO
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from csdctl.cli.app import COMMANDS, run_command
+from csdctl.cli.global_options import take_global_options
 from csdctl.cli.streams import Streams
 from csdctl.errors import ExitCode
 
@@ -51,6 +53,59 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 def test_verbosity_is_accepted_anywhere(word: str) -> None:
     assert run(word, "discover", "--help")[0] == ExitCode.DONE
     assert run("discover", "--help", word)[0] == ExitCode.DONE
+
+
+class TestJsonErrors:
+    def test_error_is_a_document_on_stdout(self) -> None:
+        stdout, stderr = StringIO(), StringIO()
+        code = run_command(["report", "nonsense", "--json"], Streams(stdout, stderr))
+        document = json.loads(stdout.getvalue())
+        assert code == document["exit_code"] == ExitCode.BAD_INPUT
+        assert document["schema"] == "csdctl.error/1"
+        assert "no run 'nonsense'" in document["message"]
+        assert document["message"] in stderr.getvalue()
+
+    def test_unknown_option_is_a_document_too(self) -> None:
+        stdout = StringIO()
+        run_command(["train", "--json", "--no-such-option"], Streams(stdout, StringIO()))
+        assert "--no-such-option" in json.loads(stdout.getvalue())["message"]
+
+    def test_without_json_nothing_is_written(self) -> None:
+        stdout = StringIO()
+        run_command(["report", "nonsense"], Streams(stdout, StringIO()))
+        assert stdout.getvalue() == ""
+
+
+class TestGlobalOptions:
+    @pytest.mark.parametrize("arguments", [["-h"], ["train", "-h"], ["runs", "list", "-h"], ["-V"]])
+    def test_short_forms(self, arguments: list[str]) -> None:
+        assert run(*arguments)[0] == ExitCode.DONE
+
+    def test_quiet_and_verbose_contradict(self) -> None:
+        code, shown = run("report", "-q", "-v")
+        assert (code, "contradict" in shown) == (ExitCode.BAD_INPUT, True)
+
+    def test_unknown_color_is_refused(self) -> None:
+        code, shown = run("report", "--color", "red")
+        assert (code, "expected auto, always, never" in shown) == (ExitCode.BAD_INPUT, True)
+
+    def test_what_follows_two_dashes_belongs_to_another_program(self) -> None:
+        given = ["exec", "-v", "--", "ls", "-v", "--color", "never"]
+        assert take_global_options(given) == ["exec", "--", "ls", "-v", "--color", "never"]
+
+    @pytest.mark.parametrize(("choice", "is_colored"), [("always", True), ("never", False)])
+    def test_color_is_set_for_every_console(self, tmp_path: Path, choice: str, is_colored: bool) -> None:
+        command = [sys.executable, "-m", "csdctl", "report", "nonsense", f"--color={choice}"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert ("\x1b[" in done.stderr) == is_colored
+
+    def test_quiet_prints_results_alone(self, tmp_path: Path) -> None:
+        command = [sys.executable, "-m", "csdctl", "runs", "list"]
+        said = [
+            subprocess.run([*command, *more], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+            for more in ([], ["-q"])
+        ]
+        assert ("no runs yet" in said[0], said[1]) == (True, "")
 
 
 def loaded_by_help(*commands: str) -> set[str]:

@@ -62,6 +62,8 @@ SUMMARY = RunSummary(
     accuracy=0.75,
     validation_loss=1.5,
     validation_accuracy=0.7125,
+    metrics={"auc": 0.9375},
+    validation_metrics={"auc": 0.875},
     identical_weights=True,
     failures=(),
     lost_nodes=(),
@@ -102,6 +104,11 @@ class TestReport:
         assert "82%" in text
         assert "0.7125" in text
         assert "1.2346" in text
+
+    def test_metrics_other_than_the_accuracy_are_shown_by_name(self) -> None:
+        text = report(replace(SUMMARY, accuracy=None, validation_accuracy=None))
+        assert "accuracy" not in text
+        assert "auc         0.8750 validation, 0.9375 training" in text
 
     def test_unknown_efficiency_is_reported_as_unknown(self) -> None:
         text = report(replace(SUMMARY, efficiency=None, alone_samples_per_s=None, method="equal"))
@@ -218,7 +225,8 @@ class TestViewOnATerminal:
 
     def test_epoch_too_short_for_progress_is_shown_by_its_end(self) -> None:
         table = self.shown(*READY, EPOCH_END).rpartition("emulated fleet")[2]
-        assert "epoch 1/2  step 10/10  loss 1.5000" in table
+        assert "epoch 1/2  step 10/10  " in table
+        assert "loss 1.5000" in table
         assert "first step" not in table
 
 
@@ -294,7 +302,8 @@ class TestTuning:
         )
         to, file = console()
         render_plan(to, plan, "plan.yaml")
-        assert row(file.getvalue(), "data-parallel")[1:] == ["8:40", "8:40", "48.9", "s", "–", "tried"]
+        assert row(file.getvalue(), "data-parallel")[1:] == ["8:40", "8:40", "48.9", "s", "–"]
+        assert "tried: data-parallel; forecast: the others" in file.getvalue()
         assert row(file.getvalue(), "block_4")[:3] == ["split", "block_4", "5:01"]
         assert "way: split behind block_4; a node sends activations and labels" in file.getvalue()
         assert "not compared: features" in file.getvalue()

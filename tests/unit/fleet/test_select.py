@@ -88,3 +88,7 @@ def test_range_of_too_many_names_is_refused_at_once(pattern: str) -> None:
 def test_other_fields_of_the_fleet_are_unchanged() -> None:
     selected = select_nodes(Fleet(FLEET.nodes, network="10.1.1.0/24", emulated=True), ["csd0"])
     assert (selected.network, selected.emulated, len(selected.nodes)) == ("10.1.1.0/24", True, 1)
+
+
+def test_host_alone_is_left_where_that_is_enough() -> None:
+    assert select_nodes(FLEET, exclude=["*"], may_be_empty=True).nodes == ()

@@ -52,6 +52,15 @@ def test_unknown_rank_or_daemon_number_names_no_node(number: int) -> None:
     assert find_cause([f"Remote daemon: [prterun-x@0,{number}] on node y"], [], NODES).node == ""
 
 
+def test_daemon_that_never_connected_is_named_by_its_node() -> None:
+    printed = ["A daemon failed to report back after being spawned. This could", "  Local host:    vm"]
+    printed += ["  Remote host:   rank2-csd1", "  Daemon exit status: 213"]
+    cause = find_cause(printed, [], NODES)
+    assert cause.node == "csd1"
+    assert "did not connect to mpirun and exited with 213" in cause.message
+    assert find_cause([line.replace("csd1", "other") for line in printed], [], NODES).node == ""
+
+
 def test_unknown_output_is_shown_as_it_is() -> None:
     printed = ["-" * 70, "", "bind: Cannot assign requested address", "more"]
     assert find_cause(printed, [], NODES).message == "bind: Cannot assign requested address"

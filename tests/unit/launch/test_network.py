@@ -4,7 +4,7 @@ import pytest
 
 from csdctl.errors import InputError
 from csdctl.fleet.network import parse_local_addresses
-from csdctl.launch.network import check_network
+from csdctl.launch.network import check_addresses, check_network
 
 # From /proc/net/fib_trie of a machine with two addresses on one interface.
 FIB_TRIE = """\
@@ -44,3 +44,10 @@ def test_loopback_network_is_accepted() -> None:
 def test_network_without_an_address_of_this_host_is_rejected_with_its_addresses() -> None:
     with pytest.raises(InputError, match=r"203\.0\.113\.0/24: this host has no address in it.*127\.0\.0\.1"):
         check_network("203.0.113.0/24")
+
+
+def test_host_with_nothing_but_a_loopback_is_rejected_with_a_command_that_helps() -> None:
+    with pytest.raises(InputError, match="daemons need an interface besides the loopback") as caught:
+        check_addresses("127.0.0.0/8", ["127.0.0.1"])
+    assert "ip link add" in caught.value.remedy
+    check_addresses("127.0.0.0/8", ["127.0.0.1", "192.0.2.1"])

@@ -68,9 +68,10 @@ class TestFindingRuns:
         for run_id in ("20260102-000000", "20260102-000001", "20260103-000000"):
             (project.runs / run_id).mkdir(parents=True)
         assert project.find_run("20260103").run_id == "20260103-000000"
-        for ambiguous in ("20260102", ""):
-            with pytest.raises(InputError, match="no run"):
-                project.find_run(ambiguous)
+        with pytest.raises(InputError, match="2 runs begin with '20260102'"):
+            project.find_run("20260102")
+        with pytest.raises(InputError, match="no run"):
+            project.find_run("")
 
     @pytest.mark.parametrize("run_id", ["20260101-000000-aaaa", "..", "../plans", "."])
     def test_unknown_run_is_rejected_with_the_known_runs(

@@ -3,7 +3,10 @@ import re
 import subprocess
 import sys
 import zipfile
+from importlib.util import MAGIC_NUMBER
 from pathlib import Path
+
+import pytest
 
 from csdctl.shipping.worker_zip import pack_worker
 
@@ -23,7 +26,8 @@ def test_same_source_gives_the_same_bytes_in_another_process() -> None:
 
 def test_zip_contains_only_the_worker_and_the_version() -> None:
     expected = {"__main__.py", "csdctl/__init__.py"}
-    expected |= {str(path.relative_to(ROOT.parent)) for path in (ROOT / "worker").rglob("*.py")}
+    sources = {str(path.relative_to(ROOT.parent)) for path in (ROOT / "worker").rglob("*.py")}
+    expected |= sources | {f"{source}c" for source in sources}
     assert set(names()) == expected
     assert names() == sorted(names())
 
@@ -47,3 +51,25 @@ def test_zip_runs_without_an_installed_csdctl(tmp_path: Path) -> None:
     assert (helped.returncode, helped.stderr) == (0, "")
     assert re.search(r"build.*prepare.*probe.*rank", helped.stdout)
     assert run("unheard").returncode == 2
+
+
+PRINT_FILE = (
+    "import sys; sys.path.insert(0, 'worker.pyz'); "
+    "from csdctl.worker.protocol import bounds; print(bounds.__file__)"
+)
+
+
+@pytest.mark.parametrize(("magic", "suffix"), [(MAGIC_NUMBER, ".pyc"), (b"\0\0\r\n", ".py")])
+def test_only_another_version_of_python_compiles_the_sources(
+    tmp_path: Path, magic: bytes, suffix: str
+) -> None:
+    with (
+        zipfile.ZipFile(io.BytesIO(pack_worker())) as packed,
+        zipfile.ZipFile(tmp_path / "worker.pyz", "w") as changed,
+    ):
+        for name in packed.namelist():
+            content = packed.read(name)
+            changed.writestr(name, magic + content[len(magic) :] if name.endswith(".pyc") else content)
+    command = [sys.executable, "-I", "-S", "-c", PRINT_FILE]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith(f"bounds{suffix}")

@@ -1,3 +1,4 @@
+import contextlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -6,7 +7,11 @@ import pytest
 
 from csdctl.errors import CsdctlError, HostKeyError, NodeError, UnreachableError
 from csdctl.fleet.model import Fleet, Node
-from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all
+from csdctl.transport.local import LocalSession
+from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all, run_on_nodes
+from csdctl.transport.ssh import connect
+from tests.unit.transport.test_session_contract import is_alive
+from tests.waiting import eventually
 
 
 def test_outcomes_keep_the_order_of_the_items() -> None:
@@ -119,3 +124,59 @@ def test_known_hosts_of_project_fleet_and_emulated_fleet_are_used(tmp_path: Path
     assert paths[0] == tmp_path / "project" / ".csdctl" / "known_hosts"
     assert tmp_path / "other" / ".csdctl" / "known_hosts" in paths
     assert paths[-1] == Path.home() / ".ssh" / "known_hosts"
+
+
+def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
+    server: Any, gate: Any, tmp_path: Path
+) -> None:
+    jump = gate.node(name="gate")
+    fleet = Fleet((server.node(), server.node(name="far", jump=jump)), path=tmp_path / "fleet.yaml")
+    started = [threading.Event(), threading.Event()]
+
+    def work(session: Any) -> None:
+        if session.name == "host":
+            assert all(event.wait(20) for event in started)
+            return
+        pid = server.home / f"{session.name}.pid"
+        conversation = session.converse(["sh", "-c", f"echo $$ >{pid}; echo started; exec sleep 600"])
+        conversation.read_line(deadline_s=20)
+        started[session.name == "far"].set()
+        conversation.wait(deadline_s=60)
+
+    def interrupt(outcome: Outcome[None]) -> None:
+        raise KeyboardInterrupt
+
+    with contextlib.closing(LocalSession("host", tmp_path)) as host, pytest.raises(KeyboardInterrupt):
+        run_on_nodes(
+            fleet,
+            work,
+            directory=tmp_path,
+            known_hosts=[server.known_hosts, gate.known_hosts],
+            on_done=interrupt,
+            host=host,
+        )
+    pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
+    assert eventually(lambda: not any(is_alive(pid) for pid in pids), 10)
+
+
+def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
+    server: Any, tmp_path: Path
+) -> None:
+    session = connect(server.node(), [server.known_hosts])
+    errors: list[Exception] = []
+    pid_file = server.home / "pid"
+
+    def run() -> None:
+        try:
+            session.run(["sh", "-c", f"echo $$ >{pid_file}; exec sleep 600"])
+        except CsdctlError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    session.close()
+    thread.join(20)
+    assert errors
+    assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text())), 10)
+    with pytest.raises(UnreachableError, match="closed"):
+        session.run(["true"])

@@ -39,7 +39,7 @@ ALL_PRIVATE = Workload(0, PRIVATE, 0, epochs=2)
 
 def machines(host: StepTime = HOST, node: StepTime = NODE, byte_s: float = 1e-9) -> Machines:
     times = {"host": host, **dict.fromkeys(PRIVATE, node)}
-    return Machines(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, tuple(PRIVATE))
+    return Machines(times, lambda num_bytes: 0.01 + num_bytes * 1e-9, byte_s, 20.0, 15.0, tuple(PRIVATE))
 
 
 def simulate_split(sizes: Mapping[str, int], shares: Shares, fleet: Machines) -> float:
@@ -137,7 +137,7 @@ def test_features_pay_from_the_second_epoch_on() -> None:
         work = Workload(4000, PRIVATE, 0, epochs)
         whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
         features = forecast_features(whole, of_head, 0.9, fleet, work)
-        assert features.next_run_s < features.first_run_s - fleet.start_s
+        assert features.next_run_s < features.first_run_s - fleet.process_s
         return choose_way([whole, features]).way
 
     assert chosen(1) == DATA_PARALLEL
@@ -151,7 +151,7 @@ def test_repeated_samples_have_their_features_computed_once() -> None:
     compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
     whole = forecast_data_parallel(sizes, compute, 0.0, fleet, work, vector_bytes=0)
     features = forecast_features(whole, replace(SHARES, head=0.0), 1.0, fleet, work)
-    extraction_s = features.first_run_s - features.next_run_s - fleet.start_s
+    extraction_s = features.first_run_s - features.next_run_s - fleet.process_s
     assert extraction_s == pytest.approx(1000 * NODE.at(MEASURED_BATCH) / MEASURED_BATCH)
 
 

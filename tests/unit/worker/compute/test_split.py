@@ -52,6 +52,27 @@ def pictures() -> Any:
     return keras().Model(inputs, layers.Dense(5, activation="softmax", kernel_regularizer="l2")(x))
 
 
+def nested(num_frozen: int = 0) -> Any:
+    """A base as a layer, called with training=False, as in transfer learning."""
+    layers = keras().layers
+    source = x = keras().Input((9, 9, 3))
+    for number in range(3):
+        y = layers.Conv2D(8, 3, padding="same", use_bias=False, kernel_regularizer="l2")(x)
+        y = layers.ReLU()(layers.BatchNormalization()(y))
+        x = layers.Add(name=f"add{number}")([x, y]) if number else y
+    base = keras().Model(source, layers.Dropout(0.3)(x), name="base")
+    for layer in base.layers[:num_frozen]:
+        layer.trainable = False
+    inputs = keras().Input((9, 9, 3))
+    x = layers.BatchNormalization()(base(layers.Rescaling(2.0)(inputs), training=False))
+    x = layers.GlobalAveragePooling2D()(x)
+    return keras().Model(inputs, layers.Dense(5, activation="softmax")(x))
+
+
+def nested_and_frozen() -> Any:
+    return nested(10)
+
+
 def two_outputs() -> Any:
     layers = keras().layers
     inputs = keras().Input((9, 9, 3))
@@ -79,6 +100,16 @@ CASES: dict[str, tuple[Any, str, Recipe]] = {
         pictures,
         "before",
         Recipe(optimizer="sgd", optimizer_args={"momentum": 0.9}, learning_rate=0.1, losses={"": CLASSES}),
+    ),
+    "inside of a nested model": (
+        nested,
+        "add1",
+        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
+    ),
+    "in the frozen part of a nested model": (
+        nested_and_frozen,
+        "add1",
+        Recipe(optimizer="adam", learning_rate=0.01, losses={"": CLASSES}, metrics=("accuracy",)),
     ),
     "two outputs": (
         two_outputs,

@@ -1,7 +1,7 @@
 """The sessions of all machines: which are kept for other settings and for a trial, and which start."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.probe import ProbeRequest, ProbeResult
 from csdctl.worker.protocol.run_spec import Runtime
 from csdctl.workflows.tune.probing import ProbeRounds
+from csdctl.workflows.tune.watch import IDLE, LOADING, MEASURED, MEASURING, TuneWatch
 from tests.unit.workflows.measured_project import make_project, prepared, workspace
 
 USUAL, OTHER = Runtime(4), Runtime(4, onednn=False)
@@ -22,12 +23,26 @@ def answer(line: str) -> list[str]:
     return [to_json(ProbeResult(request["batch_size"], 0.1, 3, PEAK))] if "batch_size" in request else []
 
 
+class Watch(TuneWatch):
+    """Keeps what each machine was said to do."""
+
+    def __init__(self) -> None:
+        self.doings: dict[str, list[str]] = {"host": [], "csd0": []}
+
+    def on_machine(self, name: str, doing: str, batch_size: int = 0, samples_per_s: float = 0.0) -> None:
+        self.doings[name].append(doing)
+
+    def on_probes(self, results: Mapping[str, ProbeResult | None]) -> None:
+        pass
+
+
 class Fleet:
     """A host and a node with workers that respond at once; memory has room for `num_sessions`."""
 
     def __init__(self, directory: Path, num_sessions: int) -> None:
         at = make_project(directory, num_nodes=1)
         self.num_sessions = num_sessions
+        self.watch = Watch()
         self.sessions = {
             name: FakeSession(name).on(stdout="a model prints\nready\n", replies=answer)
             for name in at.fleet.machines
@@ -38,7 +53,7 @@ class Fleet:
             prepared(at),
             workspace(at, self.sessions, memory_bytes),
             dict.fromkeys(self.sessions, USUAL),
-            lambda _: None,
+            self.watch,
             lambda _: None,
         )
 
@@ -95,3 +110,10 @@ def test_session_without_a_measured_peak_is_closed(tmp_path: Path) -> None:
         fleet.rounds.measure({"host": ProbeRequest(8)})
         fleet.rounds.switch({"csd0": OTHER}, {"csd0": PEAK})
         assert fleet.of_node()[0].is_closed
+
+
+def test_each_machine_is_shown_while_it_loads_and_measures(fleet: Fleet) -> None:
+    fleet.probe()
+    fleet.probe()
+    assert fleet.watch.doings["csd0"] == [LOADING, IDLE, MEASURING, MEASURED, MEASURING, MEASURED]
+    assert fleet.watch.doings["host"] == fleet.watch.doings["csd0"]

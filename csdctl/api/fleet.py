@@ -1,0 +1,50 @@
+"""`csdctl.Fleet`: the machines of fleet.yaml, and a Fabric group of its nodes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Self
+
+from csdctl.fleet import model
+from csdctl.workflows.exec.run_task import check_fabric
+from csdctl.workflows.workspace.partial_failure import choose_fleet
+
+if TYPE_CHECKING:
+    from csdctl.transport.fabric_group import FleetGroup
+
+
+class Fleet(model.Fleet):
+    """The host and its nodes, as written in fleet.yaml.
+
+    `nodes` have `name`, `address`, `port`, `user`, `key`, `python`, `groups` and `jump`; `machines` are all
+    names, the host first; `node(name)` returns one node; `network`, `emulated`, `path` are those of the file.
+    """
+
+    @classmethod
+    def load(
+        cls, path: str | Path = "fleet.yaml", *, limit: Sequence[str] = (), exclude: Sequence[str] = ()
+    ) -> Self:
+        """Return the fleet of fleet.yaml: all its nodes, or those that are selected.
+
+        `limit` and `exclude` are lists of node names, ranges such as "csd[0-7]", or groups.
+        Raises InputError.
+        """
+        return cls(**vars(choose_fleet(Path(path), limit, exclude)))
+
+    def connections(
+        self, *, command_deadline_s: float | None = 600.0, connect_deadline_s: float = 10.0
+    ) -> "FleetGroup":
+        """Return a Fabric ThreadingGroup of the nodes; use it as a context manager. Needs csdctl[fabric].
+
+        Connections open when they are first used, with the addresses, keys, jump hosts and accepted host keys
+        of csdctl. A command is ended, with its processes, after `command_deadline_s` seconds unless
+        `run(…, timeout=…)` says otherwise; an output is kept up to 1 MiB. Raises InputError without Fabric.
+        """
+        check_fabric()
+        from csdctl.transport.fabric_group import open_group
+
+        return open_group(
+            self,
+            directory=Path.cwd(),
+            connect_deadline_s=connect_deadline_s,
+            command_deadline_s=command_deadline_s,
+        )

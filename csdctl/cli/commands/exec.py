@@ -1,0 +1,75 @@
+"""`csdctl exec`."""
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
+
+CommandArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="COMMAND",
+        help="After `--`: a command with its arguments, or one quoted shell line; of a task, KEY=VALUE.",
+        show_default=False,
+    ),
+]
+TaskOption = Annotated[
+    str | None,
+    typer.Option(
+        "--task",
+        metavar="FILE.py:TASK",
+        help="Run this Fabric task instead, on a connection to each node; needs csdctl[fabric].",
+        show_default=False,
+    ),
+]
+HostOption = Annotated[bool, typer.Option("--host", help="Run it on the host too, in this directory.")]
+TimeoutOption = Annotated[
+    float | None,
+    typer.Option(
+        "--timeout",
+        help="Seconds after which a command is ended on a machine; default: 60, of a task's commands 600.",
+        show_default=False,
+    ),
+]
+ConnectDeadlineOption = Annotated[
+    float,
+    typer.Option(
+        "--connect-deadline", envvar="CSDCTL_CONNECT_DEADLINE", help="Seconds to connect to a node."
+    ),
+]
+
+
+def exec(
+    command: CommandArgument = None,
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    host: HostOption = False,
+    task: TaskOption = None,
+    timeout: TimeoutOption = None,
+    connect_deadline: ConnectDeadlineOption = 10.0,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    json: options.JsonOption = False,
+) -> None:
+    """Run a command, or a Fabric task, on all nodes at once; equal answers are one row."""
+    from csdctl.cli.invocation import Invocation
+    from csdctl.cli.render.exec import ExecView, exec_document, render_answers
+    from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
+    from csdctl.workflows.exec.run_task import run_task
+
+    words = command or []
+    chosen = ExecOptions((600.0 if task else 60.0) if timeout is None else timeout, connect_deadline, host)
+    if task is None:
+        parse_command(words)
+    call = Invocation.start("exec", fleet, limit, exclude, failed_from, json=json)
+    directory = call.streams.directory
+    with ExecView(call.streams.console, len(call.fleet.nodes) + host) as view:
+        if task is None:
+            result = run_command(call.fleet, words, directory=directory, options=chosen, on_done=view.show)
+        else:
+            result = run_task(call.fleet, task, words, directory=directory, options=chosen)
+    render_answers(call.streams, result)
+    retry = shlex.join(["--task", task, *words] if task else ["--", *words])
+    call.conclude(exec_document(result, words, task), result.machines, result.failed, f" {retry}")

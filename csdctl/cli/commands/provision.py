@@ -1,0 +1,120 @@
+"""`csdctl provision`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
+
+CollectOption = Annotated[
+    bool, typer.Option("--collect", help="Only collect what the nodes need, on this host.")
+]
+SendOption = Annotated[
+    bool, typer.Option("--send", help="Only collect and send; install nothing. Needs no Ansible.")
+]
+UninstallOption = Annotated[
+    bool, typer.Option("--uninstall", help="Remove everything that was installed, and csdctl's files there.")
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", "--check", help="Show what would be sent and changed, without doing it.")
+]
+KindOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--kind",
+        metavar="ARCHITECTURE[:PYTHON]",
+        help="With --collect: collect for this kind without asking nodes, such as aarch64 or x86_64:3.12.",
+        show_default=False,
+    ),
+]
+PrefixOption = Annotated[
+    str, typer.Option("--prefix", help="Directory of everything that is installed, the same on all nodes.")
+]
+BundleOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--bundles", help="Directory of what is collected.  [default: .csdctl/provision]", show_default=False
+    ),
+]
+LockOption = Annotated[
+    Path | None,
+    typer.Option("--lock", help="Another lock file of Python packages, with hashes.", show_default=False),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        help="Set a variable of the role, such as node_firewall=true.",
+        show_default=False,
+    ),
+]
+TagsOption = Annotated[
+    str,
+    typer.Option(
+        "--tags", help="Run only tasks with these tags: user, sshd, wheels, limits, …", show_default=False
+    ),
+]
+
+
+def provision(
+    fleet: options.FleetOption = options.DEFAULT_FLEET,
+    collect: CollectOption = False,
+    send: SendOption = False,
+    uninstall: UninstallOption = False,
+    kind: KindOption = None,
+    prefix: PrefixOption = "/opt/csdctl",
+    bundles: BundleOption = None,
+    lock: LockOption = None,
+    set_: SetOption = None,
+    tags: TagsOption = "",
+    dry_run: DryRunOption = False,
+    limit: options.LimitOption = None,
+    exclude: options.ExcludeOption = None,
+    failed_from: options.FailedFromOption = None,
+    yes: options.YesOption = False,
+    json: options.JsonOption = False,
+) -> None:
+    """Install Python, the packages for training and MPI on bare nodes."""
+    from csdctl.cli.invocation import Invocation
+    from csdctl.cli.provision_options import build_request, parse_kinds
+    from csdctl.cli.render.provision import (
+        ProvisionView,
+        collected_document,
+        provision_document,
+        render_nodes,
+    )
+    from csdctl.cli.streams import Streams
+    from csdctl.workflows.provision import provision as workflow
+
+    streams = Streams(is_json=json)
+    request = build_request(streams.directory, bundles, prefix, lock, set_, tags, dry_run=dry_run, send=send)
+    if collect and kind:
+        found = [workflow.collect_kind(request, one, streams.say) for one in parse_kinds(kind)]
+        streams.result(collected_document(found))
+        return
+    call = Invocation.start("provision", fleet, limit, exclude, failed_from, json=json)
+    if collect:
+        streams.result(
+            collected_document(workflow.collect_fleet(request, call.fleet, streams.directory, streams.say))
+        )
+        return
+    if uninstall and not dry_run:
+        names = ", ".join(node.name for node in call.fleet.nodes)
+        call.streams.confirm(f"Remove {prefix} and ~/.csdctl, with prepared data, from {names}?", yes=yes)
+    with ProvisionView(call.streams.console, num_nodes=len(call.fleet.nodes)) as view:
+        if uninstall:
+            outcomes = workflow.uninstall(request, call.fleet, directory=streams.directory, on_task=view.task)
+        else:
+            outcomes = workflow.provision(
+                request,
+                call.fleet,
+                directory=streams.directory,
+                say=call.streams.say,
+                on_progress=view.advance,
+                on_sent=view.sent,
+                on_task=view.task,
+            )
+    render_nodes(call.streams.console, outcomes, request)
+    call.finish(provision_document(outcomes, request), outcomes)

@@ -1,0 +1,141 @@
+"""`csdctl runs list|show|watch|logs|stop|rm|diff`: the runs of this project."""
+
+import os
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import options
+from csdctl.cli.completion import complete_runs
+from csdctl.cli.streams import Streams
+from csdctl.errors import ExitCode
+
+app = typer.Typer(
+    help="List, watch, stop, compare and remove runs.",
+    add_completion=False,
+    rich_markup_mode=None,
+    no_args_is_help=True,
+)
+WATCHER_NICE = 19
+"""A watcher computes only when the ranks leave the processor to it."""
+RunArgument = Annotated[
+    str | None,
+    typer.Argument(
+        help="Id of the run, or how it begins; default: the latest.",
+        show_default=False,
+        autocompletion=complete_runs,
+    ),
+]
+GivenRunArgument = Annotated[
+    str, typer.Argument(help="Id of the run, or how it begins.", autocompletion=complete_runs)
+]
+
+
+@app.command("list")
+def list_runs(json: options.JsonOption = False) -> None:
+    """List all runs, the latest last."""
+    from csdctl.cli.render.runs import show_runs
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs import manage
+
+    streams = Streams(is_json=json)
+    show_runs(streams, manage.list_runs(ProjectDirectory(streams.directory)))
+
+
+@app.command()
+def show(run: RunArgument = None, json: options.JsonOption = False) -> None:
+    """Show the results of a run, as `csdctl report`."""
+    from csdctl.cli.commands.report import report
+
+    report([run] if run else None, json=json)
+
+
+@app.command()
+def watch(run: RunArgument = None, json: options.JsonOption = False) -> None:
+    """Show a run as it trains, from any terminal; Ctrl-C ends the view, not the run.
+
+    Exits with 1 when the run has failed.
+    """
+    from csdctl.cli.render.runs import watch_run
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs.follow import follow_run
+
+    os.nice(WATCHER_NICE)
+    streams = Streams(is_json=json)
+    followed = follow_run(ProjectDirectory(streams.directory).find_run(run))
+    if not watch_run(streams, followed):
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command()
+def logs(
+    run: RunArgument = None,
+    which: Annotated[
+        str | None,
+        typer.Argument(
+            help="A rank, a node, mpirun, or csdctl for the output of a detached run; default: all.",
+            show_default=False,
+        ),
+    ] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Print what is added, until the run ends.")
+    ] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Lines from the end of each log.")] = 200,
+) -> None:
+    """Print the logs of a run's ranks and of mpirun."""
+    from csdctl.cli.render.runs import show_logs
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs.follow import find_logs
+
+    streams = Streams()
+    found = ProjectDirectory(streams.directory).find_run(run)
+    show_logs(streams, found, find_logs(found, which), lines, is_following=follow)
+
+
+@app.command()
+def stop(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            help="Id of the run, or how it begins; default: the one that is running.",
+            show_default=False,
+            autocompletion=complete_runs,
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0, help="Seconds to wait for the end of the run.")] = 120.0,
+    json: options.JsonOption = False,
+) -> None:
+    """Stop a run as Ctrl-C does: the ranks finish their step, and the run can be resumed.
+
+    A second `stop` ends the ranks at once.
+    """
+    from csdctl.cli.render.runs import show_stopped
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs.manage import stop_run
+
+    streams = Streams(is_json=json)
+    show_stopped(streams, stop_run(ProjectDirectory(streams.directory), run, timeout))
+
+
+@app.command()
+def rm(run: GivenRunArgument, yes: options.YesOption = False, json: options.JsonOption = False) -> None:
+    """Remove a run: its model, checkpoints, events and logs."""
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs.manage import remove_run
+
+    streams = Streams(is_json=json)
+    project = ProjectDirectory(streams.directory)
+    removed = remove_run(project, run, lambda question: streams.confirm(question, yes=yes))
+    streams.say(f"removed run {removed.run_id}")
+    streams.result({"schema": "csdctl.runs.rm/1", "run": removed.run_id})
+
+
+@app.command()
+def diff(first: GivenRunArgument, second: GivenRunArgument, json: options.JsonOption = False) -> None:
+    """Show in which settings and results two runs differ."""
+    from csdctl.cli.render.runs import show_differences
+    from csdctl.runs.directory import ProjectDirectory
+    from csdctl.workflows.runs.compare import compare_runs
+
+    streams = Streams(is_json=json)
+    show_differences(streams, *compare_runs(ProjectDirectory(streams.directory), first, second))

@@ -1,0 +1,92 @@
+"""`csdctl scale`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from csdctl.cli import train_options
+from csdctl.cli.commands.report import CsvOption, HtmlOption
+from csdctl.cli.options import (
+    DEFAULT_FLEET,
+    DEFAULT_JOB,
+    DryRunOption,
+    ExcludeOption,
+    FleetOption,
+    JobArgument,
+    JsonOption,
+    LimitOption,
+)
+from csdctl.cli.streams import Streams
+
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes",
+        metavar="NUMBERS",
+        help="Numbers of nodes: 0,1,2 or 0..36; 0 is the host alone. Default: 0, 1, 2, 4 … and all.",
+        show_default=False,
+    ),
+]
+WeakOption = Annotated[
+    bool, typer.Option("--weak", help="Only the weak series: every rank keeps its batch size.")
+]
+StrongOption = Annotated[
+    bool, typer.Option("--strong", help="Only the strong series: the global batch size stays.")
+]
+
+
+def scale(
+    job: JobArgument = DEFAULT_JOB,
+    fleet: FleetOption = DEFAULT_FLEET,
+    nodes: NodesOption = None,
+    weak: WeakOption = False,
+    strong: StrongOption = False,
+    plan: train_options.PlanOption = None,
+    batch_size: train_options.BatchSizeOption = None,
+    max_steps: train_options.MaxStepsOption = None,
+    skip_doctor: train_options.SkipDoctorOption = False,
+    html: HtmlOption = None,
+    csv: CsvOption = None,
+    dry_run: DryRunOption = False,
+    limit: LimitOption = None,
+    exclude: ExcludeOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Train with 0, 1, 2 … nodes, and show speed-up, efficiency and energy."""
+    from csdctl.cli.render.scaling import show_points, show_series, train_point
+    from csdctl.job.model import load_job
+    from csdctl.tuning.series import KINDS, STRONG, WEAK
+    from csdctl.workflows.forecast.request import parse_node_counts
+    from csdctl.workflows.reporting.report import write_scaling
+    from csdctl.workflows.train.options import TrainOptions
+    from csdctl.workflows.train.scale import ScaleRequest, plan_points, run_series
+    from csdctl.workflows.train.session import TrainRequest
+    from csdctl.workflows.workspace.partial_failure import choose_fleet
+
+    streams = Streams(is_json=json)
+    kinds = [kind for kind, is_asked in ((WEAK, weak), (STRONG, strong)) if is_asked] or list(KINDS)
+    # Batch sizes that moved during a run would be another plan than that of its point.
+    options = TrainOptions(max_steps=max_steps, is_balanced=False)
+    training = TrainRequest(
+        load_job(job),
+        choose_fleet(fleet, limit, exclude),
+        streams.directory,
+        options,
+        plan,
+        batch_size,
+        is_preflight_skipped=skip_doctor,
+    )
+    request = ScaleRequest(training, kinds, parse_node_counts(nodes) if nodes is not None else ())
+    if dry_run:
+        show_points(streams, plan_points(request))
+        return
+    found = run_series(request, lambda point, of: train_point(streams, point, of))
+    for kind, series in found.items():
+        paths = [_path_of(path, kind, len(found)) for path in (html, csv)]
+        show_series(streams, kind, series, write_scaling(series, *paths))
+
+
+def _path_of(path: Path | None, kind: str, num_kinds: int) -> Path | None:
+    """Return `path`, with the kind in its name if there are two."""
+    return path.with_stem(f"{path.stem}-{kind}") if path and num_kinds > 1 else path

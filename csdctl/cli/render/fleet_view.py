@@ -1,0 +1,175 @@
+"""The base of live views of many machines: what is done, for how long still, and a row for each machine.
+
+`choose_rows` decides who has a row; columns are as wide as what they show, and the names give way.
+"""
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Generic
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from csdctl.cli.console import PrintableConsole
+from csdctl.cli.render.rank_rows import RowT, ShownRow, choose_rows, draw_shares
+from csdctl.cli.render.view import View, live_on
+from csdctl.notify import make_printable
+from csdctl.reporting.numbers import format_seconds
+
+WIDE, WIDER = 100, 120
+"""Columns of a terminal from which on rows have more values."""
+NUM_AROUND = 6
+"""Title, headline, bar, names of the columns, and two lines that stay free below."""
+PLAIN_INTERVAL_S = 5.0
+STATE_STYLES = {"lost": "red", "failed": "red"}
+MIN_NAME = 10
+
+
+@dataclass(frozen=True)
+class Column(Generic[RowT]):
+    """One value of every row."""
+
+    name: str
+    cell: Callable[[ShownRow[RowT]], str | Text]
+    width: int = 0
+    """At least; 0: as wide as its values."""
+    is_right: bool = True
+
+
+class FleetView(View, ABC, Generic[RowT]):
+    """A live table on a terminal, plain lines elsewhere; a context manager."""
+
+    is_first_on_top = True
+    is_in_notebooks = False
+    """What is drawn in a notebook stays there; elsewhere it is removed at the end."""
+
+    def __init__(
+        self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`clock`: seconds, in which all that is shown is measured."""
+        self._clock = clock
+        self._console = console
+        self._title = title
+        self._start = self._printed_at = self._clock()
+        is_left_out = console.is_notebook and not self.is_in_notebooks
+        self._live = None if is_left_out else live_on(console, self._render)
+        super().__init__(self._live)
+
+    @abstractmethod
+    def _list_rows(self) -> Sequence[RowT]:
+        """Return all machines, in order."""
+
+    @abstractmethod
+    def _headline(self) -> str:
+        """Return what is being done, and the time left."""
+
+    @abstractmethod
+    def _done(self) -> tuple[float, float | None]:
+        """Return how much is done, and of how much; None: unknown."""
+
+    @abstractmethod
+    def _columns(self, width: int) -> list[Column[RowT]]:
+        """Return the columns after name and state, for a terminal of `width`."""
+
+    def _details(self, width: int) -> list[Text]:
+        """Return lines between the bar and the rows."""
+        return []
+
+    @property
+    def _elapsed_s(self) -> float:
+        return self._clock() - self._start
+
+    def _print(self, line: str) -> None:
+        target = self._live.console if self._live else self._console
+        target.print(line, soft_wrap=True)
+
+    def _print_headline_if_due(self) -> None:
+        if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:
+            self._printed_at = self._clock()
+            self._print(self._headline())
+
+    def _render(self) -> RenderableType:
+        width, height = self._console.size
+        completed, total = self._done()
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=total, completed=completed, width=min(width, 100), pulse=total is None))
+        details = self._details(width)
+        num_lines = sum(max(1, math.ceil(line.cell_len / width)) for line in details)
+        capacity = max(3, height - NUM_AROUND - num_lines)
+        rows = choose_rows(self._list_rows(), capacity, is_first_on_top=self.is_first_on_top)
+        return Group(
+            Text(self._title, style="bold", no_wrap=True, overflow="ellipsis"),
+            Text(self._headline(), no_wrap=True, overflow="ellipsis"),
+            bar,
+            *details,
+            *(_tabulate(rows, self._columns(width), width) if rows else []),
+        )
+
+
+def _tabulate(rows: Sequence[ShownRow[RowT]], columns: Sequence[Column[RowT]], width: int) -> list[Text]:
+    """Return the names of the columns and the rows, a line each: Rich's own table takes six times as long."""
+    cells = [[_text(column.cell(row)) for column in columns] for row in rows]
+    states = [Text(row.state, style=_style(row)) for row in rows]
+    names = [make_printable(row.name) for row in rows]
+    widths = [
+        max(column.width, len(column.name), *(cell.cell_len for cell in found))
+        for column, found in zip(columns, zip(*cells, strict=True), strict=True)
+    ]
+    state_width = max(len("state"), *(state.cell_len for state in states))
+    room = width - sum(widths) - state_width - len(widths) - 1
+    name_width = min(max(len("node"), *map(cell_len, names)), max(MIN_NAME, room))
+    are_right = [False, False, *(column.is_right for column in columns)]
+    sizes = [name_width, state_width, *widths]
+    header = [Text("node"), Text("state"), *(Text(column.name) for column in columns)]
+    lines = [_join(header, sizes, are_right)]
+    lines[0].stylize("dim")
+    for name, state, found in zip(names, states, cells, strict=True):
+        lines.append(_join([_cut(name, name_width), state, *found], sizes, are_right))
+    return lines
+
+
+def _join(cells: Sequence[Text], sizes: Sequence[int], are_right: Sequence[bool]) -> Text:
+    """Return cells as one line, each as wide as its column."""
+    line = Text(no_wrap=True)
+    for cell, size, is_right in zip(cells, sizes, are_right, strict=True):
+        space = " " * (size - cell.cell_len)
+        line.append_text(Text(space) if is_right else cell)
+        line.append_text(cell if is_right else Text(space))
+        line.append(" ")
+    return line
+
+
+def _cut(name: str, width: int) -> Text:
+    return Text(name if cell_len(name) <= width else set_cell_size(name, width - 1) + "…")
+
+
+def _style(row: ShownRow[RowT]) -> str:
+    is_sick = any(member.is_sick for member in row.members)
+    return STATE_STYLES.get(row.state, "yellow" if is_sick else "none")
+
+
+def _text(cell: str | Text) -> Text:
+    return cell if isinstance(cell, Text) else Text(cell)
+
+
+def show_elapsed(seconds: float) -> str:
+    """Return a time that is still running, in whole seconds."""
+    return format_seconds(seconds) if seconds >= 100 else f"{math.floor(seconds)} s"
+
+
+def draw_bar(
+    shares: Sequence[float], width: int, after: str = "", styles: Sequence[str] = ("green",)
+) -> Text:
+    """Return a bar of `width`: its parts in `styles`, what is left of 1 dimmed, and the text `after` it.
+
+    Parts differ without colours, too.
+    """
+    *parts, rest = draw_shares(shares, width)
+    drawn = [(mark * count, style) for mark, count, style in zip("█▒", parts, styles, strict=False)]
+    return Text.assemble(*drawn, ("░" * rest, "dim"), after)

@@ -1,0 +1,164 @@
+"""Reads the power of all machines during a run, once per second, and writes power.jsonl.
+
+A thread for each machine that has a source waits for what a shell loop there prints, over the session that
+is open anyway. A source that fails is reported once, its machine has no energy from then on, and the run
+goes on.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+from csdctl.energy.meter_csv import parse_meter
+from csdctl.energy.reading import EnergyMeter, Reading, Spent
+from csdctl.energy.redfish import read_redfish
+from csdctl.energy.sources import REMEDIES, SCRIPTS, ReadingLines, build_loop
+from csdctl.errors import CsdctlError, DeadlineError
+from csdctl.fleet.model import Fleet, PowerSource
+from csdctl.notify import Say, make_printable, shorten
+from csdctl.runs.directory import RunDirectory
+from csdctl.runs.power_log import MEASURED, STATED, PowerLog, PowerRecord
+from csdctl.transport.session import Session
+
+RECORD_S = 5.0
+"""Energy of at least so long is one record, so that a day of 36 nodes is no gigabyte."""
+PATIENCE_S = 5.0
+"""Until a machine that says nothing is asked whether the run has ended."""
+MAX_ERROR_CHARS = 200
+
+
+class PowerSampler:
+    """Samples from `__enter__` to `__exit__`; nothing that goes wrong here reaches the run."""
+
+    def __init__(self, run: RunDirectory, fleet: Fleet, sessions: Mapping[str, Session], say: Say) -> None:
+        self._log, self._say = PowerLog(run), say
+        self._powers = {name: power for name in sessions if (power := fleet.power_of(name))}
+        self._sessions = sessions
+        self._stopped = threading.Event()
+        self._threads: list[threading.Thread] = []
+        self._start_s = time.time()
+
+    def __enter__(self) -> Self:
+        self._start_s = time.time()
+        for name, power in self._powers.items():
+            if power.source not in ("constant", "csv"):
+                thread = threading.Thread(target=self._sample, args=(name, power), daemon=True)
+                thread.start()
+                self._threads.append(thread)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(2 * PATIENCE_S)
+        end_s = time.time()
+        for name, power in self._powers.items():
+            if power.source == "constant":
+                seconds = end_s - self._start_s
+                self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
+            elif power.source == "csv":
+                self._guard(name, power, self._import_meter)
+        self._log.close()
+
+    def _sample(self, name: str, power: PowerSource) -> None:
+        self._guard(name, power, self._poll_redfish if power.source == "redfish" else self._follow_loop)
+
+    def _guard(self, name: str, power: PowerSource, sample: "_Sample") -> None:
+        """Call `sample`; record and say why it ended, if it is not the end of the run."""
+        recorder = _Recorder(name, power)
+        try:
+            sample(name, power, recorder)
+        except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
+            if not self._stopped.is_set() or power.source == "csv":
+                text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
+                self._write(recorder, time.time(), Spent(0.0, None), text)
+                self._say(f"{name}: power is no longer read ({power.source}): {text}")
+                self._say(f"  {REMEDIES[power.source]}")
+        self._write_rest(recorder)
+
+    def _follow_loop(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
+        source = SCRIPTS[power.source]
+        conversation = self._sessions[name].converse(build_loop(source, source.argument(power)))
+        lines = ReadingLines(source.parse)
+        try:
+            while not self._stopped.is_set():
+                try:
+                    line = conversation.read_line(deadline_s=PATIENCE_S)
+                except DeadlineError:
+                    continue
+                if reading := lines.add(line):
+                    self._take(recorder, *reading)
+        finally:
+            conversation.close()
+
+    def _poll_redfish(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
+        while not self._stopped.is_set():
+            self._take(recorder, time.monotonic(), read_redfish(power, deadline_s=PATIENCE_S))
+            self._stopped.wait(1.0)
+
+    def _import_meter(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
+        """Take the rows of the meter that were written during the run."""
+        with open(power.path, encoding="utf-8", errors="replace", newline="") as file:
+            for time_s, watts in parse_meter(file):
+                is_ours = self._start_s - 1 <= time_s <= time.time()
+                if is_ours and (spent := recorder.meter.add(time_s, Reading(watts))):
+                    self._write(recorder, time_s, spent)
+
+    def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
+        recorder.until_s = time.time()
+        spent = recorder.meter.add(machine_time_s, reading)
+        if spent is None:
+            return
+        if spent.joules is None:
+            self._write_rest(recorder)
+            self._write(recorder, recorder.until_s, spent)
+            return
+        recorder.seconds += spent.seconds
+        recorder.joules += spent.joules
+        if recorder.seconds >= RECORD_S:
+            self._write_rest(recorder)
+
+    def _write_rest(self, recorder: "_Recorder") -> None:
+        if recorder.seconds:
+            self._write(recorder, recorder.until_s, Spent(recorder.seconds, recorder.joules))
+            recorder.seconds = recorder.joules = 0.0
+
+    def _write(self, recorder: "_Recorder", time_s: float, spent: Spent, error: str = "") -> None:
+        power = recorder.power
+        record = PowerRecord(
+            time=round(time_s, 3),
+            machine=recorder.name,
+            source=power.source,
+            origin=STATED if power.source == "constant" else MEASURED,
+            seconds=round(spent.seconds, 3),
+            joules=None if spent.joules is None else round(spent.joules, 6),
+            idle_watts=power.idle_watts,
+            includes_nodes=power.includes_nodes,
+            error=error,
+        )
+        try:
+            self._log.append(record)
+        except OSError as problem:
+            self._stopped.set()
+            self._say(f"energy is no longer recorded: {problem}")
+
+
+class _Recorder:
+    """What one machine has spent since its latest record."""
+
+    def __init__(self, name: str, power: PowerSource) -> None:
+        self.name, self.power = name, power
+        self.meter = EnergyMeter()
+        self.seconds = self.joules = 0.0
+        self.until_s = 0.0
+        """When the latest reading arrived, in Unix time."""
+
+
+_Sample = Callable[[str, PowerSource, _Recorder], None]

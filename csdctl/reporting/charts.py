@@ -1,0 +1,218 @@
+"""The charts of a report, each with the data that it shows as a table."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from csdctl.reporting.drawing import draw_bars, draw_lanes, draw_lines, draw_steps
+from csdctl.reporting.numbers import format_bytes, format_rate, format_seconds, format_share
+from csdctl.reporting.results import RunResults
+from csdctl.reporting.series import COMMUNICATION, COMPUTE, INPUT, KINDS, OTHER, WAIT, RunSeries
+
+MAX_LINES = 16
+"""Lines of a chart; the table has all."""
+SHOWN_KINDS = {
+    COMPUTE: "compute",
+    INPUT: "input",
+    WAIT: "waiting for slower ranks",
+    COMMUNICATION: "communication",
+    OTHER: "evaluation, checkpoints",
+}
+
+
+@dataclass(frozen=True)
+class DataTable:
+    """Rows of text under a header."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A drawing, in words too."""
+
+    title: str
+    text: str
+    """What a reader sees in it."""
+    origin: str
+    """Measured, predicted or emulated."""
+    draw: Callable[[], str]
+    """Returns the SVG."""
+    data: DataTable
+
+
+def epoch_charts(runs: Sequence[RunResults]) -> list[Chart]:
+    """Return a chart for each metric by epoch, with all runs in it."""
+    names = dict.fromkeys(
+        name.removeprefix("val_") for run in runs for point in run.series.epochs for name in point.results
+    )
+    return [_epoch_chart(runs, name) for name in names]
+
+
+def _epoch_chart(runs: Sequence[RunResults], name: str) -> Chart:
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for run in runs:
+        for key, kind in ((name, "training"), (f"val_{name}", "validation")):
+            points = [point for point in run.series.epochs if key in point.results]
+            if points:
+                label = f"{run.summary.run_id} {kind}" if len(runs) > 1 else kind
+                lines[label] = ([p.epoch for p in points], [p.results[key] for p in points])
+    epochs = sorted({int(epoch) for x, _ in lines.values() for epoch in x})
+    values = [dict(zip(x, y, strict=True)) for x, y in lines.values()]
+    rows = [(str(epoch), *(f"{v[epoch]:.4g}" if epoch in v else "–" for v in values)) for epoch in epochs]
+    ends = "; ".join(f"{label}: {y[0]:.4g} to {y[-1]:.4g}" for label, (_, y) in lines.items())
+    return Chart(
+        f"{name} by epoch",
+        f"{name} after each epoch. {ends}.",
+        _origin(runs),
+        lambda: draw_lines(lines, "epoch", name),
+        DataTable(("epoch", *lines), tuple(rows)),
+    )
+
+
+def speed_chart(runs: Sequence[RunResults]) -> Chart:
+    """Return the samples/s of all ranks over time."""
+    lines = {
+        run.summary.run_id if len(runs) > 1 else "all ranks": (_times(run.series), _rates(run.series))
+        for run in runs
+    }
+    rows = [
+        (name, f"{x:.0f}", format_rate(y))
+        for name, (xs, ys) in lines.items()
+        for x, y in zip(xs, ys, strict=True)
+    ]
+    text = "; ".join(
+        f"{name}: median {format_rate(median(moving))}, at most {format_rate(max(moving))} samples/s"
+        for name, (_, y) in lines.items()
+        if (moving := [rate for rate in y if rate])
+    )
+    return Chart(
+        "Samples per second",
+        f"Samples that all ranks trained on per second, over time. {text}.",
+        _origin(runs),
+        lambda: draw_lines(lines, "seconds since the start", "samples/s", from_zero=True),
+        DataTable(("run" if len(runs) > 1 else "", "second", "samples/s"), tuple(rows)),
+    )
+
+
+def lanes_chart(run: RunResults) -> Chart:
+    """Return what each rank spent its time on."""
+    series = run.series
+    names = [f"{number} {node}" for number, node in enumerate(series.nodes)]
+    kinds = KINDS if series.is_wait_divided else (COMPUTE, WAIT, OTHER)
+    label = dict(SHOWN_KINDS)
+    if not series.is_wait_divided:
+        label |= {COMPUTE: "compute and input", WAIT: "waiting and communication"}
+    shares = [
+        {label[kind]: [min(s / series.interval_s, 1.0) for s in spent[kind]] for kind in kinds}
+        for spent in series.spent_s
+    ]
+    totals = [{kind: sum(spent[kind]) for kind in kinds} for spent in series.spent_s]
+    rows = [
+        (
+            name,
+            *(
+                f"{format_seconds(total[kind])} ({format_share(total[kind] / (sum(total.values()) or 1))})"
+                for kind in kinds
+            ),
+            format_seconds(series.cpu_s.get(number)),
+        )
+        for number, (name, total) in enumerate(zip(names, totals, strict=True))
+    ]
+    return Chart(
+        "What each rank spent its time on",
+        f"One lane a rank, a column for every {format_seconds(series.interval_s)}. "
+        "An empty part is time in which the rank was starting, stopped or lost.",
+        run.measured,
+        lambda: draw_lanes(names, shares, series.interval_s),
+        DataTable(("rank", *(label[kind] for kind in kinds), "CPU time"), tuple(rows)),
+    )
+
+
+def sizes_chart(run: RunResults) -> Chart | None:
+    """Return the batch sizes over time; None when there were none."""
+    series, changes = run.series, run.series.batch_sizes
+    if not changes:
+        return None
+    lines: dict[str, tuple[list[float], list[float]]] = {}
+    for rank, node in enumerate(series.nodes[:MAX_LINES]):
+        x = [change.time_s - series.start_s for change in changes]
+        y = [float(change.sizes.get(rank, 0)) for change in changes]
+        lines[f"{rank} {node}"] = ([*x, series.end_s - series.start_s], [*y, y[-1]])
+    rows = [
+        (
+            f"{change.time_s - series.start_s:.0f}",
+            *(str(change.sizes.get(rank, 0)) for rank in range(len(series.nodes))),
+        )
+        for change in changes
+    ]
+    more = (
+        f" The first {MAX_LINES} ranks are drawn; the table has all." if len(series.nodes) > MAX_LINES else ""
+    )
+    return Chart(
+        "Batch sizes",
+        f"Samples that a rank takes in a step; 0 while it is lost. Changed {len(changes) - 1} times.{more}",
+        run.measured,
+        lambda: draw_steps(lines, "seconds since the start", "samples per step"),
+        DataTable(("second", *series.nodes), tuple(rows)),
+    )
+
+
+def bytes_chart(run: RunResults) -> Chart | None:
+    """Return the bytes by traffic class; None when the ledger has none of this run."""
+    kinds: dict[str, int] = {}
+    for flow in run.flows:
+        kinds[flow.kind] = kinds.get(flow.kind, 0) + flow.num_bytes
+    if not kinds:
+        return None
+    kinds = dict(sorted(kinds.items(), key=lambda item: -item[1]))
+    rows = [(f.sender, f.receiver, f.kind, format_bytes(f.num_bytes), f"{f.num_bytes:,}") for f in run.flows]
+    return Chart(
+        "Bytes by class",
+        "What was sent over all links, counted by the sockets. "
+        + "; ".join(f"{kind}: {format_bytes(size)}" for kind, size in kinds.items())
+        + ".",
+        run.measured,
+        lambda: draw_bars({kind: size / 2**20 for kind, size in kinds.items()}, "MiB"),
+        DataTable(("from", "to", "class", "bytes", "exactly"), tuple(rows)),
+    )
+
+
+def speedup_chart(run: RunResults) -> Chart | None:
+    """Return the rate of each rank in the run next to what it reaches alone; None if that is unknown."""
+    ranks = run.summary.ranks
+    alone = [rank.alone_samples_per_s for rank in ranks if rank.alone_samples_per_s]
+    host = ranks[0].alone_samples_per_s if ranks else None
+    if not host or len(alone) < len(ranks):
+        return None
+    whole = run.summary.step_samples_per_s
+    bars = {
+        "host alone": 1.0,
+        "all ranks, reached": whole / host,
+        "all ranks, if none waited": sum(alone) / host,
+    }
+    rows = [
+        (f"{rank.rank} {rank.node}", format_rate(rank.samples_per_s), format_rate(rank.alone_samples_per_s))
+        for rank in ranks
+    ]
+    return Chart(
+        "Speed-up over the host alone",
+        f"{whole / host:.2f} times the host alone while stepping; {sum(alone) / host:.2f} if no rank waited.",
+        f"{run.measured}; alone: measured in tuning",
+        lambda: draw_bars(bars, "times the host alone"),
+        DataTable(("rank", "samples/s in the run", "samples/s alone"), tuple(rows)),
+    )
+
+
+def _times(series: RunSeries) -> list[float]:
+    """Return the middle of each interval, in seconds since the start."""
+    return [(number + 0.5) * series.interval_s for number in range(series.num_intervals)]
+
+
+def _rates(series: RunSeries) -> list[float]:
+    return [sum(rates) / series.interval_s for rates in zip(*series.samples, strict=True)]
+
+
+def _origin(runs: Sequence[RunResults]) -> str:
+    return ", ".join(sorted({run.measured for run in runs}))

@@ -1,0 +1,149 @@
+"""The energy of a run from its power.jsonl: per machine and whole, in total and above idle; pure.
+
+Nothing is extrapolated: energy per sample is given only where the energy of the whole training is known.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from csdctl.fleet.model import HOST_NAME
+from csdctl.runs.power_log import MEASURED, STATED, PowerRecord
+
+ENOUGH = 0.98
+"""The share of the training whose energy must be known; the rest is the first and the last second."""
+
+
+@dataclass
+class MachineEnergy:
+    """The energy of one machine while the run trained."""
+
+    machine: str
+    source: str
+    origin: str
+    """`power_log.MEASURED` or STATED."""
+    window_s: float
+    """From the first step to the end of the last epoch."""
+    joules: float = 0.0
+    seconds: float = 0.0
+    """Of the window, in which the energy is known."""
+    idle_watts: float | None = None
+    includes_nodes: bool = False
+    samples: int = 0
+    error: str = ""
+    idle_unknown: tuple[str, ...] = ()
+    """Of all together: the machines whose idle power is not stated, so that none is subtracted."""
+
+    @property
+    def coverage(self) -> float:
+        """The share of the training whose energy is known, 0…1."""
+        return min(self.seconds / self.window_s, 1.0) if self.window_s > 0 else 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the energy of the whole training is known."""
+        return self.coverage >= ENOUGH
+
+    @property
+    def mean_watts(self) -> float | None:
+        """While the energy is known."""
+        return self.joules / self.seconds if self.seconds else None
+
+    @property
+    def above_idle_joules(self) -> float | None:
+        """Energy without that of the idle machine; None where its idle power is not known."""
+        return None if self.idle_watts is None else self.joules - self.idle_watts * self.seconds
+
+    @property
+    def joules_per_sample(self) -> float | None:
+        """Energy of this machine for each sample that it computed."""
+        return self.joules / self.samples if self.is_whole and self.samples else None
+
+    @property
+    def samples_per_joule(self) -> float | None:
+        """The inverse."""
+        return self.samples / self.joules if self.is_whole and self.joules else None
+
+
+@dataclass(frozen=True)
+class RunEnergy:
+    """The energy of a run, by machine and of all together."""
+
+    machines: tuple[MachineEnergy, ...]
+    whole: MachineEnergy | None
+    """None as long as the energy of a machine that takes part is not known."""
+    missing: tuple[str, ...]
+    """Machines whose energy is not known, or not of the whole training."""
+
+
+def add_up_energy(
+    records: Iterable[PowerRecord],
+    nodes: Sequence[str],
+    samples: Mapping[str, int],
+    start_s: float,
+    end_s: float,
+) -> RunEnergy:
+    """Add up what was spent from `start_s` to `end_s`, in Unix time, on the machines `nodes` of the ranks.
+
+    `samples` were computed by each in that time. A record counts with the share of it that lies inside.
+    """
+    found: dict[str, MachineEnergy] = {}
+    for record in records:
+        if record.machine not in nodes:
+            continue
+        machine = found.get(record.machine)
+        if machine is None or machine.source != record.source:
+            machine = found[record.machine] = MachineEnergy(
+                record.machine, record.source, record.origin, max(end_s - start_s, 0.0)
+            )
+            machine.samples = samples.get(record.machine, 0)
+        machine.idle_watts, machine.includes_nodes = record.idle_watts, record.includes_nodes
+        machine.error = record.error or machine.error
+        if record.joules is None or not record.seconds:
+            continue
+        inside_s = min(record.time, end_s) - max(record.time - record.seconds, start_s)
+        if inside_s > 0:
+            machine.seconds += inside_s
+            machine.joules += record.joules * min(inside_s / record.seconds, 1.0)
+    return _total(found, nodes, samples)
+
+
+def _total(found: dict[str, MachineEnergy], nodes: Sequence[str], samples: Mapping[str, int]) -> RunEnergy:
+    host = found.get(HOST_NAME)
+    covers_all = bool(host and host.includes_nodes)
+    needed = (HOST_NAME,) if covers_all else tuple(nodes)
+    missing = tuple(name for name in needed if name not in found or not found[name].is_whole)
+    machines = tuple(found[name] for name in nodes if name in found)
+    if missing or not machines:
+        return RunEnergy(machines, None, missing if machines else ())
+    parts = [found[name] for name in needed]
+    idle = [part.idle_watts for part in parts]
+    whole = MachineEnergy(
+        "whole",
+        ", ".join(sorted({part.source for part in parts})),
+        MEASURED if all(part.origin == MEASURED for part in parts) else STATED,
+        parts[0].window_s,
+        joules=sum(part.joules for part in parts),
+        seconds=min(part.seconds for part in parts),
+        idle_watts=None if None in idle else sum(watts for watts in idle if watts is not None),
+        samples=sum(samples.values()),
+        idle_unknown=tuple(part.machine for part in parts if part.idle_watts is None),
+    )
+    return RunEnergy(machines, whole, ())
+
+
+FIELDS = ("mean_watts", "above_idle_joules", "joules_per_sample", "samples_per_joule")
+
+
+def energy_document(energy: RunEnergy) -> dict[str, Any]:
+    """Return the energy of a run as JSON has it; null for what is not known."""
+
+    def show(machine: MachineEnergy) -> dict[str, Any]:
+        content = {**asdict(machine), "coverage": machine.coverage}
+        return content | {name: getattr(machine, name) for name in FIELDS}
+
+    return {
+        "machines": [show(machine) for machine in energy.machines],
+        "whole": show(energy.whole) if energy.whole else None,
+        "missing": list(energy.missing),
+    }

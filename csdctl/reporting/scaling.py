@@ -1,0 +1,120 @@
+"""Runs of one model with 0, 1, 2 … nodes: speed-up, efficiency and energy per image; pure.
+
+Speed-up is the rate of the steps over that of the host alone, as in figure 6 of the STANNIS paper; efficiency
+is that rate over the sum of what the ranks reach alone, so that 100% loses nothing to waiting and
+communication.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from csdctl.errors import InputError
+from csdctl.fleet.model import HOST_NAME
+from csdctl.reporting.energy import MachineEnergy
+from csdctl.reporting.results import RunResults
+
+STRONG, WEAK = "strong scaling: the global batch stays", "weak scaling: the global batch grows with the ranks"
+TUNED = "the host's rate in tuning"
+
+
+@dataclass(frozen=True)
+class ScalingPoint:
+    """One run."""
+
+    run_id: str
+    num_nodes: int
+    """That train: a node with batch size 0 does not."""
+    is_host_training: bool
+    global_batch: int
+    samples_per_s: float
+    """Of the steps."""
+    speedup: float | None
+    efficiency: float | None
+    energy: MachineEnergy | None
+    """Of all machines; None where it is not known."""
+    lost: tuple[str, ...]
+    """Nodes that were lost on the way: the run had fewer for a part of it."""
+
+
+@dataclass(frozen=True)
+class ScalingSeries:
+    """Runs by the number of nodes."""
+
+    points: tuple[ScalingPoint, ...]
+    kind: str
+    """STRONG or WEAK; '' where the batch sizes follow neither."""
+    host_samples_per_s: float | None
+    host_source: str
+    """What `host_samples_per_s` is from: runs without nodes, or TUNED."""
+    origin: str
+
+    @property
+    def speedups(self) -> dict[int, float]:
+        """Speed-up by the number of nodes; the host alone, measured in tuning, counts as none."""
+        found = self.by_nodes([point.speedup for point in self.points])
+        return {0: 1.0, **found} if found else {}
+
+    def by_nodes(self, values: Sequence[float | None]) -> dict[int, float]:
+        """Return the median of `values`, one for each point, at each number of nodes."""
+        found: dict[int, list[float]] = {}
+        for point, value in zip(self.points, values, strict=True):
+            if value is not None:
+                found.setdefault(point.num_nodes, []).append(value)
+        return {num_nodes: median(of) for num_nodes, of in sorted(found.items())}
+
+
+def build_scaling(runs: Sequence[RunResults]) -> ScalingSeries:
+    """Put runs in order; raises InputError for runs of different models, or with one number of nodes only."""
+    models = {str((run.manifest.get("job") or {}).get("model", "")) for run in runs}
+    if len(models) > 1:
+        raise InputError(
+            f"--scaling compares runs of one model; received {len(models)}: {', '.join(sorted(models))}",
+            remedy="give the runs of one job; `csdctl report RUN RUN` shows others side by side",
+        )
+    if len({_num_nodes(run) for run in runs}) < 2:
+        raise InputError(
+            "--scaling needs runs with at least two numbers of nodes; all of these have the same",
+            remedy="train with fewer (--limit); `csdctl tune` measures what the host reaches alone",
+        )
+    without = [run.summary.step_samples_per_s for run in runs if _num_nodes(run) == 0]
+    tuned = [rate for run in runs if (rate := _host_alone(run))]
+    host = median(without or tuned) if without or tuned else None
+    points = tuple(sorted((_point(run, host) for run in runs), key=lambda p: (p.num_nodes, p.run_id)))
+    batches = {point.num_nodes: point.global_batch for point in points}
+    sizes = [batches[number] for number in sorted(batches)]
+    is_growing = all(small < large for small, large in itertools.pairwise(sizes))
+    return ScalingSeries(
+        points,
+        STRONG if len(set(sizes)) == 1 else WEAK if is_growing else "",
+        host,
+        "runs without nodes" if without else TUNED if tuned else "",
+        ", ".join(sorted({run.measured for run in runs})),
+    )
+
+
+def _num_nodes(run: RunResults) -> int:
+    return sum(rank.node != HOST_NAME and rank.batch_size > 0 for rank in run.summary.ranks)
+
+
+def _host_alone(run: RunResults) -> float | None:
+    return next((r.alone_samples_per_s for r in run.summary.ranks if r.node == HOST_NAME), None)
+
+
+def _point(run: RunResults, host: float | None) -> ScalingPoint:
+    summary = run.summary
+    training = [rank for rank in summary.ranks if rank.batch_size > 0]
+    alone = [rank.alone_samples_per_s for rank in training if rank.alone_samples_per_s]
+    is_known = bool(alone) and len(alone) == len(training)
+    return ScalingPoint(
+        summary.run_id,
+        _num_nodes(run),
+        any(rank.node == HOST_NAME for rank in training),
+        summary.global_batch,
+        summary.step_samples_per_s,
+        summary.step_samples_per_s / host if host else None,
+        summary.step_samples_per_s / sum(alone) if is_known else None,
+        summary.energy.whole if summary.energy else None,
+        summary.lost_nodes,
+    )

@@ -1,0 +1,339 @@
+"""What changes during a run, from its events, one by one: time of each rank, epochs, batch sizes, faults.
+
+Memory is bounded, however many events there are: times in a fixed number of intervals (`timeline`), and at
+most MAX_POINTS of everything else.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from csdctl.reporting.timeline import Timeline
+from csdctl.runs.stored_progress import Spent
+from csdctl.worker.protocol.events import (
+    EpochEnd,
+    Event,
+    Failed,
+    Finished,
+    Joined,
+    LinkLost,
+    Misbehaved,
+    NodeBack,
+    NodeLost,
+    Paused,
+    Progress,
+    Rebalanced,
+)
+
+COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER = "compute", "input", "wait", "communication", "other"
+KINDS = (COMPUTE, INPUT, WAIT, COMMUNICATION, OTHER)
+"""What a rank spends its time on. `wait`: for slower ranks; `communication`: the rest of a sum; `other`:
+evaluation, checkpoints, comparing weights."""
+MAX_POINTS = 1000
+MAX_FAULTS = 200
+Point = TypeVar("Point")
+
+
+@dataclass(frozen=True)
+class EpochPoint:
+    """The end of an epoch, over all ranks; metrics by name, those of validation with the prefix `val_`."""
+
+    epoch: int
+    time_s: float
+    """Unix time."""
+    samples_per_s: float
+    results: dict[str, float]
+    """Loss and metrics; None where they were not computed."""
+    learning_rate: float | None
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch sizes from `time_s` on, by rank."""
+
+    time_s: float
+    sizes: dict[int, int]
+
+
+@dataclass
+class Fault:
+    """A node or rank that failed, was lost, or came back."""
+
+    time_s: float
+    node: str
+    what: str
+    stopped_s: float | None = None
+    """Until the ranks trained again; None where none stopped, or they never did."""
+
+
+@dataclass(frozen=True)
+class RunSeries:
+    """A run over time."""
+
+    nodes: tuple[str, ...]
+    """Of the ranks, in order."""
+    start_s: float
+    """Unix time of the first event."""
+    end_s: float
+    interval_s: float
+    spent_s: tuple[dict[str, list[float]], ...]
+    """By rank and kind: seconds in each interval."""
+    samples: tuple[list[float], ...]
+    """By rank: in each interval."""
+    epochs: tuple[EpochPoint, ...]
+    batch_sizes: tuple[BatchSizes, ...]
+    faults: tuple[Fault, ...]
+    num_more_faults: int
+    peak_memory_bytes: dict[int, int]
+    """By rank, of those that finished."""
+    cpu_s: dict[int, float]
+    """CPU seconds of each rank's process, of the ranks that reported them."""
+    is_wait_divided: bool
+    """Whether the ranks told waiting from communication, and input from computing; else both count as the
+    first."""
+    temperatures_c: dict[int, tuple[float, ...]] = field(default_factory=dict)
+    """By rank, in time order, of the machines that have a sensor."""
+
+    @property
+    def num_intervals(self) -> int:
+        """The number of intervals."""
+        return len(self.samples[0]) if self.samples else 0
+
+
+class Thinned(Generic[Point]):
+    """A list that keeps at most `MAX_POINTS`, evenly spaced, and always the latest."""
+
+    def __init__(self) -> None:
+        self._points: list[Point] = []
+        self._every, self._count = 1, 0
+        self._last: Point | None = None
+
+    def append(self, point: Point) -> None:
+        """Add a point."""
+        if self._count % self._every == 0:
+            self._points.append(point)
+            self._last = None
+        else:
+            self._last = point
+        self._count += 1
+        if len(self._points) > MAX_POINTS:
+            del self._points[1::2]
+            self._every *= 2
+
+    def all(self) -> tuple[Point, ...]:
+        """Return the points that are kept."""
+        return (*self._points, *([self._last] if self._last is not None else []))
+
+
+@dataclass
+class _Spent:
+    """What a rank has reported since its latest epoch began, so that the rest comes with the epoch's end."""
+
+    amounts: list[float] = field(default_factory=lambda: [0.0] * (len(KINDS) + 1))
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    until_s: float = math.inf
+    """When the latest progress was reported, in Unix time."""
+    open: list[float] = field(default_factory=lambda: [0.0] * (len(KINDS) + 1))
+    """What was reported since `begin_s`, all in one interval of the timeline; not yet in `amounts`."""
+    begin_s: float = math.inf
+    """Nothing is open at inf."""
+    first_s: float = math.inf
+    """The beginning of that interval, and its end."""
+    last_s: float = -math.inf
+
+    def end_of(self, time_s: float, wall_s: float) -> float:
+        """Return when the next report, of `wall_s`, was made that arrived at `time_s`: some arrive late.
+
+        Within an epoch, every report begins where the one before ended.
+        """
+        return min(time_s, self.until_s + wall_s)
+
+
+class SeriesBuilder:
+    """Takes the events of a run in order of arrival, and keeps none of them."""
+
+    def __init__(self, nodes: Sequence[str]) -> None:
+        self._nodes = tuple(nodes)
+        self._timeline: Timeline | None = None
+        self._end_s = 0.0
+        self._spent = [_Spent() for _ in nodes]
+        self._epochs: Thinned[EpochPoint] = Thinned()
+        self._sizes: Thinned[BatchSizes] = Thinned()
+        self._faults: list[Fault] = []
+        self._num_more = 0
+        self._stopped_at: float | None = None
+        self._since_stop: list[Fault] = []
+        self._peaks: dict[int, int] = {}
+        self._cpu: dict[int, float] = {}
+        self._is_divided = True
+        self._temperatures: dict[int, Thinned[float]] = {}
+
+    def add(self, time_s: float, event: Event) -> None:
+        """Add an event that arrived at `time_s`, in Unix time."""
+        if self._timeline is None:
+            self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
+        self._end_s = max(self._end_s, time_s)
+        if isinstance(event, Progress):
+            times = event.compute_s, event.wait_s, event.wall_s, event.input_s, event.others_s, event.cpu_s
+            self.add_spent((time_s, event.rank, event.samples, *times, event.temperature_c))
+        elif isinstance(event, EpochEnd):
+            self._add_epoch_end(self._timeline, time_s, event)
+        elif isinstance(event, Joined):
+            self._close(self._timeline, event.rank)
+            self._spent[event.rank] = _Spent()
+            if event.rank == 0:
+                self._end_stop(time_s)
+                self._add_sizes(time_s, event)
+        elif isinstance(event, Rebalanced):
+            self._add_sizes(time_s, event)
+        elif isinstance(event, Finished):
+            self._peaks[event.rank] = event.peak_memory_bytes
+        else:
+            self._add_fault(time_s, event)
+
+    def build(self) -> RunSeries:
+        """Return the series of all events so far."""
+        line = self._timeline or Timeline(len(self._nodes), len(KINDS) + 1, 0.0)
+        for rank in range(len(self._nodes)):
+            self._close(line, rank)
+        shown = line.num_intervals
+        return RunSeries(
+            self._nodes,
+            line.start_s,
+            max(self._end_s, line.start_s),
+            line.interval_s,
+            tuple({kind: rows[number][:shown] for number, kind in enumerate(KINDS)} for rows in line.amounts),
+            tuple(rows[-1][:shown] for rows in line.amounts),
+            self._epochs.all(),
+            self._sizes.all(),
+            tuple(self._faults),
+            self._num_more,
+            self._peaks,
+            self._cpu,
+            self._is_divided,
+            {rank: points.all() for rank, points in self._temperatures.items()},
+        )
+
+    def add_spent(self, progress: Spent) -> None:
+        """Add the progress of a rank: millions in a run of days, so this is written for speed."""
+        time_s, rank, samples, compute_s, wait_s, wall_s, input_s, others_s, cpu_s, celsius = progress
+        timeline = self._timeline
+        if timeline is None:
+            timeline = self._timeline = Timeline(len(self._nodes), len(KINDS) + 1, time_s)
+        if time_s > self._end_s:
+            self._end_s = time_s
+        if others_s is None or input_s is None:
+            self._is_divided = False
+            others_s, input_s = wait_s if others_s is None else others_s, input_s or 0.0
+        spent = self._spent[rank]
+        end_s = spent.end_of(time_s, wall_s)
+        if end_s >= spent.last_s or end_s - wall_s < spent.first_s:
+            self._close(timeline, rank)
+            spent.begin_s = end_s - wall_s
+            spent.first_s, spent.last_s = timeline.interval_of(spent.begin_s)
+        spent.until_s = end_s
+        waited = others_s if others_s < wait_s else wait_s
+        amounts = spent.open
+        amounts[0] += compute_s - input_s if compute_s > input_s else 0.0
+        amounts[1] += input_s
+        amounts[2] += waited
+        amounts[3] += wait_s - waited
+        other = wall_s - compute_s - wait_s
+        if other > 0.0:
+            amounts[4] += other
+        amounts[5] += samples
+        spent.wall_s += wall_s
+        if cpu_s is not None:
+            spent.cpu_s += cpu_s
+            self._cpu[rank] = self._cpu.get(rank, 0.0) + cpu_s
+        if celsius is not None:
+            self._temperatures.setdefault(rank, Thinned()).append(celsius)
+        if end_s >= spent.last_s:  # it is in several intervals
+            self._close(timeline, rank)
+
+    def _close(self, timeline: Timeline, rank: int) -> None:
+        """Put what is open of a rank into the timeline."""
+        spent = self._spent[rank]
+        if spent.begin_s < math.inf:
+            timeline.add(rank, spent.begin_s, spent.until_s, spent.open)
+            spent.amounts = [a + b for a, b in zip(spent.amounts, spent.open, strict=True)]
+            spent.open = [0.0] * len(spent.open)
+        spent.begin_s, spent.first_s, spent.last_s = math.inf, math.inf, -math.inf
+
+    def _add_epoch_end(self, timeline: Timeline, time_s: float, event: EpochEnd) -> None:
+        """Add what came after the latest progress of the epoch."""
+        self._close(timeline, event.rank)
+        spent = self._spent[event.rank]
+        whole = self._divide(event)
+        rest = [max(a - b, 0.0) for a, b in zip(whole, spent.amounts, strict=True)]
+        rest_s = max(event.wall_s - spent.wall_s, 0.0)
+        end_s = spent.end_of(time_s, rest_s)
+        timeline.add(event.rank, end_s - rest_s, end_s, rest)
+        self._add_cpu(event, spent)
+        self._spent[event.rank] = _Spent()
+        if event.rank == 0:
+            rate = (event.stepped_samples or event.global_samples) / event.wall_s if event.wall_s else 0.0
+            self._epochs.append(EpochPoint(event.epoch, time_s, rate, _results(event), event.learning_rate))
+
+    def _divide(self, event: EpochEnd) -> list[float]:
+        """Return the seconds of each kind, and the samples."""
+        input_s, others_s = event.input_s or 0.0, event.others_s
+        if others_s is None or event.input_s is None:
+            self._is_divided = False
+            others_s = event.wait_s if others_s is None else others_s
+        waited = min(others_s, event.wait_s)
+        other = max(event.wall_s - event.compute_s - event.wait_s, 0.0)
+        computing = max(event.compute_s - input_s, 0.0)
+        return [computing, input_s, waited, event.wait_s - waited, other, float(event.samples)]
+
+    def _add_cpu(self, event: EpochEnd, spent: _Spent) -> None:
+        """Add what is more than the progress of the epoch has said."""
+        if event.cpu_s is not None:
+            self._cpu[event.rank] = self._cpu.get(event.rank, 0.0) + max(event.cpu_s - spent.cpu_s, 0.0)
+
+    def _add_sizes(self, time_s: float, event: Joined | Rebalanced) -> None:
+        self._sizes.append(BatchSizes(time_s, {int(rank): size for rank, size in event.batch_sizes.items()}))
+
+    def _add_fault(self, time_s: float, event: Event) -> None:
+        if isinstance(event, LinkLost | Paused):
+            self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
+            return
+        if isinstance(event, NodeLost):
+            what = f"lost: {event.message}"
+        elif isinstance(event, NodeBack):
+            what = "back"
+        elif isinstance(event, Failed):
+            what = f"failed: {event.message}"
+        elif isinstance(event, Misbehaved):
+            what = f"reports rank {event.culprit}: {event.message}"
+        else:
+            return
+        if len(self._faults) >= MAX_FAULTS:
+            self._num_more += 1
+            return
+        fault = Fault(time_s, event.node, what)
+        self._faults.append(fault)
+        if not isinstance(event, NodeBack):
+            self._since_stop.append(fault)
+            self._stopped_at = time_s if self._stopped_at is None else self._stopped_at
+
+    def _end_stop(self, time_s: float) -> None:
+        """The ranks train again: what has happened since they stopped took this long, together."""
+        if self._stopped_at is not None and self._since_stop:
+            self._since_stop[0].stopped_s = time_s - self._stopped_at
+        self._stopped_at, self._since_stop = None, []
+
+
+def _results(event: EpochEnd) -> dict[str, float]:
+    """Return loss and metrics by name."""
+    found = {
+        "loss": event.loss,
+        "accuracy": event.accuracy,
+        **event.metrics,
+        "val_loss": event.validation_loss,
+        "val_accuracy": event.validation_accuracy,
+        **{f"val_{name}": value for name, value in event.validation_metrics.items()},
+    }
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,1 @@
+"""Commands and Fabric tasks of the user on all machines at once."""

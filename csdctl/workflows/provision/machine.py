@@ -1,0 +1,152 @@
+"""What a bare node answers before anything is installed there: one `sh` program, and its judgement; pure.
+
+The node needs no Python for this.
+"""
+
+import shlex
+from dataclasses import dataclass
+
+from csdctl.errors import NodeError, RemoteCommandError
+from csdctl.transport.session import Completed, bounded
+
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""Those that TensorFlow and Open MPI have wheels for, and Debian's name of each."""
+
+MIN_GLIBC = (2, 28)
+PYTHONS = ("3.11", "3.12", "3.13")
+SENT_PYTHON = "3.11"
+"""The Python that is sent to a node without a suitable one."""
+
+MIB = 1 << 20
+
+# A Python counts if it can create virtual environments. Only the nearest existing directory has free space.
+_PROBE = """\
+prefix=$1
+echo "architecture=$(uname -m)"
+echo "bits=$(getconf LONG_BIT 2>/dev/null)"
+echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version) 2>/dev/null | head -n 1)"
+echo "home=$PWD"
+echo "user=$(id -u)"
+for python in python3.13 python3.12 python3.11 python3; do
+  path=$(command -v "$python") || continue
+  program='import sys, venv, ssl; print("%d.%d" % sys.version_info[:2])'
+  version=$("$path" -I -c "$program" 2>/dev/null) || continue
+  echo "python=$version $path"
+done
+echo "installed=$(cat "$prefix/venv/csdctl-bundle" 2>/dev/null)"
+directory=$prefix
+while [ ! -d "$directory" ]; do directory=$(dirname "$directory"); done
+echo "free=$(df -Pk "$directory" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4)"
+"""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the wheels of a node depend on. Nodes of one kind get the same files."""
+
+    architecture: str
+    """As `uname -m` prints it."""
+    python: str
+    """Major and minor version."""
+    sends_python: bool
+    """Whether Python itself is sent."""
+
+    @property
+    def name(self) -> str:
+        """A name for directories: aarch64-python3.11-sent."""
+        return f"{self.architecture}-python{self.python}" + ("-sent" if self.sends_python else "")
+
+
+@dataclass(frozen=True)
+class BareMachine:
+    """The answer of one node."""
+
+    name: str
+    kind: Kind
+    python: str
+    """The path of its own Python; '' if Python is sent."""
+    home: str
+    is_root: bool
+    free_bytes: int
+    installed: str
+    """The id of the bundle that is installed there, or ''."""
+
+
+def build_probe(prefix: str) -> list[str]:
+    """Return the argument list of the probe; `prefix` is where everything is installed."""
+    return ["sh", "-c", _PROBE, "csdctl-probe", prefix]
+
+
+def parse_machine(name: str, completed: Completed) -> BareMachine:
+    """Return what the node answered; raises NodeError for one that no wheels can be had for."""
+    values: dict[str, list[str]] = {}
+    for line in completed.output.splitlines():
+        key, _, value = line.partition("=")
+        values.setdefault(key, []).append(value.strip())
+
+    def first(key: str) -> str:
+        return values.get(key, [""])[0]
+
+    if completed.exit_code or not first("architecture"):
+        cause = completed.last_error_line or f"exit code {completed.exit_code}"
+        raise RemoteCommandError(
+            f"looking at the machine failed: {cause}", node=name, remedy="run `uname -m` there"
+        )
+    _check_architecture(name, first("architecture"), first("bits"))
+    _check_glibc(name, first("glibc"))
+    found = dict(reversed([_split(text) for text in values.get("python", [])]))
+    version = next((python for python in PYTHONS if python in found), "")
+    kind = Kind(first("architecture"), version or SENT_PYTHON, sends_python=not version)
+    free = first("free")
+    return BareMachine(
+        name,
+        kind,
+        found.get(version, ""),
+        first("home"),
+        first("user") == "0",
+        int(free) * 1024 if free.isdigit() else 0,
+        bounded(first("installed")),
+    )
+
+
+def check_space(machine: BareMachine, needed_bytes: int, prefix: str) -> None:
+    """Raise NodeError when less than `needed_bytes` are free on the file system of `prefix`."""
+    if machine.free_bytes < needed_bytes:
+        raise NodeError(
+            f"{machine.free_bytes // MIB} MiB are free at {prefix}, and {needed_bytes // MIB} MiB are needed",
+            node=machine.name,
+            remedy=f"free space there (`df -h {shlex.quote(prefix)}`), or install elsewhere: --prefix",
+        )
+
+
+def _check_architecture(name: str, architecture: str, bits: str) -> None:
+    if architecture not in ARCHITECTURES or bits == "32":
+        found = f"{bounded(architecture)} with 32-bit programs" if bits == "32" else bounded(architecture)
+        raise NodeError(
+            f"its processor is {found}; there are wheels for 64-bit {' and '.join(ARCHITECTURES)} alone",
+            node=name,
+            remedy="install a 64-bit system there, or leave the node out: --exclude",
+        )
+
+
+def _check_glibc(name: str, answer: str) -> None:
+    words = answer.split()
+    numbers = words[-1].split(".")[:2] if words else []
+    expected = ".".join(map(str, MIN_GLIBC))
+    if len(numbers) != 2 or not all(number.isdigit() for number in numbers):
+        raise NodeError(
+            f"its C library is not glibc ({bounded(answer) or 'no answer'}), expected {expected} or newer",
+            node=name,
+            remedy="install a system with glibc there, or leave the node out: --exclude",
+        )
+    if tuple(map(int, numbers)) < MIN_GLIBC:
+        raise NodeError(
+            f"its C library is glibc {'.'.join(numbers)}; the wheels of Open MPI need {expected} or newer",
+            node=name,
+            remedy="install a newer system there (Debian 10, RHEL 8), or leave it out: --exclude",
+        )
+
+
+def _split(text: str) -> tuple[str, str]:
+    version, _, path = text.partition(" ")
+    return version, path

@@ -1,0 +1,195 @@
+"""`provision`: from a bare node to one that can train. A node that fails never stops the others."""
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from csdctl.documents import save_text
+from csdctl.errors import CsdctlError, InputError, NodeError, UnreachableError
+from csdctl.fleet.model import Fleet
+from csdctl.fleet.select import keep_nodes
+from csdctl.notify import Say, shorten
+from csdctl.runs.ledger import record_traffic
+from csdctl.shipping.deliver import OnDeliveryProgress
+from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_raise
+from csdctl.transport.session import Session
+from csdctl.workflows.discovery.inventory import render_ansible
+from csdctl.workflows.provision.bundle import Bundle, collect_bundle
+from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, parse_machine
+from csdctl.workflows.provision.playbook import (
+    NodeSummary,
+    OnTask,
+    PlaybookResult,
+    ansible_directory,
+    build_command,
+    build_environment,
+    find_ansible,
+    run_playbook,
+)
+from csdctl.workflows.provision.sending import BundleSender, Sent
+from csdctl.workflows.provision.wheels import LOCK
+
+DEFAULT_PREFIX = "/opt/csdctl"
+PROBE_DEADLINE_S = 60.0
+MAX_MESSAGE = 500
+
+
+@dataclass(frozen=True)
+class ProvisionRequest:
+    """What to do, and from what."""
+
+    bundles: Path
+    """The directory of the bundles on the host."""
+    prefix: str = DEFAULT_PREFIX
+    lock: Path = LOCK
+    is_dry_run: bool = False
+    sends_only: bool = False
+    """Whether to stop after sending; then Ansible is not needed."""
+    values: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the playbook, by name."""
+    tags: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.prefix.startswith("/") or ".." in self.prefix.split("/") or not self.prefix.strip("/"):
+            raise InputError(
+                f"--prefix {self.prefix!r} cannot be used",
+                remedy="give an absolute path, such as /opt/csdctl",
+            )
+
+
+@dataclass(frozen=True)
+class Provisioned:
+    """What was done on one node, or would be."""
+
+    machine: BareMachine | None = None
+    sent: Sent | None = None
+    summary: NodeSummary | None = None
+    """None where no playbook ran."""
+
+
+OnSent = Callable[[Outcome[Sent]], None]
+
+
+def provision(
+    request: ProvisionRequest,
+    fleet: Fleet,
+    *,
+    directory: Path,
+    say: Say,
+    on_progress: OnDeliveryProgress = lambda progress: None,
+    on_sent: OnSent = lambda outcome: None,
+    on_task: OnTask = lambda result: None,
+) -> dict[str, Outcome[Provisioned]]:
+    """Prepare every node of `fleet`; a node that fails is in the result, not raised.
+
+    Raises InputError without Ansible or with an unusable lock file, CsdctlError when the host cannot collect.
+    """
+    ansible = "" if request.sends_only else find_ansible()
+    machines = _look(fleet, request.prefix, directory)
+    kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
+    bundles = {kind: collect_kind(request, kind, say) for kind in kinds}
+    sender = BundleSender(bundles, request.prefix)
+    failed = errors_of(machines)
+
+    def send(session: Session) -> Sent:
+        machine = machines[session.name].get()
+        return sender.send(session, machine, dry_run=request.is_dry_run, on_progress=on_progress)
+
+    usable = keep_nodes(fleet, set(machines) - set(failed)) if len(failed) < len(machines) else None
+    sent: dict[str, Outcome[Sent]] = {}
+    if usable:
+        on_traffic = record_traffic(directory, "provision")
+        sent = run_on_nodes(usable, send, directory=directory, on_done=on_sent, on_traffic=on_traffic)
+    failed |= errors_of(sent)
+    played = PlaybookResult({}, {})
+    ready = [name for name in sent if name not in failed and _can_play(request, sent[name])]
+    if ready and not request.sends_only:
+        played = _play(request, keep_nodes(fleet, ready), "nodes.yml", ansible, directory, on_task)
+    return {
+        name: _conclude(
+            name, failed, machines[name], sent.get(name), played, is_played=name in ready and bool(ansible)
+        )
+        for name in machines
+    }
+
+
+def uninstall(
+    request: ProvisionRequest, fleet: Fleet, *, directory: Path, on_task: OnTask
+) -> dict[str, Outcome[Provisioned]]:
+    """Remove everything that `provision` has installed on the nodes of `fleet`."""
+    played = _play(request, fleet, "uninstall.yml", find_ansible(), directory, on_task)
+    return {node.name: _conclude(node.name, {}, None, None, played, is_played=True) for node in fleet.nodes}
+
+
+def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
+    """Return the bundle of `kind`, collected now if there is none yet."""
+    return collect_bundle(kind, lock=request.lock, prefix=request.prefix, directory=request.bundles, say=say)
+
+
+def _look(fleet: Fleet, prefix: str, directory: Path) -> dict[str, Outcome[BareMachine]]:
+    def look(session: Session) -> BareMachine:
+        return parse_machine(session.name, session.run(build_probe(prefix), deadline_s=PROBE_DEADLINE_S))
+
+    return run_on_nodes(fleet, look, directory=directory)
+
+
+def _can_play(request: ProvisionRequest, outcome: Outcome[Sent]) -> bool:
+    """Whether Ansible can run there: in a dry run, only where everything was sent before."""
+    return not request.is_dry_run or outcome.get().is_installed
+
+
+def _play(
+    request: ProvisionRequest, fleet: Fleet, playbook: str, ansible: str, directory: Path, on_task: OnTask
+) -> PlaybookResult:
+    collection = ansible_directory()
+    values = {
+        "node_network": fleet.network,
+        **request.values,
+        "node_prefix": request.prefix,
+        "node_send": False,
+    }
+    arguments = ["--check"] if request.is_dry_run else []
+    arguments += ["--tags", request.tags] if request.tags else []
+    with tempfile.TemporaryDirectory(prefix="csdctl-") as temporary:
+        inventory = Path(temporary) / "hosts.yml"
+        save_text(inventory, render_ansible(fleet, directory))
+        command = build_command(ansible, collection / "playbooks" / playbook, inventory, values, arguments)
+        environment = build_environment(os.environ, collection, len(fleet.nodes))
+        environment |= {
+            "ANSIBLE_LOCAL_TEMP": f"{temporary}/local",
+            "ANSIBLE_SSH_CONTROL_PATH_DIR": f"{temporary}/cp",
+        }
+        return run_playbook(command, environment, on_task)
+
+
+def _conclude(
+    name: str,
+    failed: Mapping[str, CsdctlError],
+    machine: Outcome[BareMachine] | None,
+    sent: Outcome[Sent] | None,
+    played: PlaybookResult,
+    *,
+    is_played: bool,
+) -> Outcome[Provisioned]:
+    error = failed.get(name)
+    summary = played.summaries.get(name)
+    if not error and is_played:
+        message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
+        if summary is None or summary.failed:
+            error = NodeError(message, node=name, remedy="repair it and run the same command again")
+        elif summary.unreachable:
+            error = UnreachableError(message, node=name, remedy="check `ssh` to it, then run it again")
+    if error:
+        return Outcome(name, error=error)
+    return Outcome(
+        name, Provisioned(machine.value if machine else None, sent.value if sent else None, summary)
+    )
+
+
+def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
+    """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
+    machines = values_or_raise(_look(fleet, request.prefix, directory), "looking at the nodes")
+    kinds = dict.fromkeys(machine.kind for machine in machines.values())
+    return [collect_kind(request, kind, say) for kind in kinds]

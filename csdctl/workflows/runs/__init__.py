@@ -1,0 +1,1 @@
+"""Runs that are there: list, watch, stop, compare and remove them."""

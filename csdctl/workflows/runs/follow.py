@@ -1,0 +1,100 @@
+"""Follow a run from its files alone: nothing of it waits for who watches."""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from csdctl.errors import InputError
+from csdctl.placement.equation1 import steps_per_epoch
+from csdctl.runs.directory import RunDirectory
+from csdctl.runs.manifest import Manifest
+from csdctl.worker.protocol.events import Event
+from csdctl.worker.protocol.run_spec import RunSpec
+from csdctl.workflows.runs.processes import POLL_S, process_of
+from csdctl.workflows.train.resume import load_spec
+
+MPIRUN, OWN = "mpirun", "csdctl"
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A run whose ranks have been, or are being, started."""
+
+    run: RunDirectory
+    spec: RunSpec
+    num_steps: int
+    """Of an epoch."""
+    emulated: bool
+
+    def events(self) -> Iterator[tuple[float, Event]]:
+        """Yield the Unix time and the event of all events, as they come, until the run's csdctl ends."""
+        nodes = [rank.node for rank in self.spec.ranks]
+        return self.run.read_events(nodes).follow(lambda: not process_of(self.run).is_running)
+
+
+def follow_run(run: RunDirectory) -> Followed:
+    """Wait until `run` starts its ranks, and return it; raises InputError for one that ended before."""
+    while not run.spec.exists():
+        if not process_of(run).is_running:
+            raise InputError(
+                f"run {run.run_id} ended before its ranks were started",
+                remedy=f"csdctl runs logs {run.run_id} {OWN}, if it was detached, shows why",
+            )
+        time.sleep(POLL_S)
+    content = run.load_manifest()
+    manifest = Manifest.model_validate(content)
+    return Followed(run, load_spec(run), steps_per_epoch(manifest.shards()), bool(manifest.plan.emulated))
+
+
+def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
+    """Return names and paths of the run's logs: all, or that of a rank, a node, MPIRUN or OWN.
+
+    Raises InputError for a log that does not exist.
+    """
+    nodes = {}
+    if run.manifest.exists():
+        ranks = run.load_manifest()["plan"]["ranks"]
+        nodes = {number: str(rank["node"]) for number, rank in enumerate(ranks)}
+    known = {OWN: run.own_log, MPIRUN: run.mpirun_log}
+    logs = {name: path for name, path in known.items() if path.exists()}
+    for number, node in nodes.items():
+        if which in (str(number), node):
+            which = node
+        if run.rank_log(number).exists():
+            logs[node] = run.rank_log(number)
+    if which is None:
+        return list(logs.items())
+    if which not in logs:
+        raise InputError(
+            f"run {run.run_id} has no log {which!r}", remedy=f"it has: {', '.join(logs) or 'none'}"
+        )
+    return [(which, logs[which])]
+
+
+def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
+    """Return the last lines of a log."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return [line.rstrip("\n") for line in deque(file, maxlen=num_lines)]
+
+
+def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
+    """Yield name and line of what is added to `logs`, until the run's csdctl ends."""
+    positions = {name: path.stat().st_size for name, path in logs}
+    pending = dict.fromkeys(positions, "")
+    while True:
+        was_over = not process_of(run).is_running
+        num_read = 0
+        for name, path in logs:
+            with path.open("rb") as file:
+                file.seek(positions[name])
+                chunk = file.read(1 << 20)
+            positions[name] += len(chunk)
+            num_read += len(chunk)
+            *lines, pending[name] = (pending[name] + chunk.decode(errors="replace")).split("\n")
+            yield from ((name, line) for line in lines)
+        if was_over and not num_read:
+            return
+        if not num_read:
+            time.sleep(POLL_S)

@@ -1,0 +1,91 @@
+"""An emulated Cortex-A53 without Python becomes a node, and trains in step with this x86_64 host."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.lab.bare import bare_node
+from tests.lab.lab import Lab
+from tests.lab.project import Project
+from tests.provision.provisioning import NETWORK, check, provision
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(5400)]
+
+DEADLINE_S = 1500.0
+MODEL = """\
+import keras
+from keras import layers
+
+
+def build():
+    base = keras.Sequential([
+        keras.Input((16, 16, 3)),
+        layers.Conv2D(8, 3, use_bias=False),
+        layers.BatchNormalization(),
+        layers.ReLU(),
+        layers.DepthwiseConv2D(3),
+        layers.GlobalAveragePooling2D(),
+    ], name="base")
+    base.trainable = False
+    inputs = keras.Input((16, 16, 3))
+    return keras.Model(inputs, layers.Dense(4, activation="softmax")(base(inputs)))
+
+
+def build_trained():
+    model = build()
+    model.get_layer("base").trainable = True
+    return model
+"""
+JOB = """\
+model: model.py:%s
+data: {public: {path: public}}
+recipe: {epochs: 2, optimizer: sgd, momentum: 0.9, learning_rate: 0.01, reference_batch: 16}
+"""
+
+
+def write_jobs(directory: Path) -> None:
+    images = np.random.default_rng(7).integers(0, 256, (64, 16, 16, 3), dtype=np.uint8)
+    (directory / "public").mkdir()
+    np.save(directory / "public" / "images.npy", images)
+    np.save(directory / "public" / "labels.npy", (images.mean((1, 2, 3)) * 4 % 4).astype(np.int64))
+    (directory / "model.py").write_text(MODEL)
+    for name, function in (("job", "build_trained"), ("frozen", "build")):
+        (directory / f"{name}.yaml").write_text(JOB % function)
+
+
+def test_bare_cortex_a53_trains_with_the_host(lab: Lab, project: Project, arm_bundle: Path) -> None:
+    with bare_node(lab, "arm", 61, architecture="arm64") as node:
+        project.use(node, network=NETWORK)
+        write_jobs(project.path)
+        assert provision(project)["nodes"]["arm"]["architecture"] == "aarch64"
+        assert provision(project)["nodes"]["arm"]["tasks"]["changed"] == 0
+        check(project, "discover", deadline_s=DEADLINE_S)
+
+        verified = json.loads(check(project, "verify", "job.yaml", "--json", deadline_s=DEADLINE_S))
+        print("verify:", json.dumps(verified, indent=1))
+
+        options = ("--batch-size", "8", "--skip-doctor")
+        check(project, "train", "job.yaml", *options, deadline_s=DEADLINE_S)
+        hashes = weights_hashes(project)
+        print("weights:", hashes)
+        assert all(len(set(of_epoch.values())) == 1 for of_epoch in hashes.values())
+        assert {len(of_epoch) for of_epoch in hashes.values()} == {2}
+
+        lite = ("--way", "features", "--feature-engine", "litert")
+        check(project, "train", "frozen.yaml", *lite, *options, deadline_s=DEADLINE_S)
+        features = json.loads(check(project, "verify", "frozen.yaml", *lite, "--json", deadline_s=DEADLINE_S))
+        print("LiteRT:", json.dumps(features["features"], indent=1))
+        assert features["features"]["arm"]["num_rows"] > 0
+
+
+def weights_hashes(project: Project) -> dict[int, dict[int, str]]:
+    """Return the hash of the weights of every epoch and rank, from the only run's events."""
+    found: dict[int, dict[int, str]] = {}
+    (events,) = (project.path / ".csdctl/runs").glob("*/events.jsonl")
+    for line in events.read_text().splitlines():
+        event = json.loads(json.loads(line)["line"].removeprefix("@csdctl "))
+        if event["event"] == "EpochEnd":
+            found.setdefault(event["epoch"], {})[event["rank"]] = event["weights_hash"]
+    return found

@@ -1,0 +1,122 @@
+"""A run without a terminal: detached, hung up on, watched, listed and stopped from elsewhere."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulated.running import CSDCTL, csdctl
+from tests.waiting import eventually
+
+MODEL = """\
+import keras
+
+
+def build():
+    inputs = keras.Input((8,))
+    return keras.Model(inputs, keras.layers.Dense(3, activation="softmax")(inputs))
+"""
+JOB = """\
+model: model.py:build
+data: {public: {path: public.npz}, input_range: null}
+recipe: {epochs: 100000, optimizer: sgd, learning_rate: 0.001, metrics: [accuracy]}
+"""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    directory = tmp_path_factory.mktemp("runs")
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 3, 512, dtype=np.int32)
+    np.savez(directory / "public.npz", x=generator.random((512, 8), np.float32), y=labels)
+    (directory / "model.py").write_text(MODEL)
+    (directory / "job.yaml").write_text(JOB)
+    assert csdctl(directory, "emulate", "up", "--nodes", "1", "--cpu", "0.5").returncode == 0
+    try:
+        yield directory
+    finally:
+        csdctl(directory, "emulate", "down")
+
+
+def runs(project: Path) -> dict[str, dict[str, Any]]:
+    listed = csdctl(project, "runs", "list", "--json")
+    return {run["run_id"]: run for run in json.loads(listed.stdout)["runs"]}
+
+
+def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(project: Path) -> None:
+    # A session of its own, whose end sends a hang-up to all in it, as a terminal or a login does.
+    command = [str(CSDCTL), "train", "--batch-size", "64", "--skip-doctor", "--detach", "--json"]
+    notify = f"sh -c 'echo $CSDCTL_RUN $CSDCTL_STATE > {project / 'told'}'"
+    login = subprocess.run(
+        ["setsid", "--wait", *command, "--notify", notify],
+        cwd=project,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    run_id = json.loads(login.stdout)["run"]
+    process = json.loads((project / ".csdctl" / "runs" / run_id / "process.json").read_text())
+    os.kill(process["pid"], signal.SIGHUP)
+    assert eventually(lambda: runs(project)[run_id]["epoch"] >= 2, 120)
+    assert runs(project)[run_id]["state"] == "running"
+
+    second = csdctl(project, "train", "--batch-size", "64", "--skip-doctor")
+    assert (second.returncode, "another csdctl is running" in second.stderr) == (1, True)
+
+    watcher = subprocess.Popen(
+        [str(CSDCTL), "runs", "watch", "--json"], cwd=project, stdout=subprocess.PIPE, text=True
+    )
+    assert watcher.stdout is not None
+    seen = (json.loads(line) for line in watcher.stdout)
+    assert next(event for event in seen if event["event"] == "EpochEnd")["epoch"] >= 1
+    frozen = subprocess.Popen([str(CSDCTL), "runs", "watch"], cwd=project, stdout=subprocess.DEVNULL)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    epoch = runs(project)[run_id]["epoch"]
+    assert eventually(lambda: runs(project)[run_id]["epoch"] >= epoch + 3, 60)
+    frozen.kill()
+    frozen.wait()
+
+    stopped = csdctl(project, "runs", "stop", run_id[: len("20261123-0")])
+    assert (stopped.returncode, "stopped, at epoch" in stopped.stdout) == (0, True), stopped.stdout
+    assert f"--resume {run_id}" in stopped.stdout
+    watcher.communicate(timeout=60)
+    assert watcher.returncode == 0
+    assert (project / "told").read_text() == f"{run_id} stopped\n"
+    output = csdctl(project, "runs", "logs", run_id, "csdctl").stdout
+    assert "stopped; the state of the last completed step is kept" in output
+
+
+def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> None:
+    command = [str(CSDCTL), "train", "--batch-size", "64", "--skip-doctor"]
+    before = set(runs(project))
+    with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as train:
+        assert eventually(
+            lambda: any(run["epoch"] >= 2 for run_id, run in runs(project).items() if run_id not in before),
+            120,
+        )
+        train.send_signal(signal.SIGHUP)
+        assert train.wait(60) == 130
+    (run_id,) = set(runs(project)) - before
+    assert runs(project)[run_id]["state"] == "stopped"
+    first = min(before)
+    compared = csdctl(project, "runs", "diff", first, run_id, "--json")
+    assert {
+        one["name"] for one in json.loads(compared.stdout)["differences"] if not one["is_result"]
+    } == set()
+    assert csdctl(project, "runs", "rm", first, "--yes").returncode == 0
+    assert set(runs(project)) == {run_id}
+
+
+def test_detached_run_that_cannot_start_says_why(project: Path) -> None:
+    (project / "broken.yaml").write_text(JOB.replace("public.npz", "missing.npz"))
+    failed = csdctl(project, "train", "broken.yaml", "--batch-size", "64", "--skip-doctor", "--detach")
+    assert failed.returncode == 2
+    assert "missing.npz" in failed.stdout
+    assert not list((project / ".csdctl").glob("detached-*"))

@@ -1,0 +1,129 @@
+"""`exec` of commands and of Fabric tasks over OpenSSH servers, with a node behind a jump host."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.lab.lab import Lab
+from tests.lab.project import Project
+from tests.waiting import eventually
+
+pytestmark = pytest.mark.lab
+
+TASKS = """\
+import io
+
+from fabric import task
+
+
+def uptime_of(c):
+    return float(c.run("cat /proc/uptime", hide=True).stdout.split()[0])
+
+
+@task
+def restart_daemon(c, name, settings="settings.conf", force=False):
+    '''Replace the settings of a service and restart it, as people keep it for their boards.'''
+    c.put(settings, "/tmp/new.conf")
+    with c.cd("/tmp"):
+        if c.run(f"cmp -s new.conf {name}.conf", warn=True).ok and not force:
+            print(f"{name} is up to date")
+            return
+        c.run(f"mv new.conf {name}.conf && test -f {name}.conf")
+    c.run(f"echo restarted >>/tmp/{name}.log; echo warned >&2")
+    log = io.BytesIO()
+    c.get(f"/tmp/{name}.log", local=log)
+    print(f"{name}: {len(log.getvalue().split())} restarts", uptime_of(c) > 0)
+
+
+@task
+def collect(c):
+    c.get("/etc/hostname", local="collected/{host}/")
+    c.run("hostname", pty=True)
+"""
+
+
+@pytest.fixture
+def fleet(project: Project) -> Project:
+    """csd0, and far0 behind the gate; far0's address is on the gate's other network."""
+    lab = project.lab
+    project.trust(lab.near[0], lab.gate, lab.far[0])
+    entry = {"user": "root", "key": str(lab.key)}
+    gate = {"name": "gate", "address": lab.gate.node.address, **entry}
+    nodes: list[dict[str, Any]] = [
+        {"name": "csd0", "address": lab.near[0].node.address, **entry},
+        {"name": "far0", "address": lab.far[0].node.address, "jump": "gate", **entry},
+    ]
+    (project.path / "fleet.yaml").write_text(yaml.safe_dump({"jump_hosts": [gate], "nodes": nodes}))
+    (project.path / "tasks.py").write_text(TASKS)
+    (project.path / "settings.conf").write_text("interval = 5\n")
+    return project
+
+
+def test_command_runs_on_all_nodes_and_keeps_their_answers_apart(fleet: Project) -> None:
+    done = fleet.csdctl("exec", "--json", "--", "hostname")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [(row["machines"], row["stdout"]) for row in rows] == [(["csd0"], "csd0\n"), (["far0"], "far0\n")]
+    done = fleet.csdctl("exec", "test $(hostname) = far0")
+    assert done.returncode == 3, done.stderr
+    assert "csd0: exit code 1" in done.stdout
+
+
+def test_interrupted_command_leaves_nothing_on_nodes(fleet: Project, lab: Lab) -> None:
+    process = fleet.start("exec", "--timeout", "200", "--", "sleep", "177")
+    nodes = (lab.near[0], lab.far[0])
+    try:
+        assert eventually(
+            lambda: all(any("sleep 177" in one for one in node.commands()) for node in nodes), 30
+        )
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+        process.communicate()
+    assert eventually(lambda: not any(node.commands() for node in nodes), 1.5)
+
+
+def test_task_runs_unchanged_also_behind_the_jump_host(fleet: Project, tmp_path: Path) -> None:
+    words = ["exec", "--task", "tasks.py:restart_daemon", "name=sampler"]
+    first = fleet.csdctl(*words, "--json")
+    assert first.returncode == 0, first.stderr
+    rows = json.loads(first.stdout)["rows"]
+    assert len(rows) == 1, rows
+    row = rows[0]
+    assert (row["machines"], row["stdout"], row["stderr"]) == (
+        ["csd0", "far0"],
+        "sampler: 1 restarts True\n",
+        "warned\n",
+    )
+    second = fleet.csdctl(*words)
+    assert "csd0, far0 (2)\n  sampler is up to date\n" in second.stdout
+    assert fleet.csdctl("exec", "--task", "tasks.py:collect").returncode == 0
+    assert sorted(path.name for path in (fleet.path / "collected").iterdir()) == ["csd0", "far0"]
+    fleet.csdctl("exec", "rm -f /tmp/sampler.*  /tmp/new.conf")
+
+
+def test_task_is_refused_by_a_changed_host_key_behind_the_jump_host(fleet: Project, lab: Lab) -> None:
+    with lab.far[0].another_host_key():
+        done = fleet.csdctl("exec", "--json", "--task", "tasks.py:restart_daemon", "name=x")
+        assert done.returncode == 3, done.stderr
+        document = json.loads(done.stdout)
+        assert "has changed: received ssh-ed25519" in document["failed"]["far0"]["message"]
+        assert document["machines"][1]["exit_code"] is None
+    with lab.gate.another_host_key():
+        done = fleet.csdctl("exec", "--json", "--task", "tasks.py:restart_daemon", "name=x", "force=yes")
+        assert "jump host gate: host key of" in json.loads(done.stdout)["failed"]["far0"]["message"]
+    fleet.csdctl("exec", "rm -f /tmp/x.* /tmp/new.conf")
+
+
+def test_node_without_sftp_is_named_with_the_line_for_its_sshd(fleet: Project, lab: Lab) -> None:
+    with lab.node("plain", 44, has_sftp=False) as node:
+        fleet.use(node)
+        done = fleet.csdctl("exec", "--task", "tasks.py:restart_daemon", "name=x")
+        assert done.returncode == 1
+        assert "plain: its SSH server offers no SFTP, which `put` and `get` need" in done.stdout
+        assert "Subsystem sftp internal-sftp" in done.stdout

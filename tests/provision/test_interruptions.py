@@ -1,0 +1,75 @@
+"""What stops provisioning is named in a sentence, and the second try finishes."""
+
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.lab.bare import PREFIX, BareNode, bare_node, bundles
+from tests.lab.lab import Lab
+from tests.lab.project import Project
+from tests.provision.provisioning import NETWORK, provision
+
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
+
+BEGIN_DEADLINE_S = 300.0
+
+
+def start(project: Project) -> subprocess.Popen[str]:
+    return project.start("provision", "--json", "--bundles", str(bundles()))
+
+
+def cut_power_when(
+    node: BareNode, process: subprocess.Popen[str], has_begun: Callable[[], bool]
+) -> dict[str, str]:
+    """Cut the node's power as soon as `has_begun`; return why csdctl says that it failed."""
+    deadline = time.monotonic() + BEGIN_DEADLINE_S
+    while not has_begun():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    with node.switched_off():
+        stdout, stderr = process.communicate(timeout=BEGIN_DEADLINE_S)
+    assert process.returncode in (1, 4), stderr
+    assert "Traceback" not in stderr
+    failed: dict[str, str] = json.loads(stdout)["failed"]["bare"]
+    return failed
+
+
+def test_node_that_loses_power_while_sending_and_installing_is_finished_by_the_next_try(
+    lab: Lab, project: Project, bundle: Path
+) -> None:
+    with bare_node(lab, "bare", 62) as node:
+        project.use(node, network=NETWORK)
+        root = node.tree / "root/.csdctl/objects"
+        failed = cut_power_when(node, start(project), lambda: any(root.glob("*.part")))
+        assert failed["message"]
+        failed = cut_power_when(
+            node, start(project), lambda: any((node.tree / PREFIX[1:]).glob("venv-*/lib/*/*/numpy"))
+        )
+        assert failed["message"]
+        done = provision(project)["nodes"]["bare"]
+        assert done["num_bytes"] == 0  # everything had arrived
+        assert provision(project)["nodes"]["bare"]["tasks"]["changed"] == 0
+
+
+def test_full_disk_is_named_before_anything_is_sent(lab: Lab, project: Project, bundle: Path) -> None:
+    with bare_node(lab, "bare", 63, opt_size="600m") as node:
+        project.use(node, network=NETWORK)
+        failed = provision(project, code=1)["failed"]["bare"]
+        assert "600 MiB are free at /opt/csdctl" in failed["message"]
+        assert "df -h" in failed["remedy"]
+        node.give_space("3g")
+        assert provision(project)["nodes"]["bare"]["tasks"]["changed"] > 0
+
+
+def test_disk_that_fills_before_installing_is_named(lab: Lab, project: Project, bundle: Path) -> None:
+    with bare_node(lab, "bare", 64, opt_size="3g") as node:
+        project.use(node, network=NETWORK)
+        provision(project, "--send")
+        node.give_space("40m")
+        failed = provision(project, code=1)["failed"]["bare"]
+        assert "MiB are free" in failed["message"]

@@ -1,0 +1,58 @@
+"""The user's own defaults, as the command line reads them."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.app import app
+from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.errors import InputError
+
+
+def load(tmp_path: Path, text: str, *arguments: str) -> dict[str, object]:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    return load_defaults(path, app, arguments)
+
+
+def test_path_follows_the_desktop_convention() -> None:
+    assert config_path({"XDG_CONFIG_HOME": "/etc/mine"}) == Path("/etc/mine/csdctl/config.yaml")
+    assert config_path({}) == Path.home() / ".config" / "csdctl" / "config.yaml"
+
+
+def test_no_file_is_no_default(tmp_path: Path) -> None:
+    assert load_defaults(tmp_path / "config.yaml", app, ["train"]) == {}
+
+
+def test_defaults_of_all_commands_and_of_one(tmp_path: Path) -> None:
+    text = "all: {fleet: ~/lab.yaml, keep: 9}\ntrain: {min-nodes: 3, limit: [csd0, csd1], rebalance: false}\n"
+    expected = {
+        "fleet": str(Path("~/lab.yaml").expanduser()),
+        "keep": 9,
+        "min_nodes": 3,
+        "limit": ["csd0", "csd1"],
+        "rebalance": False,
+    }
+    assert load(tmp_path, text, "train", "job.yaml") == {"train": expected}
+    assert load(tmp_path, text, "discover") == {"discover": {"fleet": expected["fleet"]}}
+    assert load(tmp_path, "emulate: {up: {nodes: 4}}", "emulate", "up") == {"emulate": {"up": {"nodes": 4}}}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("trian: {keep: 5}", "unknown command 'trian'"),
+        ("train: 5", "train: received 5, expected options"),
+        ("train: {keeep: 5}", "train has no option 'keeep'"),
+        ("train: {keep: many}", "train: keep: received 'many'"),
+        ("train: {keep: [1, 2]}", "expected one value"),
+        ("clean: {yes: true}", "clean has no option 'yes'"),
+        ("emulate: {upp: {nodes: 4}}", "received 'upp'"),
+        ("- train", "expected commands with their options"),
+    ],
+)
+def test_mistakes_are_named(tmp_path: Path, text: str, expected: str) -> None:
+    for command in ("train", "clean", "emulate up"):
+        if text.startswith(command.split()[0]) or not text.startswith(("train:", "clean", "emulate")):
+            with pytest.raises(InputError, match=expected.replace("(", r"\(")):
+                load(tmp_path, text, *command.split())

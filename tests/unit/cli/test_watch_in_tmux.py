@@ -1,0 +1,67 @@
+"""`csdctl runs watch` in a real terminal, tmux, at three sizes: what stands on its screen."""
+
+import functools
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tmux import Tmux
+from tests.waiting import eventually
+from tests.watched_run import RUN_ID, write_run
+
+SIZES = [(80, 24), (120, 40), (200, 50)]
+
+
+@pytest.fixture
+def tmux(tmp_path: Path) -> Iterator[Tmux]:
+    found = Tmux(tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("num_ranks", [4, 37])
+def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: int) -> None:
+    write_run(tmp_path, num_ranks)
+    width, height = SIZES[0]
+    watch = [sys.executable, "-m", "csdctl", "runs", "watch"]
+    size = ["-x", str(width), "-y", str(height)]
+    environment = ["-e", f"PYTHONPATH={Path(__file__).parents[3]}"]
+    tmux.run("new-session", "-d", *size, "-c", str(tmp_path), *environment, *watch)
+    watcher = int(tmux.run("display-message", "-p", "#{pane_pid}"))
+    for width, height in SIZES:
+        tmux.run("resize-window", "-x", str(width), "-y", str(height))
+        is_wide, num_shown = width >= 120, min(num_ranks, height - 9)
+        is_now_drawn = functools.partial(is_drawn, tmux, num_ranks, num_shown, is_wide=is_wide)
+        assert eventually(is_now_drawn, 60), "\n".join(tmux.screen())
+        lines = tmux.screen()
+        text = "\n".join(lines)
+        assert f"run {RUN_ID} (emulated fleet)" in lines
+        assert "epoch 1/4  step 60/100  " in text
+        assert "loss █" in text
+        assert "csd2 has held the others back for" in text
+        assert "(heat): its time per sample became 3.00" in text
+        rows = lines[next(i for i, line in enumerate(lines) if line.startswith("node")) + 1 :]
+        assert rows[0].startswith("host ")
+        assert max(map(len, rows)) <= width
+        if num_ranks == 37:
+            assert "csd29 is lost" in text
+            assert [row.split()[:2] for row in rows[1:3]] == [["csd11", "waiting"], ["csd29", "lost"]]
+        slowest = next(row for row in rows[1:] if "training" in row)
+        assert slowest.startswith("csd2 ")
+        assert ("95" in slowest) == is_wide
+        assert ("more: csd" in text) == (num_ranks + 8 > height)
+    assert os.getpriority(os.PRIO_PROCESS, watcher) == 19
+
+
+def is_drawn(tmux: Tmux, num_ranks: int, num_rows: int, *, is_wide: bool) -> bool:
+    """Whether the screen has been drawn since its size changed, and all events were read."""
+    lines = tmux.screen()
+    header = next((number for number, line in enumerate(lines) if line.startswith("node ")), None)
+    if header is None or ("memory" in lines[header]) != is_wide:
+        return False
+    rows = [line for line in lines[header + 1 :] if line]
+    last = ["step 60/100", "held the others back", *(["waiting for others"] if num_ranks == 37 else [])]
+    return len(rows) >= num_rows and all(any(words in line for line in lines) for words in last)

@@ -1,0 +1,193 @@
+"""The sampler over a real session: a shell loop that reads files, and what it writes."""
+
+import http.server
+import os
+import threading
+
+import pytest
+
+from csdctl.energy.sampler import PowerSampler
+from csdctl.errors import InputError
+from csdctl.fleet.model import Fleet, Host, Node, PowerSource
+from csdctl.fleet.reading import load_fleet
+from csdctl.fleet.writing import render_fleet
+from csdctl.reporting.energy import add_up_energy
+from csdctl.runs.directory import RunDirectory
+from csdctl.runs.power_log import PowerRecord, read_power
+from csdctl.transport.local import LocalSession
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "run").mkdir()
+    return RunDirectory(tmp_path / "run")
+
+
+def sample(run, power, said, until):
+    """Sample the host's power until `until`, an event, is set."""
+    session = LocalSession("host", run.path)
+    with PowerSampler(run, Fleet((), Host(power=power)), {"host": session}, said):
+        assert until.wait(30)
+    session.close()
+    return list(read_power(run))
+
+
+class TestSampler:
+    def test_failing_source_is_said_once_and_recorded(self, run):
+        said, failed = [], threading.Event()
+
+        def say(line):
+            said.append(line)
+            if "`path` names" in line:
+                failed.set()
+
+        (record,) = sample(run, PowerSource("hwmon", path=f"{run.path}/power1_input"), say, failed)
+        assert "power1_input cannot be read" in said[0]
+        assert len(said) == 2
+        assert record.joules is None
+        assert "cannot be read" in record.error
+
+    def test_power_is_read_every_second_in_a_loop_there(self, run):
+        """The sensors are pipes that a reading opens in turn, so that the test knows when it was made."""
+        sensors, done = [run.path / f"power{number}_input" for number in (1, 2)], threading.Event()
+        for sensor in sensors:
+            os.mkfifo(sensor)
+
+        def feed():
+            for _ in range(3):
+                for sensor in sensors:
+                    sensor.write_text("3750000\n")
+            done.set()
+
+        threading.Thread(target=feed, daemon=True).start()
+        power = PowerSource("hwmon", path=f"{run.path}/power*_input", idle_watts=2.0)
+        records = sample(run, power, print, done)
+        assert sum(r.joules for r in records) == pytest.approx(
+            7.5 * sum(r.seconds for r in records), rel=1e-3
+        )
+        assert {(r.origin, r.idle_watts, r.source) for r in records} == {("measured", 2.0, "hwmon")}
+
+    def test_constant_is_stated_and_never_measured(self, run):
+        until = threading.Event()
+        until.set()
+        (record,) = sample(run, PowerSource("constant", watts=10.0), print, until)
+        assert record.origin == "stated"
+        assert record.joules == pytest.approx(10 * record.seconds, rel=0.1, abs=0.01)
+
+    def test_management_controller_that_redirects_gets_no_password(self, run):
+        asked, done, said = [], threading.Event(), []
+
+        class Controller(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                asked.append(self.path)
+                self.send_response(302)
+                self.send_header("Location", "/elsewhere")
+                self.end_headers()
+
+            def log_message(self, *args):
+                pass
+
+        def say(line):
+            said.append(line)
+            if len(said) == 2:
+                done.set()
+
+        with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Controller) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            url = f"http://127.0.0.1:{server.server_port}/redfish/v1/Chassis/1/Power"
+            sample(run, PowerSource("redfish", url=url), say, done)
+            secret = run.path / "secret"
+            secret.write_text("root:calvin")
+            done.clear()
+            said.clear()
+            sample(run, PowerSource("redfish", url=url, credentials=secret), say, done)
+            server.shutdown()
+        assert asked == ["/redfish/v1/Chassis/1/Power"]
+        assert "over https only" in said[0]
+
+    def test_line_that_is_cut_off_breaks_nothing(self, run):
+        run.power.write_text(
+            '{"time": 1800000001.0, "machine": "host", "source": "rapl", "origin": "measured", "seconds": 1, '
+            '"joules": 5}\n{"time": 1800000002.0, "machine": "ho'
+        )
+        assert [record.joules for record in read_power(run)] == [5]
+
+
+class TestSums:
+    RECORDS = (
+        PowerRecord(10.0, "host", "rapl", "measured", 10.0, 1000.0, idle_watts=60.0),
+        PowerRecord(20.0, "host", "rapl", "measured", 10.0, 1000.0, idle_watts=60.0),
+        PowerRecord(20.0, "csd0", "constant", "stated", 20.0, 150.0),
+    )
+
+    def test_energy_of_the_training_counts_per_machine_and_whole(self):
+        energy = add_up_energy(self.RECORDS, ["host", "csd0"], {"host": 750, "csd0": 75}, 5.0, 20.0)
+        host, csd = energy.machines
+        assert host.joules == 1500.0
+        assert host.above_idle_joules == 600.0
+        assert host.joules_per_sample == 2.0
+        assert csd.joules == 112.5
+        assert csd.above_idle_joules is None
+        assert energy.whole.joules == 1612.5
+        assert energy.whole.origin == "stated"  # one part of it is
+        assert energy.whole.samples_per_joule == pytest.approx(825 / 1612.5)
+
+    def test_chassis_that_contains_the_nodes_is_not_counted_twice(self):
+        records = [PowerRecord(10.0, "host", "ipmi", "measured", 10.0, 2000.0, includes_nodes=True)]
+        energy = add_up_energy([*records, self.RECORDS[2]], ["host", "csd0"], {"host": 90, "csd0": 10}, 0, 10)
+        assert energy.whole.joules == 2000.0
+        assert energy.whole.joules_per_sample == 20.0
+        assert energy.whole.origin == "measured"
+
+    def test_gap_gives_no_energy_per_sample(self):
+        gap = PowerRecord(20.0, "host", "rapl", "measured", 10.0)
+        energy = add_up_energy([self.RECORDS[0], gap], ["host"], {"host": 100}, 0.0, 20.0)
+        assert energy.machines[0].coverage == 0.5
+        assert energy.machines[0].joules_per_sample is None
+        assert energy.whole is None
+        assert energy.missing == ("host",)
+
+
+class TestFleetFile:
+    def test_power_of_host_and_nodes_is_read_and_written(self, tmp_path):
+        path = tmp_path / "fleet.yaml"
+        path.write_text(
+            "host: {power: {source: redfish, url: 'https://bmc/redfish/v1/Chassis/1/Power', credentials: bmc,"
+            " idle_watts: 190, includes_nodes: true}}\ndefaults: {power: 7.5}\nnodes:\n"
+            "  - {name: 'csd[0-1]', address: '10.0.0.[1-2]'}\n"
+            "  - {name: board, address: 10.0.0.9, power: rapl}\n"
+        )
+        fleet = load_fleet(path)
+        assert fleet.host.power.credentials == tmp_path / "bmc"
+        assert [node.power for node in fleet.nodes] == [
+            PowerSource("constant", watts=7.5),
+            PowerSource("constant", watts=7.5),
+            PowerSource("rapl"),
+        ]
+        path.write_text(render_fleet(fleet, origin="test"))
+        again = load_fleet(path)
+        assert again.nodes == fleet.nodes
+        assert again.host == fleet.host
+
+    @pytest.mark.parametrize(
+        ("power", "said"),
+        [
+            ("hwmon", "needs `path`"),
+            ("{source: constant}", "needs `watts`"),
+            ("{source: rapl, url: 'https://bmc'}", "does not use `url`"),
+            ("{source: redfish, url: 'file:///etc/shadow'}", "url"),
+            ("watt", "source"),
+            ("-3", "watts"),
+        ],
+    )
+    def test_source_that_cannot_be_is_refused(self, tmp_path, power, said):
+        path = tmp_path / "fleet.yaml"
+        path.write_text(f"nodes:\n  - {{name: a, address: 10.0.0.1, power: {power}}}\n")
+        with pytest.raises(InputError, match=said):
+            load_fleet(path)
+
+
+def test_fleet_without_power_samples_nothing(run):
+    with PowerSampler(run, Fleet((Node("a", "10.0.0.1"),)), {}, print):
+        pass
+    assert not run.power.exists()

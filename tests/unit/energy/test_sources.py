@@ -1,0 +1,237 @@
+"""Parsers of power sources, on readings in the formats that their makers document."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from csdctl.energy.hwmon import SCRIPT as HWMON
+from csdctl.energy.hwmon import parse_hwmon
+from csdctl.energy.ipmi import parse_dcmi
+from csdctl.energy.meter_csv import parse_meter
+from csdctl.energy.nvidia_smi import parse_nvidia_smi
+from csdctl.energy.rapl import REMEDY, parse_rapl
+from csdctl.energy.rapl import SCRIPT as RAPL
+from csdctl.energy.reading import Counter, EnergyMeter, Reading
+from csdctl.energy.redfish import parse_redfish
+
+DCMI = """
+    Instantaneous power reading:                   220 Watts
+    Minimum during sampling period:                 12 Watts
+    Maximum during sampling period:                440 Watts
+    Average power reading over sample period:      216 Watts
+    IPMI timestamp:                           Wed Mar  1 10:13:29 2023
+    Sampling period:                          00000001 Seconds.
+    Power reading state is:                   activated
+
+"""
+POWER = """{"@odata.type": "#Power.v1_5_3.Power", "Id": "Power", "PowerControl": [
+  {"MemberId": "0", "Name": "Server Power Control", "PowerCapacityWatts": 800, "PowerConsumedWatts": 344},
+  {"MemberId": "1", "Name": "CPU Power Control", "PowerConsumedWatts": 120}]}"""
+ENVIRONMENT = """{"@odata.type": "#EnvironmentMetrics.v1_3_0.EnvironmentMetrics", "Id": "EnvironmentMetrics",
+  "PowerWatts": {"DataSourceUri": "/redfish/v1/Chassis/1/Sensors/TotalPower", "Reading": 343.5},
+  "EnergykWh": {"Reading": 325675}}"""
+SUBSYSTEM = """{"@odata.type": "#PowerSubsystem.v1_1_0.PowerSubsystem", "CapacityWatts": 1100,
+  "Allocation": {"AllocatedWatts": 542, "RequestedWatts": 542}}"""
+
+
+def run(script, argument):
+    return subprocess.run(
+        [shutil.which("dash") or "sh", "-c", script, "csdctl-power", str(argument)],
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+
+
+@pytest.fixture
+def powercap(tmp_path):
+    """A sysfs with two packages, a core, memory, and the whole board, as Linux has them."""
+    zones = {
+        "intel-rapl:0": ("package-0", 262143328850, 262143000000),
+        "intel-rapl:0:0": ("core", 262143328850, 5),
+        "intel-rapl:0:1": ("dram", 65712999613, 1000000),
+        "intel-rapl:1": ("package-1", 262143328850, 2000000),
+        "intel-rapl:2": ("psys", 262143328850, 999),
+    }
+    for zone, (name, range_uj, energy_uj) in zones.items():
+        directory = tmp_path / "class" / "powercap" / zone
+        directory.mkdir(parents=True)
+        for file, value in (("name", name), ("max_energy_range_uj", range_uj), ("energy_uj", energy_uj)):
+            (directory / file).write_text(f"{value}\n")
+    return tmp_path
+
+
+class TestRapl:
+    def test_packages_and_memory_count_without_their_parts_and_the_board(self, powercap):
+        counters = parse_rapl(run(RAPL, powercap)).counters
+        assert counters == {
+            "intel-rapl:0 package-0": Counter(262143.0, 262143.32885),
+            "intel-rapl:0:1 dram": Counter(1.0, 65712.999613),
+            "intel-rapl:1 package-1": Counter(2.0, 262143.32885),
+        }
+
+    def test_counter_that_cannot_be_read_is_refused_with_a_udev_rule(self, powercap):
+        file = powercap / "class/powercap/intel-rapl:0/energy_uj"
+        file.unlink()
+        file.mkdir()  # as root, a file without permission can be read
+        with pytest.raises(PermissionError, match="intel-rapl:0/energy_uj cannot be read"):
+            parse_rapl(run(RAPL, powercap))
+        assert 'SUBSYSTEM=="powercap"' in REMEDY
+
+    def test_machine_without_rapl_is_said(self, tmp_path):
+        with pytest.raises(ValueError, match="no RAPL"):
+            parse_rapl(run(RAPL, tmp_path))
+
+    def test_counter_that_starts_again_loses_nothing(self):
+        meter = EnergyMeter()
+        meter.add(0.0, Reading(counters={"package-0": Counter(262143.0, 262143.32885)}))
+        spent = meter.add(1.0, Reading(counters={"package-0": Counter(99.67115, 262143.32885)}))
+        assert spent.joules == pytest.approx(100.0)
+
+    def test_counter_unread_for_longer_than_it_lasts_is_a_gap(self):
+        meter = EnergyMeter()
+        meter.add(0.0, Reading(counters={"package-0": Counter(10.0, 262143.0)}))
+        assert meter.add(400.0, Reading(counters={"package-0": Counter(20.0, 262143.0)})).joules is None
+
+    def test_counter_with_a_range_bridges_a_minute_without_readings(self):
+        meter = EnergyMeter()
+        meter.add(0.0, Reading(counters={"package-0": Counter(10.0, 262143.0)}))
+        assert meter.add(60.0, Reading(counters={"package-0": Counter(6010.0, 262143.0)})).joules == 6000.0
+
+
+class TestHwmon:
+    def test_powers_are_microwatts_and_add_up(self, tmp_path):
+        for number, value in ((1, 4_250_000), (2, 1_750_000)):
+            (tmp_path / f"power{number}_input").write_text(f"{value}\n")
+        assert parse_hwmon(run(HWMON, tmp_path / "power*_input")) == Reading(6.0)
+
+    def test_energy_counters_are_microjoules(self, tmp_path):
+        path = tmp_path / "energy1_input"
+        path.write_text("1234567890\n")
+        assert parse_hwmon(run(HWMON, path)).counters == {str(path): Counter(1234.56789)}
+
+    @pytest.mark.parametrize("value", ["-5", "nan", "1e300", "x", ""])
+    def test_damaged_values_are_refused(self, tmp_path, value):
+        with pytest.raises(ValueError, match=r"expected"):
+            parse_hwmon(f"{value} /sys/class/hwmon/hwmon0/power1_input")
+
+    def test_missing_file_is_named(self, tmp_path):
+        with pytest.raises(ValueError, match="power1_input cannot be read"):
+            parse_hwmon(run(HWMON, tmp_path / "power1_input"))
+
+    def test_pattern_is_no_command(self, tmp_path):
+        with pytest.raises(ValueError, match="cannot be read"):
+            parse_hwmon(run(HWMON, f"{tmp_path}/x; touch {tmp_path}/made; $(touch {tmp_path}/made)"))
+        assert not (tmp_path / "made").exists()
+
+
+class TestIpmi:
+    def test_power_of_the_moment_counts(self):
+        assert parse_dcmi(DCMI) == Reading(220.0)
+
+    def test_controller_that_does_not_measure_is_said(self):
+        with pytest.raises(ValueError, match="is deactivated"):
+            parse_dcmi(DCMI.replace("activated", "deactivated"))
+
+    def test_message_of_ipmitool_is_quoted(self):
+        with pytest.raises(ValueError, match="Could not open device"):
+            parse_dcmi("Could not open device at /dev/ipmi0 or /dev/ipmi/0: No such file or directory")
+
+    def test_refused_request_is_quoted_though_its_message_begins_with_an_empty_line(self):
+        with pytest.raises(ValueError, match=r"DCMI request failed because: Invalid data field"):
+            parse_dcmi("\n    DCMI request failed because: Invalid data field in request (cc)\n")
+
+    def test_machine_that_runs_does_not_take_zero_watts(self):
+        with pytest.raises(ValueError, match="received 0 watts"):
+            parse_dcmi(DCMI.replace("220 Watts", "  0 Watts"))
+
+    def test_sampling_period_may_be_in_milliseconds(self):
+        assert parse_dcmi(DCMI.replace("Seconds.", "Milliseconds")) == Reading(220.0)
+
+
+class TestRedfish:
+    def test_power_supplies_beside_the_power_of_the_chassis_do_not_count(self):
+        supplies = '"PowerSupplies": [{"PowerInputWatts": 750}, {"PowerInputWatts": 750}], "PowerControl"'
+        assert parse_redfish(POWER.replace('"PowerControl"', supplies, 1)) == Reading(344.0)
+
+    def test_first_power_control_is_the_whole_chassis(self):
+        assert parse_redfish(POWER) == Reading(344.0)
+
+    def test_environment_metrics_are_read(self):
+        assert parse_redfish(ENVIRONMENT) == Reading(343.5)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            (SUBSYSTEM, "allocated"),
+            ("<html>", "expected JSON"),
+            ('{"PowerControl": [{"PowerConsumedWatts": null}]}', "expected a number"),
+            ('{"PowerWatts": {"Reading": -3}}', "expected PowerWatts"),
+            ('{"PowerControl": [{"PowerConsumedWatts": 0}]}', "received 0 watts"),
+            (
+                '{"InputPowerWatts": {"Reading": 912}, "OutputPowerWatts": {"Reading": 877}}',
+                "one power supply",
+            ),
+            ('{"PowerSupplies": [{"PowerInputWatts": 750}]}', "power supplies alone"),
+            ("[" * 100_000, "expected JSON"),
+        ],
+    )
+    def test_what_is_no_measurement_is_refused(self, text, said):
+        with pytest.raises(ValueError, match=said):
+            parse_redfish(text)
+
+
+class TestNvidia:
+    def test_gpus_add_up_with_and_without_units(self):
+        assert parse_nvidia_smi("0, 65.32\n1, 70.68\n") == Reading(136.0)
+        assert parse_nvidia_smi("index, power.draw [W]\n0, 65.32 W\n") == Reading(65.32)
+
+    def test_gpu_without_a_sensor_is_named(self):
+        with pytest.raises(ValueError, match=r"the watts of GPU 1, received '\[N/A\]'"):
+            parse_nvidia_smi("0, 65.32\n1, [N/A]\n")
+
+
+class TestMeter:
+    def test_rows_have_unix_or_iso_times(self):
+        lines = ["time,volts,watts", "1769860800.5,230,212.5", "2026-01-31T12:00:01Z,230,213"]
+        assert list(parse_meter(lines)) == [(1769860800.5, 212.5), (1769860801.0, 213.0)]
+
+    def test_row_being_written_is_left_out_and_another_is_refused(self):
+        assert list(parse_meter(["time,watts", "1,200", "2,"])) == [(1.0, 200.0)]
+        with pytest.raises(ValueError, match="line 2"):
+            list(parse_meter(["time,watts", "2,", "3,200"]))
+
+
+class TestEnergyMeter:
+    def test_power_that_was_not_read_for_long_is_a_gap(self):
+        meter = EnergyMeter()
+        assert meter.add(0.0, Reading(10.0)) is None
+        assert meter.add(1.0, Reading(20.0)).joules == 15.0
+        assert meter.add(60.0, Reading(20.0)).joules is None
+        assert meter.add(61.0, Reading(20.0)).joules == 20.0
+
+    def test_machine_that_has_restarted_begins_anew(self):
+        meter = EnergyMeter()
+        meter.add(1000.0, Reading(10.0))
+        assert meter.add(5.0, Reading(10.0)) is None
+        assert meter.add(6.0, Reading(10.0)).joules == 10.0
+
+    def test_two_sources_of_one_machine_agree(self):
+        """A counter that starts again twice, and a power, of the same 20 minutes between 60 and 240 W."""
+        counter, power = EnergyMeter(), EnergyMeter()
+        true = by_counter = by_power = 0.0
+        for second in range(1200):
+            watts = 60.0 + 180.0 * (second % 300) / 299
+            true += watts
+            count = Counter(true % 65712.999613, 65712.999613)
+            if second % 7:  # some readings are missing
+                for meter, reading in ((counter, Reading(counters={"0": count})), (power, Reading(watts))):
+                    spent = meter.add(float(second), reading)
+                    if meter is counter:
+                        by_counter += spent.joules if spent else 0.0
+                    else:
+                        by_power += spent.joules if spent else 0.0
+        assert true > 2 * 65712
+        assert by_counter == pytest.approx(by_power, rel=0.01)
+        assert by_counter == pytest.approx(true, rel=0.01)

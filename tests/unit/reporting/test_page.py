@@ -1,0 +1,124 @@
+"""The HTML report and the CSV, of a run whose node has an unpleasant name."""
+
+import csv
+import io
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from csdctl.reporting.page import render_page
+from csdctl.reporting.privacy import Flow
+from csdctl.reporting.results import RunResults
+from csdctl.reporting.series import SeriesBuilder
+from csdctl.reporting.summary import summarize
+from csdctl.reporting.table import render_csv
+from csdctl.worker.protocol.events import EpochEnd, Event, Failed, Joined, Progress, Ready
+
+EVIL = "<script>alert(1)</script>\" onload='x' $x^2$ &amp; ]]>"
+NODES = ("host", EVIL)
+MANIFEST: dict[str, Any] = {
+    "csdctl": "0.1.0",
+    "job": {"model": EVIL},
+    "versions": {EVIL: EVIL},
+    "fleet": {"emulated": True, "facts": {EVIL: {"cpu_model": EVIL, "memory_bytes": EVIL}, "host": 7}},
+    "plan": {
+        "method": EVIL,
+        "ranks": [
+            {"node": "host", "batch_size": 60, "samples_per_s": 70.0},
+            {"node": EVIL, "batch_size": 10, "samples_per_s": 15.0},
+        ],
+    },
+    "placement": [
+        {"node": "host", "num_private": 0, "num_public": 600},
+        {"node": EVIL, "num_private": 40, "num_public": 60},
+    ],
+}
+
+
+def results(run_id: str = "20260101-000000-abcd") -> RunResults:
+    events: list[Event] = [
+        *(Ready(rank, NODES[rank], 100, 1.0) for rank in (0, 1)),
+        Joined(0, "host", 1, 1, 0, 10, 0, {"0": 60, "1": 10}, "star", 0.01),
+        *(Progress(rank, NODES[rank], 1, 5, 5, 300, 3.0, 1.5, 5.0) for rank in (0, 1)),
+        Failed(1, EVIL, EVIL),
+    ]
+    for epoch in (1, 2):
+        events.append(EpochEnd(1, EVIL, epoch, 10, 100, 9.0, 1.0, 10.0, "hash"))
+        end = EpochEnd(0, "host", epoch, 10, 600, 6.0, 3.0, 10.0, "hash", 700, 2.0 / epoch, 0.5)
+        events.append(replace(end, metrics={EVIL: 0.5, "=cmd()": 1.0}))
+    builder = SeriesBuilder(NODES)
+    for number, event in enumerate(events):
+        builder.add(1e9 + number, event)
+    flows = [Flow(EVIL, "host", "gradient", 1 << 20), Flow("host", EVIL, "control", 1 << 10)]
+    return RunResults(summarize(run_id, MANIFEST, events), builder.build(), flows, MANIFEST)
+
+
+class Page(HTMLParser):
+    """What a browser would find in a page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.ids: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        self.ids += [value or "" for name, value in attrs if name == "id"]
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return render_page([results()])
+
+
+def test_text_of_nodes_and_jobs_makes_no_tag_and_no_attribute(text: str) -> None:
+    page = Page(text)
+    assert "script" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "&lt;script&gt;alert(1)" in text  # it is shown
+
+
+def test_page_refers_to_itself_alone(text: str) -> None:
+    references = ("src", "href", "xlink:href", "action", "data", "poster", "srcset")
+    page = Page(text)
+    assert [value for name, value in page.attributes if name in references and value[:1] != "#"] == []
+    assert "@import" not in text
+    assert "url(h" not in text
+    assert "default-src &#x27;none&#x27;" in text
+
+
+def test_each_chart_has_a_text_and_its_data(text: str) -> None:
+    page = Page(text)
+    charts = page.tags.count("svg")
+    assert charts == 9  # loss, accuracy, two metrics; speed, lanes, batch sizes, speed-up, bytes
+    assert page.tags.count("figure") == page.tags.count("details") == charts
+    assert len([1 for name, value in page.attributes if name == "aria-label" and value]) >= charts
+
+
+def test_ids_are_unique(text: str) -> None:
+    ids = Page(text).ids
+    assert sorted(set(ids)) == sorted(ids)
+
+
+def test_two_runs_are_side_by_side() -> None:
+    text = render_page([results(), results("20260102-000000-beef")])
+    assert "<h1>2 runs</h1>" in text
+    assert text.count("20260102-000000-beef") > 3
+
+
+def test_source_of_each_number_is_named(text: str) -> None:
+    assert "measured, emulated fleet" in text
+    assert "predicted" in text
+
+
+def test_csv_has_a_row_for_each_epoch_and_no_formula() -> None:
+    rows = list(csv.reader(io.StringIO(render_csv([results(), results("b")]))))
+    assert len(rows) == 5
+    assert rows[0][:4] == ["run", "state", "source", "epoch"]
+    assert "'=cmd()" in rows[0]
+    assert rows[1][rows[0].index("loss")] == "2.0"

@@ -1,0 +1,123 @@
+"""Runs with different numbers of nodes: what is compared, with what, and what is not known."""
+
+import dataclasses
+import json
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.reporting.energy import MachineEnergy, RunEnergy
+from csdctl.reporting.page import render_scaling_page
+from csdctl.reporting.scaling import STRONG, TUNED, WEAK, build_scaling
+from csdctl.reporting.scaling_figures import energy_by_nodes, scaling_document, scaling_table
+from csdctl.reporting.summary import RankSummary
+from csdctl.reporting.table import render_scaling_csv
+from tests.unit.reporting.test_page import results
+
+HOST, NODE = 30.0, 3.0
+"""Samples per second alone, as MobileNetV2 in Table I."""
+ENERGY = {0: 13.1, 4: 8.3, 24: 4.02}
+"""Joules per image of Table II."""
+
+
+def run(num_nodes, *, batch=None, tuned=True, joules=None, model="m"):
+    """A run whose ranks reach 90% of what they reach alone, as soon as there are nodes."""
+    alone = [HOST] + [NODE] * num_nodes
+    rate = sum(alone) * (0.9 if num_nodes else 1.0)
+    ranks = tuple(
+        RankSummary(
+            number,
+            f"csd{number - 1}" if number else "host",
+            batch or (100 if number == 0 else 10),
+            num_private=0,
+            num_public=0,
+            samples_per_s=0.0,
+            alone_samples_per_s=each if tuned else None,
+            compute_s=0.0,
+            wait_s=0.0,
+        )
+        for number, each in enumerate(alone)
+    )
+    energy = None
+    if joules:
+        whole = MachineEnergy("whole", "ipmi", "measured", 100.0, joules * rate * 100, 100.0)
+        whole.samples = round(rate * 100)
+        energy = RunEnergy((whole,), whole, ())
+    base = results(f"20260101-00000{num_nodes % 10}-{num_nodes}")
+    summary = dataclasses.replace(
+        base.summary,
+        ranks=ranks,
+        step_samples_per_s=rate,
+        global_batch=sum(rank.batch_size for rank in ranks),
+        energy=energy,
+        lost_nodes=(),
+    )
+    return dataclasses.replace(base, summary=summary, manifest={**base.manifest, "job": {"model": model}})
+
+
+class TestScaling:
+    def test_speedup_is_over_the_run_without_nodes(self):
+        series = build_scaling([run(24), run(0), run(4)])
+        assert [point.num_nodes for point in series.points] == [0, 4, 24]
+        assert [round(point.speedup, 3) for point in series.points] == [1.0, 1.26, 3.06]
+        assert [round(point.efficiency, 3) for point in series.points] == [1.0, 0.9, 0.9]
+        assert (series.host_source, series.kind) == ("runs without nodes", WEAK)
+
+    def test_host_in_tuning_stands_for_a_run_without_nodes(self):
+        series = build_scaling([run(4), run(24)])
+        assert series.host_source == TUNED
+        assert series.speedups == pytest.approx({0: 1.0, 4: 1.26, 24: 3.06})
+
+    def test_nothing_is_guessed_where_no_rank_was_measured_alone(self):
+        series = build_scaling([run(4, tuned=False), run(24, tuned=False)])
+        assert series.speedups == {}
+        assert {row[4] for row in scaling_table(series).rows} == {"–"}
+
+    def test_constant_global_batch_is_strong_scaling(self):
+        assert build_scaling([run(1, batch=60), run(3, batch=30)]).kind == STRONG
+
+    def test_several_runs_with_as_many_nodes_give_their_median(self):
+        series = build_scaling([run(0), run(4), run(4), run(4, joules=1.0)])
+        assert series.speedups == pytest.approx({0: 1.0, 4: 1.26})
+
+    def test_energy_is_saved_as_in_table_2_of_the_paper(self):
+        rows = energy_by_nodes(build_scaling([run(n, joules=e) for n, e in ENERGY.items()])).rows
+        assert [(row[0], row[2], row[3]) for row in rows] == [
+            ("0", "13.1", "0%"),
+            ("4", "8.3", "37%"),
+            ("24", "4.02", "69%"),
+        ]
+
+    def test_document_is_json_without_what_is_not_known(self):
+        document = json.loads(json.dumps(scaling_document(build_scaling([run(0), run(4, joules=8.3)]))))
+        assert document["schema"] == "csdctl.scaling/1"
+        assert [point["joules_per_sample"] for point in document["points"]] == [
+            None,
+            pytest.approx(8.3, rel=1e-3),
+        ]
+
+    @pytest.mark.parametrize(
+        ("runs", "said"),
+        [
+            ([run(4), run(24, model="other")], "runs of one model"),
+            ([run(4), run(4)], "at least two numbers of nodes"),
+        ],
+    )
+    def test_runs_that_do_not_belong_together_are_refused(self, runs, said):
+        with pytest.raises(InputError, match=said):
+            build_scaling(runs)
+
+
+def test_csv_has_plain_numbers_and_text_that_is_no_formula():
+    header, first, *_ = render_scaling_csv(build_scaling([run(0), run(24)])).splitlines()
+    assert header.startswith("run_id,num_nodes,is_host_training,global_batch,samples_per_s,speedup")
+    assert first.startswith("20260101-000000-0,0,True,100,30.0,1.0,1.0,")
+
+
+def test_page_has_the_charts_and_escapes_what_nodes_say():
+    runs = [run(0, joules=13.1), run(4, joules=8.3)]
+    lost = dataclasses.replace(runs[1].summary, lost_nodes=("<script>alert(1)</script>",))
+    page = render_scaling_page(build_scaling([runs[0], dataclasses.replace(runs[1], summary=lost)]))
+    assert page.count("<figure") == 3
+    assert "<script" not in page
+    assert "&lt;script&gt;alert(1)" in page

@@ -1,0 +1,52 @@
+"""The plans of a scaling series."""
+
+import pytest
+
+from csdctl.errors import InputError
+from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.tuning.series import STRONG, WEAK, choose_counts, plan_point
+
+
+def plan(*sizes, most=None):
+    names = ["host", *(f"csd{number}" for number in range(len(sizes) - 1))]
+    ranks = [
+        RankPlan(node=name, batch_size=size, threads=1, max_batch_size=most)
+        for name, size in zip(names, sizes, strict=True)
+    ]
+    return Plan(job="job", job_fingerprint="f", method="fit", ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("most", "counts"),
+    [(0, (0,)), (1, (0, 1)), (4, (0, 1, 2, 4)), (6, (0, 1, 2, 4, 6)), (36, (0, 1, 2, 4, 8, 16, 32, 36))],
+)
+def test_series_doubles_and_ends_with_all_nodes(most, counts):
+    assert choose_counts(most) == counts
+
+
+def test_ranks_of_a_weak_series_keep_their_batch_sizes():
+    sizes = [plan_point(plan(100, 12, 10), WEAK, count, 2).batch_sizes for count in (0, 1, 2)]
+    assert sizes == [[100], [100, 12], [100, 12, 10]]
+
+
+def test_strong_series_keeps_the_global_batch_in_proportion():
+    sizes = [plan_point(plan(100, 12, 10), STRONG, count, 2).batch_sizes for count in (0, 1, 2)]
+    assert sizes == [[122], [109, 13], [100, 12, 10]]
+
+
+def test_largest_point_of_a_strong_series_is_that_of_the_weak_one():
+    whole = plan(100, 12, 10, 7)
+    assert plan_point(whole, STRONG, 2, 2) == plan_point(whole, WEAK, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("of", "kind", "count", "said"),
+    [
+        (plan(0, 12), WEAK, 0, "no run with 0 nodes"),
+        (plan(100, 12), WEAK, 2, "the plan has 1"),
+        (plan(100, 12, most=110), STRONG, 0, "at most 110 fit in its memory"),
+    ],
+)
+def test_point_that_cannot_be_trained_is_refused(of, kind, count, said):
+    with pytest.raises(InputError, match=said):
+        plan_point(of, kind, count, 1)

@@ -1,0 +1,106 @@
+"""Cuts of models whose layers are models, as those of transfer learning are."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from csdctl.worker.compute.cuts import NoCutError, find_cuts, frozen_cut, split_at
+from tests.unit.worker.compute.built_models import keras
+
+NUM_FROZEN = 4
+
+
+def make_base(name: str = "base") -> Any:
+    inputs = x = keras().Input((8, 8, 3))
+    for number in range(3):
+        skipped = x = keras().layers.Conv2D(4, 3, padding="same", name=f"{name}_conv{number}")(x)
+        x = keras().layers.BatchNormalization(name=f"{name}_norm{number}")(x)
+        x = keras().layers.Add(name=f"{name}_add{number}")([x, skipped])
+    return keras().Model(inputs, x, name=name)
+
+
+def put_head_on(base: Any) -> Any:
+    inputs = keras().Input((8, 8, 3))
+    x = base(keras().layers.Rescaling(1 / 255, name="scale")(inputs), training=False)
+    x = keras().layers.GlobalAveragePooling2D(name="pool")(x)
+    return keras().Model(inputs, keras().layers.Dense(2, name="head")(x))
+
+
+def samples(count: int = 4) -> Any:
+    return np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3)).astype(np.float32)
+
+
+def layers_of(model: Any) -> list[str]:
+    return [cut.layer for cut in find_cuts(model)]
+
+
+def test_model_is_cut_inside_of_the_models_that_are_its_layers() -> None:
+    model = put_head_on(make_base())
+    expected = [name for number in range(2) for name in (f"base_conv{number}", f"base_add{number}")]
+    assert layers_of(model) == ["scale", *expected, "base_conv2", "base", "pool"]
+    assert [layer.name for layer in model.layers if layer.name == "base"], "the model itself has changed"
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_prefix_and_head_compute_what_the_whole_model_does(is_training: bool) -> None:
+    model = put_head_on(make_base())
+    whole = np.asarray(model(samples(), training=is_training))
+    for cut in find_cuts(model):
+        prefix, head = split_at(cut, keras())
+        parts = head(prefix(samples(), training=is_training), training=is_training)
+        np.testing.assert_array_equal(np.asarray(parts), whole)
+        assert {id(one) for one in (*prefix.weights, *head.weights)} == {id(one) for one in model.weights}
+
+
+def test_first_frozen_layers_of_a_base_are_its_frozen_prefix() -> None:
+    base = make_base()
+    for layer in base.layers[: 1 + NUM_FROZEN]:
+        layer.trainable = False
+    cut = frozen_cut(put_head_on(base), keras())
+    assert cut.layer == "base_conv1"
+    assert not split_at(cut, keras())[0].trainable_variables
+
+
+def test_sequential_models_in_each_other_are_cut() -> None:
+    inner = keras().Sequential(
+        [keras().Input((8, 8, 3)), make_base("deep"), keras().layers.Flatten(name="flat")]
+    )
+    model = keras().Sequential([keras().Input((8, 8, 3)), inner, keras().layers.Dense(2)])
+    assert layers_of(model)[-3:] == ["deep_conv2", "deep", inner.name]
+
+
+def test_layers_of_one_name_leave_the_models_whole() -> None:
+    inputs = keras().Input((8, 8, 3))
+    narrow = keras().layers.Conv2D(3, 1, name="narrow")
+    first, second = make_base("base"), make_base("base")
+    second.name = "other"
+    model = keras().Model(inputs, keras().layers.Flatten(name="flat")(second(narrow(first(inputs)))))
+    assert layers_of(model) == ["base", "narrow", "other"]
+
+
+def test_class_of_the_users_own_is_left_whole() -> None:
+    class Doubled(keras().Model):
+        def call(self, x: Any, training: bool | None = None) -> Any:
+            return 2 * super().call(x, training=training)
+
+    inner = keras().Input((8, 8, 3))
+    own = Doubled(inner, keras().layers.Conv2D(4, 3, name="inner_conv")(inner), name="own")
+    model = put_head_on(own)
+    assert layers_of(model) == ["scale", "own", "pool"]
+
+
+def test_model_that_converts_its_input_is_left_whole() -> None:
+    inputs = keras().Input((8, 8, 3), dtype="uint8")
+    x = keras().layers.Flatten(name="flat")(make_base()(inputs))
+    assert layers_of(keras().Model(inputs, x)) == ["base"]
+
+
+def test_augmentation_in_a_nested_model_is_no_frozen_prefix() -> None:
+    augment = keras().Sequential([keras().Input((8, 8, 3)), keras().layers.RandomFlip("horizontal")])
+    base = make_base()
+    base.trainable = False
+    inputs = keras().Input((8, 8, 3))
+    x = keras().layers.Flatten()(base(augment(inputs)))
+    with pytest.raises(NoCutError, match="draws random numbers"):
+        frozen_cut(keras().Model(inputs, keras().layers.Dense(2)(x)), keras())

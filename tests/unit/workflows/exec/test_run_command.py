@@ -1,0 +1,112 @@
+"""`exec` of a command: what is folded, bounded and counted as failed, over a real SSH server."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from csdctl.errors import CsdctlError, DeadlineError, InputError, NoNodeReachableError, PartialError
+from csdctl.fleet.model import Fleet
+from csdctl.runs.directory import ProjectDirectory
+from csdctl.workflows.exec.answers import MAX_KEPT_BYTES, ExecResult, build_answer, fold_answers
+from csdctl.workflows.exec.run_command import ExecOptions, parse_command, run_command
+from csdctl.workflows.workspace.partial_failure import conclude
+from tests.unit.transport.conftest import SshServer, running_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshServer]:
+    with running_server(tmp_path_factory.mktemp("server") / "s") as running:
+        yield running
+
+
+@pytest.fixture
+def fleet(server: SshServer, tmp_path: Path) -> Fleet:
+    (tmp_path / ".csdctl").mkdir()
+    (tmp_path / ".csdctl" / "known_hosts").write_bytes(server.known_hosts.read_bytes())
+    nodes = tuple(server.node(name=f"csd{number}") for number in range(3))
+    return Fleet(nodes, path=tmp_path / "fleet.yaml")
+
+
+def run(fleet: Fleet, *command: str, **options: float | bool) -> ExecResult:
+    directory = fleet.path.parent
+    return run_command(fleet, command, directory=directory, options=ExecOptions(**options))  # type: ignore[arg-type]
+
+
+def error_of(result: ExecResult) -> type[CsdctlError] | None:
+    """Return the type of the error that ends the command, and thereby its exit code."""
+    project = ProjectDirectory(result.fleet.path.parent)
+    try:
+        conclude(project, "exec", result.machines, result.failed, " -- x")
+    except CsdctlError as error:
+        return type(error) if "--failed-from .csdctl/failed.json -- x" in error.remedy else None
+    return None
+
+
+def test_equal_answers_are_one_row_in_the_order_of_the_nodes(fleet: Fleet) -> None:
+    result = run(fleet, "printf", "%s\\n", "two words", "$HOME;`id`")
+    assert [(answer.stdout, names) for answer, names in result.rows] == [
+        (b"two words\n$HOME;`id`\n", ["csd0", "csd1", "csd2"])
+    ]
+    assert error_of(result) is None
+
+
+def test_one_argument_is_a_line_for_the_shell_and_outputs_stay_apart(fleet: Fleet) -> None:
+    result = run(fleet, "echo out | tr a-z A-Z; echo err >&2; umask; exit 7")
+    ((answer, names),) = result.rows
+    assert (answer.exit_code, answer.stderr) == (7, b"err\n")
+    assert answer.stdout.startswith(b"OUT\n0")
+    assert answer.stdout != b"OUT\n0077\n"  # files get the permissions of a login
+    assert len(names) == 3
+    assert "exit code 7: err" in result.failed["csd1"].message
+    assert error_of(result) is CsdctlError
+
+
+def test_missing_program_is_an_answer(fleet: Fleet) -> None:
+    ((answer, _),) = run(fleet, "no-such-program").rows
+    assert answer.exit_code == 127
+    assert b"no-such-program" in answer.stderr
+
+
+def test_deadline_of_every_node_is_the_deadline_exit_code(fleet: Fleet) -> None:
+    result = run(fleet, "sleep", "60", timeout_s=0.3)
+    assert all(isinstance(error, DeadlineError) for error in result.unanswered.values())
+    assert error_of(result) is DeadlineError
+
+
+def test_host_and_nodes_that_cannot_be_reached(fleet: Fleet) -> None:
+    off = replace(fleet, nodes=tuple(replace(node, port=1) for node in fleet.nodes))
+    assert error_of(run(off, "true")) is NoNodeReachableError
+    assert error_of(run(off, "true", has_host=True)) is NoNodeReachableError
+    some = replace(fleet, nodes=(*fleet.nodes, replace(fleet.nodes[0], name="off", port=1)))
+    result = run(some, "true", has_host=True)
+    assert list(result.answers) == ["host", "csd0", "csd1", "csd2"]
+    assert list(result.failed) == ["off"]
+    assert error_of(result) is PartialError
+
+
+def test_output_is_bounded(fleet: Fleet) -> None:
+    ((answer, _),) = run(fleet, "head -c 3000000 /dev/zero | tr '\\0' x").rows
+    assert len(answer.stdout) == MAX_KEPT_BYTES
+    assert answer.num_dropped > 0
+
+
+def test_answers_that_differ_in_one_output_or_the_exit_code_are_different_rows() -> None:
+    answers = {
+        "a": build_answer(0, b"x", b""),
+        "b": build_answer(0, b"", b"x"),
+        "c": build_answer(1, b"x", b""),
+        "d": build_answer(0, b"x", b""),
+    }
+    assert [names for _, names in fold_answers(answers)] == [["a", "d"], ["b"], ["c"]]
+
+
+def test_nothing_to_run_is_bad_input() -> None:
+    for command in ([], [""], ["  "]):
+        with pytest.raises(InputError, match="no command"):
+            parse_command(command)
+    assert parse_command(["uptime"]) == ("uptime",)
+    assert parse_command(["a b"]) == ("sh", "-c", "a b")
+    with pytest.raises(InputError, match="--timeout is 0"):
+        ExecOptions(timeout_s=0)

@@ -1,0 +1,83 @@
+"""A bundle on disk, and sending it."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from csdctl.documents import save_json
+from csdctl.errors import CsdctlError, InputError
+from csdctl.shipping.chunks import SharedChunks
+from csdctl.transport.fake import FakeSession
+from csdctl.workflows.provision.bundle import SCHEMA, Bundle, load_bundle
+from csdctl.workflows.provision.machine import BareMachine, Kind
+from csdctl.workflows.provision.sending import BundleSender
+
+KIND = Kind("aarch64", "3.11", sends_python=True)
+ARCHIVE = b"an archive of Python"
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/small-1.0-py3-none-any.whl").write_bytes(b"a wheel")
+    (tmp_path / "python.tar.gz").write_bytes(ARCHIVE)
+    content = {
+        "schema": SCHEMA,
+        "kind": {"architecture": "aarch64", "python": "3.11", "sends_python": True},
+        "recipe": "r",
+        "wheels": [entry("small-1.0-py3-none-any.whl", b"a wheel")],
+        "python": entry("python.tar.gz", ARCHIVE),
+        "python_id": "0123456789ab",
+    }
+    save_json(tmp_path / "bundle.json", content)
+    return load_bundle(tmp_path)
+
+
+def entry(name: str, content: bytes) -> dict[str, object]:
+    digest = hashlib.sha256(content).hexdigest()
+    return {"name": name, "sha256": digest, "num_bytes": len(content), "unpacked_bytes": 1000}
+
+
+def machine(installed: str = "", free_bytes: int = 1 << 30) -> BareMachine:
+    return BareMachine("csd0", KIND, "", "/root", is_root=True, free_bytes=free_bytes, installed=installed)
+
+
+def test_installed_bundle_is_not_sent_again(bundle: Bundle) -> None:
+    session = FakeSession("csd0")
+    sent = BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(bundle.id))
+    assert sent.is_installed
+    assert session.commands == []
+
+
+def test_dry_run_on_a_node_without_python_sends_nothing(bundle: Bundle) -> None:
+    session = FakeSession("csd0").on("sh", exit_code=1)
+    sent = BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(), dry_run=True)
+    assert (sent.num_bytes, session.stdins) == (bundle.num_bytes, [b""])
+
+
+def test_full_disk_stops_before_sending(bundle: Bundle) -> None:
+    session = FakeSession("csd0").on("sh", exit_code=1)
+    with pytest.raises(CsdctlError, match="0 MiB are free at /opt/csdctl"):
+        BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine(free_bytes=100))
+    assert ARCHIVE not in session.stdins
+
+
+def test_error_while_unpacking_has_the_words_of_the_node(bundle: Bundle) -> None:
+    session = FakeSession("csd0").on("sh", exit_code=1, stderr="tar: no space left on device")
+    with pytest.raises(CsdctlError, match="unpacking Python failed .* no space left on device"):
+        BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine())
+    assert ARCHIVE in session.stdins
+
+
+@pytest.mark.parametrize("name", ["wheels/small-1.0-py3-none-any.whl", "python.tar.gz"])
+def test_damaged_file_is_named(bundle: Bundle, name: str) -> None:
+    (bundle.directory / name).write_bytes(b"something else")
+    with pytest.raises(InputError, match="is not as it was collected"):
+        bundle.python_archive() if name.endswith("gz") else bundle.pack(SharedChunks())
+
+
+def test_other_file_in_place_of_a_bundle_is_an_error(tmp_path: Path) -> None:
+    save_json(tmp_path / "bundle.json", {"schema": "another"})
+    with pytest.raises(InputError, match=r"bundle\.json is not as it was collected"):
+        load_bundle(tmp_path)

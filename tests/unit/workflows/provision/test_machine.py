@@ -1,0 +1,80 @@
+"""What a bare node answers, and which nodes are refused."""
+
+import subprocess
+
+import pytest
+
+from csdctl.errors import CsdctlError
+from csdctl.transport.session import Completed
+from csdctl.workflows.provision.machine import MIB, Kind, build_probe, check_space, parse_machine
+
+ANSWER = """\
+architecture=aarch64
+bits=64
+glibc=glibc 2.31
+home=/root
+user=0
+installed=
+free=4000000
+"""
+
+
+def completed(text: str) -> Completed:
+    return Completed(("sh",), 0, text.encode(), b"", 0.1)
+
+
+def test_node_without_python_gets_one() -> None:
+    machine = parse_machine("csd0", completed(ANSWER))
+    assert machine.kind == Kind("aarch64", "3.11", sends_python=True)
+    assert (machine.python, machine.home, machine.is_root) == ("", "/root", True)
+    assert machine.free_bytes == 4_000_000 * 1024
+
+
+def test_node_keeps_its_own_python_if_that_is_supported() -> None:
+    answer = ANSWER + "python=3.12 /usr/bin/python3\npython=3.14 /opt/python3.14\n"
+    machine = parse_machine("csd0", completed(answer))
+    assert machine.kind == Kind("aarch64", "3.12", sends_python=False)
+    assert machine.python == "/usr/bin/python3"
+
+
+def test_too_old_python_is_not_used() -> None:
+    assert parse_machine("csd0", completed(ANSWER + "python=3.9 /usr/bin/python3\n")).kind.sends_python
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            ("architecture=aarch64", "architecture=riscv64"),
+            "its processor is riscv64; there are wheels for 64-bit",
+        ),
+        (("bits=64", "bits=32"), "its processor is aarch64 with 32-bit programs"),
+        (
+            ("glibc 2.31", "glibc 2.27"),
+            "its C library is glibc 2.27; the wheels of Open MPI need 2.28 or newer",
+        ),
+        (("glibc 2.31", "musl libc (aarch64)"), "its C library is not glibc (musl libc (aarch64))"),
+        (("glibc=glibc 2.31", "glibc="), "its C library is not glibc (no answer)"),
+        ((ANSWER, ""), "looking at the machine failed"),
+    ],
+)
+def test_machine_without_wheels_is_refused_in_one_sentence(changed: tuple[str, str], message: str) -> None:
+    with pytest.raises(CsdctlError) as caught:
+        parse_machine("csd0", completed(ANSWER.replace(*changed)))
+    assert message in caught.value.message
+    assert caught.value.node == "csd0"
+    assert caught.value.remedy
+
+
+def test_full_disk_is_named_before_anything_is_sent() -> None:
+    machine = parse_machine("csd0", completed(ANSWER))
+    check_space(machine, 3000 * MIB, "/opt/csdctl")
+    with pytest.raises(CsdctlError, match="3906 MiB are free at /opt/csdctl, and 5000 MiB are needed"):
+        check_space(machine, 5000 * MIB, "/opt/csdctl")
+
+
+def test_probe_runs_here() -> None:
+    done = subprocess.run(build_probe("/opt/csdctl-none/below"), capture_output=True, check=True)
+    machine = parse_machine("here", Completed(("sh",), 0, done.stdout, done.stderr, 0.1))
+    assert machine.free_bytes > 0
+    assert machine.installed == ""

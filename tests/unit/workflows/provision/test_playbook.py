@@ -1,0 +1,68 @@
+"""The output of Ansible's callback as results."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from csdctl.errors import CsdctlError
+from csdctl.workflows.provision.playbook import (
+    NodeSummary,
+    TaskResult,
+    ansible_directory,
+    build_command,
+    build_environment,
+    run_playbook,
+)
+
+TASK = {
+    "event": "task",
+    "node": "csd0",
+    "task": "Install the wheels",
+    "state": "failed",
+    "message": "no space",
+}
+COUNTS = {"ok": 3, "changed": 1, "failed": 1, "unreachable": 0, "skipped": 2}
+
+
+def program(*lines: object, code: int = 0) -> list[str]:
+    text = "\n".join(f"csdctl {json.dumps(line)}" if isinstance(line, dict) else str(line) for line in lines)
+    return [sys.executable, "-c", f"import sys; print({text!r}); sys.exit({code})"]
+
+
+def test_tasks_and_summary_are_reported() -> None:
+    seen: list[TaskResult] = []
+    lines = ("[WARNING]: something", TASK, {"event": "summary", "nodes": {"csd0": COUNTS}})
+    result = run_playbook(program(*lines, code=2), {}, seen.append)
+    assert [task.task for task in seen] == ["Install the wheels"]
+    assert result.summaries == {"csd0": NodeSummary(**COUNTS)}
+    assert result.failures == {"csd0": "Install the wheels: no space"}
+
+
+def test_failure_before_any_node_has_ansibles_own_words() -> None:
+    with pytest.raises(CsdctlError, match="ERROR! the role was not found"):
+        run_playbook(program("ERROR! the role was not found", code=4), {}, lambda task: None)
+
+
+def test_settings_of_the_user_do_not_reach_ansible(tmp_path: Path) -> None:
+    environment = build_environment({"ANSIBLE_HOST_KEY_CHECKING": "0", "PATH": "/bin"}, tmp_path, 100)
+    assert "ANSIBLE_HOST_KEY_CHECKING" not in environment
+    assert (environment["PATH"], environment["ANSIBLE_FORKS"]) == ("/bin", "32")
+
+
+def test_values_are_passed_as_json() -> None:
+    command = build_command(
+        "ansible-playbook", Path("a.yml"), Path("hosts.yml"), {"node_prefix": "/a b"}, ["--check"]
+    )
+    assert command[-3:] == ["--extra-vars", '{"node_prefix": "/a b"}', "--check"]
+
+
+def test_every_default_of_a_role_is_specified() -> None:
+    for role in ("host", "node"):
+        directory = ansible_directory() / "roles" / role
+        defaults = yaml.safe_load((directory / "defaults/main.yml").read_text())
+        specified = yaml.safe_load((directory / "meta/argument_specs.yml").read_text())
+        options = specified["argument_specs"]["main"]["options"]
+        assert {name: options[name]["default"] for name in defaults} == defaults

@@ -1,0 +1,238 @@
+"""Runs of a project, with their files as `csdctl train` writes them, and real processes."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from csdctl.documents import save_json
+from csdctl.errors import DeadlineError, InputError, RunError
+from csdctl.launch.machine_lock import describe_holder
+from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
+from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Failed, Finished, Progress
+from csdctl.workflows.runs.compare import compare_runs
+from csdctl.workflows.runs.follow import find_logs, follow_lines, follow_run, read_last_lines
+from csdctl.workflows.runs.manage import list_runs, remove_run, stop_run
+from csdctl.workflows.runs.notification import notifying, parse_command
+from csdctl.workflows.runs.processes import interrupt
+from tests.unit.runs.manifests import manifest_of
+
+NODES = ("host", "csd0")
+PROGRESS = Progress(0, "host", 2, 7, 7, 96, 0.5, 0.25, 0.8, 128, 2.5, 0.1)
+END = EpochEnd(0, "host", 2, 10, 96, 0.5, 0.25, 2.0, "hash", 128, 2.25, 0.5, 2.5, 0.25)
+DONE = [Finished(rank, node, 2, 20, "hash", 1 << 20) for rank, node in enumerate(NODES)]
+TRAINS = """
+import os, pathlib, signal, sys, time
+from csdctl.documents import save_json
+from csdctl.launch.machine_lock import describe_holder
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(float(sys.argv[2])), os._exit(130)))
+save_json(pathlib.Path(sys.argv[1]), describe_holder("train", pathlib.Path()))
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> ProjectDirectory:
+    return ProjectDirectory(tmp_path)
+
+
+def add_run(project: ProjectDirectory, *events: Event, **manifest: Any) -> RunDirectory:
+    run = project.new_run()
+    recipe = {"epochs": 2, "learning_rate": 0.1}
+    run.save_manifest({**manifest_of(NODES), "recipe": recipe, "job": {"path": "job.yaml"}, **manifest})
+    log = EventLog(run)
+    for number, event in enumerate(events):
+        log.append(1_700_000_000 + number, event)
+    log.close()
+    return run
+
+
+def start_process(run: RunDirectory, end_after_s: float = 0.0) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", TRAINS, str(run.process), str(end_after_s)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    # A child that has ended keeps its entry until somebody waits for it, which a run's csdctl is not.
+    threading.Thread(target=process.wait, daemon=True).start()
+    return process
+
+
+class TestList:
+    def test_states(self, project: ProjectDirectory) -> None:
+        add_run(project, PROGRESS, END, *DONE)
+        stopped = [Finished(0, "host", 1, 7, "hash", 1, reason=STOPPED)]
+        add_run(project, PROGRESS, *stopped)
+        add_run(project, PROGRESS, Failed(1, "csd0", "no memory", "", 1))
+        add_run(project, PROGRESS)
+        save_json(add_run(project, PROGRESS).process, describe_holder("train", project.root))
+        done, *others = list_runs(project)
+        assert [run.state for run in (done, *others)] == [
+            "done",
+            "stopped",
+            "failed",
+            "interrupted",
+            "running",
+        ]
+        assert (done.epoch, done.epochs, done.step, done.num_ranks) == (2, 2, 0, 2)
+        assert (done.loss, done.validation_loss, done.samples_per_s) == (2.25, 2.5, 64.0)
+        assert (others[2].epoch, others[2].step, others[2].loss) == (2, 7, 2.5)
+
+    def test_resumed_run_is_no_longer_stopped(self, project: ProjectDirectory) -> None:
+        add_run(project, PROGRESS, Finished(0, "host", 1, 7, "hash", 1, reason=STOPPED), PROGRESS, END, *DONE)
+        assert list_runs(project)[0].state == "done"
+
+    def test_damaged_run_does_not_hide_the_others(self, project: ProjectDirectory) -> None:
+        add_run(project, END, *DONE)
+        add_run(project, END).manifest.write_text("{")
+        add_run(project, END).events.write_bytes(b"\xff\n{}\n" + b"x" * 1000)
+        (project.runs / "99990101").symlink_to(project.root)
+        states = [run.state for run in list_runs(project)]
+        assert states == ["done", "interrupted", "interrupted", "unreadable"]
+
+    def test_only_the_end_of_long_events_is_read(self, project: ProjectDirectory) -> None:
+        run = add_run(project, *([PROGRESS] * 20), END, *DONE)
+        line = run.events.read_bytes().splitlines()[0] + b"\n"
+        run.events.write_bytes(line * 200_000 + run.events.read_bytes())
+        began = time.process_time()
+        assert list_runs(project)[0].state == "done"
+        whole = time.process_time() - began
+        began = time.process_time()
+        list(run.read_events(NODES))
+        assert whole < (time.process_time() - began) / 10
+
+    def test_beginning_of_several_ids_is_refused_with_their_names(self, project: ProjectDirectory) -> None:
+        first, second = add_run(project), add_run(project)
+        assert project.find_run(second.run_id) == second
+        common = first.run_id[: len("20261123")]
+        with pytest.raises(InputError, match=f"2 runs begin with '{common}'") as caught:
+            project.find_run(common)
+        assert first.run_id in caught.value.remedy
+
+
+class TestStop:
+    def test_process_is_interrupted_and_awaited(self, project: ProjectDirectory) -> None:
+        run = add_run(project, PROGRESS)
+        process = start_process(run, end_after_s=0.3)
+        assert list_runs(project)[0].state == "running"
+        with pytest.raises(InputError, match="is running"):
+            remove_run(project, run.run_id, lambda _: None)
+        assert stop_run(project, None, 20).run_id == run.run_id
+        assert process.wait(5) == 130
+
+    def test_run_that_goes_on_is_said(self, project: ProjectDirectory) -> None:
+        run = add_run(project, PROGRESS)
+        process = start_process(run, end_after_s=30)
+        with pytest.raises(DeadlineError, match="has not ended"):
+            stop_run(project, run.run_id, 0.3)
+        process.kill()
+
+    def test_process_with_the_same_number_is_left_alone(self, project: ProjectDirectory) -> None:
+        run = add_run(project, PROGRESS)
+        process = start_process(run)
+        holder = json.loads(run.process.read_text())
+        save_json(run.process, {**holder, "started": "1"})
+        with pytest.raises(InputError, match="is not running"):
+            interrupt(run)
+        assert process.poll() is None
+        process.kill()
+
+    def test_run_of_another_machine_is_named(self, project: ProjectDirectory) -> None:
+        run = add_run(project, PROGRESS)
+        holder = describe_holder("train", project.root)
+        save_json(run.process, {**holder, "machine": "other", "host": "store7"})
+        with pytest.raises(InputError, match="on store7") as caught:
+            interrupt(run)
+        assert "on that machine" in caught.value.remedy
+
+    @pytest.mark.parametrize("content", ["", "[]", '{"pid": -1}', '{"pid": 1, "started": "x"}'])
+    def test_damaged_description_is_of_no_process(self, project: ProjectDirectory, content: str) -> None:
+        run = add_run(project, PROGRESS)
+        run.process.write_text(content)
+        with pytest.raises(InputError, match="is not running"):
+            interrupt(run)
+
+
+def test_removed_run_is_gone(project: ProjectDirectory) -> None:
+    run = add_run(project, END, *DONE)
+    remove_run(project, run.run_id, lambda _: None)
+    assert not run.path.exists()
+    assert list_runs(project) == []
+
+
+def test_followed_events_come_as_they_are_written(project: ProjectDirectory) -> None:
+    run = add_run(project, PROGRESS)
+    log = EventLog(run)
+    is_over = threading.Event()
+    following = run.read_events(NODES).follow(is_over.is_set, interval_s=0.01)
+    assert next(following)[1] == PROGRESS
+    with run.events.open("a") as file:
+        file.write('{"time": 1.0, "li')
+        file.flush()
+        file.write('ne": "damaged"}\n')
+    log.append(2.0, END)
+    assert next(following)[1] == END
+    is_over.set()
+    assert list(following) == []
+
+
+def test_run_without_ranks_is_not_waited_for(project: ProjectDirectory) -> None:
+    with pytest.raises(InputError, match="before its ranks were started"):
+        follow_run(add_run(project))
+
+
+def test_logs_are_found_by_rank_and_node(project: ProjectDirectory) -> None:
+    run = add_run(project)
+    run.rank_log(1).write_text("first\nsecond\nthird\n")
+    run.mpirun_log.write_text("mpirun\n")
+    assert [name for name, _ in find_logs(run, None)] == ["mpirun", "csd0"]
+    assert find_logs(run, "1") == find_logs(run, "csd0") == [("csd0", run.rank_log(1))]
+    assert read_last_lines(run.rank_log(1), 2) == ["second", "third"]
+    assert list(follow_lines(run, find_logs(run, "1"))) == []
+    with pytest.raises(InputError, match="no log 'csd7'"):
+        find_logs(run, "csd7")
+
+
+def test_differences_of_two_runs(project: ProjectDirectory) -> None:
+    first = add_run(project, END, *DONE)
+    other = manifest_of(NODES)
+    other["plan"]["ranks"][1]["threads"] = 3
+    second = add_run(project, END, *DONE, plan=other["plan"], recipe={"epochs": 2, "learning_rate": 0.2})
+    *_, found = compare_runs(project, first.run_id, second.run_id)
+    assert {(one.name, one.first, one.second, one.is_result) for one in found} == {
+        ("recipe.learning_rate", 0.1, 0.2, False),
+        ("plan.ranks.csd0.threads", 1, 3, False),
+    }
+
+
+class TestNotify:
+    def test_command_gets_the_result(self, project: ProjectDirectory, tmp_path: Path) -> None:
+        run = add_run(project, END, *DONE)
+        command = parse_command(f"sh -c 'env | grep CSDCTL_ | sort > {tmp_path / 'result'}'")
+        with pytest.raises(RunError), notifying(command, lambda: run, pytest.fail):
+            raise RunError("lost")
+        lines = dict(line.split("=", 1) for line in (tmp_path / "result").read_text().splitlines())
+        assert lines["CSDCTL_EXIT_CODE"] == "1"
+        assert (lines["CSDCTL_RUN"], lines["CSDCTL_STATE"]) == (run.run_id, "done")
+
+    @pytest.mark.parametrize(
+        ("command", "said"), [("false", "exited with 1"), ("/no/such", "could not be run")]
+    )
+    def test_failure_is_said_and_changes_nothing(
+        self, project: ProjectDirectory, command: str, said: str
+    ) -> None:
+        run = add_run(project, END, *DONE)
+        lines: list[str] = []
+        with notifying(parse_command(command), lambda: run, lines.append):
+            pass
+        assert said in lines[0]
+
+    @pytest.mark.parametrize("text", ["'open", " "])
+    def test_text_that_is_no_command_is_refused(self, text: str) -> None:
+        with pytest.raises(InputError, match="--notify"):
+            parse_command(text)

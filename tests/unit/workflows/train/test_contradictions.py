@@ -1,0 +1,61 @@
+"""Options of `csdctl train` that contradict each other are refused before a machine is contacted."""
+
+from pathlib import Path
+
+import pytest
+
+from csdctl.cli.app import run_command
+from csdctl.cli.streams import Streams
+from csdctl.errors import ExitCode, InputError
+from csdctl.worker.protocol.features import FeatureOptions
+from csdctl.workflows.train.options import TrainOptions
+
+JOB = """\
+model: model.py:build
+data: {public: {path: public}}
+recipe: {epochs: 1, learning_rate: 0.05}
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    (tmp_path / "fleet.yaml").write_text("nodes: [{name: csd0, address: 192.0.2.1}]\n")
+    (tmp_path / "model.py").write_text("def build(): ...\n")
+    (tmp_path / "public").mkdir()
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--plan", "plan.yaml", "--batch-size", "8"), "--plan and --batch-size"),
+        (("--resume", "latest", "--batch-size", "8"), "--resume and --batch-size"),
+        (("--resume", "latest", "--plan", "plan.yaml"), "--resume and --plan"),
+        (("--resume", "latest", "--way", "split"), "--resume and --way"),
+    ],
+)
+def test_two_sources_of_batch_sizes_are_refused(
+    project: Path, options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = (str(project / "job.yaml"), "--fleet", str(project / "fleet.yaml"))
+    code = run_command(["train", *where, *options], Streams(directory=project))
+    shown = capsys.readouterr().err
+    assert (code, expected in shown) == (ExitCode.BAD_INPUT, True), shown
+
+
+@pytest.mark.parametrize("way", ["data-parallel", "split"])
+def test_options_of_features_are_refused_with_another_way(way: str) -> None:
+    with pytest.raises(InputError, match=f"--feature-precision float16 .* --way {way}"):
+        TrainOptions(way=way, features=FeatureOptions("float16", "keras"))
+    with pytest.raises(InputError, match=f"--feature-engine litert .* --way {way}"):
+        TrainOptions(way=way, features=FeatureOptions("float32", "litert"))
+
+
+def test_micro_batches_are_refused_with_a_way_that_divides_no_model() -> None:
+    with pytest.raises(InputError, match="--micro-batches 2 .* --way features"):
+        TrainOptions(way="features", num_micro_batches=2)
+
+
+def test_options_of_a_way_that_the_plan_may_choose_are_accepted() -> None:
+    TrainOptions(num_micro_batches=2, features=FeatureOptions("float16", "litert"))

@@ -1,0 +1,107 @@
+"""A run of many ranks as its files have it, for what watches runs: nothing trains."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from csdctl.launch.machine_lock import describe_holder
+from csdctl.runs.directory import RunDirectory
+from csdctl.tuning.plan import Plan, RankPlan
+from csdctl.worker.protocol.events import Event, Joined, LinkLost, NodeLost, Progress, Ready, event_to_line
+from csdctl.worker.protocol.json_codec import to_json
+from csdctl.worker.protocol.recipe import Recipe
+from csdctl.worker.protocol.run_spec import RankSpec, RunSpec, Runtime
+
+RUN_ID = "20261123-084636-637095"
+START_S = 1_795_420_000.0
+NUM_STEPS, EPOCHS = 100, 4
+NUM_EVEN, NUM_HELD = 20, 40
+"""Seconds in which all ranks take as long, and in which they wait for rank 3."""
+SLOW = 3
+BATCH = 8
+
+
+def name_of(rank: int) -> str:
+    return f"csd{rank - 1}" if rank else "host"
+
+
+def write_run(project: Path, num_ranks: int) -> RunDirectory:
+    """Write a run that this process trains, for a minute; rank 3 is slow, and of 37 two stand still."""
+    run = RunDirectory(project / ".csdctl" / "runs" / RUN_ID)
+    run.path.mkdir(parents=True)
+    ranks = [
+        RankPlan(node=name_of(rank), batch_size=BATCH, threads=1, step_time_s=0.3, samples_per_s=26.0)
+        for rank in range(num_ranks)
+    ]
+    plan = Plan(job="job.yaml", job_fingerprint="", method="fit", emulated=True, ranks=ranks)
+    samples = NUM_STEPS * BATCH
+    manifest = {
+        "schema": 1,
+        "plan": plan.model_dump(),
+        "placed": [
+            {
+                "name": name_of(rank),
+                "batch_size": BATCH,
+                "num_private": 0,
+                "public_start": rank * samples,
+                "public_stop": (rank + 1) * samples,
+            }
+            for rank in range(num_ranks)
+        ],
+        "placement": [
+            {"node": name_of(rank), "num_private": 0, "num_public": samples} for rank in range(num_ranks)
+        ],
+        "data": {"public": ""},
+    }
+    run.manifest.write_text(json.dumps(manifest))
+    specs = tuple(
+        RankSpec(rank, name_of(rank), BATCH, Runtime(1), None, None, 0, samples) for rank in range(num_ranks)
+    )
+    spec = RunSpec(RUN_ID, "a.json", "w.npz", Recipe(epochs=EPOCHS), specs, None, None, ".csdctl/runs")
+    with run.events.open("w") as file:
+        for time_s, event in make_events(num_ranks):
+            file.write(json.dumps({"time": time_s, "line": event_to_line(event)}) + "\n")
+    run.process.write_text(json.dumps(describe_holder("train", project)))
+    run.spec.write_text(to_json(spec))
+    assert describe_holder("train", project)["pid"] == os.getpid()
+    return run
+
+
+def make_events(num_ranks: int) -> Iterator[tuple[float, Event]]:
+    """Yield Unix time and event."""
+    sizes = {str(rank): BATCH for rank in range(num_ranks)}
+    for rank in range(num_ranks):
+        yield START_S, Ready(rank, name_of(rank), 800, 25.0)
+    for rank in range(num_ranks):
+        yield START_S, Joined(rank, name_of(rank), 1, 1, 0, NUM_STEPS, 0, sizes, "star", 0.01)
+    for second, rank in itertools.product(range(NUM_EVEN + NUM_HELD), range(num_ranks)):
+        is_held = second >= NUM_EVEN
+        compute_s = 0.9 if rank == SLOW and is_held else 0.3
+        others_s = (0.9 if is_held else 0.3) - compute_s
+        loss = 2.0 / (second + 1) if rank == 0 else None
+        yield (
+            START_S + second + 1,
+            Progress(
+                rank,
+                name_of(rank),
+                1,
+                second + 1,
+                1,
+                BATCH,
+                compute_s,
+                others_s + 0.02,
+                1.0,
+                BATCH * num_ranks if rank == 0 else 0,
+                loss,
+                None if loss is None else (second + 1) / 70,
+                input_s=0.0,
+                others_s=others_s,
+                memory_bytes=700 << 20,
+                temperature_c=95.0 if rank == SLOW and is_held else 55.0,
+            ),
+        )
+    if num_ranks > 30:
+        yield START_S + 61, NodeLost(30, name_of(30), "no answer for 30 s")
+        yield START_S + 61, LinkLost(12, name_of(12), 1, 1, 60)
