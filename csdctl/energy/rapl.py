@@ -19,12 +19,12 @@ for zone in "$1"/class/powercap/intel-rapl:*; do
 done 2>/dev/null"""
 
 UDEV_RULE = (
-    'SUBSYSTEM=="powercap", KERNEL=="intel-rapl:*", ACTION=="add", '
-    'RUN+="/bin/chgrp {group} /sys%p/energy_uj", RUN+="/bin/chmod g+r /sys%p/energy_uj"'
+    'SUBSYSTEM=="powercap", KERNEL=="intel-rapl:*", ACTION=="add", RUN+="/bin/chown {user} /sys%p/energy_uj"'
 )
+"""As in the roles of ansible/ and in docs/how-to/energy.md."""
 REMEDY = (
-    "only root may read energy_uj, because it can betray what others compute (CVE-2020-8694). To let a group "
-    f"read it, write to /etc/udev/rules.d/70-rapl.rules: {UDEV_RULE.format(group='GROUP')} — then run "
+    "only root may read energy_uj, because it can betray what others compute (CVE-2020-8694). To let a user "
+    f"read it, write to /etc/udev/rules.d/70-rapl.rules: {UDEV_RULE.format(user='USER')} — then run "
     "`udevadm control --reload && udevadm trigger --action=add --subsystem-match=powercap`"
 )
 

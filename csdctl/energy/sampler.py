@@ -27,6 +27,11 @@ RECORD_S = 5.0
 PATIENCE_S = 5.0
 """Until a machine that says nothing is asked whether the run has ended."""
 MAX_ERROR_CHARS = 200
+RETRY_S, MAX_RETRY_S = 5.0, 60.0
+"""The pause after a failure, twice as long after each further one, and at most."""
+MAX_FAILURES = 10
+"""Counted, for the pause."""
+NOTHING, FAILURE, RECOVERY = "nothing", "failure", "recovery"
 
 
 class PowerSampler:
@@ -64,28 +69,37 @@ class PowerSampler:
                 seconds = end_s - self._start_s
                 self._write(_Recorder(name, power), end_s, Spent(seconds, (power.watts or 0.0) * seconds))
             elif power.source == "csv":
-                self._guard(name, power, self._import_meter)
+                self._guard(_Recorder(name, power), self._import_meter)
         self._log.close()
 
     def _sample(self, name: str, power: PowerSource) -> None:
-        self._guard(name, power, self._poll_redfish if power.source == "redfish" else self._follow_loop)
-
-    def _guard(self, name: str, power: PowerSource, sample: "_Sample") -> None:
-        """Call `sample`; record and say why it ended, if it is not the end of the run."""
         recorder = _Recorder(name, power)
+        sample = self._poll_redfish if power.source == "redfish" else self._follow_loop
+        while not self._stopped.is_set():
+            self._guard(recorder, sample)
+            self._stopped.wait(min(RETRY_S * 2 ** max(0, recorder.num_failures - 1), MAX_RETRY_S))
+
+    def _guard(self, recorder: "_Recorder", sample: "_Sample") -> None:
+        """Call `sample`; record why it ended, if it is not the end of the run, and say so once."""
+        power = recorder.power
         try:
-            sample(name, power, recorder)
+            sample(recorder)
         except (CsdctlError, OSError, ValueError, EOFError, RuntimeError) as error:
             if not self._stopped.is_set() or power.source == "csv":
+                recorder.num_failures = min(recorder.num_failures + 1, MAX_FAILURES)
                 text = shorten(make_printable(str(error) or type(error).__name__), MAX_ERROR_CHARS)
-                self._write(recorder, time.time(), Spent(0.0, None), text)
-                self._say(f"{name}: power is no longer read ({power.source}): {text}")
-                self._say(f"  {REMEDIES[power.source]}")
+                if recorder.num_failures == 1:
+                    self._write(recorder, time.time(), Spent(0.0, None), text)
+                if recorder.said == NOTHING:
+                    recorder.said = FAILURE
+                    self._say(f"{recorder.name}: power cannot be read ({power.source}): {text}")
+                    self._say(f"  {REMEDIES[power.source]}")
         self._write_rest(recorder)
 
-    def _follow_loop(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
-        source = SCRIPTS[power.source]
-        conversation = self._sessions[name].converse(build_loop(source, source.argument(power)))
+    def _follow_loop(self, recorder: "_Recorder") -> None:
+        source = SCRIPTS[recorder.power.source]
+        command = build_loop(source, source.argument(recorder.power))
+        conversation = self._sessions[recorder.name].converse(command)
         lines = ReadingLines(source.parse)
         try:
             while not self._stopped.is_set():
@@ -98,14 +112,14 @@ class PowerSampler:
         finally:
             conversation.close()
 
-    def _poll_redfish(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
+    def _poll_redfish(self, recorder: "_Recorder") -> None:
         while not self._stopped.is_set():
-            self._take(recorder, time.monotonic(), read_redfish(power, deadline_s=PATIENCE_S))
+            self._take(recorder, time.monotonic(), read_redfish(recorder.power, deadline_s=PATIENCE_S))
             self._stopped.wait(1.0)
 
-    def _import_meter(self, name: str, power: PowerSource, recorder: "_Recorder") -> None:
+    def _import_meter(self, recorder: "_Recorder") -> None:
         """Take the rows of the meter that were written during the run."""
-        with open(power.path, encoding="utf-8", errors="replace", newline="") as file:
+        with open(recorder.power.path, encoding="utf-8", errors="replace", newline="") as file:
             for time_s, watts in parse_meter(file):
                 is_ours = self._start_s - 1 <= time_s <= time.time()
                 if is_ours and (spent := recorder.meter.add(time_s, Reading(watts))):
@@ -113,6 +127,10 @@ class PowerSampler:
 
     def _take(self, recorder: "_Recorder", machine_time_s: float, reading: Reading) -> None:
         recorder.until_s = time.time()
+        recorder.num_failures = 0
+        if recorder.said == FAILURE:
+            recorder.said = RECOVERY
+            self._say(f"{recorder.name}: power is read again ({recorder.power.source})")
         spent = recorder.meter.add(machine_time_s, reading)
         if spent is None:
             return
@@ -159,6 +177,9 @@ class _Recorder:
         self.seconds = self.joules = 0.0
         self.until_s = 0.0
         """When the latest reading arrived, in Unix time."""
+        self.num_failures = 0
+        """Since the latest reading."""
+        self.said = NOTHING
 
 
-_Sample = Callable[[str, PowerSource, _Recorder], None]
+_Sample = Callable[[_Recorder], None]

@@ -4,6 +4,7 @@ The model's first layer returns its input. So what it computes from a private sa
 """
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -45,9 +46,8 @@ def private_job(project: Project, job: Path) -> Path:
     project.use(*nodes, network=NETWORK)
     for node in nodes:
         place = node.home / "private"
-        place.mkdir(exist_ok=True)
-        for old in place.iterdir():
-            old.unlink()
+        shutil.rmtree(place, ignore_errors=True)  # of an earlier test: samples, or folders of pictures
+        place.mkdir()
         np.savez(
             place / "samples.npz",
             x=np.repeat(IMAGE[np.newaxis], NUM_PRIVATE, axis=0),

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from csdctl.energy import sampler
 from csdctl.energy.sampler import PowerSampler
 from csdctl.errors import InputError
 from csdctl.fleet.model import Fleet, Host, Node, PowerSource
@@ -46,6 +47,23 @@ class TestSampler:
         assert len(said) == 2
         assert record.joules is None
         assert "cannot be read" in record.error
+
+    def test_source_that_failed_is_read_again(self, run, monkeypatch):
+        """As a management controller that is busy: the file is there from the first failure on."""
+        monkeypatch.setattr(sampler, "RETRY_S", 0.05)
+        said, sensor, recovered = [], run.path / "power1_input", threading.Event()
+
+        def say(line):
+            said.append(line)
+            if "cannot be read" in line:
+                sensor.write_text("3750000\n")
+            if "read again" in line:
+                recovered.set()
+
+        records = sample(run, PowerSource("hwmon", path=str(sensor)), say, recovered)
+        assert said[-1] == "host: power is read again (hwmon)"
+        assert records[0].error
+        assert sum(bool(record.error) for record in records) == 1
 
     def test_power_is_read_every_second_in_a_loop_there(self, run):
         """The sensors are pipes that a reading opens in turn, so that the test knows when it was made."""

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -10,11 +11,12 @@ from csdctl.energy.hwmon import parse_hwmon
 from csdctl.energy.ipmi import parse_dcmi
 from csdctl.energy.meter_csv import parse_meter
 from csdctl.energy.nvidia_smi import parse_nvidia_smi
-from csdctl.energy.rapl import REMEDY, parse_rapl
+from csdctl.energy.rapl import REMEDY, UDEV_RULE, parse_rapl
 from csdctl.energy.rapl import SCRIPT as RAPL
 from csdctl.energy.reading import Counter, EnergyMeter, Reading
 from csdctl.energy.redfish import parse_redfish
 
+PROJECT = Path(__file__).parents[3]
 DCMI = """
     Instantaneous power reading:                   220 Watts
     Minimum during sampling period:                 12 Watts
@@ -235,3 +237,15 @@ class TestEnergyMeter:
         assert true > 2 * 65712
         assert by_counter == pytest.approx(by_power, rel=0.01)
         assert by_counter == pytest.approx(true, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("path", "user"),
+    [
+        ("docs/how-to/energy.md", "csd"),
+        ("ansible/roles/host/tasks/main.yml", "{{ host_user }}"),
+        ("ansible/roles/node/tasks/rapl.yml", "{{ node_user or ansible_user }}"),
+    ],
+)
+def test_rule_of_the_remedy_is_the_one_of_docs_and_roles(path, user):
+    assert UDEV_RULE.format(user=user) in (PROJECT / path).read_text()
