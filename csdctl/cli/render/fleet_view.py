@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Generic
 
 from rich.cells import cell_len, set_cell_size
@@ -27,6 +28,7 @@ WIDE, WIDER = 100, 120
 NUM_AROUND = 6
 """Title, headline, bar, names of the columns, and two lines that stay free below."""
 PLAIN_INTERVAL_S = 5.0
+LINES_INTERVAL_S = 1.0
 STATE_STYLES = {"lost": "red", "failed": "red"}
 MIN_NAME = 10
 
@@ -50,15 +52,22 @@ class FleetView(View, ABC, Generic[RowT]):
     """What is drawn in a notebook stays there; elsewhere it is removed at the end."""
 
     def __init__(
-        self, console: PrintableConsole, title: str, *, clock: Callable[[], float] = time.monotonic
+        self,
+        console: PrintableConsole,
+        title: str,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        per_second: float = 2,
     ) -> None:
-        """`clock`: seconds, in which all that is shown is measured."""
+        """`clock`: seconds, in which all that is shown is measured; `per_second`: how often it is drawn."""
         self._clock = clock
         self._console = console
         self._title = title
         self._start = self._printed_at = self._clock()
         is_left_out = console.is_notebook and not self.is_in_notebooks
-        self._live = None if is_left_out else live_on(console, self._render)
+        self._pending: list[str] = []
+        self._flushed_at = -math.inf
+        self._live = None if is_left_out else live_on(console, self._render, per_second=per_second)
         super().__init__(self._live)
 
     @abstractmethod
@@ -85,9 +94,32 @@ class FleetView(View, ABC, Generic[RowT]):
     def _elapsed_s(self) -> float:
         return self._clock() - self._start
 
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._flush()
+        super().__exit__(error_type, error, trace)
+
     def _print(self, line: str) -> None:
+        self._pending.append(line)
+        self._flush()
+
+    def _print_soon(self, line: str) -> None:
+        """Print one of many lines: together with others, as every printing draws the view again."""
+        self._pending.append(line)
+        self._flush_if_due()
+
+    def _flush_if_due(self) -> None:
+        if self._live is None or time.monotonic() - self._flushed_at >= LINES_INTERVAL_S:
+            self._flush()
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
         target = self._live.console if self._live else self._console
-        target.print(line, soft_wrap=True)
+        target.print("\n".join(self._pending), soft_wrap=True)
+        self._pending.clear()
+        self._flushed_at = time.monotonic()
 
     def _print_headline_if_due(self) -> None:
         if self._live is None and self._clock() - self._printed_at >= PLAIN_INTERVAL_S:

@@ -72,8 +72,12 @@ class TrainingView(FleetView[RankRow]):
         *,
         emulated: bool,
         clock: Callable[[], float] = time.monotonic,
+        per_second: float = 2,
     ) -> None:
-        """`clock`: seconds, in which the times of the events that are shown are measured."""
+        """`clock`: seconds, in which the times of the events that are shown are measured.
+
+        `per_second`: how often the view is drawn.
+        """
         self._spec = spec
         self._steps_per_epoch = steps_per_epoch
         self._first_step: int | None = None
@@ -86,10 +90,11 @@ class TrainingView(FleetView[RankRow]):
         self._step_at = clock()
         self._blame = Blame([rank.node for rank in spec.ranks])
         title = f"run {spec.run_id}" + (" (emulated fleet)" if emulated else "")
-        super().__init__(console, title, clock=clock)
+        super().__init__(console, title, clock=clock, per_second=per_second)
 
     def show(self, event: Event) -> None:
         """Show one event."""
+        self._flush_if_due()
         row = self._rows[event.rank]
         if (line := self._blame.add(self._clock(), event)) and self._live is None:
             self._print(line)
@@ -104,7 +109,7 @@ class TrainingView(FleetView[RankRow]):
         elif isinstance(event, EpochEnd):
             self._show_totals(event, self._steps_per_epoch, row)
             if event.rank == 0:
-                self._print(_format_epoch(event, self._spec.recipe.epochs))
+                self._print_soon(_format_epoch(event, self._spec.recipe.epochs))
         elif isinstance(event, Rebalanced):
             self._set_batch_sizes(event.batch_sizes)
             self._print(self._format_rebalanced(event))

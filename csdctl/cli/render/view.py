@@ -51,8 +51,13 @@ def text_column(text_format: str, *, style: str = "none") -> TextColumn:
     return TextColumn(text_format, style=style, markup=False)
 
 
-def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> Live | NotebookLive | None:
-    """Draw what `render` returns twice a second on a terminal or in a notebook; else None."""
+def live_on(
+    console: PrintableConsole, render: Callable[[], RenderableType], *, per_second: float = 2
+) -> Live | NotebookLive | None:
+    """Draw what `render` returns `per_second` times a second on a terminal, or in a notebook; else None.
+
+    The default is as often as a rank reports.
+    """
     if console.is_notebook:
         return NotebookLive(console, render)
     if not console.is_terminal:
@@ -60,7 +65,7 @@ def live_on(console: PrintableConsole, render: Callable[[], RenderableType]) -> 
     return Live(
         get_renderable=render,
         console=console,
-        refresh_per_second=2,  # as often as a rank reports
+        refresh_per_second=per_second,
         transient=True,
         redirect_stdout=False,
         redirect_stderr=False,

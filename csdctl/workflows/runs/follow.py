@@ -16,6 +16,7 @@ from csdctl.workflows.runs.processes import POLL_S, process_of
 from csdctl.workflows.train.resume import load_spec
 
 MPIRUN, OWN = "mpirun", "csdctl"
+EVENTS_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Followed:
     def events(self) -> Iterator[tuple[float, Event]]:
         """Yield the Unix time and the event of all events, as they come, until the run's csdctl ends."""
         nodes = [rank.node for rank in self.spec.ranks]
-        return self.run.read_events(nodes).follow(lambda: not process_of(self.run).is_running)
+        return self.run.read_events(nodes).follow(lambda: not process_of(self.run).is_running, EVENTS_POLL_S)
 
 
 def follow_run(run: RunDirectory) -> Followed:
