@@ -12,6 +12,9 @@ STAR, ALLREDUCE = "star", "allreduce"
 COLLECTIVE_NAMES = (STAR, ALLREDUCE)
 """The collectives that a group can use; group/collective.py implements them."""
 
+MAX_TIMED_SUM_S = 5.0
+"""Sums that would take longer are not timed before training: their time follows from smaller ones."""
+
 FASTEST, ALONE = "", "none"
 """The ranks measure which is fastest; a group of one rank has nothing to sum."""
 

@@ -3,12 +3,14 @@
 import re
 import socket
 import time
+from collections.abc import Sequence
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from csdctl.worker.group.channel import PeerFaultError
-from csdctl.worker.group.collective import choose_collective
+from csdctl.worker.group.collective import choose_collective, gather_seconds
 from csdctl.worker.group.messages import allgather
 from csdctl.worker.group.mpi import World, init_mpi
 from csdctl.worker.group.room import Room
@@ -29,6 +31,7 @@ from csdctl.worker.protocol.events import (
     Started,
     Traffic,
 )
+from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 
 NUM_ELEMENTS = 1 << 18
 """1 MiB of float32."""
@@ -69,8 +72,7 @@ def _check_group(world: World, node: str, sums: str, began: float) -> int:
     emit(checked)
     if isinstance(checked, Failed):
         return 1
-    for num_ranks, num_bytes in timed:
-        _time_sum(world, node, num_ranks, num_bytes)
+    _time_sums(world, node, timed)
 
     def gather(value: Any, check: Check[T]) -> list[T]:
         return decode_values(allgather(world, encode_value(value)), check)
@@ -103,13 +105,31 @@ def _check_sum(world: World, node: str) -> Event:
     return MpiChecked(world.rank, node, world.library(), vector.nbytes, min(times))
 
 
-def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> None:
-    """Time the fastest collective over the first ranks; rank 0 reports it. Call on all ranks."""
+def _time_sums(world: World, node: str, wanted: Sequence[tuple[int, int]]) -> None:
+    """Time sums over (the first N ranks, N bytes each), small ones first. Call on all ranks.
+
+    Vectors whose sum would take longer than MAX_TIMED_SUM_S, by the one before, are left out: over a slow
+    link, their time follows from the smaller ones.
+    """
+    latest: dict[int, tuple[int, float]] = {}
+    for num_ranks, num_bytes in sorted(wanted, key=itemgetter(1)):
+        before_bytes, before_s = latest.get(num_ranks, (num_bytes, 0.0))
+        if before_s * num_bytes / before_bytes <= MAX_TIMED_SUM_S:
+            latest[num_ranks] = num_bytes, _time_sum(world, node, num_ranks, num_bytes)
+
+
+def _time_sum(world: World, node: str, num_ranks: int, num_bytes: int) -> float:
+    """Return the seconds of the fastest collective over the first ranks; rank 0 reports it.
+
+    Call on all ranks.
+    """
     group = world.split(0 if world.rank < num_ranks else 1)
+    seconds = 0.0
     if world.rank < num_ranks:
         local, total = (np.zeros(max(1, num_bytes // 4), np.float32) for _ in range(2))
         _, name, seconds = choose_collective(group, local, total)
         if world.rank == 0:
             emit(CollectiveTimed(world.rank, node, num_ranks, num_bytes, name, seconds))
-    wait_sleeping(world.start_barrier())
+    agreed_s = max(gather_seconds(world, seconds))
     group.free()
+    return agreed_s

@@ -18,6 +18,7 @@ from csdctl.tuning.learning import (
     learn_probes,
     learn_trial,
 )
+from csdctl.tuning.measurements import CollectiveMeasurement
 from csdctl.tuning.observations import TriedPlan
 from csdctl.tuning.plan_choice import choose_plan, plan_ranks, predict_samples_per_s
 from csdctl.tuning.probe_policy import limit_probes, next_probes
@@ -31,6 +32,7 @@ from csdctl.tuning.settings_policy import (
     plan_settings_search,
     time_ratio,
 )
+from csdctl.worker.protocol.orders import MAX_TIMED_SUM_S
 from csdctl.worker.protocol.probe import ProbeRequest
 from csdctl.workflows.tune.fleet_measurements import FleetMeasurements
 from csdctl.workflows.tune.measurer import Measurer
@@ -82,7 +84,7 @@ class FitTuner:
     def _measure_collectives(self, model: FleetModel) -> FleetModel:
         num_ranks = len(model.machines) + (not model.is_host_training)
         known = self.measurements.collectives()
-        if not any(sums.num_ranks == num_ranks and sums.num_bytes >= model.vector_bytes for sums in known):
+        if not any(_covers(sums, num_ranks, model.vector_bytes) for sums in known):
             self.say(f"timing sums over {num_ranks} ranks")
             sizes = [
                 (ranks, size)
@@ -202,3 +204,9 @@ class FitTuner:
         """Return the predicted gain of the plan that is best now over the one that was tried."""
         rate = choose_plan(model, self.limits).prediction.samples_per_s
         return rate / predict_samples_per_s(model, best.batch_sizes) - 1
+
+
+def _covers(sums: CollectiveMeasurement, num_ranks: int, num_bytes: int) -> bool:
+    """Return whether a sum over the ranks was timed that is as large, or nearly too slow to be timed."""
+    forecast_s = sums.seconds * num_bytes / max(1, sums.num_bytes)
+    return sums.num_ranks == num_ranks and (sums.num_bytes >= num_bytes or forecast_s > MAX_TIMED_SUM_S)

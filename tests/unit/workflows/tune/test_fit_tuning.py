@@ -53,6 +53,9 @@ class ScriptedMeasurer:
     """Settings that change the time of a step, by this factor."""
     num_probes: int = 0
     measuring_s: float = 0.0
+    max_sum_bytes: int = 1 << 40
+    """Of larger ones, the time would be too long to be measured."""
+    sum_s: Callable[[int, int], float] = SUMS.at
     sums: list[tuple[int, int]] = field(default_factory=list)
     rounds: list[Mapping[str, ProbeRequest]] = field(default_factory=list)
     trials: list[Sequence[RankPlan]] = field(default_factory=list)
@@ -61,8 +64,9 @@ class ScriptedMeasurer:
     def time_sums(self, wanted: Sequence[tuple[int, int]]) -> list[CollectiveTimed]:
         self.sums += wanted
         return [
-            CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, "star", SUMS.at(num_bytes, num_ranks))
+            CollectiveTimed(0, HOST_NAME, num_ranks, num_bytes, "star", self.sum_s(num_bytes, num_ranks))
             for num_ranks, num_bytes in wanted
+            if num_bytes <= self.max_sum_bytes
         ]
 
     def probe(self, requests: Mapping[str, ProbeRequest]) -> dict[str, ProbeOutcome]:
@@ -125,6 +129,17 @@ def test_second_tuning_needs_no_probe_and_one_trial(at: MeasuredProject) -> None
     again = tune(at, measurer)
     assert (measurer.sums, measurer.num_probes, len(measurer.trials)) == ([], 0, 1)
     assert again.tried.best.batch_sizes == first.tried.best.batch_sizes
+
+
+def test_sums_of_a_slow_link_are_timed_once(at: MeasuredProject) -> None:
+    """Although the model's own vector was too large for it."""
+    slow = ScriptedMeasurer(
+        max_sum_bytes=1 << 16, sum_s=lambda num_bytes, num_ranks: num_ranks * num_bytes / 1e4
+    )
+    tune(at, slow)
+    again = ScriptedMeasurer()
+    tune(at, again)
+    assert again.sums == []
 
 
 def test_faster_settings_are_taken_and_used_in_the_trial(at: MeasuredProject) -> None:
