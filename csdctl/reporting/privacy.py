@@ -33,6 +33,7 @@ REMARKS: dict[str, str] = {
     "samples that the model was trained on can be told from others by them",
     TrafficClass.EMBEDDINGS: "asked for by `csdctl predict --want embeddings`: the output of a layer for "
     "each private sample; a linear map may recover half of the variance of a picture's pixels from it",
+    TrafficClass.FEATURES: "what the model's frozen part computes from samples that the job declares public",
     TrafficClass.FILES: "trees that the user deployed",
 }
 """What may be learnt from the bytes of each traffic class."""

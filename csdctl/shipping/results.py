@@ -1,4 +1,4 @@
-"""Fetch results from a machine: the rows that `predict` was asked for, and nothing else."""
+"""Fetch what a machine has computed: the rows that `predict` was asked for, or features of public samples."""
 
 import base64
 import binascii
@@ -49,11 +49,11 @@ def fetch_results(
                     raise answer.error("received a line that is not base64") from None
                 num_bytes += len(block)
                 if num_bytes > spec.num_bytes:
-                    raise answer.error(f"received more than {spec.num_bytes:,} bytes of results")
+                    raise answer.error(f"received more than {spec.num_bytes:,} bytes")
                 digest.update(block)
                 target.write(block)
         done = conversation.wait(deadline_s=END_DEADLINE_S)
     if done.exit_code != 0 or not is_complete:
         raise worker_error(done, session.name, doing)
     if digest.hexdigest() != spec.sha256:
-        raise answer.error(f"received results with SHA-256 {digest.hexdigest()}, expected {spec.sha256}")
+        raise answer.error(f"received a file with SHA-256 {digest.hexdigest()}, expected {spec.sha256}")

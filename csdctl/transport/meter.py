@@ -22,6 +22,7 @@ class TrafficClass(StrEnum):
     PUBLIC = "public samples"
     ACTIVATIONS = "activations"
     """What passes the cut of a model: activations and labels of samples, gradients of activations."""
+    FEATURES = "features of public samples"
     FILES = "files"
     """Directory trees that the user deploys."""
     CLASSES = "classes of private samples"

@@ -120,6 +120,8 @@ class WayPlan(Document):
     inversion: str = ""
     """What a linear map recovers of samples from their activations; '': none leave nodes, or not tried."""
     is_confirmed: bool = False
+    trains_on_host: bool = False
+    """As the plan's."""
     why_not: str = ""
     """Why the model cannot be trained so, or why that was not measured."""
 
@@ -140,6 +142,8 @@ class Plan(Document):
     """What is computed where (docs/how-to/tune-a-job.md)."""
     cut: str = ""
     """For `split`: the last layer that nodes compute."""
+    trains_on_host: bool = False
+    """For `features`, of public samples alone: all machines compute them, the host trains on all of them."""
     ways: list[WayPlan] = []
     """What the choice of the way was made from."""
     left_out: list[str] = []
@@ -157,6 +161,18 @@ class Plan(Document):
     def global_batch(self) -> int:
         """Samples of all ranks in one step."""
         return sum(self.batch_sizes)
+
+    def for_host_alone(self) -> "Plan":
+        """Return the plan whose only rank is the host's, with the same global batch."""
+        host = self.ranks[0]
+        alone = RankPlan(
+            node=host.node,
+            batch_size=self.global_batch,
+            threads=host.threads,
+            inter_threads=host.inter_threads,
+            onednn=host.onednn,
+        )
+        return self.model_copy(update={"ranks": [alone], "predicted": None})
 
     @property
     def prediction(self) -> Predicted | None:

@@ -38,7 +38,14 @@ def main(arguments: list[str]) -> int:
     build = commands.add_parser("build")
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
-    for name in ("prepare", "extract", "send", "parts", "look"):  # their request is on standard input
+    for name in (
+        "prepare",
+        "extract",
+        "gather",
+        "send",
+        "parts",
+        "look",
+    ):  # their request is on standard input
         commands.add_parser(name)
     convert = commands.add_parser("convert")
     convert.add_argument("--spec", required=True)
@@ -74,6 +81,7 @@ def main(arguments: list[str]) -> int:
         "build": _build,
         "prepare": _prepare,
         "extract": _extract,
+        "gather": _gather,
         "send": _send,
         "convert": _convert,
         "parts": _time_parts,
@@ -128,6 +136,16 @@ def _extract(_: argparse.Namespace) -> int:
         return extract(spec, lambda: load_backend(spec.runtime), on_progress=note)
 
     return _report_progress("running the model", run)
+
+
+def _gather(_: argparse.Namespace) -> int:
+    from csdctl.worker.ingest.gather import gather
+    from csdctl.worker.protocol.features import GatherSpec
+
+    return _report_progress(
+        "gathering features",
+        lambda request, note: gather(from_json(GatherSpec, request), on_progress=note),
+    )
 
 
 def _convert(options: argparse.Namespace) -> int:

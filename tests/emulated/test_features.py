@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from csdctl.job.reading import load_job
+from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
 
@@ -133,6 +135,49 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
     # Another learning rate finds the features of all samples.
     again = train(project, "faster.yaml", "--way", "features")
     assert again["features"]["num_computed"] == 0
+
+
+def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> None:
+    """The plan says so; the model is that of one rank with the whole batch."""
+    text = (JOB % 0.01).replace("  private: {path: ~/private.npz}\n", "")
+    (project / "public.yaml").write_text(text)
+    job = load_job(project / "public.yaml")
+    ranks = [RankPlan(node=name, batch_size=8, threads=1) for name in ("host", "csd0", "csd1")]
+    plan = Plan(
+        job="public",
+        job_fingerprint=job.fingerprint(),
+        method="fit",
+        way="features",
+        ranks=ranks,
+        trains_on_host=True,
+    )
+    save_plan(project / "public-plan.yaml", plan)
+    save_plan(project / "alone-plan.yaml", plan.for_host_alone().model_copy(update={"way": "data-parallel"}))
+
+    def run(name: str, plan_name: str) -> tuple[dict[str, Any], str]:
+        done = csdctl(project, "train", f"{name}.yaml", "--plan", plan_name, "--skip-doctor", "--json")
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+    report, said = run("public", "public-plan.yaml")
+    assert "of features of public samples fetched from 2 nodes" in said
+    assert [rank["node"] for rank in report["ranks"]] == ["host"]
+    assert report["samples"] == 2 * NUM_SAMPLES
+    manifest = json.loads(Path(project, report["path"], "manifest.json").read_text())
+    assert manifest["features"]["num_computed"] == 2 * NUM_SAMPLES
+    ledger = [json.loads(line) for line in (project / ".csdctl" / "ledger.jsonl").read_text().splitlines()]
+    features = [flow for flow in ledger if flow["kind"] == "features of public samples"]
+    assert {(flow["sender"], flow["receiver"]) for flow in features} == {("csd0", "host"), ("csd1", "host")}
+    found = weights_of(project, report)
+    whole, _ = run("public", "alone-plan.yaml")
+    for one, other in zip(weights_of(project, whole), found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+
+    (project / "public2.yaml").write_text(text.replace("0.01", "0.02"))
+    again, said = run("public2", "public-plan.yaml")
+    assert "features of all 96 public samples are on the host" in said
+    manifest = json.loads(Path(project, again["path"], "manifest.json").read_text())
+    assert manifest["features"]["num_computed"] == 0
 
 
 def test_views_are_features_of_augmented_samples(project: Path) -> None:

@@ -63,6 +63,10 @@ class PreparedSamples:
         rows = self._rows[np.sort(indices)] + self._first_row
         return self._samples[rows], as_labels(self._labels[rows])
 
+    def labels(self, indices: Array) -> Array:
+        """Return the labels, shape (n, …), at `indices`, shape (n,), in the order of the file."""
+        return as_labels(self._labels[self._rows[np.sort(indices)] + self._first_row])
+
     def batches(self, batch_size: int) -> Iterator[tuple[Array, Array]]:
         """Yield all samples once, in the order of the file: for evaluation."""
         for start in range(0, len(self), batch_size):

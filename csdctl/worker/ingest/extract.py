@@ -127,7 +127,7 @@ def _extract(
             partial.append(Block(len(rows), *compute(*augment(*samples.read(rows), view, start))))
             on_progress(PrepareProgress(partial.record.num_read, num_rows))
         samples.check()
-        return partial.finish(target, _describe(partial, target))
+        return partial.finish(target, describe_partial(partial, target))
     except WorkerError:
         partial.discard()
         raise
@@ -257,7 +257,8 @@ def _check_free_space(spec: ExtractSpec, partial: PartialDataset, num_samples: i
         )
 
 
-def _describe(partial: PartialDataset, target: Path) -> DatasetInfo:
+def describe_partial(partial: PartialDataset, target: Path) -> DatasetInfo:
+    """Return the description of computed rows that will be stored in `target`."""
     record = partial.record
     largest = {
         name: value if record.min_labels[name] >= 0 else -1 for name, value in record.max_labels.items()

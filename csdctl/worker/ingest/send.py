@@ -1,4 +1,4 @@
-"""`send`: sends results that `predict` asked for to the host. Nothing else on a machine can be requested."""
+"""`send`: sends results of `predict`, or features, to the host. Nothing else can be requested."""
 
 import base64
 import re
@@ -7,21 +7,22 @@ from pathlib import Path
 
 from csdctl.worker.data.file_hash import hash_file, open_regular
 from csdctl.worker.process.errors import WorkerError
-from csdctl.worker.protocol.features import RESULT_STORE, SendSpec, Sent
+from csdctl.worker.protocol.features import FEATURE_STORE, SendSpec, Sent
 
 LINE_BYTES = 48 << 10
 """Of the file in one line; 64 KiB in base64."""
 
 
-def send(spec: SendSpec, write: Callable[[str], None], *, store: Path = Path(RESULT_STORE)) -> Sent:
-    """Write the stored results as lines of base64; raises WorkerError unless they are what was described."""
+def send(spec: SendSpec, write: Callable[[str], None], *, home: Path = Path()) -> Sent:
+    """Write the stored numbers as lines of base64; raises WorkerError unless they are what was described."""
+    what = "features" if spec.store == FEATURE_STORE else "results"
     again = "run the same command again"
     if not re.fullmatch(r"[0-9a-f]{64}", spec.fingerprint):
-        raise WorkerError("no results have this fingerprint", exit_code=2)
+        raise WorkerError(f"no {what} have this fingerprint", exit_code=2)
     try:
-        with open_regular(store / spec.fingerprint / "images.npy") as file:
-            if hash_file(file, "results") != spec.sha256:
-                raise WorkerError("the results have changed since they were computed", remedy=again)
+        with open_regular(home / spec.store / spec.fingerprint / "images.npy") as file:
+            if hash_file(file, what) != spec.sha256:
+                raise WorkerError(f"the {what} have changed since they were computed", remedy=again)
             file.seek(0)
             num_bytes = 0
             while block := file.read(LINE_BYTES):
@@ -29,4 +30,4 @@ def send(spec: SendSpec, write: Callable[[str], None], *, store: Path = Path(RES
                 write(base64.b64encode(block).decode())
             return Sent(num_bytes)
     except (OSError, ValueError) as error:
-        raise WorkerError(f"the results cannot be read: {type(error).__name__}", remedy=again) from None
+        raise WorkerError(f"the {what} cannot be read: {type(error).__name__}", remedy=again) from None

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated
 
-from csdctl.worker.protocol.bounds import BatchSize, Between, Count
+from csdctl.worker.protocol.bounds import BatchSize, Between, Count, OneOf, Shape, ShortText
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
@@ -122,13 +122,15 @@ class Extracted:
 
 @dataclass(frozen=True)
 class SendSpec:
-    """The results to send to the host; the first line of standard input."""
+    """The results or the features to send to the host; the first line of standard input."""
 
     fingerprint: str
-    """Of results in RESULT_STORE: nothing else can be requested."""
+    """Of what is in `store`: nothing else can be requested."""
     sha256: str
     num_bytes: Annotated[int, Between(0, 1 << 50)]
     """The largest number of bytes that the host takes."""
+    store: Annotated[str, OneOf((RESULT_STORE, FEATURE_STORE))] = RESULT_STORE
+    """FEATURE_STORE: the host asks for features of public samples only."""
 
 
 @dataclass(frozen=True)
@@ -136,3 +138,36 @@ class Sent:
     """The last line of the answer: how much was sent."""
 
     num_bytes: Count
+
+
+@dataclass(frozen=True)
+class GatheredPart:
+    """Features of some of the samples, as a file on the host."""
+
+    node: ShortText
+    """The machine that computed them."""
+    path: str
+    sha256: str
+    start: Count
+    """Of rows[start:stop] of the samples' permutation."""
+    stop: Count
+
+
+@dataclass(frozen=True)
+class GatherSpec:
+    """Features of all samples of `wanted.source`, to be put together; the first line of standard input."""
+
+    wanted: ExtractSpec
+    """What would compute them on the host alone."""
+    shape: Shape
+    """Of one sample's features."""
+    parts: tuple[GatheredPart, ...] = ()
+    """Together all samples; none: only look whether the features are stored."""
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The answer to a `GatherSpec`."""
+
+    is_stored: bool
+    """Whether the features of all samples are stored on the host."""

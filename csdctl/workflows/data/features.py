@@ -5,6 +5,7 @@ with the same step, on fewer numbers.
 """
 
 import hashlib
+import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ from csdctl.transport.session import Session
 from csdctl.worker.protocol.datasets import DatasetInfo
 from csdctl.worker.protocol.features import (
     FEATURE_STORE,
+    FLOAT16,
     LITERT,
     Augmented,
     Converted,
@@ -71,6 +73,11 @@ class FeatureRun:
             f"features: the output of {self.layer} for {self.num_samples:,} samples; {self.num_computed:,} "
             f"computed in {self.elapsed_s:.1f} s, {found:,} found"
         )
+
+
+def count_feature_bytes(shape: Sequence[int], precision: str) -> int:
+    """Return the bytes of one sample's features of `shape`."""
+    return math.prod(shape) * (2 if precision == FLOAT16 else 4)
 
 
 def find_features(prepared: Prepared) -> FeatureInfo:

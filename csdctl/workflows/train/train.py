@@ -28,8 +28,9 @@ from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.worker.protocol.json_codec import to_json
 from csdctl.worker.protocol.run_spec import RunSpec
 from csdctl.workflows.data.deploy import cut_shards
-from csdctl.workflows.data.features import COMPUTING, compute_features
+from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features
 from csdctl.workflows.data.prepare import OnPrepareProgress, Prepared
+from csdctl.workflows.train.host_alone import leave_to_host
 from csdctl.workflows.train.options import TrainOptions, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
@@ -79,10 +80,13 @@ def train(
     Raises RunError, DeadlineError or InputError when it fails, RunStopped when the user stops it. The caller
     has locked the machines and called `plan_validation.check_plan`.
     """
+    way, cut = choose_planned_way(options.way, options.cut, plan)
+    gathered = None
+    if way == FEATURES and plan.trains_on_host:
+        plan, gathered = leave_to_host(plan, job, prepared, space, options.features, observer)
     placed = place_plan(plan, prepared, job, space.fleet)
     run = space.project.new_run()
     save_json(run.process, describe_holder("train", space.project.root))
-    way, cut = choose_planned_way(options.way, options.cut, plan)
     manifest = build_manifest(job, plan, placed, prepared, space)
     run.save_manifest(manifest | describe_way(plan, way, cut))
     shards = cut_shards(placed, prepared.public, job, space.project)
@@ -98,27 +102,36 @@ def train(
         spec = use_split(spec, job, prepared, cut, options.num_micro_batches)
     inputs = RunInputs(run, spec, prepared, shards)
     if way == FEATURES:
-        inputs = use_features(inputs, space, options.features, observer)
+        inputs = use_features(inputs, space, options.features, observer, gathered)
     save_text(run.spec, to_json(inputs.spec))
     return run_to_end(inputs, steps_per_epoch(placed), space, options, observer)
 
 
 def use_features(
-    inputs: RunInputs, space: Workspace, options: FeatureOptions, observer: RunObserver
+    inputs: RunInputs,
+    space: Workspace,
+    options: FeatureOptions,
+    observer: RunObserver,
+    gathered: FeatureRun | None = None,
 ) -> RunInputs:
-    """Return the run of the model's head, after the features of all samples have been computed."""
+    """Return the run of the model's head, after the features of all samples have been computed.
+
+    `gathered`: those that all machines have computed for the host.
+    """
     nodes = [rank.node for rank in inputs.spec.ranks]
     with observer.preparing(COMPUTING, nodes) as on_progress:
         run = compute_features(
             inputs.spec, inputs.prepared, inputs.shards, space, options, observer.on_delivery, on_progress
         )
-    observer.say(run.describe())
+    if gathered is None:
+        observer.say(run.describe())
+    made = gathered or run
     content = {
-        "layer": run.layer,
+        "layer": made.layer,
         "precision": options.precision,
         "engine": options.engine,
-        "num_computed": run.num_computed,
-        "elapsed_s": run.elapsed_s,
+        "num_computed": made.num_computed,
+        "elapsed_s": made.elapsed_s,
     }
     inputs.directory.save_manifest(inputs.directory.load_manifest() | {"features": content})
     return RunInputs(inputs.directory, run.spec, run.prepared, {})

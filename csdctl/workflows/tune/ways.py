@@ -19,8 +19,7 @@ from csdctl.tuning.model_parts import (
     share_by_flops,
     spread_cuts,
 )
-from csdctl.tuning.observations import TrialResult
-from csdctl.tuning.plan import Plan, Predicted, RankPlan, WayPlan
+from csdctl.tuning.plan import Plan
 from csdctl.tuning.search import Limits
 from csdctl.tuning.ways import (
     DATA_PARALLEL,
@@ -35,6 +34,7 @@ from csdctl.tuning.ways import (
     confirm_cut,
     forecast_data_parallel,
     forecast_features,
+    forecast_on_host,
     forecast_split,
     split_step_s,
 )
@@ -43,10 +43,12 @@ from csdctl.worker.protocol.parts import PartsSpec, PartTimes
 from csdctl.worker.protocol.run_spec import Prefix, SplitSpec
 from csdctl.workflows.data.features import find_features
 from csdctl.workflows.data.prepare import Prepared
+from csdctl.workflows.train.host_alone import bytes_for_host
 from csdctl.workflows.train.options import AUTO
 from csdctl.workflows.train.split import check_job, find_cut
 from csdctl.workflows.tune.trial import run_trial
 from csdctl.workflows.tune.watch import TuneWatch
+from csdctl.workflows.tune.way_plans import list_ways, node_memory, predicted_split
 from csdctl.workflows.workspace.workspace import Workspace
 
 MAX_CUTS = 5
@@ -213,7 +215,7 @@ class WayChooser:
             vector_bytes=self.model.vector_bytes,
             evaluation_share=evaluation_share,
         )
-        return replace(found, node_memory_bytes=_node_memory(self.plan.ranks))
+        return replace(found, node_memory_bytes=node_memory(self.plan.ranks))
 
     def _forecast_split(self, shares: Shares, evaluation_share: float = 0.0) -> WayForecast | None:
         return forecast_split(
@@ -263,7 +265,11 @@ class WayChooser:
             share = times.features_s / times.step_s * max(1, self.prepared.recipe.views)
             of_frozen = shares.get(feature_layer) or Shares(feature_layer, share, 0.0, max(0.0, 1 - share))
             of_head = replace(of_frozen, vector_bytes=self.model.vector_bytes)
-            found.append(forecast_features(whole, of_head, share, self._machines, self._work))
+            machines, work = self._machines, self._work
+            by_features = forecast_features(whole, of_head, share, machines, work)
+            if num_bytes := bytes_for_host(self.job, self.prepared):
+                by_features = forecast_on_host(by_features, of_head, num_bytes, machines, work)
+            found.append(by_features)
         for cut in cuts:
             measured = shares.get(cut.layer)
             if measured and (split := self._forecast_split(measured, evaluation)):
@@ -286,7 +292,8 @@ class WayChooser:
     def _follow(self, chosen: WayForecast) -> Plan:
         """Return the plan with the way and the batch sizes that were chosen."""
         if chosen.way != SPLIT:
-            return self.plan.model_copy(update={"way": chosen.way})
+            changed = {"way": chosen.way, "trains_on_host": chosen.trains_on_host}
+            return self.plan.model_copy(update=changed)
         times = self._machines.step_times
         by_name = {rank.node: rank for rank in self.plan.ranks}
         ranks = [
@@ -351,45 +358,8 @@ class WayChooser:
         final = tried if request.way == SPLIT else choose_way([*rest, tried])
         if final is not tried:
             return self._with_ways(self._follow(final), listed, impossible)
-        plan = plan.model_copy(update={"predicted": _predicted(plan.ranks, result)})
+        plan = plan.model_copy(update={"predicted": predicted_split(plan.ranks, result)})
         return self._with_ways(plan, listed, impossible)
 
     def _with_ways(self, plan: Plan, found: Sequence[WayForecast], impossible: Mapping[Way, str]) -> Plan:
-        ways = [
-            WayPlan(
-                way=one.way,
-                cut=one.cut,
-                epoch_s=round(one.epoch_s, 3),
-                first_run_s=round(one.first_run_s, 3),
-                next_run_s=round(one.next_run_s, 3),
-                sample_bytes=round(one.sample_bytes, 1),
-                is_confirmed=one.is_confirmed,
-                node_memory_bytes=one.node_memory_bytes,
-                inversion=one.inversion,
-            )
-            for one in found
-        ]
-        ways += [WayPlan(way=way, why_not=why) for way, why in impossible.items()]
-        return plan.model_copy(update={"ways": ways})
-
-
-def _node_memory(ranks: Sequence[RankPlan]) -> int | None:
-    """Return the largest peak memory of a node that was measured."""
-    known = (rank.peak_memory_bytes for rank in ranks if rank.node != HOST_NAME)
-    return max((peak for peak in known if peak), default=None)
-
-
-def _predicted(ranks: Sequence[RankPlan], result: TrialResult) -> Predicted:
-    """Return the prediction of a split from its trial."""
-    compute_s = sum(result.compute_s) / (len(ranks) * result.step_s)
-    slowest = max(result.compute_s) / result.step_s
-    return Predicted(
-        global_batch=sum(rank.batch_size for rank in ranks),
-        batch_sizes=[rank.batch_size for rank in ranks],
-        step_s=round(result.step_s, 6),
-        samples_per_s=round(result.samples_per_s, 2),
-        compute_share=round(compute_s, 4),
-        imbalance_share=round(max(0.0, slowest - compute_s), 4),
-        communication_share=round(max(0.0, 1 - max(slowest, compute_s)), 4),
-        is_confirmed=True,
-    )
+        return plan.model_copy(update={"ways": list_ways(found, impossible)})

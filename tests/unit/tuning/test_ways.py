@@ -22,6 +22,7 @@ from csdctl.tuning.ways import (
     confirm,
     forecast_data_parallel,
     forecast_features,
+    forecast_on_host,
     forecast_split,
     forecast_split_of,
     split_step_s,
@@ -153,6 +154,29 @@ def test_repeated_samples_have_their_features_computed_once() -> None:
     features = forecast_features(whole, replace(SHARES, head=0.0), 1.0, fleet, work)
     extraction_s = features.first_run_s - features.next_run_s - fleet.process_s
     assert extraction_s == pytest.approx(1000 * NODE.at(MEASURED_BATCH) / MEASURED_BATCH)
+
+
+def on_host(num_public: int, byte_s: float, host_s: float = 0.001) -> bool:
+    """Return whether the host is to train a head, of a sum of 60 ms, alone."""
+    fleet = machines(host=StepTime(0.0, host_s), byte_s=byte_s)
+    fleet = replace(fleet, sum_s=lambda num_bytes: 0.06)
+    work = Workload(num_public, {}, 0, epochs=10)
+    sizes = {"host": 32, "csd0": 16, "csd1": 16}
+    compute = {name: fleet.step_times[name].at(size) for name, size in sizes.items()}
+    whole = forecast_data_parallel(sizes, compute, 0.02, fleet, work, vector_bytes=50_000)
+    of_head = replace(SHARES, head=0.01)
+    by_all = forecast_features(whole, of_head, 0.9, fleet, work)
+    found = forecast_on_host(by_all, of_head, 5_000, fleet, work)
+    assert found.first_run_s <= by_all.first_run_s
+    assert found.trains_on_host == (found is not by_all)
+    return found.trains_on_host
+
+
+def test_host_trains_the_head_alone_where_sums_take_longer_than_sending_features() -> None:
+    assert on_host(12_800, byte_s=1e-8)
+    assert not on_host(64, byte_s=1e-8), "ten steps in all"
+    assert not on_host(12_800, byte_s=1e-4), "a slow link"
+    assert not on_host(12_800, byte_s=1e-8, host_s=1.0), "a slow host"
 
 
 def test_host_has_samples_of_its_own_when_some_are_public() -> None:

@@ -17,7 +17,15 @@ from csdctl.worker.ingest.limits import IngestLimits
 from csdctl.worker.ingest.send import LINE_BYTES, send
 from csdctl.worker.process.errors import WorkerError
 from csdctl.worker.protocol.datasets import PrepareProgress
-from csdctl.worker.protocol.features import SIGMOID, SOFTMAX, VALUES, ExtractSpec, ResultRule, SendSpec
+from csdctl.worker.protocol.features import (
+    RESULT_STORE,
+    SIGMOID,
+    SOFTMAX,
+    VALUES,
+    ExtractSpec,
+    ResultRule,
+    SendSpec,
+)
 from csdctl.worker.protocol.run_spec import DatasetSlice, Prefix, Runtime
 
 NUM_SAMPLES = 200
@@ -156,13 +164,13 @@ class TestSending:
     def results(store: Path) -> SendSpec:
         content = np.random.default_rng(0).bytes(3 * LINE_BYTES + 5)
         name = "ab" * 32
-        (store / name).mkdir(parents=True)
-        (store / name / "images.npy").write_bytes(content)
+        (store / RESULT_STORE / name).mkdir(parents=True)
+        (store / RESULT_STORE / name / "images.npy").write_bytes(content)
         return SendSpec(name, hashlib.sha256(content).hexdigest(), len(content))
 
     def test_lines_have_the_whole_file(self, tmp_path: Path) -> None:
         spec, lines = self.results(tmp_path), list[str]()
-        sent = send(spec, lines.append, store=tmp_path)
+        sent = send(spec, lines.append, home=tmp_path)
         content = b"".join(map(base64.b64decode, lines))
         assert (len(lines), sent.num_bytes) == (4, len(content))
         assert hashlib.sha256(content).hexdigest() == spec.sha256
@@ -171,11 +179,11 @@ class TestSending:
     def test_nothing_but_results_is_sent(self, tmp_path: Path, name: str) -> None:
         spec, lines = self.results(tmp_path), list[str]()
         with pytest.raises(WorkerError, match="no results have this fingerprint"):
-            send(SendSpec(name, spec.sha256, spec.num_bytes), lines.append, store=tmp_path)
+            send(SendSpec(name, spec.sha256, spec.num_bytes), lines.append, home=tmp_path)
         assert lines == []
 
     def test_changed_results_are_not_sent(self, tmp_path: Path) -> None:
         spec, lines = self.results(tmp_path), list[str]()
         with pytest.raises(WorkerError, match="have changed"):
-            send(SendSpec(spec.fingerprint, "0" * 64, spec.num_bytes), lines.append, store=tmp_path)
+            send(SendSpec(spec.fingerprint, "0" * 64, spec.num_bytes), lines.append, home=tmp_path)
         assert lines == []
