@@ -22,6 +22,7 @@ LEAVES = {
     FEATURES: "sums of gradients of the head",
     SPLIT: "activations and labels of its samples, and sums of gradients",
 }
+FEATURES_LEAVE = "features of its public samples, once; the host trains alone"
 
 
 class TuningScreen(PreparationScreen):
@@ -110,7 +111,8 @@ def _render_ways(console: PrintableConsole, plan: Plan) -> None:
         tried = [_describe_trial(way) for way in compared if way.is_confirmed]
         console.print(f"tried: {', '.join(tried) or 'none'}; forecast: the others", soft_wrap=True)
         cut = f" behind {plan.cut}" if plan.cut else ""
-        console.print(f"way: {plan.way}{cut}; a node sends {LEAVES[plan.way]}", soft_wrap=True)
+        leaves = FEATURES_LEAVE if plan.trains_on_host else LEAVES[plan.way]
+        console.print(f"way: {plan.way}{cut}; a node sends {leaves}", soft_wrap=True)
         for way in compared:
             if way.inversion and (way.way, way.cut) == (plan.way, plan.cut):
                 console.print(f"activations: {way.inversion}", soft_wrap=True)
