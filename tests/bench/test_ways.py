@@ -45,6 +45,7 @@ FULL_STEPS, SKIPPED_REPORTS = 16, 4
 SPLIT_BATCH = 32
 NUM_ALONE = 2000
 CUT = "b4_add"
+LITERT = ("--feature-engine", "litert")
 JOB = """\
 model: efficientnet_lite0.py:{build}
 data:
@@ -109,6 +110,18 @@ def write_job(project: Path, name: str, build: str, *, rate: float = 0.01, epoch
     return file
 
 
+def write_public_job(project: Path, name: str, rate: float, *, epochs: int) -> str:
+    """Write a job whose pictures are all public, and its plan."""
+    content = yaml.safe_load(JOB.format(build="build", rate=rate, epochs=epochs))
+    content["data"]["public"] = {"path": "all-public.npz"}
+    del content["data"]["private"]
+    (project / f"{name}.yaml").write_text(yaml.safe_dump(content))
+    csdctl(project, "prepare", f"{name}.yaml")
+    nodes = [{"node": f"csd{number}", "batch_size": NODE_BATCH, "threads": 1} for number in range(NUM_NODES)]
+    write_plan(project, f"{name}.yaml", [{"node": "host", "batch_size": HOST_BATCH, "threads": 1}, *nodes])
+    return f"{name}.yaml"
+
+
 def train(project: Path, job: str, *arguments: str) -> tuple[dict[str, Any], float]:
     """Return the report of a training, and the seconds of the whole command."""
     began = time.monotonic()
@@ -154,6 +167,44 @@ def test_features(project: Path) -> None:
         f"accuracy after one epoch: data-parallel {whole['validation_accuracy']:.4f}, "
         f"features {same['validation_accuracy']:.4f}"
     )
+
+
+@pytest.mark.bench
+@pytest.mark.timeout(5400)
+def test_features_of_public_samples(project: Path) -> None:
+    """As many pictures, all public: with all ranks, and on the host alone."""
+    with np.load(project / "public.npz") as public:
+        pictures, labels = public["x"], public["y"]
+    rows = np.arange(NUM_SAMPLES) % len(labels)  # the same work as of other pictures
+    np.savez(
+        project / "all-public.npz",
+        x=pictures[rows] ^ (rows >= len(labels))[:, None, None, None],
+        y=labels[rows],
+    )
+    taken = {}
+    for number, (name, rate, trains_on_host) in enumerate(
+        (
+            ("all ranks", 0.01, False),
+            ("all ranks again", 0.02, False),
+            ("host alone", 0.01, True),
+            ("host alone again", 0.02, True),
+            ("frozen, data-parallel, an epoch", 0.01, None),
+        )
+    ):
+        job = write_public_job(project, f"open{number}", rate, epochs=1 if trains_on_host is None else EPOCHS)
+        if trains_on_host is not None:
+            plan = yaml.safe_load((project / "plan.yaml").read_text())
+            changed = {"way": "features", "trains_on_host": trains_on_host}
+            (project / "plan.yaml").write_text(yaml.safe_dump(plan | changed))
+            if not name.endswith("again"):
+                csdctl(project, "clean", "--computed", "--yes")
+        report, elapsed_s = train(project, job, *LITERT if trains_on_host is not None else ())
+        taken[name] = elapsed_s
+        print(f"\n{name}: {elapsed_s:.0f} s, accuracy {report['validation_accuracy']:.4f}")
+    frozen_s = elapsed_s + (EPOCHS - 1) * report["training_s"]
+    print(f"frozen, data-parallel, {EPOCHS} epochs: {frozen_s:.0f} s")
+    for name, elapsed_s in taken.items():
+        print(f"{name}: {frozen_s / elapsed_s:.1f} times as fast")
 
 
 @pytest.mark.bench
