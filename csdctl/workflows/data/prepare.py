@@ -52,6 +52,10 @@ _DOING = "preparing data"
 OnPrepareProgress = Callable[[str, PrepareProgress], None]
 
 
+MAX_AGAIN_S = 10.0
+"""Preparing that took longer prepared something new."""
+
+
 @dataclass(frozen=True)
 class Prepared:
     """The artifacts of a job that tuning and training need: worker, model, and prepared data."""
@@ -62,6 +66,13 @@ class Prepared:
     validation: DatasetInfo | None
     private: dict[str, DatasetInfo]
     """By node; empty when the job has no private data."""
+    elapsed_s: float = 0.0
+    """Seconds until all of this was there; most of them pass on machines that look at what they have."""
+
+    @property
+    def again_s(self) -> float:
+        """Seconds that preparing once more is expected to take."""
+        return min(self.elapsed_s, MAX_AGAIN_S)
 
     @property
     def recipe(self) -> Recipe:

@@ -1,7 +1,9 @@
 """Preparing a job inside an open workspace, with a view of the progress."""
 
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Protocol
 
 from csdctl.job.model import Job
@@ -28,8 +30,9 @@ def prepare_in(
     space: Workspace, job: Job, observer: PreparationObserver, *, needs_labels: bool = True
 ) -> Prepared:
     """Prepare model and data of `job` on the machines of `space`; raises InputError or PartialError."""
+    began = time.monotonic()
     with observer.preparing() as on_progress:
-        return prepare_job(
+        prepared = prepare_job(
             job,
             space.fleet,
             space.sessions,
@@ -38,3 +41,4 @@ def prepare_in(
             on_progress,
             needs_labels=needs_labels,
         )
+    return replace(prepared, elapsed_s=time.monotonic() - began)

@@ -129,7 +129,7 @@ def tune_by_fit(
     )
     if not options.is_host_training or len(plan.ranks) == 1:
         return plan
-    start_s = space.opening_s + measurer.start_s + tuned.tried.result.fixed_s
+    start_s = space.opening_s + prepared.again_s + measurer.start_s + tuned.tried.result.fixed_s
     times = start_s, measurer.start_s
     chooser = WayChooser(job, prepared, space, plan, tuned.model, limits, *times, say, watch)
     return chooser.choose(WayRequest(options.way, options.cut))

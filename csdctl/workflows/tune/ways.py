@@ -345,7 +345,8 @@ class WayChooser:
             f"{result.samples_per_s:.1f} samples/s"
         )
         # The trial started TensorFlow itself.
-        machines = replace(self._machines, start_s=self.space.opening_s + result.fixed_s)
+        before_s = self.space.opening_s + self.prepared.again_s
+        machines = replace(self._machines, start_s=before_s + result.fixed_s)
         memory = result.peak_memory_bytes[1:]
         tried = replace(
             confirm(chosen, ratio, machines, self._work),
