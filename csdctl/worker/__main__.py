@@ -29,6 +29,8 @@ from csdctl.worker.protocol.json_codec import (
 
 if TYPE_CHECKING:
     from csdctl.worker.protocol.datasets import PrepareProgress
+REQUESTED = ("prepare", "extract", "gather", "send", "parts", "look")
+"""Commands whose request is on standard input."""
 
 
 def main(arguments: list[str]) -> int:
@@ -38,14 +40,7 @@ def main(arguments: list[str]) -> int:
     build = commands.add_parser("build")
     build.add_argument("--spec", required=True)
     build.add_argument("--output", type=Path, required=True)
-    for name in (
-        "prepare",
-        "extract",
-        "gather",
-        "send",
-        "parts",
-        "look",
-    ):  # their request is on standard input
+    for name in REQUESTED:
         commands.add_parser(name)
     convert = commands.add_parser("convert")
     convert.add_argument("--spec", required=True)

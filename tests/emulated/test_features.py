@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from csdctl.job.reading import load_job
+from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
@@ -154,12 +154,12 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     save_plan(project / "public-plan.yaml", plan)
     save_plan(project / "alone-plan.yaml", plan.for_host_alone().model_copy(update={"way": "data-parallel"}))
 
-    def run(name: str, plan_name: str) -> tuple[dict[str, Any], str]:
-        done = csdctl(project, "train", f"{name}.yaml", "--plan", plan_name, "--skip-doctor", "--json")
+    def run(name: str, *arguments: str) -> tuple[dict[str, Any], str]:
+        done = csdctl(project, "train", f"{name}.yaml", *arguments, "--skip-doctor", "--json")
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]), done.stderr
+        return json.loads(done.stdout.splitlines()[-1]), " ".join(done.stderr.split())
 
-    report, said = run("public", "public-plan.yaml")
+    report, said = run("public", "--plan", "public-plan.yaml")
     assert "of features of public samples fetched from 2 nodes" in said
     assert [rank["node"] for rank in report["ranks"]] == ["host"]
     assert report["samples"] == 2 * NUM_SAMPLES
@@ -169,15 +169,23 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     features = [flow for flow in ledger if flow["kind"] == "features of public samples"]
     assert {(flow["sender"], flow["receiver"]) for flow in features} == {("csd0", "host"), ("csd1", "host")}
     found = weights_of(project, report)
-    whole, _ = run("public", "alone-plan.yaml")
+    whole, _ = run("public", "--plan", "alone-plan.yaml", "--exclude", "csd*")
     for one, other in zip(weights_of(project, whole), found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
     (project / "public2.yaml").write_text(text.replace("0.01", "0.02"))
-    again, said = run("public2", "public-plan.yaml")
+    other = load_job(project / "public2.yaml")
+    save_plan(
+        project / "plan2.yaml",
+        plan.model_copy(update={"job": other.name, "job_fingerprint": other.fingerprint()}),
+    )
+    again, said = run("public2", "--plan", "plan2.yaml", "--max-steps", "3")
     assert "features of all 96 public samples are on the host" in said
     manifest = json.loads(Path(project, again["path"], "manifest.json").read_text())
     assert manifest["features"]["num_computed"] == 0
+    resumed, _ = run("public2", "--resume", Path(again["path"]).name, "--max-steps", "7")
+    assert [rank["node"] for rank in resumed["ranks"]] == ["host"]
+    assert resumed["samples"] == 7 * 24
 
 
 def test_views_are_features_of_augmented_samples(project: Path) -> None:
