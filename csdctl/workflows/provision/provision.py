@@ -17,7 +17,7 @@ from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_ra
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
 from csdctl.workflows.provision.bundle import Bundle, collect_bundle
-from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, parse_machine
+from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, check_root, parse_machine
 from csdctl.workflows.provision.playbook import (
     NodeSummary,
     OnTask,
@@ -95,6 +95,8 @@ def provision(
 
     def send(session: Session) -> Sent:
         machine = machines[session.name].get()
+        if not request.sends_only:
+            check_root(machine)
         return sender.send(session, machine, dry_run=request.is_dry_run, on_progress=on_progress)
 
     usable = keep_nodes(fleet, set(machines) - set(failed)) if len(failed) < len(machines) else None
