@@ -1,5 +1,6 @@
 """What stops provisioning is named in a sentence, and the second try finishes."""
 
+import contextlib
 import json
 import subprocess
 import time
@@ -22,21 +23,30 @@ def start(project: Project) -> subprocess.Popen[str]:
     return project.start("provision", "--json", "--bundles", str(bundles()))
 
 
-def cut_power_when(
-    node: BareNode, process: subprocess.Popen[str], has_begun: Callable[[], bool]
-) -> dict[str, str]:
-    """Cut the node's power as soon as `has_begun`; return why csdctl says that it failed."""
+def wait_until(process: subprocess.Popen[str], has_begun: Callable[[], bool]) -> None:
     deadline = time.monotonic() + BEGIN_DEADLINE_S
     while not has_begun():
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
         time.sleep(0.02)
-    with node.switched_off():
-        stdout, stderr = process.communicate(timeout=BEGIN_DEADLINE_S)
+
+
+def read_failure(process: subprocess.Popen[str]) -> dict[str, str]:
+    """Return why csdctl says that it failed."""
+    stdout, stderr = process.communicate(timeout=BEGIN_DEADLINE_S)
     assert process.returncode in (1, 4), stderr
     assert "Traceback" not in stderr
     failed: dict[str, str] = json.loads(stdout)["failed"]["bare"]
     return failed
+
+
+def cut_power_when(
+    node: BareNode, process: subprocess.Popen[str], has_begun: Callable[[], bool]
+) -> dict[str, str]:
+    """Cut the node's power as soon as `has_begun`; return why csdctl says that it failed."""
+    wait_until(process, has_begun)
+    with node.switched_off():
+        return read_failure(process)
 
 
 def test_node_that_loses_power_while_sending_and_installing_is_finished_by_the_next_try(
@@ -73,3 +83,32 @@ def test_disk_that_fills_before_installing_is_named(lab: Lab, project: Project, 
         node.give_space("40m")
         failed = provision(project, code=1)["failed"]["bare"]
         assert "MiB are free" in failed["message"]
+
+
+def test_disk_that_fills_while_unpacking_is_named_and_more_space_is_enough(
+    lab: Lab, project: Project, bundle: Path
+) -> None:
+    with bare_node(lab, "bare", 65, opt_size="1300m") as node:
+        project.use(node, network=NETWORK)
+        process = start(project)
+        opt = node.root / "opt"
+        wait_until(process, lambda: any((opt / "csdctl").glob("venv-*/lib/*/*/numpy")))
+        fill(opt / "other")
+        failed = read_failure(process)
+        assert "Install the wheels" in failed["message"]
+        assert "No space left on device" in failed["message"]
+        assert "df -h" in failed["remedy"]
+        failed = provision(project, code=1)["failed"]["bare"]
+        assert "MiB are free at /opt/csdctl" in failed["message"]
+        # What was unpacked is still there: no more space than at first is needed.
+        (opt / "other").unlink()
+        done = provision(project)["nodes"]["bare"]
+        assert done["num_bytes"] == 0  # everything had arrived
+        assert done["tasks"]["changed"] > 0
+
+
+def fill(path: Path) -> None:
+    """Write `path` until its disk is full."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(bytes(1 << 20))

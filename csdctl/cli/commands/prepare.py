@@ -11,7 +11,8 @@ SampleOption = Annotated[
     str,
     typer.Option(
         "--sample",
-        help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart.",
+        help="First fill the job's data paths with a sample data set: fashion-mnist or openclipart. "
+        "Without job.yaml, fashion-mnist also writes one.",
     ),
 ]
 
@@ -29,13 +30,16 @@ def prepare(
     from csdctl.cli.render.preparing import PreparingView, prepare_document, render_prepared
     from csdctl.cli.render.rehearsal import show_rehearsal
     from csdctl.job.model import load_job
+    from csdctl.workflows.data.demo import write_sample_job
     from csdctl.workflows.data.preparation import prepare_fleet
     from csdctl.workflows.data.rehearsal import rehearse_preparation
     from csdctl.workflows.workspace.partial_failure import choose_fleet
 
     streams = Streams(is_json=json)
-    loaded = load_job(job)
     chosen = choose_fleet(fleet, limit, exclude)
+    if not dry_run:
+        write_sample_job(job, sample, streams.say)
+    loaded = load_job(job)
     if dry_run:
         show_rehearsal(
             streams, rehearse_preparation(loaded, chosen, directory=streams.directory, sample=sample)

@@ -234,8 +234,13 @@ def describe(
 
 def _no_usable_samples(record: IngestRecord, spec: PrepareSpec) -> WorkerError:
     reasons = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in record.num_skipped.items())
+    # Text, audio or arrays in class folders: nothing in job.yaml makes csdctl read them.
+    is_all_other = set(record.num_skipped) == {"other_format"}
     return WorkerError(
         f"data at {spec.source} has no usable samples" + (f": {reasons}" if reasons else ""),
-        remedy="fix the data, or data.image and data.tfrecord in job.yaml",
+        remedy="its files are no PNG, JPEG, BMP or GIF: let a function of yours read them "
+        "(docs/how-to/prepare-data.md, `Your own function`)"
+        if is_all_other
+        else "fix the data, or data.image and data.tfrecord in job.yaml",
         exit_code=2,
     )

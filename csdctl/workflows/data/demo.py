@@ -1,9 +1,11 @@
-"""The files of the demo: a job and its model."""
+"""The files of the demo: a job and its model. They also are the job of sample data without one."""
 
 from pathlib import Path
 
 from csdctl.documents import save_text
 from csdctl.errors import InputError
+from csdctl.notify import Say
+from csdctl.workflows.data.sample_placement import FASHION_MNIST
 
 JOB = """\
 # What to train; every key is in docs/reference/files.md.
@@ -54,3 +56,14 @@ def write_demo_files(directory: Path) -> None:
     for name, content in (("job.yaml", JOB), ("fashion_cnn.py", MODEL)):
         if not (directory / name).exists():
             save_text(directory / name, content)
+
+
+def write_sample_job(path: Path, sample: str, say: Say) -> None:
+    """Write job.yaml at `path`, and its model, for a sample data set, unless there is a job already.
+
+    Another name is left to be an error: it was meant to be a file of the user.
+    """
+    if sample != FASHION_MNIST or path.name != "job.yaml" or path.exists():
+        return
+    write_demo_files(path.parent)
+    say(f"{path} and fashion_cnn.py written: a job for the sample data")

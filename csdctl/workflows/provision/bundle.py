@@ -73,11 +73,20 @@ class Bundle:
         return sum(file.num_bytes for file in (*self.wheels, *([self.python] if self.python else [])))
 
     @property
+    def wheel_bytes(self) -> int:
+        """The size of the wheels, which a node keeps in its user's home."""
+        return sum(file.num_bytes for file in self.wheels)
+
+    @property
+    def unpacked_bytes(self) -> int:
+        """The space that a node needs below the prefix."""
+        python_bytes = self.python.unpacked_bytes if self.python else 0
+        return int(_SPARE * (sum(file.unpacked_bytes for file in self.wheels) + python_bytes))
+
+    @property
     def needed_bytes(self) -> int:
         """The free space that a node needs, the wheels included."""
-        python_bytes = self.python.unpacked_bytes if self.python else 0
-        unpacked = sum(file.unpacked_bytes for file in self.wheels) + python_bytes
-        return int(_SPARE * unpacked) + self.num_bytes
+        return self.unpacked_bytes + self.num_bytes
 
     def pack(self, chunks: SharedChunks) -> Parcel:
         """Return the wheels as a parcel; raises InputError for a file that is not as it was collected."""

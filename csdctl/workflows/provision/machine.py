@@ -4,6 +4,7 @@ The node needs no Python for this.
 """
 
 import shlex
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from csdctl.errors import NodeError, RemoteCommandError
@@ -20,6 +21,7 @@ SENT_PYTHON = "3.11"
 MIB = 1 << 20
 
 # A Python counts if it can create virtual environments. Only the nearest existing directory has free space.
+# What an interrupted installation left is removed by the next one; wheels that arrived are not sent again.
 _PROBE = """\
 prefix=$1
 echo "architecture=$(uname -m)"
@@ -27,6 +29,8 @@ echo "bits=$(getconf LONG_BIT 2>/dev/null)"
 echo "glibc=$( (getconf GNU_LIBC_VERSION || ldd --version) 2>/dev/null | head -n 1)"
 echo "home=$PWD"
 echo "user=$(id -u)"
+echo "login=$(id -un)"
+[ "$(id -u)" = 0 ] || sudo -n true 2>/dev/null || echo "not_root=$(sudo -n true 2>&1 | tail -n 1)"
 for python in python3.13 python3.12 python3.11 python3; do
   path=$(command -v "$python") || continue
   program='import sys, venv, ssl; print("%d.%d" % sys.version_info[:2])'
@@ -36,7 +40,15 @@ done
 echo "installed=$(cat "$prefix/venv/csdctl-bundle" 2>/dev/null)"
 directory=$prefix
 while [ ! -d "$directory" ]; do directory=$(dirname "$directory"); done
-echo "free=$(df -Pk "$directory" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4)"
+free_at() { df -Pk "$1" | tail -n 1 | tr -s ' ' | cut -d ' ' -f 4; }
+echo "free=$(free_at "$directory")"
+echo "free_at_home=$(free_at .)"
+echo "devices=$(stat -c %d . "$directory" 2>/dev/null | sort -u | wc -l)"
+echo "arrived=$(du -skL csdctl-wheels 2>/dev/null | cut -f 1)"
+for part in "$prefix"/python-*.part "$prefix"/venv-*; do
+  [ -d "$part" ] && [ ! -e "$part/csdctl-bundle" ] || continue
+  echo "unfinished=$(du -sk "$part" 2>/dev/null | cut -f 1)"
+done
 """
 
 
@@ -70,6 +82,15 @@ class BareMachine:
     free_bytes: int
     installed: str
     """The id of the bundle that is installed there, or ''."""
+    user: str = ""
+    not_root: str = ""
+    """Why its user may not do what root may, in the words of sudo; '' if it may."""
+    home_free_bytes: int | None = None
+    """Free on the file system of its home; None if that is also the file system of the prefix."""
+    arrived_bytes: int = 0
+    """Wheels that are there already."""
+    unfinished_bytes: int = 0
+    """What an interrupted installation left below the prefix."""
 
 
 def build_probe(prefix: str) -> list[str]:
@@ -97,26 +118,64 @@ def parse_machine(name: str, completed: Completed) -> BareMachine:
     found = dict(reversed([_split(text) for text in values.get("python", [])]))
     version = next((python for python in PYTHONS if python in found), "")
     kind = Kind(first("architecture"), version or SENT_PYTHON, sends_python=not version)
-    free = first("free")
     return BareMachine(
         name,
         kind,
         found.get(version, ""),
         first("home"),
         first("user") == "0",
-        int(free) * 1024 if free.isdigit() else 0,
+        _add_up(values.get("free", [])),
         bounded(first("installed")),
+        bounded(first("login")),
+        bounded(first("not_root")),
+        _add_up(values.get("free_at_home", [])) if first("devices") == "2" else None,
+        _add_up(values.get("arrived", [])),
+        _add_up(values.get("unfinished", [])),
     )
 
 
-def check_space(machine: BareMachine, needed_bytes: int, prefix: str) -> None:
-    """Raise NodeError when less than `needed_bytes` are free on the file system of `prefix`."""
+def check_root(machine: BareMachine) -> None:
+    """Raise NodeError when its user may not install anything outside of its home."""
+    if machine.not_root:
+        user = machine.user or "USER"
+        raise NodeError(
+            f"{user} may not become root there without a password ({machine.not_root})",
+            node=machine.name,
+            remedy=f"allow it, with `{user} ALL=(ALL) NOPASSWD: ALL` in /etc/sudoers.d/csdctl there, "
+            "or set `user: root` in the fleet file",
+        )
+
+
+def check_space(machine: BareMachine, unpacked_bytes: int, wheel_bytes: int, prefix: str) -> None:
+    """Raise NodeError when the disk is too small.
+
+    `unpacked_bytes` are needed on the file system of `prefix`, `wheel_bytes` on that of the home. What an
+    earlier provisioning left counts.
+    """
+    missing_bytes = max(0, wheel_bytes - machine.arrived_bytes)
+    needed_bytes = unpacked_bytes - machine.unfinished_bytes
+    if machine.home_free_bytes is None:
+        needed_bytes += missing_bytes
+    elif machine.home_free_bytes < missing_bytes:
+        raise NodeError(
+            _describe_space(machine.home_free_bytes, machine.home, missing_bytes),
+            node=machine.name,
+            remedy=f"free space there: `df -h {shlex.quote(machine.home)}`",
+        )
     if machine.free_bytes < needed_bytes:
         raise NodeError(
-            f"{machine.free_bytes // MIB} MiB are free at {prefix}, and {needed_bytes // MIB} MiB are needed",
+            _describe_space(machine.free_bytes, prefix, needed_bytes),
             node=machine.name,
             remedy=f"free space there (`df -h {shlex.quote(prefix)}`), or install elsewhere: --prefix",
         )
+
+
+def _describe_space(free_bytes: int, place: str, needed_bytes: int) -> str:
+    return f"{free_bytes // MIB} MiB are free at {place}, and {needed_bytes // MIB} MiB are needed"
+
+
+def _add_up(kib: Iterable[str]) -> int:
+    return sum(int(text) * 1024 for text in kib if text.isdigit())
 
 
 def _check_architecture(name: str, architecture: str, bits: str) -> None:

@@ -17,7 +17,7 @@ from csdctl.transport.many import Outcome, errors_of, run_on_nodes, values_or_ra
 from csdctl.transport.session import Session
 from csdctl.workflows.discovery.inventory import render_ansible
 from csdctl.workflows.provision.bundle import Bundle, collect_bundle
-from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, parse_machine
+from csdctl.workflows.provision.machine import BareMachine, Kind, build_probe, check_root, parse_machine
 from csdctl.workflows.provision.playbook import (
     NodeSummary,
     OnTask,
@@ -87,7 +87,7 @@ def provision(
     Raises InputError without Ansible or with an unusable lock file, CsdctlError when the host cannot collect.
     """
     ansible = "" if request.sends_only else find_ansible()
-    machines = _look(fleet, request.prefix, directory)
+    machines = _look(fleet, request.prefix, directory, installs=not request.sends_only)
     kinds = dict.fromkeys(outcome.value.kind for outcome in machines.values() if outcome.value)
     bundles = {kind: collect_kind(request, kind, say) for kind in kinds}
     sender = BundleSender(bundles, request.prefix)
@@ -128,9 +128,12 @@ def collect_kind(request: ProvisionRequest, kind: Kind, say: Say) -> Bundle:
     return collect_bundle(kind, lock=request.lock, prefix=request.prefix, directory=request.bundles, say=say)
 
 
-def _look(fleet: Fleet, prefix: str, directory: Path) -> dict[str, Outcome[BareMachine]]:
+def _look(fleet: Fleet, prefix: str, directory: Path, *, installs: bool) -> dict[str, Outcome[BareMachine]]:
     def look(session: Session) -> BareMachine:
-        return parse_machine(session.name, session.run(build_probe(prefix), deadline_s=PROBE_DEADLINE_S))
+        machine = parse_machine(session.name, session.run(build_probe(prefix), deadline_s=PROBE_DEADLINE_S))
+        if installs:
+            check_root(machine)
+        return machine
 
     return run_on_nodes(fleet, look, directory=directory)
 
@@ -178,7 +181,7 @@ def _conclude(
     if not error and is_played:
         message = shorten(played.failures.get(name, "no task ran there"), MAX_MESSAGE)
         if summary is None or summary.failed:
-            error = NodeError(message, node=name, remedy="repair it and run the same command again")
+            error = NodeError(message, node=name, remedy=_choose_remedy(message))
         elif summary.unreachable:
             error = UnreachableError(message, node=name, remedy="check `ssh` to it, then run it again")
     if error:
@@ -188,8 +191,18 @@ def _conclude(
     )
 
 
+def _choose_remedy(message: str) -> str:
+    if "No space left on device" in message:
+        return "free space there (`df -h`), and run the same command again"
+    if "sudo password" in message:
+        return "allow its user sudo without a password, or set `user: root` in the fleet file"
+    return "repair it and run the same command again"
+
+
 def collect_fleet(request: ProvisionRequest, fleet: Fleet, directory: Path, say: Say) -> list[Bundle]:
     """Collect for every kind of node in `fleet`; raises one error for the nodes that cannot be asked."""
-    machines = values_or_raise(_look(fleet, request.prefix, directory), "looking at the nodes")
+    machines = values_or_raise(
+        _look(fleet, request.prefix, directory, installs=False), "looking at the nodes"
+    )
     kinds = dict.fromkeys(machine.kind for machine in machines.values())
     return [collect_kind(request, kind, say) for kind in kinds]

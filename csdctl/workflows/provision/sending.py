@@ -15,7 +15,7 @@ from csdctl.shipping.parcel import Parcel
 from csdctl.transport.session import Session
 from csdctl.workflows.provision.bundle import Bundle
 from csdctl.workflows.provision.debian_python import python_directory
-from csdctl.workflows.provision.machine import SENT_PYTHON, BareMachine, Kind, check_space
+from csdctl.workflows.provision.machine import SENT_PYTHON, BareMachine, Kind, check_root, check_space
 
 UNPACK_DEADLINE_S = 1800.0
 
@@ -102,14 +102,16 @@ class BundleSender:
     def _send_python(self, session: Session, machine: BareMachine, bundle: Bundle, *, dry_run: bool) -> int:
         """Unpack the archive of Python there; return its size, or 0 if it was there already."""
         if not bundle.python:
-            check_space(machine, bundle.needed_bytes, self._prefix)
+            check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
             return 0
         directory = python_directory(self._prefix, bundle.python_id)
         arguments = ("csdctl-python", directory, SENT_PYTHON)
         if session.run(["sh", "-c", _HAS_PYTHON, *arguments]).exit_code == 0:
-            check_space(machine, bundle.needed_bytes - bundle.python.unpacked_bytes, self._prefix)
+            needed_bytes = bundle.unpacked_bytes - bundle.python.unpacked_bytes
+            check_space(machine, needed_bytes, bundle.wheel_bytes, self._prefix)
             return 0
-        check_space(machine, bundle.needed_bytes, self._prefix)
+        check_root(machine)
+        check_space(machine, bundle.unpacked_bytes, bundle.wheel_bytes, self._prefix)
         if not dry_run:
             as_root = [] if machine.is_root else ["sudo", "-n"]
             done = session.run(

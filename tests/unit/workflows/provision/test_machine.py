@@ -6,7 +6,14 @@ import pytest
 
 from csdctl.errors import CsdctlError
 from csdctl.transport.session import Completed
-from csdctl.workflows.provision.machine import MIB, Kind, build_probe, check_space, parse_machine
+from csdctl.workflows.provision.machine import (
+    MIB,
+    Kind,
+    build_probe,
+    check_root,
+    check_space,
+    parse_machine,
+)
 
 ANSWER = """\
 architecture=aarch64
@@ -68,9 +75,32 @@ def test_machine_without_wheels_is_refused_in_one_sentence(changed: tuple[str, s
 
 def test_full_disk_is_named_before_anything_is_sent() -> None:
     machine = parse_machine("csd0", completed(ANSWER))
-    check_space(machine, 3000 * MIB, "/opt/csdctl")
+    check_space(machine, 2700 * MIB, 300 * MIB, "/opt/csdctl")
     with pytest.raises(CsdctlError, match="3906 MiB are free at /opt/csdctl, and 5000 MiB are needed"):
-        check_space(machine, 5000 * MIB, "/opt/csdctl")
+        check_space(machine, 4700 * MIB, 300 * MIB, "/opt/csdctl")
+
+
+def test_what_an_interrupted_installation_left_counts_as_space() -> None:
+    left = "arrived=204800\nunfinished=614400\nunfinished=102400\n"
+    machine = parse_machine("csd0", completed(ANSWER + left))
+    check_space(machine, 4500 * MIB, 300 * MIB, "/opt/csdctl")
+    with pytest.raises(CsdctlError, match="3906 MiB are free at /opt/csdctl, and 3910 MiB are needed"):
+        check_space(machine, 4510 * MIB, 300 * MIB, "/opt/csdctl")
+
+
+def test_wheels_need_space_in_the_home_where_that_is_another_file_system() -> None:
+    machine = parse_machine("csd0", completed(ANSWER + "free_at_home=204800\ndevices=2\n"))
+    check_space(machine, 3900 * MIB, 150 * MIB, "/opt/csdctl")
+    with pytest.raises(CsdctlError, match="200 MiB are free at /root, and 250 MiB are needed"):
+        check_space(machine, 3900 * MIB, 250 * MIB, "/opt/csdctl")
+
+
+def test_user_that_needs_a_password_for_sudo_is_told_what_to_allow() -> None:
+    answer = ANSWER.replace("user=0", "user=1000\nlogin=train\nnot_root=sudo: a password is required")
+    with pytest.raises(CsdctlError, match="train may not become root there without a password") as caught:
+        check_root(parse_machine("csd0", completed(answer)))
+    assert "train ALL=(ALL) NOPASSWD: ALL" in caught.value.remedy
+    check_root(parse_machine("csd0", completed(ANSWER)))
 
 
 def test_probe_runs_here() -> None:

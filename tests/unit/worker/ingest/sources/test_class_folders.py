@@ -145,9 +145,10 @@ class TestUnusable:
         (root / "cat").mkdir()
         if content:
             put(root, f"cat/{SECRET}", content)
-        message = refusal(spec).message
-        assert "no usable samples" in message
-        assert ("1 other format" in message) == bool(content)
+        error = refusal(spec)
+        assert "no usable samples" in error.message
+        assert ("1 other format" in error.message) == bool(content)
+        assert ("a function of yours" in error.remedy) == bool(content)
 
 
 class TestLinks:
