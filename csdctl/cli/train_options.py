@@ -105,7 +105,8 @@ SkipDoctorOption = Annotated[
 DetachOption = Annotated[
     bool,
     typer.Option(
-        "--detach", help="Train in the background, without this terminal; `csdctl runs watch` shows the run."
+        "--detach/--no-detach",
+        help="Train in the background, without this terminal; `csdctl runs watch` shows the run.",
     ),
 ]
 NotifyOption = Annotated[

@@ -33,11 +33,13 @@ def parse_rapl(output: str) -> Reading:
     """Return the counters of packages and memory; raises ValueError, PermissionError without permission."""
     counters: dict[str, Counter] = {}
     for line in output.splitlines():
-        zone, name, *numbers = line.split()
-        if numbers == ["refused"]:
-            raise PermissionError(f"{zone}/energy_uj cannot be read")
-        if len(numbers) != 2:
-            raise ValueError(f"expected zone, name, energy and range, received {line[:80]!r}")
+        match line.split():
+            case [zone, _, "refused"]:
+                raise PermissionError(f"{zone[:80]}/energy_uj cannot be read")
+            case [zone, name, *numbers] if len(numbers) == 2:
+                pass
+            case _:
+                raise ValueError(f"expected zone, name, energy and range, received {line[:80]!r}")
         energy_uj, range_uj = (parse_number(number, "microjoules") for number in numbers)
         counters[f"{zone} {name}"] = Counter(energy_uj / 1e6, range_uj / 1e6)
     if not counters:

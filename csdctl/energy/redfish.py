@@ -7,6 +7,7 @@ instead of what they take, and some as `PowerInputWatts` the most that they can 
 """
 
 import base64
+import http.client
 import json
 import ssl
 import urllib.error
@@ -68,8 +69,11 @@ def read_redfish(power: PowerSource, *, deadline_s: float) -> Reading:
     opener = urllib.request.build_opener(
         urllib.request.ProxyHandler({}), _NoRedirect(), urllib.request.HTTPSHandler(context=context)
     )
-    with opener.open(request, timeout=deadline_s) as response:
-        body = response.read(MAX_BYTES)
+    try:
+        with opener.open(request, timeout=deadline_s) as response:
+            body = response.read(MAX_BYTES)
+    except http.client.HTTPException as error:  # no OSError, although the other side is at fault
+        raise ValueError(f"expected an HTTP answer, received a damaged one: {str(error)[:100]!r}") from None
     return parse_redfish(body.decode(errors="replace"))
 
 

@@ -73,11 +73,19 @@ def _ago(time_s: float | None) -> str:
 
 def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
-    arguments = [word for word in sys.argv[1:] if word not in ("--detach", "--json")]
+    arguments = build_background_arguments(sys.argv[1:])
     run = detach.start_detached(ProjectDirectory(streams.directory), arguments, streams.say)
     streams.say(f"run {run.run_id} goes on in the background, process {process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})
+
+
+def build_background_arguments(words: Sequence[str]) -> list[str]:
+    """Return the arguments of the csdctl that trains in the background, from those of this command line."""
+    kept = [word for word in words if word not in ("--detach", "--json")]
+    # Without it, `detach` in the user's config.yaml would make that process start another one, without end.
+    behind = kept.index("train") + 1
+    return [*kept[:behind], "--no-detach", *kept[behind:]]
 
 
 def watch_run(streams: Streams, followed: Followed) -> bool:

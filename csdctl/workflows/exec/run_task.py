@@ -138,7 +138,11 @@ class Printed(io.StringIO):
     @property
     def data(self) -> bytes:
         """All that was kept, as bytes."""
-        return self.getvalue().encode(errors="surrogateescape")
+        text = self.getvalue()
+        try:
+            return text.encode(errors="surrogateescape")
+        except UnicodeEncodeError:  # half of a surrogate pair, as json.loads makes it of what a node wrote
+            return text.encode(errors="backslashreplace")
 
 
 class ThreadOutput(io.TextIOBase):

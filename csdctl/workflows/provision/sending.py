@@ -19,7 +19,8 @@ from csdctl.workflows.provision.machine import SENT_PYTHON, BareMachine, Kind, c
 
 UNPACK_DEADLINE_S = 1800.0
 
-# A directory with its final name is complete. `sync` before the rename, for a node that loses power here.
+# A directory with its final name was complete. One that has lost its Python is removed, because `mv` would
+# move into it. `sync` before the rename, for a node that loses power here.
 _HAS_PYTHON = '[ -x "$1/usr/bin/python$2" ]'
 _UNPACK = """\
 set -eu
@@ -28,6 +29,7 @@ rm -rf "$1.part"
 mkdir -p "$1.part"
 tar -xzf - -C "$1.part"
 sync
+rm -rf "$1"
 mv "$1.part" "$1"
 "$1/usr/bin/python$2" -I -c 'import ssl, venv'
 """

@@ -17,6 +17,8 @@ from csdctl.workflows.train.resume import load_spec
 
 MPIRUN, OWN = "mpirun", "csdctl"
 EVENTS_POLL_S = 0.5
+MAX_LINE_BYTES = 64 * 1024
+"""Of a log that is followed: a rank that writes no end of a line must not fill the memory."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +83,17 @@ def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
 
 
 def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
-    """Yield name and line of what is added to `logs`, until the run's csdctl ends."""
-    positions = {name: path.stat().st_size for name, path in logs}
-    pending = dict.fromkeys(positions, "")
+    """Yield name and line of what is added to `logs` from now on, until the run's csdctl ends.
+
+    A last line without an end is yielded then. A line of more than MAX_LINE_BYTES comes in parts.
+    """
+    return _follow_lines(run, logs, {name: path.stat().st_size for name, path in logs})
+
+
+def _follow_lines(
+    run: RunDirectory, logs: Sequence[tuple[str, Path]], positions: dict[str, int]
+) -> Iterator[tuple[str, str]]:
+    pending = dict.fromkeys(positions, b"")  # bytes: a character may be written in two parts
     while True:
         was_over = not process_of(run).is_running
         num_read = 0
@@ -93,9 +103,13 @@ def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterato
                 chunk = file.read(1 << 20)
             positions[name] += len(chunk)
             num_read += len(chunk)
-            *lines, pending[name] = (pending[name] + chunk.decode(errors="replace")).split("\n")
-            yield from ((name, line) for line in lines)
+            *lines, pending[name] = (pending[name] + chunk).split(b"\n")
+            if len(pending[name]) > MAX_LINE_BYTES:
+                lines.append(pending[name])
+                pending[name] = b""
+            yield from ((name, line.decode(errors="replace")) for line in lines)
         if was_over and not num_read:
+            yield from ((name, rest.decode(errors="replace")) for name, rest in pending.items() if rest)
             return
         if not num_read:
             time.sleep(POLL_S)

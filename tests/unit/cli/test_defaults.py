@@ -3,9 +3,11 @@
 from pathlib import Path
 
 import pytest
+import typer
 
 from csdctl.cli.app import app
 from csdctl.cli.defaults import config_path, load_defaults
+from csdctl.cli.render.runs import build_background_arguments
 from csdctl.errors import InputError
 
 
@@ -56,3 +58,13 @@ def test_mistakes_are_named(tmp_path: Path, text: str, expected: str) -> None:
         if text.startswith(command.split()[0]) or not text.startswith(("train:", "clean", "emulate")):
             with pytest.raises(InputError, match=expected.replace("(", r"\(")):
                 load(tmp_path, text, *command.split())
+
+
+def test_detach_as_a_default_starts_one_process(tmp_path: Path) -> None:
+    defaults = load(tmp_path, "train: {detach: true}\n", "train")
+    train = typer.main.get_command(app).commands["train"]  # type: ignore[attr-defined]
+    words = build_background_arguments(["-v", "train", "--json", "job.yaml"])
+    assert words == ["-v", "train", "--no-detach", "job.yaml"]
+    for given, expected in (([], True), (words[2:], False)):
+        parsed = train.make_context("train", given, default_map=defaults["train"])
+        assert parsed.params["detach"] is expected

@@ -85,6 +85,11 @@ class TestRapl:
         with pytest.raises(ValueError, match="no RAPL"):
             parse_rapl(run(RAPL, tmp_path))
 
+    @pytest.mark.parametrize("line", ["intel-rapl:0", " ", "intel-rapl:0 package-0 1", "a b 1 2 3"])
+    def test_damaged_line_is_shown(self, line):
+        with pytest.raises(ValueError, match="expected zone, name, energy and range, received"):
+            parse_rapl(f"{line}\n")
+
     def test_counter_that_starts_again_loses_nothing(self):
         meter = EnergyMeter()
         meter.add(0.0, Reading(counters={"package-0": Counter(262143.0, 262143.32885)}))

@@ -1,6 +1,10 @@
 """A bundle on disk, and sending it."""
 
+import contextlib
 import hashlib
+import sys
+import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,8 +12,11 @@ import pytest
 from csdctl.documents import save_json
 from csdctl.errors import CsdctlError, InputError
 from csdctl.shipping.chunks import SharedChunks
+from csdctl.shipping.store import hash_file
 from csdctl.transport.fake import FakeSession
-from csdctl.workflows.provision.bundle import SCHEMA, Bundle, load_bundle
+from csdctl.transport.local import LocalSession
+from csdctl.workflows.provision.bundle import SCHEMA, Bundle, BundleFile, load_bundle
+from csdctl.workflows.provision.debian_python import python_directory
 from csdctl.workflows.provision.machine import BareMachine, Kind
 from csdctl.workflows.provision.sending import BundleSender
 
@@ -68,6 +75,25 @@ def test_error_while_unpacking_has_the_words_of_the_node(bundle: Bundle) -> None
     with pytest.raises(CsdctlError, match="unpacking Python failed .* no space left on device"):
         BundleSender({KIND: bundle}, "/opt/csdctl").send(session, machine())
     assert ARCHIVE in session.stdins
+
+
+def test_python_that_was_damaged_on_the_node_is_sent_again(bundle: Bundle, tmp_path: Path) -> None:
+    usr = tmp_path / "archive/usr/bin"
+    usr.mkdir(parents=True)
+    (usr / "python3.11").symlink_to(Path(sys.executable).resolve())
+    archive = bundle.directory / "python.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "archive", ".")
+    python = BundleFile("python.tar.gz", hash_file(archive), archive.stat().st_size, unpacked_bytes=1000)
+    bundle = replace(bundle, python=python)
+    prefix, home = tmp_path / "prefix", tmp_path / "home"
+    home.mkdir()
+    damaged = Path(python_directory(str(prefix), bundle.python_id))
+    (damaged / "usr").mkdir(parents=True)
+    with contextlib.closing(LocalSession("csd0", home)) as session:
+        sent = BundleSender({KIND: bundle}, str(prefix)).send(session, machine())
+    assert Path(sent.python).is_symlink()
+    assert [path.name for path in damaged.iterdir()] == ["usr"]
 
 
 @pytest.mark.parametrize("name", ["wheels/small-1.0-py3-none-any.whl", "python.tar.gz"])

@@ -198,6 +198,28 @@ def test_logs_are_found_by_rank_and_node(project: ProjectDirectory) -> None:
         find_logs(run, "csd7")
 
 
+def test_last_words_of_a_followed_log_are_shown(project: ProjectDirectory) -> None:
+    run = add_run(project)
+    log = run.path / "rank.log"
+    log.write_bytes(b"before\n")
+    lines = follow_lines(run, [("csd0", log)])
+    with log.open("ab") as file:
+        file.write("first\nkillé".encode()[:-1])
+        file.flush()
+        assert next(lines) == ("csd0", "first")
+        file.write("é".encode()[-1:])
+    assert list(lines) == [("csd0", "killé")]
+
+
+def test_endless_line_of_a_followed_log_comes_in_parts(project: ProjectDirectory) -> None:
+    run = add_run(project)
+    log = run.path / "rank.log"
+    log.touch()
+    lines = follow_lines(run, [("csd0", log)])
+    log.write_bytes(b"x" * (3 << 20))
+    assert [len(line) for _, line in lines] == [1 << 20] * 3
+
+
 def test_differences_of_two_runs(project: ProjectDirectory) -> None:
     first = add_run(project, END, *DONE)
     other = manifest_of(NODES)
