@@ -49,11 +49,11 @@ def test_results_are_fetched_and_counted() -> None:
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        ([*data_lines(CONTENT + b"x"), END], "more than 1,280 bytes of results"),
-        ([*data_lines(CONTENT[:-1]), END], "received results with SHA-256"),
-        ([*data_lines(CONTENT[::-1]), END], "received results with SHA-256"),
+        ([*data_lines(CONTENT + b"x"), END], "received more than 1,280 bytes"),
+        ([*data_lines(CONTENT[:-1]), END], "received a file with SHA-256"),
+        ([*data_lines(CONTENT[::-1]), END], "received a file with SHA-256"),
         ([DATA_PREFIX + "!!!", END], "not base64"),
-        (["noise", END], "received results with SHA-256"),
+        (["noise", END], "received a file with SHA-256"),
     ],
 )
 def test_other_results_than_described_are_refused(lines: Sequence[str], message: str) -> None:
