@@ -140,6 +140,10 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
 def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> None:
     """The plan says so; the model is that of one rank with the whole batch."""
     text = (JOB % 0.01).replace("  private: {path: ~/private.npz}\n", "")
+    # The host has the features of the other tests' public and validation samples.
+    for number, name in enumerate(("public.npz", "validation.npz")):
+        write(project / f"alone-{name}", 10 + number)
+        text = text.replace(name, f"alone-{name}")
     (project / "public.yaml").write_text(text)
     job = load_job(project / "public.yaml")
     ranks = [RankPlan(node=name, batch_size=8, threads=1) for name in ("host", "csd0", "csd1")]
