@@ -50,7 +50,11 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
 
 
 def test_dry_run_shows_keys_and_stores_none(project: Path) -> None:
+    (project / ".csdctl").mkdir(exist_ok=True)
+    failed = project / ".csdctl" / "failed.json"
+    failed.write_text("{}")
     shown = csdctl(project, "trust", "--dry-run", "--json")
+    assert failed.read_text() == "{}", "what an earlier command recorded"
     assert shown.returncode == 0, shown.stderr
     document = json.loads(shown.stdout)
     assert document["is_dry_run"]

@@ -75,6 +75,10 @@ def start_detached(streams: Streams) -> None:
     """Start this command line again in the background; return once its run trains."""
     arguments = build_background_arguments(sys.argv[1:])
     run = detach.start_detached(ProjectDirectory(streams.directory), arguments, streams.say)
+    if run is None:
+        streams.say("nothing was left to train: no run goes on in the background")
+        streams.result({"schema": "csdctl.train/1", "detached": False})
+        return
     streams.say(f"run {run.run_id} goes on in the background, process {process_of(run).pid}")
     streams.say(f"to see it: csdctl runs watch {run.run_id}; to stop it: csdctl runs stop {run.run_id}")
     streams.result({"schema": "csdctl.train/1", "run": run.run_id, "path": str(run.path), "detached": True})

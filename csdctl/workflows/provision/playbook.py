@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -21,6 +22,8 @@ PREFIX = "csdctl "
 """Begins every line of the callback; Ansible's own warnings have no such beginning."""
 
 NUM_KEPT = 40
+END_DEADLINE_S = 15.0
+"""For Ansible and its SSH clients to end after SIGTERM; then they are killed."""
 STATES = ("ok", "changed", "skipped", "failed", "unreachable")
 
 
@@ -122,14 +125,13 @@ def run_playbook(command: Sequence[str], environment: Mapping[str, str], on_task
     others: list[str] = []
     try:
         while (line := lines.get()) is not None:
-            if line.startswith(PREFIX):
-                _take(line.removeprefix(PREFIX), result, on_task)
-            elif line.strip():
+            if line.startswith(PREFIX) and _take(line.removeprefix(PREFIX), result, on_task):
+                continue
+            if line.strip():
                 others = [*others[-NUM_KEPT:], line.rstrip()]
         process.wait()
     except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        process.wait()
+        _end(process)
         raise
     if process.returncode and not result.summaries:
         raise CsdctlError(
@@ -144,15 +146,32 @@ def _read(stream: IO[str], lines: "queue.SimpleQueue[str | None]") -> None:
     lines.put(None)
 
 
-def _take(text: str, result: PlaybookResult, on_task: OnTask) -> None:
-    content = parse_json(text, "a line of Ansible's callback")
-    if content["event"] == "summary":
-        result.summaries |= {
-            str(name): NodeSummary(**{key: int(counts[key]) for key in NodeSummary.__annotations__})
-            for name, counts in content["nodes"].items()
-        }
-        return
-    task = TaskResult(*(str(content[key]) for key in ("node", "task", "state", "message")))
+def _end(process: "subprocess.Popen[str]") -> None:
+    try:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(END_DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        pass
+    finally:  # a second Ctrl-C does not wait
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _take(text: str, result: PlaybookResult, on_task: OnTask) -> bool:
+    """Take a line of the callback; return whether it was one, and not a program's own that begins alike."""
+    try:
+        content = parse_json(text, "a line of Ansible's callback")
+        if content["event"] == "summary":
+            result.summaries |= {
+                str(name): NodeSummary(**{key: int(counts[key]) for key in NodeSummary.__annotations__})
+                for name, counts in content["nodes"].items()
+            }
+            return True
+        task = TaskResult(*(str(content[key]) for key in ("node", "task", "state", "message")))
+    except (InputError, LookupError, TypeError, ValueError, AttributeError):
+        return False
     if task.state in ("failed", "unreachable"):
         result.failures[task.node] = f"{task.task}: {task.message}"
     on_task(task)
+    return True

@@ -1,8 +1,8 @@
 """Follow a run from its files alone: nothing of it waits for who watches."""
 
+import os
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,8 @@ from csdctl.workflows.train.resume import load_spec
 
 MPIRUN, OWN = "mpirun", "csdctl"
 EVENTS_POLL_S = 0.5
+MAX_LAST_BYTES = 16 << 20
+"""Of a log of which the last lines are asked for."""
 MAX_LINE_BYTES = 64 * 1024
 """Of a log that is followed: a rank that writes no end of a line must not fill the memory."""
 
@@ -77,9 +79,11 @@ def find_logs(run: RunDirectory, which: str | None) -> list[tuple[str, Path]]:
 
 
 def read_last_lines(path: Path, num_lines: int) -> Sequence[str]:
-    """Return the last lines of a log."""
-    with path.open(encoding="utf-8", errors="replace") as file:
-        return [line.rstrip("\n") for line in deque(file, maxlen=num_lines)]
+    """Return the last lines of a log, of its last MAX_LAST_BYTES."""
+    with path.open("rb") as file:
+        file.seek(-min(MAX_LAST_BYTES, path.stat().st_size), os.SEEK_END)
+        lines = file.read(MAX_LAST_BYTES).decode(errors="replace").removesuffix("\n").split("\n")
+    return lines[-num_lines:] if num_lines and lines != [""] else []
 
 
 def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterator[tuple[str, str]]:
@@ -87,29 +91,45 @@ def follow_lines(run: RunDirectory, logs: Sequence[tuple[str, Path]]) -> Iterato
 
     A last line without an end is yielded then. A line of more than MAX_LINE_BYTES comes in parts.
     """
-    return _follow_lines(run, logs, {name: path.stat().st_size for name, path in logs})
+    return _follow_lines(run, {name: GrowingLog(path, path.stat().st_size) for name, path in logs})
 
 
-def _follow_lines(
-    run: RunDirectory, logs: Sequence[tuple[str, Path]], positions: dict[str, int]
-) -> Iterator[tuple[str, str]]:
-    pending = dict.fromkeys(positions, b"")  # bytes: a character may be written in two parts
+def _follow_lines(run: RunDirectory, logs: Mapping[str, "GrowingLog"]) -> Iterator[tuple[str, str]]:
     while True:
         was_over = not process_of(run).is_running
-        num_read = 0
-        for name, path in logs:
-            with path.open("rb") as file:
-                file.seek(positions[name])
-                chunk = file.read(1 << 20)
-            positions[name] += len(chunk)
-            num_read += len(chunk)
-            *lines, pending[name] = (pending[name] + chunk).split(b"\n")
-            if len(pending[name]) > MAX_LINE_BYTES:
-                lines.append(pending[name])
-                pending[name] = b""
-            yield from ((name, line.decode(errors="replace")) for line in lines)
-        if was_over and not num_read:
-            yield from ((name, rest.decode(errors="replace")) for name, rest in pending.items() if rest)
+        is_quiet = True
+        for name, log in logs.items():
+            before = log.position
+            yield from ((name, line) for line in log.read_lines())
+            is_quiet &= log.position == before
+        if was_over and is_quiet:
+            yield from ((name, line) for name, log in logs.items() for line in log.read_rest())
             return
-        if not num_read:
+        if is_quiet:
             time.sleep(POLL_S)
+
+
+class GrowingLog:
+    """Reads the lines that are added to a log behind `position`."""
+
+    def __init__(self, path: Path, position: int = 0) -> None:
+        self.position = position
+        self._path = path
+        self._pending = b""  # bytes: a character may be written in two parts
+
+    def read_lines(self) -> list[str]:
+        """Return the complete lines of the next 1 MiB."""
+        with self._path.open("rb") as file:
+            file.seek(self.position)
+            chunk = file.read(1 << 20)
+        self.position += len(chunk)
+        *lines, self._pending = (self._pending + chunk).split(b"\n")
+        if len(self._pending) > MAX_LINE_BYTES:
+            lines.append(self._pending)
+            self._pending = b""
+        return [line.decode(errors="replace") for line in lines]
+
+    def read_rest(self) -> list[str]:
+        """Return the last line, if it has no end."""
+        rest, self._pending = self._pending, b""
+        return [rest.decode(errors="replace")] if rest else []

@@ -1,6 +1,7 @@
 """The output of Ansible's callback as results."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import yaml
 
 from csdctl.errors import CsdctlError
+from csdctl.workflows.provision import playbook
 from csdctl.workflows.provision.playbook import (
     NodeSummary,
     TaskResult,
@@ -34,11 +36,38 @@ def program(*lines: object, code: int = 0) -> list[str]:
 
 def test_tasks_and_summary_are_reported() -> None:
     seen: list[TaskResult] = []
-    lines = ("[WARNING]: something", TASK, {"event": "summary", "nodes": {"csd0": COUNTS}})
+    lines = (
+        "[WARNING]: something",
+        "csdctl of a module's own",
+        'csdctl {"event": 5}',
+        TASK,
+        {"event": "summary", "nodes": {"csd0": COUNTS}},
+    )
     result = run_playbook(program(*lines, code=2), {}, seen.append)
     assert [task.task for task in seen] == ["Install the wheels"]
     assert result.summaries == {"csd0": NodeSummary(**COUNTS)}
     assert result.failures == {"csd0": "Install the wheels: no space"}
+
+
+def test_program_that_ignores_the_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(playbook, "END_DEADLINE_S", 0.1)
+    task = json.dumps(TASK | {"message": "PID"})
+    lasting = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"print('csdctl', {task!r}.replace('PID', str(os.getpid())), flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    seen: list[int] = []
+
+    def interrupt(task: TaskResult) -> None:
+        seen.append(int(task.message))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_playbook([sys.executable, "-c", lasting], {}, interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(seen[0], 0)
 
 
 def test_failure_before_any_node_has_ansibles_own_words() -> None:

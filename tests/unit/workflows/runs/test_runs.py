@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 
+import csdctl
 from csdctl.documents import save_json
 from csdctl.errors import DeadlineError, InputError, RunError
 from csdctl.launch.machine_lock import describe_holder
 from csdctl.runs.directory import EventLog, ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import STOPPED, EpochEnd, Event, Failed, Finished, Progress
+from csdctl.workflows.runs import follow
 from csdctl.workflows.runs.compare import compare_runs
+from csdctl.workflows.runs.detach import start_detached
 from csdctl.workflows.runs.follow import find_logs, follow_lines, follow_run, read_last_lines
 from csdctl.workflows.runs.manage import list_runs, remove_run, stop_run
 from csdctl.workflows.runs.notification import notifying, parse_command
@@ -218,6 +221,26 @@ def test_endless_line_of_a_followed_log_comes_in_parts(project: ProjectDirectory
     lines = follow_lines(run, [("csd0", log)])
     log.write_bytes(b"x" * (3 << 20))
     assert [len(line) for _, line in lines] == [1 << 20] * 3
+
+
+def test_last_lines_of_a_long_log_are_read_from_its_end(
+    project: ProjectDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(follow, "MAX_LAST_BYTES", 10)
+    log = add_run(project).path / "rank.log"
+    log.write_bytes(b"")
+    assert read_last_lines(log, 5) == []
+    log.write_bytes(b"x" * 100 + b"\nfirst\n\nnext")
+    assert read_last_lines(log, 5) == ["irst", "", "next"]
+    assert read_last_lines(log, 1) == ["next"]
+    assert read_last_lines(log, 0) == []
+
+
+def test_detached_command_without_anything_to_train_is_no_error(project: ProjectDirectory) -> None:
+    said: list[str] = []
+    assert start_detached(project, ["--version"], said.append) is None
+    assert said == [f"csdctl {csdctl.__version__}"]
+    assert not list(project.state.glob("detached-*"))
 
 
 def test_differences_of_two_runs(project: ProjectDirectory) -> None:
