@@ -1,6 +1,7 @@
 """Every fault of docs/reference/faults.md has a test, and the table names tests that carry its number."""
 
 import ast
+import functools
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -12,6 +13,7 @@ FAULTS = [*range(1, 38), 42, *range(44, 59)]
 PAGE = ROOT / "docs" / "reference" / "faults.md"
 
 
+@functools.cache
 def marked_tests() -> dict[int, set[str]]:
     """`file::test` of all tests that carry `@pytest.mark.fault(number)`, by number."""
     found: dict[int, set[str]] = defaultdict(set)
