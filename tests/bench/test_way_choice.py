@@ -80,15 +80,7 @@ SETTINGS = [
     Setting("CNN, private, 2 nodes at 45%, 20 Mbit/s", 2, "0.45", SMALL, is_private=True, link_mbit_s=20),
     Setting("frozen lite0, private, 2 nodes at 45%", 2, "0.45", FROZEN, is_private=True, epochs=10),
     Setting("CNN, private, 2 nodes at 45%", 2, "0.45", SMALL, is_private=True, epochs=10),
-    Setting(
-        "lite0, private, 2 nodes at 15%, 100 Mbit/s",
-        2,
-        "0.15",
-        LITE,
-        is_private=True,
-        epochs=1,
-        link_mbit_s=100,
-    ),
+    Setting("CNN, private, 2 nodes at 15%, 100 Mbit/s", 2, "0.15", SMALL, is_private=True, link_mbit_s=100),
 ]
 
 
