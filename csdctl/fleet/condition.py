@@ -8,8 +8,8 @@ from pydantic.dataclasses import dataclass
 
 from csdctl.fleet.facts import NumBytes
 
-_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]{1,4096}$")]
-_Hostname = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,253}$")]
+_Line = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$", max_length=4096)]
+_Hostname = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=253)]
 _Address = Annotated[str, AfterValidator(lambda text: str(IPv4Address(text)))]
 
 

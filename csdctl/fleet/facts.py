@@ -28,11 +28,12 @@ NumBytes = Annotated[int, Field(strict=True, ge=0, le=1 << 64)]
 _Memory = Annotated[int, Field(strict=True, ge=1, le=1 << 60)]
 _MAX_CORES = 1 << 16
 _Seconds = Annotated[float, Field(strict=True, ge=-1e11, le=1e11)]
-_Word = Annotated[str, Field(pattern=r"^[\x21-\x7e]{1,64}$")]
-_Version = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!_-]{0,63}$")]
+# Lengths apart from patterns: one with {0,4095} takes 20 ms to compile.
+_Word = Annotated[str, Field(pattern=r"^[\x21-\x7e]+$", max_length=64)]
+_Version = Annotated[str, Field(pattern=r"^[0-9][0-9A-Za-z.+!_-]*$", max_length=64)]
 _Label = Annotated[str, Field(max_length=128)]
 """A name that a manufacturer chose."""
-PathText = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f-\x9f]{0,4095}$")]
+PathText = Annotated[str, Field(pattern=r"^/[^\x00-\x1f\x7f-\x9f]*$", max_length=4096)]
 """An absolute path that fits in one line."""
 
 
