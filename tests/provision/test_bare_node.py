@@ -33,8 +33,10 @@ def test_bare_node_trains_and_is_as_before_after_uninstalling(
         assert run_ansible(project)["bare"]["changed"] == 0
         assert node.run(PYTHON, "-c", "import sys; print(sys.prefix)").strip() == f"{PREFIX}/venv"
 
-        for command in (["discover"], ["doctor"], ["tune", job], ["train", job], ["verify", job]):
+        for command in (["discover"], ["doctor"], ["tune", job]):
             check(project, *command)
+        for command in ("train", "verify"):  # a plan may leave a slow node out
+            check(project, command, job, "--batch-size", "16")
         assert "bare" in check(project, "report", "--json")
 
         provision(project, "--uninstall", "--yes")
