@@ -17,6 +17,7 @@ from csdctl.cli.options import (
 )
 from csdctl.cli.streams import Streams
 from csdctl.cli.train_options import (
+    BatchSizeOption,
     CutOption,
     FeatureEngineOption,
     FeaturePrecisionOption,
@@ -34,6 +35,7 @@ def verify(
             "--plan", help="Plan to use; default: the one `tune` wrote, or batch size 16 on all ranks."
         ),
     ] = None,
+    batch_size: BatchSizeOption = None,
     way: WayOption = "auto",
     cut: CutOption = "",
     micro_batches: MicroBatchesOption = 4,
@@ -58,7 +60,9 @@ def verify(
     streams = Streams(is_json=json)
     loaded, chosen = load_job(job), choose_fleet(fleet, limit, exclude)
     features = FeatureOptions(feature_precision, feature_engine)
-    request = VerifyRequest(loaded, chosen, streams.directory, plan, way, cut, micro_batches, features)
+    request = VerifyRequest(
+        loaded, chosen, streams.directory, plan, batch_size, way, cut, micro_batches, features
+    )
     found = run_verification(request, PreparationScreen(streams))
     verdict = judge(found.result, found.nodes)
     shown = found.result, verdict, found.nodes

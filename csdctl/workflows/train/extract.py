@@ -12,7 +12,7 @@ from csdctl.worker.protocol.features import FeatureOptions
 from csdctl.workflows.data.deploy import cut_shards
 from csdctl.workflows.data.features import COMPUTING, FeatureRun, compute_features, find_features
 from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.plan_choice import resolve_plan
+from csdctl.workflows.train.plan_choice import check_one_source, resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.spec import build_spec
 from csdctl.workflows.workspace.workspace import open_workspace
@@ -30,6 +30,10 @@ class ExtractRequest:
     """None: the plan that `tune` wrote for the job."""
     batch_size: int | None = None
     """Divide public samples equally instead of by a plan."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a plan and a batch size at once."""
+        check_one_source(self.plan_path, self.batch_size)
 
 
 class ExtractObserver(PreparationObserver, Protocol):

@@ -21,7 +21,7 @@ from csdctl.workflows.preflight.doctor import DoctorOptions, examine_open
 from csdctl.workflows.preflight.examination import Examination
 from csdctl.workflows.reporting.report import report
 from csdctl.workflows.train.options import AUTO, TrainOptions, choose_planned_way
-from csdctl.workflows.train.plan_choice import resolve_plan
+from csdctl.workflows.train.plan_choice import GIVE_ONE, check_one_source, resolve_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.resume import find_resumable, is_complete, load_spec, resume
 from csdctl.workflows.train.train import RunObserver, train
@@ -29,12 +29,10 @@ from csdctl.workflows.workspace.workspace import Workspace, open_workspace
 
 _CONTINUED = "a run continues as it began"
 CONTRADICTIONS = (
-    ("plan", "batch-size", "a plan has the batch size of each rank"),
     ("resume", "plan", _CONTINUED),
     ("resume", "batch-size", _CONTINUED),
     ("resume", "way", _CONTINUED),
 )
-GIVE_ONE = "give one of them"
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,7 @@ class TrainRequest:
 
     def __post_init__(self) -> None:
         """Raise InputError for two sources of the batch sizes, or of the way, of one run."""
+        check_one_source(self.plan_path, self.batch_size)
         given = {
             "resume": self.resume,
             "plan": self.plan_path,

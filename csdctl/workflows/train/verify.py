@@ -21,7 +21,7 @@ from csdctl.workflows.data.features import divide_for, recompute_features
 from csdctl.workflows.data.prepare import Prepared
 from csdctl.workflows.train.options import AUTO, TrainOptions, check_cut, check_way, choose_planned_way
 from csdctl.workflows.train.placement import place_plan
-from csdctl.workflows.train.plan_choice import build_equal_plan, load_checked_plan
+from csdctl.workflows.train.plan_choice import build_equal_plan, check_one_source, load_checked_plan
 from csdctl.workflows.train.preparation import PreparationObserver, prepare_in
 from csdctl.workflows.train.ranks import RunInputs, run_ranks
 from csdctl.workflows.train.spec import build_spec
@@ -45,11 +45,17 @@ class VerifyRequest:
     directory: Path
     plan_path: Path | None = None
     """None: the job's own plan; without one, DEFAULT_BATCH_SIZE on every rank."""
+    batch_size: int | None = None
+    """Use this batch size on every rank instead of a plan."""
     way: str = AUTO
     cut: str = ""
     num_micro_batches: int = SplitSpec.num_micro_batches
     features: FeatureOptions = field(default_factory=FeatureOptions)
     """For `features`: those of the runs whose stored features are checked."""
+
+    def __post_init__(self) -> None:
+        """Raise InputError for a plan and a batch size at once."""
+        check_one_source(self.plan_path, self.batch_size)
 
 
 @dataclass(frozen=True)
@@ -94,9 +100,9 @@ def run_verification(request: VerifyRequest, observer: PreparationObserver) -> V
 
 def _choose_plan(request: VerifyRequest, space: Workspace) -> Plan:
     path = request.plan_path or space.project.plan(request.job.name)
-    if request.plan_path or path.exists():
+    if not request.batch_size and (request.plan_path or path.exists()):
         return load_checked_plan(path, request.job, space)
-    return build_equal_plan(request.job, space.fleet, space.facts, DEFAULT_BATCH_SIZE)
+    return build_equal_plan(request.job, space.fleet, space.facts, request.batch_size or DEFAULT_BATCH_SIZE)
 
 
 def _check_several(plan: Plan) -> None:
@@ -105,7 +111,7 @@ def _check_several(plan: Plan) -> None:
         names = ", ".join(rank.node for rank in plan.ranks)
         raise InputError(
             f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
-            remedy="name a plan with more ranks (--plan), or add nodes to the fleet",
+            remedy="give all machines a batch size (--batch-size 16), or name a plan with more ranks (--plan)",
         )
 
 

@@ -1,4 +1,4 @@
-"""Options of `csdctl train` that contradict each other are refused before a machine is contacted."""
+"""Options that contradict each other are refused before a machine is contacted."""
 
 from pathlib import Path
 
@@ -42,6 +42,16 @@ def test_two_sources_of_batch_sizes_are_refused(
     code = run_command(["train", *where, *options], Streams(directory=project))
     shown = capsys.readouterr().err
     assert (code, expected in shown) == (ExitCode.BAD_INPUT, True), shown
+
+
+@pytest.mark.parametrize("command", ["verify", "extract"])
+def test_plan_and_batch_size_are_refused_elsewhere_too(
+    project: Path, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = (str(project / "job.yaml"), "--fleet", str(project / "fleet.yaml"))
+    options = ("--plan", "plan.yaml", "--batch-size", "8")
+    assert run_command([command, *where, *options], Streams(directory=project)) == ExitCode.BAD_INPUT
+    assert "--plan and --batch-size contradict each other" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("way", ["data-parallel", "split"])
