@@ -111,7 +111,7 @@ def _check_several(plan: Plan) -> None:
         names = ", ".join(rank.node for rank in plan.ranks)
         raise InputError(
             f"the plan has one rank ({names}), which would be compared with itself; expected two or more",
-            remedy="give all machines a batch size (--batch-size 16), or name a plan with more ranks (--plan)",
+            remedy="give all machines a batch size (--batch-size 16), or another plan (--plan)",
         )
 
 
