@@ -1,21 +1,22 @@
-"""What holds for all tests."""
+"""What holds for all tests: one session, limits that suit the machine, and a loud end."""
 
 import gc
+import os
 import signal
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from csdctl.runs.directory import ProjectDirectory, RunDirectory
-from tests.lab.requirements import LAB_DID_NOT_RUN
+from tests.needs import describe_skipped, require
+from tests.patience import BACKSTOP_S, PACE_VARIABLE, measure_pace, scaled
+from tests.session import Session, remove_stale_sessions
 
 # A shell that runs a job in the background lets it ignore Ctrl-C, and whatever the job starts inherits that.
 # The tests that press Ctrl-C must mean the same wherever they run.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
-
 
 # Side by side, a file runs in one process, and files start in this order: none of these may start last.
 LONGEST = [
@@ -40,12 +41,44 @@ LONGEST = [
     )
 ]
 NUM_LEFT_OUT = pytest.StashKey[int]()
+SESSION = pytest.StashKey[Session]()
+HAS_FAILED = pytest.StashKey[bool]()
+BROKEN = pytest.StashKey[list[tuple[BaseException, str]]]()
+"""The errors of fixtures, which pytest raises again for every test, and the first test that had each."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--thorough", action="store_true", help="run the further variants of tests that always run, too"
+        "--thorough", action="store_true", help="run the tests that only make test-all runs, too"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Start the session, in the process that controls the others."""
+    config.stash[BROKEN] = []
+    if hasattr(config, "workerinput"):
+        return
+    remove_stale_sessions()
+    session = config.stash[SESSION] = Session()
+    if not config.option.basetemp:
+        config.option.basetemp = session.directory / "t"
+    os.environ[PACE_VARIABLE] = f"{measure_pace():.2f}"
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """End everything that is left; keep the files of a session with failures."""
+    session = config.stash.get(SESSION, None)
+    if session is not None:
+        session.end(keep=config.stash.get(HAS_FAILED, False))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Tell the reporting process what was left out; of tests side by side, each process collects all."""
+    session.config.stash[HAS_FAILED] = exitstatus == pytest.ExitCode.TESTS_FAILED
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["num_left_out"] = session.config.stash.get(NUM_LEFT_OUT, 0)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -61,8 +94,11 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, and leave the further variants out unless they are asked for."""
+    """Begin with the longest directories and files; leave thorough tests out unless they are asked for."""
     items.sort(key=lambda item: LONGEST.index(item.path) if item.path in LONGEST else len(LONGEST))
+    for item in items:
+        if not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(scaled(BACKSTOP_S)))
     if config.getoption("--thorough"):
         return
     left_out = [item for item in items if item.get_closest_marker("thorough")]
@@ -71,10 +107,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.stash[NUM_LEFT_OUT] = len(left_out)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Of tests side by side, each process collects all: tell the one that reports."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["num_left_out"] = session.config.stash.get(NUM_LEFT_OUT, 0)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test whose needs this machine does not meet."""
+    for mark in item.iter_markers("needs"):
+        require(*mark.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show the error of a fixture that tests share once; the tests behind it say that they did not run."""
+    report = yield
+    if call.when == "setup" and report.failed and call.excinfo is not None:
+        broken = item.config.stash[BROKEN]
+        first = next((test for error, test in broken if error is call.excinfo.value), "")
+        if not first:
+            broken.append((call.excinfo.value, item.nodeid))
+        else:
+            reason = f"not run: what this file sets up has failed, see {first}"
+            report.outcome = "skipped"
+            report.longrepr = (str(item.path), item.location[1] or 0, f"Skipped: {reason}")
+    return report
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -84,21 +139,20 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say loudly what did not run: the lab, from the reports of its tests, and thorough variants."""
+    """Say loudly what did not run, and what makes it run."""
+    config = terminalreporter.config
     skipped = terminalreporter.stats.get("skipped", [])
-    reasons = [str(one.longrepr[2]) for one in skipped if isinstance(one.longrepr, tuple)]
-    for reason in [one for one in reasons if LAB_DID_NOT_RUN in one][:1]:
-        terminalreporter.section(LAB_DID_NOT_RUN, sep="!", yellow=True)
-        terminalreporter.line(f"{reason.split(': ', 2)[-1]}: nothing of tests/lab was tested")
-    if left_out := terminalreporter.config.stash.get(NUM_LEFT_OUT, 0):
-        title = f"{left_out} thorough variant{'s'[: left_out > 1]} of tests did not run"
-        terminalreporter.section(title, sep="!", yellow=True)
-        terminalreporter.line("make test-all, or pytest --thorough, runs them, too")
-
-
-@pytest.fixture(scope="session", autouse=True)
-def remove_step_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """The states of runs that were not finished are kept in the machine's memory, for nobody here."""
-    yield
-    for path in tmp_path_factory.getbasetemp().rglob(".csdctl/runs/*"):
-        ProjectDirectory(path.parents[2]).step_file(RunDirectory(path)).unlink(missing_ok=True)
+    reasons = [
+        one.longrepr[2].removeprefix("Skipped: ") for one in skipped if isinstance(one.longrepr, tuple)
+    ]
+    if reasons:
+        terminalreporter.section(f"{len(reasons)} tests did not run here", sep="!", yellow=True)
+        for line in describe_skipped(reasons):
+            terminalreporter.line(line)
+    if left_out := config.stash.get(NUM_LEFT_OUT, 0):
+        terminalreporter.section(f"{left_out} thorough tests did not run", sep="!", yellow=True)
+        terminalreporter.line("make test-all runs them, too")
+    if (session := config.stash.get(SESSION, None)) and terminalreporter.stats.get("failed"):
+        terminalreporter.line(
+            f"The files of this session are kept in {session.directory} until the next one."
+        )

@@ -14,9 +14,10 @@ from typing import IO, Any
 
 from csdctl.launch.mpi_command import ALLOW_ROOT, COMMON_OPTIONS
 from csdctl.launch.process_session import kill_session
+from tests.patience import scaled
 
 SIZE = 3
-ANSWER_DEADLINE_S = 120.0
+ANSWER_S = 120.0
 """A rank that waits for links of an mpirun that has died never answers."""
 NUM_ELEMENTS = (1 << 18) + 5
 """The last ones are [n, stop, seconds of each rank]."""
@@ -159,7 +160,7 @@ class Group:
     def receive(self, rank: int, *, parse: bool = True) -> Any:
         stdout = self.ranks[rank].stdout
         assert stdout
-        deadline = time.monotonic() + ANSWER_DEADLINE_S
+        deadline = time.monotonic() + scaled(ANSWER_S)
         while b"\n" not in self._said[rank]:
             ready, _, _ = select.select([stdout], [], [], max(0.0, deadline - time.monotonic()))
             received = os.read(stdout.fileno(), 1 << 16) if ready else b""

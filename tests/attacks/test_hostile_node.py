@@ -19,7 +19,7 @@ from tests.attacks.hostile_link import RUN_COMMAND
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 JOB = """\
 model: model.py:build

@@ -11,7 +11,7 @@ import pytest
 
 from tests.attacks.ordinary_user import OrdinaryUser
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.emulated
 
 JOB = """\
 model: model.py:build

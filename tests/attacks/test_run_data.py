@@ -18,7 +18,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.training import hash_at_the_end
 from tests.unit.worker.ingest.sources.encoded_images import colours, png
 
-pytestmark = [pytest.mark.emulated, pytest.mark.attack(17), pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.emulated, pytest.mark.attack(17)]
 
 TRAIN = ("train", "--batch-size", "8", "--collective", "star", "--skip-doctor")
 JOB = """\

@@ -19,8 +19,6 @@ import pytest
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.sandbox.system_calls import Program
 
-pytestmark = pytest.mark.timeout(120)
-
 ORDINARY = 12345
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROGRAM = Path(__file__).with_name("sandbox_program.py")

@@ -30,8 +30,8 @@ from tests.attacks.hostile_ssh import (
     run_csdctl,
     write_project,
 )
+from tests.patience import eventually
 from tests.unit.transport.conftest import SshServer, running_server
-from tests.waiting import eventually
 
 MAX_PEAK_BYTES = 250 << 20
 """csdctl itself takes about 60 MiB."""
@@ -74,7 +74,7 @@ def lose(transport: OrderlyTransport, session: SshSession) -> UnreachableError:
     """Start a command; when the connection is closed, return the error of the next."""
     with contextlib.suppress(CsdctlError):
         session.run(["true"], deadline_s=100)
-    assert eventually(lambda: not transport.is_active(), 150)
+    assert eventually(lambda: not transport.is_active())
     with pytest.raises(UnreachableError) as caught:
         session.run(["true"])
     return caught.value
@@ -115,7 +115,7 @@ def test_data_that_nobody_reads_ends_with_the_window(tmp_path: Path, kind: int) 
         transport = open_transport_of(server)
         session = SshSession(server.node(), transport)
         talk = session.converse(["cat"])
-        assert eventually(lambda: not transport.is_active() and accepted, 60)
+        assert eventually(lambda: not transport.is_active() and accepted)
         with pytest.raises(UnreachableError, match="more than the receive window"):
             session.run(["true"])
         talk.close()

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests.lab.lab import Lab, open_lab
-from tests.lab.requirements import require_lab
+from tests.needs import require
 
 ROUND_TRIP_S = 0.05
 NEAR = "127.7"
@@ -56,7 +56,7 @@ class ManyNodes:
 
 @pytest.fixture(scope="module")
 def lab() -> Iterator[Lab]:
-    require_lab()
+    require("lab")
     with open_lab() as opened:
         yield opened
 

@@ -21,8 +21,8 @@ import pytest
 from csdctl.runs.directory import ProjectDirectory, RunDirectory
 from csdctl.worker.protocol.events import EpochEnd
 from tests.bench.running import CSDCTL, csdctl
+from tests.patience import eventually
 from tests.tmux import Tmux
-from tests.waiting import eventually
 from tests.watched_run import write_run
 
 MODEL = """\

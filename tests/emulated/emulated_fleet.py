@@ -10,7 +10,7 @@ import pytest
 from csdctl.emulation.fleet import EmulatedSpec, NodeStatus, fleet_status, start_fleet
 from csdctl.errors import InputError
 from csdctl.fleet.reading import load_fleet
-from tests.waiting import eventually
+from tests.patience import eventually
 
 CPU = 0.25
 MEMORY_BYTES = 160 << 20
@@ -63,5 +63,5 @@ def start(directory: Path, mechanism: str, num_nodes: int = 2) -> Running:
     return Running(directory, write_ssh_config(directory, directory.parent / "ssh_config"), mechanism)
 
 
-def wait_until(condition: Callable[[], object], deadline_s: float = 10.0) -> None:
-    assert eventually(condition, deadline_s), f"not true within {deadline_s:g} s"
+def wait_until(condition: Callable[[], object]) -> None:
+    assert eventually(condition), "it never became true"

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from tests.json_page import documented, find_deviations
+from tests.patience import run_command
 
 CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 
@@ -13,16 +14,7 @@ CSDCTL = Path(sys.prefix) / "bin" / "csdctl"
 def csdctl(
     directory: Path, *arguments: str, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [str(CSDCTL), *arguments],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=400,
-        stdin=subprocess.DEVNULL,
-    )
+    done = run_command([str(CSDCTL), *arguments], cwd=directory, env=environment)
     if "--json" in arguments:
         check_documents(done.stdout)
     return done
@@ -45,12 +37,4 @@ def check_documents(printed: str) -> None:
 
 def run_python(directory: Path, program: str) -> subprocess.CompletedProcess[str]:
     """Run a program of the user's."""
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=directory,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=400,
-        stdin=subprocess.DEVNULL,
-    )
+    return run_command([sys.executable, "-c", program], cwd=directory)

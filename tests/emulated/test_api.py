@@ -14,7 +14,7 @@ import yaml
 from csdctl import load_run
 from tests.emulated.running import csdctl
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 PROGRAM = Path(__file__).parent / "api_program.py"
 
 

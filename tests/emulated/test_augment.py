@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulated.running import csdctl
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 JOB = """\
 model: model.py:build

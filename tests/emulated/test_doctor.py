@@ -15,7 +15,7 @@ import yaml
 
 from csdctl.workflows.data.demo import write_demo_files
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.emulated
 
 IS_ROOT = os.geteuid() == 0
 PROGRAM = "from csdctl.cli.app import main; main()"

@@ -197,7 +197,6 @@ def test_a_process_that_grows_too_large_is_killed(fleet: Running) -> None:
     assert "out of memory: killed python3" in log
 
 
-@pytest.mark.timeout(90)
 def test_an_mpi_job_runs_over_the_nodes(fleet: Running, tmp_path: Path) -> None:
     script = tmp_path / "allreduce.py"
     script.write_text(ALLREDUCE)

@@ -18,7 +18,7 @@ from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 HAS_LITERT = importlib.util.find_spec("ai_edge_litert") is not None
 NUM_SAMPLES = 96

@@ -12,7 +12,7 @@ import pytest
 from csdctl.job.model import load_job
 from tests.emulated.running import csdctl, run_python
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 LAYERS = """\
 import keras

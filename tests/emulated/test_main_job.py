@@ -35,7 +35,7 @@ from tests.emulated.training import (
     wait_until_regrouped,
 )
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 NUM_NODES = 2
 SHORTER_JOB = JOB.replace("epochs: 5", "epochs: 3").replace("learning_rate: 0.015", "learning_rate: 0.03")

@@ -18,7 +18,7 @@ import yaml
 from tests.emulated.running import CSDCTL, csdctl
 from tests.emulated.training import of_fleet, processes
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 NUM_SAMPLES = 80
 NUM_PUBLIC = 200

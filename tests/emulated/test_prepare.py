@@ -11,7 +11,7 @@ import pytest
 from tests.emulated.running import csdctl
 from tests.unit.worker.ingest.sources.encoded_images import colours, gif, huge_png, jpeg, png
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 CANARY = "canary-4711"
 

@@ -12,7 +12,7 @@ from csdctl.reporting.differential_privacy import compute_epsilon
 from csdctl.worker.protocol.recipe import Noise
 from tests.emulated.running import csdctl
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 JOB = """\
 model: model.py:build

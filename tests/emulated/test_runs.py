@@ -1,5 +1,6 @@
 """A run without a terminal: detached, hung up on, watched, listed and stopped from elsewhere."""
 
+import functools
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.emulated.running import CSDCTL, csdctl
-from tests.waiting import eventually
+from tests.patience import eventually, files_written
 
 MODEL = """\
 import keras
@@ -64,7 +65,7 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     run_id = json.loads(login.stdout)["run"]
     process = json.loads((project / ".csdctl" / "runs" / run_id / "process.json").read_text())
     os.kill(process["pid"], signal.SIGHUP)
-    assert eventually(lambda: runs(project)[run_id]["epoch"] >= 2, 120)
+    assert eventually(lambda: runs(project)[run_id]["epoch"] >= 2, functools.partial(files_written, project))
     assert runs(project)[run_id]["state"] == "running"
 
     second = csdctl(project, "train", "--batch-size", "64", "--skip-doctor")
@@ -79,7 +80,9 @@ def test_detached_run_outlives_its_terminal_and_is_found_watched_and_stopped(pro
     frozen = subprocess.Popen([str(CSDCTL), "runs", "watch"], cwd=project, stdout=subprocess.DEVNULL)
     os.kill(frozen.pid, signal.SIGSTOP)
     epoch = runs(project)[run_id]["epoch"]
-    assert eventually(lambda: runs(project)[run_id]["epoch"] >= epoch + 3, 60)
+    assert eventually(
+        lambda: runs(project)[run_id]["epoch"] >= epoch + 3, functools.partial(files_written, project)
+    )
     frozen.kill()
     frozen.wait()
 
@@ -99,7 +102,7 @@ def test_hang_up_of_a_run_with_a_terminal_stops_it_in_order(project: Path) -> No
     with subprocess.Popen(command, cwd=project, stdout=subprocess.DEVNULL) as train:
         assert eventually(
             lambda: any(run["epoch"] >= 2 for run_id, run in runs(project).items() if run_id not in before),
-            120,
+            functools.partial(files_written, project),
         )
         train.send_signal(signal.SIGHUP)
         assert train.wait(60) == 130

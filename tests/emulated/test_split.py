@@ -13,7 +13,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.test_features import weights_of, write
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
 
-pytestmark = [pytest.mark.emulated, pytest.mark.timeout(420)]
+pytestmark = pytest.mark.emulated
 
 NUM_SAMPLES = 96
 JOB = """\

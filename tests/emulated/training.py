@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,10 +11,10 @@ from typing import Any, TypeVar
 from csdctl.emulation.cgroups import list_cgroups
 from csdctl.emulation.limits import cgroup_prefix
 from tests.emulated.running import CSDCTL
+from tests.patience import eventually, files_written
 
 T = TypeVar("T")
 
-END_DEADLINE_S = 30
 STEPS = 120
 SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
 
@@ -31,14 +30,14 @@ def start_training(
         found = set((demo / ".csdctl" / "runs").glob("*")) - before
         return next((run for run in found if num_lines_with(until, run)), None)
 
-    return process, _wait_for(new_run, process)
+    return process, wait_for(new_run, process, demo)
 
 
 def resume_training(demo: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
     """Resume `run` as `arguments` name it; return the process after its first steps."""
     before = num_lines_with("Progress", run)
     process = _train(demo, *SHORT_RUN[2:], *arguments)
-    _wait_for(lambda: num_lines_with("Progress", run) > before, process)
+    wait_for(lambda: num_lines_with("Progress", run) > before, process, demo)
     return process
 
 
@@ -49,7 +48,7 @@ def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: 
         _, joined, since = (run / "events.jsonl").read_text().partition(f'\\"generation\\":{generation},')
         return bool(joined) and "Progress" in since
 
-    _wait_for(has_trained, process)
+    wait_for(has_trained, process, run.parents[2])
 
 
 def num_lines_with(word: str, run: Path) -> int:
@@ -68,15 +67,18 @@ def _train(demo: Path, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
-def _wait_for(condition: Callable[[], T], process: subprocess.Popen[str]) -> T:
+def wait_for(condition: Callable[[], T], process: subprocess.Popen[str], project: Path) -> T:
     """Return what `condition` returns as soon as that is true; the training must not end before."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := condition():
-            return found
-        time.sleep(0.1)
+    found: list[T] = []
+
+    def is_decided() -> bool:
+        found[:] = [condition()]
+        return bool(found[0]) or process.poll() is not None
+
+    if eventually(is_decided, lambda: files_written(project)) and found[0]:
+        return found[0]
     process.kill()
-    raise AssertionError(f"the training did not start: {process.communicate()[0]}")
+    raise AssertionError(f"the training did not get there: {process.communicate()[0]}")
 
 
 def processes(*wanted: str) -> list[int]:
@@ -146,12 +148,9 @@ def kill_mpirun(demo: Path, run: Path) -> None:
 
 
 def nothing_is_left(demo: Path, run: Path) -> bool:
-    deadline = time.monotonic() + END_DEADLINE_S
-    while time.monotonic() < deadline:
-        if not processes(f"csdctl-run={run.name}") and not of_fleet(processes("prted"), demo, "prted"):
-            return True
-        time.sleep(0.2)
-    return False
+    return eventually(
+        lambda: not processes(f"csdctl-run={run.name}") and not of_fleet(processes("prted"), demo, "prted")
+    )
 
 
 def events_of(run: Path, event_type: str) -> list[dict[str, Any]]:

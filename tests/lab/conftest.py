@@ -1,7 +1,7 @@
 """The lab for a test session, and a project for each test."""
 
+import os
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,9 +10,8 @@ import pytest
 
 from tests.lab.lab import Lab, open_lab
 from tests.lab.project import Project
-from tests.lab.requirements import require_lab
-
-QUIET_DEADLINE_S = 15.0
+from tests.needs import SYSTEM_PATH, require
+from tests.patience import eventually
 
 MODEL = """\
 import keras
@@ -34,7 +33,8 @@ recipe: {epochs: 2, learning_rate: 0.01, reference_batch: 16}
 @pytest.fixture(scope="session")
 def lab() -> Iterator[Lab]:
     """The running lab; tests leave its permanent nodes unchanged."""
-    require_lab()
+    require("lab")
+    os.environ["PATH"] = f"{os.environ['PATH']}:{SYSTEM_PATH}"
     with open_lab() as opened:
         yield opened
 
@@ -64,9 +64,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _wait_until_quiet(lab: Lab) -> dict[str, list[str]]:
     """Return what still runs on the nodes; a killed command may take a moment to end."""
-    deadline = time.monotonic() + QUIET_DEADLINE_S
-    while True:
-        running = {node.name: commands for node in lab.nodes.values() if (commands := node.commands())}
-        if not running or time.monotonic() > deadline:
-            return running
-        time.sleep(0.05)
+
+    def find() -> dict[str, list[str]]:
+        return {node.name: commands for node in lab.nodes.values() if (commands := node.commands())}
+
+    return {} if eventually(lambda: not find()) else find()

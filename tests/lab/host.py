@@ -1,15 +1,13 @@
 """The lab's host: the machine that csdctl runs on."""
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from tests.lab import network
 from tests.lab.network import DIES_WITH_PARENT
-
-RUN_DEADLINE_S = 240.0
+from tests.patience import communicate
 
 
 class LabHost:
@@ -45,16 +43,10 @@ class LabHost:
         *command: str,
         cwd: Path,
         environment: dict[str, str] | None = None,
-        deadline_s: float = RUN_DEADLINE_S,
     ) -> subprocess.CompletedProcess[str]:
-        """Run `command` there to completion; raises subprocess.TimeoutExpired."""
+        """Run `command` there to completion; raises StalledError."""
         process = self.start(*command, cwd=cwd, environment=environment)
-        try:
-            stdout, stderr = process.communicate(timeout=deadline_s)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            raise
+        stdout, stderr = communicate(process, cwd)
         return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
     def remove(self) -> None:

@@ -10,7 +10,7 @@ import yaml
 
 from tests.lab.lab import Lab
 from tests.lab.project import Project
-from tests.waiting import eventually
+from tests.patience import eventually
 
 pytestmark = pytest.mark.lab
 

@@ -193,7 +193,6 @@ def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Proje
     assert "Traceback" not in stdout + stderr
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.fault(17)
 @pytest.mark.fault(20)
 @pytest.mark.fault(46)

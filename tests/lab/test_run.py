@@ -17,7 +17,7 @@ from tests.lab import network
 from tests.lab.lab import Lab
 from tests.lab.machines import LabNode
 from tests.lab.project import Project
-from tests.waiting import eventually
+from tests.patience import eventually
 
 pytestmark = pytest.mark.lab
 

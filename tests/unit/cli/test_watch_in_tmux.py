@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import eventually
 from tests.tmux import Tmux
-from tests.waiting import eventually
 from tests.watched_run import RUN_ID, write_run
 
 SIZES = [(80, 24), (120, 40), (200, 50)]
@@ -35,7 +35,7 @@ def test_screen_is_whole_at_every_size(tmux: Tmux, tmp_path: Path, num_ranks: in
         tmux.run("resize-window", "-x", str(width), "-y", str(height))
         is_wide, num_shown = width >= 120, min(num_ranks, height - 9)
         is_now_drawn = functools.partial(is_drawn, tmux, num_ranks, num_shown, is_wide=is_wide)
-        assert eventually(is_now_drawn, 60), "\n".join(tmux.screen())
+        assert eventually(is_now_drawn), "\n".join(tmux.screen())
         lines = tmux.screen()
         text = "\n".join(lines)
         assert f"run {RUN_ID} (emulated fleet)" in lines

@@ -13,7 +13,6 @@ import pytest
 from csdctl.supervision.event_callbacks import MAX_WAITING, STOP, EventCallbacks
 from csdctl.worker.protocol.events import EpochEnd, Event, Progress, event_document
 
-pytestmark = pytest.mark.timeout(30)
 STEP = Progress(0, "host", 1, 1, 1, 8, 0.1, 0.1, 0.2, metrics={"accuracy": 0.5})
 EPOCH = EpochEnd(0, "host", 1, 10, 80, 1.0, 0.1, 1.1, "hash", loss=0.5)
 

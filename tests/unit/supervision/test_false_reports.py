@@ -7,7 +7,6 @@ import pytest
 from csdctl.worker.protocol.events import Event, Finished, NodeLost
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
-pytestmark = pytest.mark.timeout(10)
 EARLY = "rank 1 reported its completion before the run was complete"
 
 

@@ -9,8 +9,6 @@ from csdctl.worker.protocol.events import Event, NodeLost, Progress
 from csdctl.worker.protocol.orders import Ping
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def test_rank_that_does_not_answer_while_others_wait_is_lost(fleet: Fleet) -> None:
     def hang(fleet: Fleet) -> None:

@@ -12,8 +12,6 @@ from csdctl.worker.protocol.events import Event, Finished, Joined, LinkLost, Nod
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping, Stop
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, press_ctrl_c
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def test_first_interrupt_lets_the_ranks_finish_their_step(fleet: Fleet) -> None:
     def interrupt(event: Event) -> None:

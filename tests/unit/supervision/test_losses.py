@@ -1,12 +1,8 @@
 """Ranks that are lost during training: the others form a new group without them."""
 
-import pytest
-
 from csdctl.worker.protocol.events import Event, Finished, LinkLost, NodeLost, Paused
 from csdctl.worker.protocol.orders import FormGroup, Order, Ping
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of, shell
-
-pytestmark = pytest.mark.timeout(10)
 
 
 def test_others_continue_without_a_rank_that_exits(fleet: Fleet) -> None:

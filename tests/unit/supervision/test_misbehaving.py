@@ -5,8 +5,6 @@ import pytest
 from csdctl.worker.protocol.events import LinkLost, Misbehaved, NodeLost
 from tests.unit.supervision.scripted_ranks import Fleet
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def accuse(fleet: Fleet, culprit: int, reporter: int = 0) -> None:
     rank = fleet.rank(reporter)

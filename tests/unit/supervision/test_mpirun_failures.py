@@ -5,8 +5,6 @@ import pytest
 from csdctl.worker.protocol.events import NodeBack, NodeLost
 from tests.unit.supervision.scripted_ranks import Fleet, shell
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def mpirun_blaming(rank: int, node: str) -> list[str]:
     """Return the command of an mpirun that fails and names the rank of its group that was killed."""

@@ -6,8 +6,6 @@ from csdctl.errors import InputError
 from csdctl.worker.protocol.events import Event, Failed, NodeBack, NodeLost, Progress
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def test_others_continue_without_a_rank_that_fails(fleet: Fleet) -> None:
     fleet.scripts = {1: lambda fleet: fleet.rank(1).fail("disk full"), 2: Fleet.finish}

@@ -10,7 +10,7 @@ from csdctl.supervision.rank_process import OnMessage, ProcessEnded
 from csdctl.supervision.rank_processes import MAX_WAITING, RankProcesses, Restarted
 from csdctl.worker.protocol.events import Pong
 from csdctl.worker.protocol.orders import Order, Ping
-from tests.waiting import eventually
+from tests.patience import eventually
 
 WAIT_S = 5.0
 """Only a test that fails waits this long."""

@@ -8,8 +8,6 @@ from csdctl.worker.protocol.events import Event, NodeBack, NodeLost, Paused
 from csdctl.worker.protocol.orders import Order, PauseAtEpochEnd, Ping
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, orders_of
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def test_node_that_returns_joins_at_the_end_of_the_epoch(fleet: Fleet) -> None:
     fleet.reachable = {1}

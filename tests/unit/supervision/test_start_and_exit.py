@@ -8,8 +8,6 @@ from csdctl.errors import CsdctlError, DeadlineError, ExitCode, InputError, RunE
 from csdctl.worker.protocol.events import Joined, NodeLost
 from tests.unit.supervision.scripted_ranks import Fleet, ScriptedRank, shell
 
-pytestmark = pytest.mark.timeout(10)
-
 
 def test_run_is_complete_when_all_ranks_have_reported_completion(fleet: Fleet) -> None:
     fleet.scripts[1] = Fleet.finish

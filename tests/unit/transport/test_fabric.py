@@ -17,8 +17,8 @@ from csdctl.transport.fabric_group import FleetGroup, open_group
 from csdctl.transport.fabric_policy import known_hosts_only
 from csdctl.transport.known_hosts import KnownHosts
 from csdctl.transport.session import MAX_OUTPUT_BYTES
+from tests.patience import eventually
 from tests.unit.transport.test_session_contract import is_alive
-from tests.waiting import eventually
 
 
 def trust(directory: Path, *servers: Any) -> None:
@@ -74,7 +74,7 @@ def test_deadline_ends_the_process_on_the_node(group: FleetGroup, server: Any) -
     with pytest.raises(CommandTimedOut):
         group[1].run("echo $$ >pid; exec sleep 600", timeout=0.5, hide=True)
     pid = int((server.home / "pid").read_text())
-    assert eventually(lambda: not is_alive(pid), 10)
+    assert eventually(lambda: not is_alive(pid))
 
 
 def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetGroup, server: Any) -> None:
@@ -88,12 +88,12 @@ def test_closing_the_group_ends_what_runs_behind_the_jump_host_too(group: FleetG
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2, 20)
+    assert eventually(lambda: len(list(server.home.glob("*.pid"))) == 2)
     pids = [int(path.stem) for path in server.home.glob("*.pid")]
     group.close()
     thread.join(20)
     assert errors
-    assert eventually(lambda: not any(map(is_alive, pids)), 10)
+    assert eventually(lambda: not any(map(is_alive, pids)))
 
 
 def test_output_is_bounded(group: FleetGroup) -> None:
@@ -145,7 +145,7 @@ def test_connection_that_a_task_makes_itself_is_refused_too(server: Any, gate: A
 
 def test_lost_connection_is_unreachable(group: FleetGroup, server: Any) -> None:
     def drop() -> None:
-        eventually((server.home / "started").exists, 20)
+        eventually((server.home / "started").exists)
         server.drop_connections()
 
     thread = threading.Thread(target=drop)

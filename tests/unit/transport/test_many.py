@@ -10,8 +10,8 @@ from csdctl.fleet.model import Fleet, Node
 from csdctl.transport.local import LocalSession
 from csdctl.transport.many import Outcome, fleet_known_hosts_paths, open_sessions, run_on_all, run_on_nodes
 from csdctl.transport.ssh import connect
+from tests.patience import eventually
 from tests.unit.transport.test_session_contract import is_alive
-from tests.waiting import eventually
 
 
 def test_outcomes_keep_the_order_of_the_items() -> None:
@@ -156,7 +156,7 @@ def test_interruption_ends_what_runs_on_the_nodes_also_behind_a_jump_host(
             host=host,
         )
     pids = [int((server.home / f"{name}.pid").read_text()) for name in ("csd0", "far")]
-    assert eventually(lambda: not any(is_alive(pid) for pid in pids), 10)
+    assert eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
@@ -177,6 +177,6 @@ def test_closing_a_session_ends_a_command_that_another_thread_is_starting(
     session.close()
     thread.join(20)
     assert errors
-    assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text())), 10)
+    assert not pid_file.exists() or eventually(lambda: not is_alive(int(pid_file.read_text())))
     with pytest.raises(UnreachableError, match="closed"):
         session.run(["true"])

@@ -38,7 +38,6 @@ from tests.unit.worker.tasks.verified_models import (
 )
 
 pytestmark = [
-    pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),  # of Keras
 ]
 
