@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from csdctl.emulation.cgroups import list_cgroups
-from csdctl.emulation.limits import cgroup_prefix
 from tests.emulated.running import CSDCTL
 from tests.patience import eventually, files_written
 
 T = TypeVar("T")
 
-STEPS = 120
-SHORT_RUN = ("--batch-size", "48", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
+STEPS = 240
+SHORT_RUN = ("--batch-size", "8", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
 
 
 def start_training(
@@ -168,16 +166,6 @@ def hash_at_the_end(run: Path) -> str:
     hashes = {event["weights_hash"] for event in events_of(run, "Finished")}
     assert len(hashes) == 1
     return hashes.pop()
-
-
-def remove_cpu_limits(demo: Path) -> None:
-    """Remove the CPU limits of the nodes: fault tests spend most of their time starting processes."""
-    fleet_id = (demo / ".csdctl/emulated/fleet.id").read_text().strip()
-    for group in list_cgroups(cgroup_prefix(fleet_id)):
-        if (group / "cpu.max").exists():
-            (group / "cpu.max").write_text("max")
-        else:
-            (group / "cpu.cfs_quota_us").write_text("-1")
 
 
 def resumed_from(run: Path, generation: int = 2) -> dict[str, Any]:
