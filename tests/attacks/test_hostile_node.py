@@ -207,7 +207,7 @@ def test_impossible_sum_of_an_allreduce_is_not_applied(project: Project, element
     assert not finished(run)
 
 
-@pytest.mark.thorough("attacks/test_group.py::test_vector_that_no_rank_may_send_reaches_nobody")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "code",
     [
@@ -226,7 +226,7 @@ def test_node_that_sends_nothing_or_too_little_hangs_nobody(project: Project, co
     assert set(finished(run)) == {"host", "csd0"}
 
 
-@pytest.mark.thorough("attacks/test_state.py::test_weights_of_a_node_reach_no_other_rank")
+@pytest.mark.thorough
 def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project) -> None:
     run, _ = project.train("--fleet", str(project.make_hostile("rank", CLAIMS_STEPS)))
     done = finished(run)
