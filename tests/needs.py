@@ -148,3 +148,7 @@ NEEDS = {
     "tmux": Need(_lacks_packages("tmux"), ("tmux",)),
     "ssh": Need(_lacks_packages("openssh-client"), ("openssh-client",)),
 }
+
+
+if __name__ == "__main__":  # for .ci/run: what to install so that nothing is skipped
+    print(" ".join(sorted({package for need in NEEDS.values() for package in find_missing_packages(need)})))
