@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -101,10 +102,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(scaled(BACKSTOP_S)))
     if config.getoption("--thorough"):
         return
-    left_out = [item for item in items if item.get_closest_marker("thorough")]
+    left_out = _list_thorough(items)
     items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=left_out)
+    config.hook.pytest_deselected(items=[*left_out])
     config.stash[NUM_LEFT_OUT] = len(left_out)
+
+
+def _list_thorough(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Return the tests marked `thorough`, and of those marked `first(n)` all but the first n parameters."""
+    seen, left_out = Counter[str](), set[pytest.Item]()
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        first = item.get_closest_marker("first")
+        if item.get_closest_marker("thorough") or (first and seen[function] >= first.args[0]):
+            left_out.add(item)
+        else:
+            seen[function] += 1
+    return left_out
 
 
 @pytest.hookimpl(tryfirst=True)

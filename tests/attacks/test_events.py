@@ -242,6 +242,8 @@ import resource, sys
 from pathlib import Path
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.reporting.report import report
+
+pytestmark = pytest.mark.first(1)
 print(report(ProjectDirectory(Path(sys.argv[1])), None)[1].epochs, end=" ")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

@@ -28,6 +28,8 @@ from csdctl.transport.local import LocalSession
 from csdctl.worker.protocol.datasets import PrepareSpec
 from csdctl.worker.protocol.json_codec import to_json
 
+pytestmark = pytest.mark.first(1)
+
 OTHER_USER = 65534
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
 PROGRAM = "from csdctl.cli.app import main; main()"

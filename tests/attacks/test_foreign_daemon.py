@@ -24,7 +24,7 @@ from tests.lab.network import DIES_WITH_PARENT, run_ip
 from tests.lab.project import Project
 from tests.lab.test_main_job import END_DEADLINE_S, load_events, long_job, start_training
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.thorough]
 
 PROGRAM = Path(__file__).with_name("neighbour_program.py")
 PRTED = Path(sys.prefix) / "bin" / "prted"

@@ -19,7 +19,7 @@ from tests.attacks.hostile_link import RUN_COMMAND
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.first(1)]
 
 JOB = """\
 model: model.py:build
@@ -160,6 +160,7 @@ def test_node_that_sends_pickles_fails_the_first_group_and_is_named(project: Pro
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(1)
 def test_doctor_names_the_node_that_sends_pickles(project: Project) -> None:
     marker = project.directory / "marker"
@@ -193,6 +194,7 @@ def test_others_train_on_without_a_node_that_spoils_a_sum(
     assert document["loss"] < 1
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(8)
 @pytest.mark.parametrize(
     ("element", "value"), [(-4, "1e20"), pytest.param(-3, "1", marks=pytest.mark.thorough)]
@@ -237,6 +239,7 @@ def test_node_that_claims_a_million_steps_gets_the_hosts_state(project: Project)
     assert document["loss"] < 1, "the weights are those of the training, not 666"
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(14)
 @pytest.mark.attack(15)
 def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> None:
@@ -263,6 +266,7 @@ def test_failed_run_leaves_nothing_in_memory_and_resumes(project: Project) -> No
     assert set(modes.values()) <= {"0o600", "0o700"}, modes
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(14)
 def test_run_that_fails_to_start_leaves_nothing_in_memory(project: Project) -> None:
     fleet = project.make_hostile("rank", "sys.exit(3)")

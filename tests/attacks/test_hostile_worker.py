@@ -13,7 +13,7 @@ from csdctl.runs.capped_log import MAX_LOG_BYTES
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, nothing_is_left
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build

@@ -12,7 +12,7 @@ import yaml
 
 from tests.attacks.hostile_node import make_hostile_python
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 PROGRAM = "from csdctl.cli.app import main; main()"
 MEMBER = """

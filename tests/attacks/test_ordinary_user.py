@@ -11,7 +11,7 @@ import pytest
 
 from tests.attacks.ordinary_user import OrdinaryUser
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 JOB = """\
 model: model.py:build

@@ -31,7 +31,7 @@ from csdctl.workflows.preflight.reachability import PortListener, _connect, _sta
 from csdctl.workflows.tune.probing import Prober
 from tests.attacks.hostile_python import write_hostile_python
 
-pytestmark = pytest.mark.attack(13)
+pytestmark = [pytest.mark.attack(13), pytest.mark.first(1)]
 
 BOMB = "print('[' * 900_000, flush=True); time.sleep(60)"
 ENDLESS_LINE = "while True: sys.stdout.write('x' * 65536)"

@@ -368,6 +368,8 @@ for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:
     code = """
 import os, time
+
+pytestmark = pytest.mark.first(1)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

@@ -33,6 +33,8 @@ from tests.attacks.hostile_ssh import (
     write_project,
 )
 
+pytestmark = pytest.mark.first(1)
+
 SLOW_S = 60.0
 """Far more than any deadline here: what takes so long has no deadline."""
 

@@ -182,6 +182,8 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
 from tests.attacks.test_state import load_saved
+
+pytestmark = pytest.mark.first(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = load_saved(Path(sys.argv[2]))
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

@@ -67,6 +67,7 @@ def test_script_trains_a_model_with_an_own_layer_and_reads_its_results(directory
     assert result["accuracy"] == pytest.approx(history["val_accuracy"][-1])
 
 
+@pytest.mark.thorough
 def test_callback_of_the_command_line_stops_a_run_that_can_be_resumed(directory: Path) -> None:
     job = yaml.safe_load((directory / "job.yaml").read_text())  # of the script above
     job["recipe"]["epochs"] = 100_000
@@ -93,6 +94,7 @@ def test_callback_of_the_command_line_stops_a_run_that_can_be_resumed(directory:
     assert resumed.returncode == 0, resumed.stderr
 
 
+@pytest.mark.thorough
 def test_callback_that_cannot_be_loaded_is_refused_before_anything_runs(directory: Path) -> None:
     done = csdctl(directory, "train", "--callback", "missing.py:enough")
     assert (done.returncode, done.stdout) == (2, "")

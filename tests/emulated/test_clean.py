@@ -82,6 +82,7 @@ def test_partial_files_are_removed_and_complete_files_stay(project: Path) -> Non
     assert on_csd0(project, "ls .csdctl/objects").split() == ["0123.npy"]
 
 
+@pytest.mark.thorough
 def test_features_and_predictions_are_listed_and_removed_on_request(project: Path) -> None:
     on_csd0(
         project,
@@ -106,6 +107,7 @@ def test_features_and_predictions_are_listed_and_removed_on_request(project: Pat
     on_csd0(project, "rm -r .csdctl/data")
 
 
+@pytest.mark.thorough
 def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     (project / "tree").mkdir()
     (project / "tree" / "file").write_text("content")
@@ -118,12 +120,14 @@ def test_deployed_trees_stay_until_nothing_uses_them(project: Path) -> None:
     assert on_csd0(project, "ls .csdctl/objects") == ""
 
 
+@pytest.mark.thorough
 def test_everything_is_removed_with_the_trees(project: Path) -> None:
     assert csdctl(project, "deploy", "--tree", "tree").returncode == 0
     assert csdctl(project, "clean", "--everything", "--yes").returncode == 0
     assert on_csd0(project, "ls -d tree .csdctl 2>/dev/null; true") == "", "no dangling link remains"
 
 
+@pytest.mark.thorough
 def test_everything_is_removed_only_when_confirmed(project: Path) -> None:
     on_csd0(project, "mkdir -p .csdctl/data && echo 1 >.csdctl/data/x")
     refused = csdctl(project, "clean", "--everything")
@@ -147,6 +151,7 @@ def test_failed_node_is_named_and_only_it_is_retried(project: Path) -> None:
     assert not (project / ".csdctl" / "failed.json").exists(), "nothing is left to retry"
 
 
+@pytest.mark.thorough
 def test_json_output_of_a_command_serves_as_failed_from(project: Path) -> None:
     failed = csdctl(project, "clean", "--fleet", "broken.yaml", "--json")
     (project / "out.json").write_text(failed.stdout)
@@ -154,6 +159,7 @@ def test_json_output_of_a_command_serves_as_failed_from(project: Path) -> None:
     assert list(json.loads(again.stdout)["machines"]) == ["host", "csd1"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "content", ["{}", '{"failed": {}}', '{"failed": {"host": {}}}', "[]", '{"failed": 3}']
 )
@@ -164,6 +170,7 @@ def test_file_without_failed_nodes_is_bad_input(project: Path, content: str) -> 
     assert "none.json" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(34)
 def test_clean_does_not_end_a_running_csdctl_unless_forced(project: Path) -> None:
     program = (

@@ -20,6 +20,7 @@ from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, Running, start, wai
 asyncssh = pytest.importorskip("asyncssh")
 
 pytestmark = [
+    pytest.mark.first(1),
     pytest.mark.emulated,
     pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
 ]

@@ -25,6 +25,7 @@ from tests.emulated.emulated_fleet import CPU, MEMORY_BYTES, start, wait_until
 asyncssh = pytest.importorskip("asyncssh")
 
 pytestmark = [
+    pytest.mark.first(1),
     pytest.mark.emulated,
     pytest.mark.skipif(shutil.which("ssh") is None, reason="needs OpenSSH's client"),
 ]

@@ -137,6 +137,7 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
     assert again["features"]["num_computed"] == 0
 
 
+@pytest.mark.thorough
 def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> None:
     """The plan says so; the model is that of one rank with the whole batch."""
     text = (JOB % 0.01).replace("  private: {path: ~/private.npz}\n", "")
@@ -192,6 +193,7 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     assert resumed["samples"] == (3 + 7) * 24
 
 
+@pytest.mark.thorough
 def test_views_are_features_of_augmented_samples(project: Path) -> None:
     (project / "changes.py").write_text(AUGMENT)
     text = (JOB % 0.01).replace("validation:", "augment: changes.py:darken\n  validation:")
@@ -208,6 +210,7 @@ def test_views_are_features_of_augmented_samples(project: Path) -> None:
     assert "set recipe.views to the number of augmented copies" in " ".join(refused.stderr.split())
 
 
+@pytest.mark.thorough
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
     assert by_features["features"]["num_computed"]
     done = csdctl(project, "verify", "--way", "features", "--json")
@@ -223,6 +226,7 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
     assert sum(found["num_rows"] for found in document["features"].values()) >= 3 * NUM_SAMPLES
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_LITERT, reason="no ai-edge-litert: features by LiteRT are not compared")
 def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -> None:
     done = csdctl(project, "verify", "--way", "features", "--feature-engine", "litert", "--json")
@@ -232,6 +236,7 @@ def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -
     assert max(ranks[node]["difference"] for node in ("csd0", "csd1")) > 0, "computed with Keras, too"
 
 
+@pytest.mark.thorough
 def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:
     report = train(project, "--way", "features", "--feature-precision", "float16")
     assert report["features"]["num_computed"] == 4 * NUM_SAMPLES
@@ -239,6 +244,7 @@ def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[
     assert report["validation_loss"] == pytest.approx(by_features["validation_loss"], rel=1e-2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
@@ -253,6 +259,7 @@ def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, re
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.thorough
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
     (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
     arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")

@@ -357,6 +357,7 @@ def test_missing_model_file_is_named(project: Path) -> None:
     assert "nowhere.py does not exist" in done.stderr
 
 
+@pytest.mark.thorough
 def test_model_with_too_few_outputs_is_refused_before_anything_starts(project: Path) -> None:
     (project / "five.py").write_text(MODEL.replace("Dense(4", "Dense(3"))
     job_with(project, "five.yaml", model="five.py:build")
@@ -365,6 +366,7 @@ def test_model_with_too_few_outputs_is_refused_before_anything_starts(project: P
     assert "has 3 outputs, the public data has labels up to 3" in done.stderr
 
 
+@pytest.mark.thorough
 def test_node_that_is_down_is_named_and_can_be_excluded(project: Path) -> None:
     fleet = yaml.safe_load((project / "fleet.yaml").read_text())
     fleet["nodes"][1]["port"] = 1

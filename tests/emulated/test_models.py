@@ -13,7 +13,7 @@ from csdctl.job.model import load_job
 from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
 JOB = """\

@@ -12,7 +12,7 @@ import pytest
 
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "tutorials" / "notebook.ipynb"
 CELL_DEADLINE_S = 400
 ENDLESS = """

@@ -85,6 +85,7 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     assert found["inversion"]["num_held_out"] == NUM_SAMPLES // 6
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "reason", "remedy"),
     [
@@ -113,6 +114,7 @@ def test_what_cannot_be_split_is_refused(
     assert "Traceback" not in said
 
 
+@pytest.mark.thorough
 def test_split_run_survives_a_lost_node_and_resumes(project: Path) -> None:
     process, run = start_training(project, "long.yaml", *SPLIT, "--max-steps", "1000000", until="EpochEnd")
     kill_rank("csd1")(project, run)

@@ -49,6 +49,7 @@ def test_unknown_keys_are_refused_until_the_user_accepts_them(project: Path) -> 
     assert csdctl(project, "discover").returncode == 0
 
 
+@pytest.mark.thorough
 def test_dry_run_shows_keys_and_stores_none(project: Path) -> None:
     (project / ".csdctl").mkdir(exist_ok=True)
     failed = project / ".csdctl" / "failed.json"
@@ -76,6 +77,7 @@ def test_keys_are_stored_in_plain_text_and_accepted_once(project: Path) -> None:
     assert len(known(project)) == 2
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(5)
 def test_changed_key_is_always_refused_and_forgotten_only_by_name(project: Path) -> None:
     csdctl(project, "trust", "--yes")

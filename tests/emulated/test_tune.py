@@ -11,7 +11,7 @@ import yaml
 
 from tests.emulated.running import csdctl
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 LIMIT = 256
 STANNIS = ("--method=stannis", "--batch-sizes=4,16", "--probe-seconds=0.1", "--exclude=csd1")

@@ -128,6 +128,7 @@ def test_job_or_fleet_changed_after_tuning_is_detected(project: Project, job: Pa
     assert "changed since tuning" in done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(10)
 def test_training_reaches_nodes_through_a_jump_host(project: Project, job: Path) -> None:
     lab = project.lab
@@ -155,6 +156,7 @@ def test_jump_host_that_is_off_is_named_once_for_all_nodes_behind_it(project: Pr
     assert done.stdout.count("→") == 1, done.stdout
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(24)
 @pytest.mark.fault(34)
 @pytest.mark.fault(35)

@@ -15,6 +15,8 @@ tf, keras = load_backend()
 from csdctl.worker.compute.flops import count_flops
 from keras import Input, Model, Sequential, layers
 
+pytestmark = pytest.mark.first(4)
+
 
 class Broken:
     inputs = [Input((4,))]

@@ -19,6 +19,8 @@ from csdctl.worker.protocol.recipe import LossTerm, Recipe
 from csdctl.worker.tasks.split import Exchange
 from tests.unit.worker.compute.built_models import keras
 
+pytestmark = pytest.mark.first(3)
+
 PARTS = (21, 34, 9)
 """Batch sizes of the ranks."""
 NUM_MICRO_BATCHES = 4
