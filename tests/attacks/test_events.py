@@ -20,6 +20,8 @@ from csdctl.worker.protocol.events import EpochEnd, Finished, Progress
 from tests.attacks.rank_program import END, STEP
 from tests.attacks.small_run import MANIFEST, NODES, Attack, SmallRun
 
+pytestmark = pytest.mark.first(1)
+
 HOST, ME, OTHER = range(3)
 FINISHED = {"epochs": 1, "steps": 1, "weights_hash": "h", "peak_memory_bytes": 1}
 JOINED: dict[str, Any] = {
@@ -242,8 +244,6 @@ import resource, sys
 from pathlib import Path
 from csdctl.runs.directory import ProjectDirectory
 from csdctl.workflows.reporting.report import report
-
-pytestmark = pytest.mark.first(1)
 print(report(ProjectDirectory(Path(sys.argv[1])), None)[1].epochs, end=" ")
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """

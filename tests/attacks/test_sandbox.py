@@ -19,6 +19,8 @@ import pytest
 from csdctl.shipping.worker_zip import pack_worker
 from csdctl.worker.sandbox.system_calls import Program
 
+pytestmark = pytest.mark.first(1)
+
 ORDINARY = 12345
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROGRAM = Path(__file__).with_name("sandbox_program.py")
@@ -368,8 +370,6 @@ for family, host in ((socket.AF_INET, ""), (socket.AF_INET6, "::")):
 def test_sandbox_ends_with_its_input_and_leaves_nothing(user: User, place: Path) -> None:
     code = """
 import os, time
-
-pytestmark = pytest.mark.first(1)
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

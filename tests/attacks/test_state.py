@@ -19,6 +19,8 @@ from csdctl.worker.tasks.position import Position, max_state_bytes, pack, unpack
 from csdctl.worker.tasks.state_files import Checkpoints, StepFile
 from tests.attacks.holding_ranks import held, hold
 
+pytestmark = pytest.mark.first(1)
+
 HOST = (1.0, 40)
 NOBODY = 65534
 
@@ -182,8 +184,6 @@ import resource, sys
 from pathlib import Path
 sys.path[:0] = [sys.argv[1]]
 from tests.attacks.test_state import load_saved
-
-pytestmark = pytest.mark.first(1)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = load_saved(Path(sys.argv[2]))
 grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before

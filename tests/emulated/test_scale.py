@@ -18,7 +18,6 @@ MODEL = """\
 import keras
 
 
-
 def build():
     layers = [keras.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10, activation="softmax")]
     return keras.Sequential(layers)

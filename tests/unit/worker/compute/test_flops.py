@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.first(4)
+
 COUNT = """
 import json
 from csdctl.worker.compute.backend import load_backend
 tf, keras = load_backend()
 from csdctl.worker.compute.flops import count_flops
 from keras import Input, Model, Sequential, layers
-
-pytestmark = pytest.mark.first(4)
 
 
 class Broken:
