@@ -127,6 +127,10 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
     for one, other in zip(expected, found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
     assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
+
+
+@pytest.mark.thorough
+def test_features_of_all_samples_are_found_again(project: Path, by_features: dict[str, Any]) -> None:
     found = csdctl(project, "extract", "faster.yaml", "--batch-size", "8", "--json")
     assert found.returncode == 0, found.stderr
     document = json.loads(found.stdout)

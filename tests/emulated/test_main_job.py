@@ -26,7 +26,6 @@ from tests.emulated.training import (
     kill_mpirun,
     kill_rank,
     nothing_is_left,
-    resume_training,
     resumed_from,
     start_training,
     wait_until_regrouped,
@@ -240,6 +239,7 @@ def test_run_continues_bit_identically_each_time_mpi_or_the_hosts_rank_breaks(
     assert hash_at_the_end(run) == expected_hash
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(44)
 def test_run_continues_without_a_killed_rank(project: Path) -> None:
     process, run = start_training(project, "slow.yaml")
@@ -273,11 +273,7 @@ def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: P
 
 
 @pytest.mark.fault(23)
-@pytest.mark.fault(24)
-def test_run_that_is_stopped_and_then_killed_resumes_bit_identically(
-    project: Path, expected_hash: str
-) -> None:
-    """Ctrl-C ends it; resumed, csdctl is killed; resumed again, it has the weights of an undisturbed run."""
+def test_stopped_run_resumes_bit_identically(project: Path, expected_hash: str) -> None:
     process, run = start_training(project, "slow.yaml", "--no-rebalance")
     process.send_signal(signal.SIGINT)
     output, _ = communicate(process, project)
@@ -289,15 +285,25 @@ def test_run_that_is_stopped_and_then_killed_resumes_bit_identically(
     assert len(stopped) == 1
     assert stopped.pop() < STEPS
     assert state_of(project, run) == "stopped"
+    resume_to_the_end(project, run, expected_hash)
 
-    process = resume_training(project, run, "slow.yaml", "--no-rebalance", "--resume", "latest")
+
+@pytest.mark.thorough
+@pytest.mark.fault(24)
+def test_run_of_a_killed_csdctl_resumes_bit_identically(project: Path, expected_hash: str) -> None:
+    process, run = start_training(project, "slow.yaml", "--no-rebalance")
     process.kill()
     communicate(process)
     assert nothing_is_left(project, run)
     seen = max(event["step"] for event in events_of(run, "Progress"))
-    done = csdctl(project, "train", "slow.yaml", *SHORT_RUN[2:], "--no-rebalance", "--resume", run.name)
-    assert done.returncode == 0, done.stdout + done.stderr
+    resume_to_the_end(project, run, expected_hash)
     assert events_of(run, "Joined")[-1]["step"] >= seen
+
+
+def resume_to_the_end(project: Path, run: Path, expected_hash: str) -> None:
+    run_command_of_a_user(
+        project, "train", "slow.yaml", *SHORT_RUN[2:], "--no-rebalance", "--resume", run.name
+    )
     last = events_of(run, "Finished")[-NUM_NODES - 1 :]
     assert {event["steps"] for event in last} == {STEPS}
     assert {event["weights_hash"] for event in last} == {expected_hash}
@@ -319,6 +325,7 @@ def test_verify_proves_the_gradient_on_this_fleet(project: Path) -> None:
     assert set(found["ranks"]) == {"host", *(f"csd{number}" for number in range(NUM_NODES))}
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(57)
 def test_nan_loss_ends_the_run_with_a_remedy(project: Path) -> None:
     job_with(project, "wild.yaml", learning_rate="1e12")

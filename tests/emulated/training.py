@@ -31,14 +31,6 @@ def start_training(
     return process, wait_for(new_run, process, demo)
 
 
-def resume_training(demo: Path, run: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Resume `run` as `arguments` name it; return the process after its first steps."""
-    before = num_lines_with("Progress", run)
-    process = _train(demo, *SHORT_RUN[2:], *arguments)
-    wait_for(lambda: num_lines_with("Progress", run) > before, process, demo)
-    return process
-
-
 def wait_until_regrouped(process: subprocess.Popen[str], run: Path, generation: int) -> None:
     """Wait until rank 0 has done steps in the group of this number."""
 

@@ -183,6 +183,7 @@ def test_second_csdctl_names_the_first_and_works_once_it_is_dead(
     assert node.commands() == []
 
 
+@pytest.mark.thorough
 @pytest.mark.fault(23)
 def test_ctrl_c_twice_ends_at_once_and_leaves_nothing_on_any_node(project: Project, job: Path) -> None:
     project.use(project.lab.near[0], network=NETWORK)
