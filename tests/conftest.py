@@ -35,10 +35,10 @@ LONGEST = [
         "emulated/test_private_noise.py",
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
-        "unit/worker/tasks/test_verify_matrix.py",
+        "unit/worker/tasks/test_verify.py",
         "unit/worker/compute/test_exact_gradient.py",
         "unit/worker/compute/test_against_fit.py",
-        "unit/workflows/data/test_prepare_functions.py",
+        "unit/workflows/data/test_prepare.py",
     )
 ]
 NUM_LEFT_OUT = pytest.StashKey[int]()
