@@ -23,22 +23,31 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the same with nohup
 LONGEST = [
     Path(__file__).parent / name
     for name in (
+        "emulated/test_demo.py",
+        "emulated/test_features.py",
+        "emulated/test_predict.py",
+        "emulated/test_ways.py",
+        "emulated/test_augment.py",
+        "emulated/test_tune.py",
+        "emulated/test_split.py",
         "emulated/test_main_job.py",
         "lab/test_main_job.py",
         "lab/test_privacy.py",
-        "emulated/test_tune.py",
-        "emulated/test_split.py",
-        "emulated/test_features.py",
-        "emulated/test_predict.py",
-        "attacks/test_hostile_node.py",
-        "emulated/test_notebook.py",
+        "emulated/test_api.py",
+        "emulated/test_strategies.py",
+        "emulated/test_init.py",
         "emulated/test_private_noise.py",
+        "emulated/test_notebook.py",
+        "emulated/test_doctor.py",
+        "emulated/test_runs.py",
+        "attacks/test_hostile_node.py",
         "attacks/test_ordinary_user.py",
         "attacks/test_foreign_daemon.py",
         "unit/worker/tasks/test_verify.py",
         "unit/worker/compute/test_exact_gradient.py",
         "unit/worker/compute/test_against_fit.py",
         "unit/workflows/data/test_prepare.py",
+        "attacks/test_receiver.py",
     )
 ]
 NUM_LEFT_OUT = pytest.StashKey[int]()

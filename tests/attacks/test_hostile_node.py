@@ -151,6 +151,7 @@ def finished(run: RunDirectory) -> dict[str, dict[str, Any]]:
     return {event["node"]: event for event in events_of(run.path, "Finished")}
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(1)
 def test_node_that_sends_pickles_fails_the_first_group_and_is_named(project: Project) -> None:
     marker = project.directory / "marker"
@@ -172,6 +173,7 @@ def test_doctor_names_the_node_that_sends_pickles(project: Project) -> None:
     assert not marker.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.attack(8)
 @pytest.mark.parametrize(
     ("element", "value", "words"),

@@ -193,6 +193,7 @@ def test_resumed_run_follows_no_path_of_its_files(project: Path, run: Path) -> N
     assert (run / "model.keras").exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("file", "edit", "problem"),
     [
@@ -217,6 +218,7 @@ def test_edited_run_is_not_resumed(
     assert_error(done, 2, file, problem, "start a new run")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["manifest.json", "checkpoints"])
 def test_link_in_a_run_is_not_followed(project: Path, run: Path, name: str) -> None:
     (run / name).rename(run / "aside")

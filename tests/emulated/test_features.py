@@ -18,7 +18,7 @@ from csdctl.tuning.plan import Plan, RankPlan, save_plan
 from tests.emulated.running import csdctl
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 HAS_LITERT = importlib.util.find_spec("ai_edge_litert") is not None
 NUM_SAMPLES = 96
@@ -129,7 +129,6 @@ def test_features_train_the_same_model(project: Path, by_features: dict[str, Any
     assert by_features["features"]["num_computed"] == 4 * NUM_SAMPLES
 
 
-@pytest.mark.thorough
 def test_features_of_all_samples_are_found_again(project: Path, by_features: dict[str, Any]) -> None:
     found = csdctl(project, "extract", "faster.yaml", "--batch-size", "8", "--json")
     assert found.returncode == 0, found.stderr
@@ -141,7 +140,6 @@ def test_features_of_all_samples_are_found_again(project: Path, by_features: dic
     assert again["features"]["num_computed"] == 0
 
 
-@pytest.mark.thorough
 def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> None:
     """The plan says so; the model is that of one rank with the whole batch."""
     text = (JOB % 0.01).replace("  private: {path: ~/private.npz}\n", "")
@@ -197,7 +195,6 @@ def test_host_trains_alone_on_features_of_all_public_samples(project: Path) -> N
     assert resumed["samples"] == (3 + 7) * 24
 
 
-@pytest.mark.thorough
 def test_views_are_features_of_augmented_samples(project: Path) -> None:
     (project / "changes.py").write_text(AUGMENT)
     text = (JOB % 0.01).replace("validation:", "augment: changes.py:darken\n  validation:")
@@ -214,7 +211,6 @@ def test_views_are_features_of_augmented_samples(project: Path) -> None:
     assert "set recipe.views to the number of augmented copies" in " ".join(refused.stderr.split())
 
 
-@pytest.mark.thorough
 def test_verify_compares_features_and_head(project: Path, by_features: dict[str, Any]) -> None:
     assert by_features["features"]["num_computed"]
     done = csdctl(project, "verify", "--way", "features", "--json")
@@ -230,7 +226,6 @@ def test_verify_compares_features_and_head(project: Path, by_features: dict[str,
     assert sum(found["num_rows"] for found in document["features"].values()) >= 3 * NUM_SAMPLES
 
 
-@pytest.mark.thorough
 @pytest.mark.skipif(not HAS_LITERT, reason="no ai-edge-litert: features by LiteRT are not compared")
 def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -> None:
     done = csdctl(project, "verify", "--way", "features", "--feature-engine", "litert", "--json")
@@ -240,7 +235,6 @@ def test_verify_compares_features_of_litert_with_those_of_keras(project: Path) -
     assert max(ranks[node]["difference"] for node in ("csd0", "csd1")) > 0, "computed with Keras, too"
 
 
-@pytest.mark.thorough
 def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[str, Any]) -> None:
     report = train(project, "--way", "features", "--feature-precision", "float16")
     assert report["features"]["num_computed"] == 4 * NUM_SAMPLES
@@ -248,7 +242,6 @@ def test_features_in_16_bits_are_computed_anew(project: Path, by_features: dict[
     assert report["validation_loss"] == pytest.approx(by_features["validation_loss"], rel=1e-2)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("job", "reason"),
     [
@@ -263,7 +256,6 @@ def test_model_without_a_frozen_beginning_is_refused(project: Path, job: str, re
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.thorough
 def test_lost_node_leaves_its_public_samples_and_the_stopped_run_resumes(project: Path) -> None:
     (project / "long.yaml").write_text((JOB % 0.01).replace("epochs: 2", "epochs: 100000"))
     arguments = ("long.yaml", "--way", "features", "--max-steps", "1000000")

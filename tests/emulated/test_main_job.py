@@ -1,11 +1,13 @@
 """The main job with real SSH, MPI and training on an emulated host and two nodes: each command, then faults.
 
-The model has 700 parameters; a run that is to be broken pauses in every step, so that it waits without the
+The model has 700 parameters. A run that is to be broken pauses in every step, so that it waits without the
 processor. The same with Fashion-MNIST, as `csdctl demo` does it, is in test_demo.py.
 """
 
+import csv
 import json
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,8 +19,6 @@ import yaml
 
 from tests.emulated.running import csdctl
 from tests.emulated.training import (
-    SHORT_RUN,
-    STEPS,
     events_of,
     hash_at_the_end,
     kill_daemon,
@@ -27,7 +27,7 @@ from tests.emulated.training import (
     kill_rank,
     nothing_is_left,
     resumed_from,
-    start_training,
+    start_run,
     wait_until_regrouped,
 )
 from tests.patience import communicate, run_command
@@ -36,31 +36,33 @@ pytestmark = pytest.mark.emulated
 
 NUM_NODES = 2
 NUM_PUBLIC, NUM_PRIVATE, NUM_VALIDATION = 600, 96, 100
+MAX_GLOBAL_BATCH = 24
+PLANNED = ("--no-rebalance", "--collective", "star")
+"""All runs of the plan with these are the same to the bit."""
 JOB = """\
 model: small.py:build
 data:
   public: {path: public.npz}
   private: {path: ~/private.npz}
   validation: {path: validation.npz}
-recipe: {epochs: 2, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1}
+recipe: {epochs: 8, learning_rate: 0.05, momentum: 0.9, reference_batch: 64, warmup_epochs: 1}
 """
 MODEL = """\
+import os
 import time
 
 import keras
 import tensorflow as tf
 
 
+def wait(samples):
+    if os.path.exists(os.path.expanduser("~/pause")):
+        time.sleep(0.05)
+    return samples
+
+
 class Pause(keras.layers.Layer):
-    def __init__(self, pause_s, **more):
-        super().__init__(**more)
-        self.pause_s = pause_s
-
     def call(self, samples):
-        def wait(given):
-            time.sleep(self.pause_s)
-            return given
-
         waited = tf.numpy_function(wait, [samples], samples.dtype)
         waited.set_shape(samples.shape)
         return waited
@@ -68,18 +70,10 @@ class Pause(keras.layers.Layer):
     def compute_output_shape(self, shape):
         return shape
 
-    def get_config(self):
-        return {**super().get_config(), "pause_s": self.pause_s}
 
-
-def build(pause_s=0.0):
-    layers = [Pause(pause_s)] if pause_s else []
-    layers += [keras.layers.Conv2D(4, 3), keras.layers.Flatten(), keras.layers.Dense(4, activation="softmax")]
-    return keras.Sequential([keras.Input((8, 8, 1)), *layers])
-
-
-def build_slow():
-    return build(0.05)
+def build():
+    layers = [Pause(), keras.layers.Conv2D(4, 3), keras.layers.Flatten()]
+    return keras.Sequential([keras.Input((8, 8, 1)), *layers, keras.layers.Dense(4, activation="softmax")])
 """
 
 
@@ -97,9 +91,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     directory = tmp_path_factory.mktemp("main") / "a name with spaces"
     directory.mkdir()
     (directory / "job.yaml").write_text(JOB)
-    long = JOB.replace("epochs: 2", "epochs: 20")
-    (directory / "long.yaml").write_text(long)
-    (directory / "slow.yaml").write_text(long.replace(":build", ":build_slow"))
     (directory / "small.py").write_text(MODEL)
     write_samples(directory / "public.npz", NUM_PUBLIC, 0)
     write_samples(directory / "validation.npz", NUM_VALIDATION, 1)
@@ -110,8 +101,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for command in (
             ["discover"],
             ["prepare"],
-            ["tune", "--no-explore", "--probe-seconds", "0.1"],
-            ["train"],
+            ["tune", "--no-explore", "--probe-seconds", "0.1", "--max-global-batch", str(MAX_GLOBAL_BATCH)],
+            ["train", *PLANNED],
         ):
             run_command_of_a_user(directory, *command)
         yield directory
@@ -138,8 +129,8 @@ def report(directory: Path) -> dict[str, Any]:
 
 def test_report_of_a_trained_job_says_what_was_trained_and_learnt(project: Path) -> None:
     document = report(project)
-    assert (document["state"], document["emulated"], document["epochs"]) == ("done", True, 2)
-    assert document["samples"] == 2 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
+    assert (document["state"], document["emulated"], document["epochs"]) == ("done", True, 8)
+    assert document["samples"] == 8 * (NUM_PUBLIC + NUM_NODES * NUM_PRIVATE)
     assert sum(rank["num_public"] for rank in document["ranks"]) == NUM_PUBLIC
     assert [rank["num_private"] for rank in document["ranks"]] == [0, NUM_PRIVATE, NUM_PRIVATE]
     assert document["validation_accuracy"] > 0.5  # of four classes
@@ -179,21 +170,40 @@ def test_all_ranks_hold_identical_weights_at_every_epochs_end(project: Path) -> 
     assert document["identical_weights"] is True
 
 
-def test_run_directory_has_checkpoints_and_a_model_that_keras_loads(project: Path) -> None:
-    document = report(project)
-    run = Path(document["path"])
-    assert len(list((run / "checkpoints").glob("*.npz"))) == 2  # one an epoch
+def test_run_directory_has_checkpoints_and_the_best_model(project: Path) -> None:
+    run = Path(report(project)["path"])
+    assert 3 <= len(list((run / "checkpoints").glob("*.npz"))) <= 4  # the newest, and the best
     assert (run / "best.keras").exists()
-    program = (
-        "import sys, keras, numpy as np\n"
-        "model = keras.models.load_model(sys.argv[1], compile=False)\n"
-        "data = np.load('validation.npz')\n"
-        "found = model.predict(data['x'] / np.float32(255), batch_size=500, verbose=0).argmax(-1)\n"
-        "print(float((found == data['y']).mean()))\n"
-    )
-    done = run_command([sys.executable, "-c", program, str(run / "model.keras")], cwd=project)
+
+
+def test_predictions_of_all_machines_are_those_of_keras_on_the_saved_model(project: Path) -> None:
+    done = csdctl(project, "predict", "latest", "--on", "all", "--batch-size", "8", "--json")
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) == pytest.approx(document["validation_accuracy"], abs=1e-3)
+    document = report(project)
+    program = (
+        "import sys, json, keras, numpy as np\n"
+        "from small import Pause\n"
+        "model = keras.models.load_model(sys.argv[1], {'Pause': Pause}, compile=False)\n"
+        "for path in sys.argv[2:]:\n"
+        "    data = np.load(path)\n"
+        "    found = model.predict(data['x'] / np.float32(255), batch_size=500, verbose=0).argmax(-1)\n"
+        "    print(json.dumps([found.tolist(), float((found == data['y']).mean())]))\n"
+    )
+    homes = [home_of(project, number) / "private.npz" for number in range(NUM_NODES)]
+    files = [project / "public.npz", project / "validation.npz", *homes]
+    model = f"{document['path']}/model.keras"
+    told = run_command([sys.executable, "-c", program, model, *map(str, files)], cwd=project)
+    assert told.returncode == 0, told.stderr
+    expected = [json.loads(line) for line in told.stdout.splitlines()]
+    assert expected[1][1] == pytest.approx(document["validation_accuracy"], abs=1e-3)
+    with (project / "predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    places = [("public", "host"), ("validation", "host"), ("private", "csd0"), ("private", "csd1")]
+    for (data, node), (classes, _) in zip(places, expected, strict=True):
+        found = {
+            int(row["row"]): int(row["class"]) for row in rows if (row["data"], row["node"]) == (data, node)
+        }
+        assert found == dict(enumerate(classes))
 
 
 def test_second_deploy_sends_nothing(project: Path) -> None:
@@ -208,41 +218,58 @@ def test_second_deploy_sends_nothing(project: Path) -> None:
 
 @pytest.fixture(scope="module")
 def expected_hash(project: Path) -> str:
-    """The hash of the final weights of an undisturbed run, which need not pause."""
-    run_command_of_a_user(project, "train", "long.yaml", *SHORT_RUN, "--no-rebalance")
-    return hash_at_the_end(max((project / ".csdctl" / "runs").iterdir()))
+    """The hash of the final weights of the undisturbed run, the first of all."""
+    return hash_at_the_end(min((project / ".csdctl" / "runs").iterdir()))
 
 
+@pytest.fixture
+def paused(project: Path) -> Iterator[None]:
+    """Every step takes 50 ms: its run waits to be broken, without the processor."""
+    pause = home_of(project, 0) / "pause"
+    pause.touch()
+    yield
+    pause.unlink()
+
+
+@pytest.mark.fault(23)
 @pytest.mark.fault(45)
 @pytest.mark.fault(48)
-def test_run_continues_bit_identically_each_time_mpi_or_the_hosts_rank_breaks(
-    project: Path, expected_hash: str
+def test_run_that_breaks_three_times_and_is_stopped_resumes_bit_identically(
+    project: Path, paused: None, expected_hash: str
 ) -> None:
     """An MPI daemon is killed, in the next group mpirun, and in the third the host's rank.
 
-    That rank is restarted, and goes on from its step file; the nodes take over its state, not it theirs.
+    That rank is restarted, and goes on from its step file; the nodes take over its state, not it theirs. Then
+    Ctrl-C stops the run, which is resumed.
     """
-    process, run = start_training(project, "slow.yaml", "--no-rebalance")
+    process, run = start_planned_training(project)
     kill_daemon("csd1")(project, run)
     wait_until_regrouped(process, run, 2)
     kill_mpirun(project, run)
     wait_until_regrouped(process, run, 3)
     assert events_of(run, "NodeLost") == []
     kill_host_rank(project, run)
+    wait_until_regrouped(process, run, 4)
+    process.send_signal(signal.SIGINT)
     output, _ = communicate(process, project)
-    assert process.returncode == 0, output
+    assert process.returncode == 130, output
+    assert f"csdctl train --resume {run.name}" in output
     assert "Traceback" not in output
     assert nothing_is_left(project, run)
     assert [event["node"] for event in events_of(run, "NodeLost")] == ["host"]
     for generation in (2, 3, 4):
         assert len(resumed_from(run, generation)["batch_sizes"]) == NUM_NODES + 1
-    assert hash_at_the_end(run) == expected_hash
+    stopped = {event["steps"] for event in events_of(run, "Finished")}
+    assert len(stopped) == 1
+    assert stopped.pop() < num_steps(project)
+    assert state_of(project, run) == "stopped"
+    resume_to_the_end(project, run, expected_hash)
 
 
 @pytest.mark.thorough
 @pytest.mark.fault(44)
-def test_run_continues_without_a_killed_rank(project: Path) -> None:
-    process, run = start_training(project, "slow.yaml")
+def test_run_continues_without_a_killed_rank(project: Path, paused: None) -> None:
+    process, run = start_planned_training(project)
     kill_rank("csd1")(project, run)
     output, _ = communicate(process, project)
     assert process.returncode == 0, output
@@ -252,16 +279,16 @@ def test_run_continues_without_a_killed_rank(project: Path) -> None:
     assert nothing_is_left(project, run)
     assert [event["node"] for event in events_of(run, "NodeLost")] == ["csd1"]
     assert len(resumed_from(run)["batch_sizes"]) == NUM_NODES
-    assert {event["steps"] for event in events_of(run, "Finished")} == {STEPS}
+    assert len({event["steps"] for event in events_of(run, "Finished")}) == 1
     hash_at_the_end(run)
     document = json.loads(csdctl(project, "report", run.name, "--json").stdout)
     assert document["state"] == "done"
-    assert document["lost_nodes"] == ["csd1"]
+    assert (document["epochs"], document["lost_nodes"]) == (8, ["csd1"])
 
 
 @pytest.mark.thorough
-def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: Path) -> None:
-    process, run = start_training(project, "slow.yaml", "--min-nodes", str(NUM_NODES))
+def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: Path, paused: None) -> None:
+    process, run = start_planned_training(project, "--min-nodes", str(NUM_NODES))
     kill_rank("csd1")(project, run)
     output, _ = communicate(process, project)
     assert process.returncode == 1, output
@@ -272,26 +299,12 @@ def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(project: P
     assert state_of(project, run) == "failed"
 
 
-@pytest.mark.fault(23)
-def test_stopped_run_resumes_bit_identically(project: Path, expected_hash: str) -> None:
-    process, run = start_training(project, "slow.yaml", "--no-rebalance")
-    process.send_signal(signal.SIGINT)
-    output, _ = communicate(process, project)
-    assert process.returncode == 130, output
-    assert f"csdctl train --resume {run.name}" in output
-    assert "Traceback" not in output
-    assert nothing_is_left(project, run)
-    stopped = {event["steps"] for event in events_of(run, "Finished")}
-    assert len(stopped) == 1
-    assert stopped.pop() < STEPS
-    assert state_of(project, run) == "stopped"
-    resume_to_the_end(project, run, expected_hash)
-
-
 @pytest.mark.thorough
 @pytest.mark.fault(24)
-def test_run_of_a_killed_csdctl_resumes_bit_identically(project: Path, expected_hash: str) -> None:
-    process, run = start_training(project, "slow.yaml", "--no-rebalance")
+def test_run_of_a_killed_csdctl_resumes_bit_identically(
+    project: Path, paused: None, expected_hash: str
+) -> None:
+    process, run = start_planned_training(project)
     process.kill()
     communicate(process)
     assert nothing_is_left(project, run)
@@ -301,12 +314,20 @@ def test_run_of_a_killed_csdctl_resumes_bit_identically(project: Path, expected_
 
 
 def resume_to_the_end(project: Path, run: Path, expected_hash: str) -> None:
-    run_command_of_a_user(
-        project, "train", "slow.yaml", *SHORT_RUN[2:], "--no-rebalance", "--resume", run.name
-    )
+    run_command_of_a_user(project, "train", "--skip-doctor", *PLANNED, "--resume", run.name)
     last = events_of(run, "Finished")[-NUM_NODES - 1 :]
-    assert {event["steps"] for event in last} == {STEPS}
+    assert {event["steps"] for event in last} == {num_steps(project)}
     assert {event["weights_hash"] for event in last} == {expected_hash}
+
+
+def start_planned_training(project: Path, *options: str) -> tuple[subprocess.Popen[str], Path]:
+    return start_run(project, "--skip-doctor", *PLANNED, *options)
+
+
+def num_steps(project: Path) -> int:
+    """Return the steps of the undisturbed run."""
+    first = min((project / ".csdctl" / "runs").iterdir())
+    return int(events_of(first, "Finished")[0]["steps"])
 
 
 def state_of(directory: Path, run: Path) -> str:

@@ -18,7 +18,7 @@ import yaml
 from tests.emulated.running import CSDCTL, csdctl
 from tests.emulated.training import of_fleet, processes
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 80
 NUM_PUBLIC = 200
@@ -171,7 +171,6 @@ def test_classes_of_all_samples_are_those_of_one_process(project: Path) -> None:
     assert (project / "predictions.csv").read_bytes() == before
 
 
-@pytest.mark.thorough
 def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
     fleet = yaml.safe_load((project / "fleet.yaml").read_text())
     fleet["nodes"][1]["port"] = 1  # where nothing listens
@@ -190,7 +189,6 @@ def test_absent_node_lacks_its_private_rows_alone(project: Path) -> None:
     assert (project / "away.csv").read_text().splitlines() == present
 
 
-@pytest.mark.thorough
 def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     for want, prefix in (("scores", ()), ("embeddings", ("--layer", "pooled"))):
         found = predict(project, "trained.keras", "--want", want, *prefix, "--output", f"{want}.npz")
@@ -203,7 +201,6 @@ def test_scores_and_embeddings_of_private_samples(project: Path) -> None:
     assert {"scores of private samples", "embeddings of private samples"} <= kinds
 
 
-@pytest.mark.thorough
 def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
     predict(project, "two.keras", "--on", "validation", "--output", "two.csv")
     rows = read_rows(project / "two.csv")
@@ -211,7 +208,6 @@ def test_two_outputs_have_columns_of_their_own(project: Path) -> None:
     assert len(rows) == NUM_SAMPLES
 
 
-@pytest.mark.thorough
 def test_run_is_predicted_with_its_own_job(project: Path) -> None:
     trained = csdctl(
         project, "train", "--batch-size", "8", "--max-steps", "2", "--skip-doctor", "--exclude=csd1", "--json"
@@ -258,7 +254,6 @@ def num_stored(project: Path) -> int:
     return 0
 
 
-@pytest.mark.thorough
 def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     once = start_and_kill(project, 0)
     twice = start_and_kill(project, once)
@@ -273,7 +268,6 @@ def test_killed_node_loses_and_doubles_no_row(project: Path) -> None:
     assert [int(row["class"]) for row in rows] == expected.argmax(axis=1).tolist()
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

@@ -13,7 +13,7 @@ from tests.emulated.running import csdctl
 from tests.emulated.test_features import weights_of, write
 from tests.emulated.training import events_of, kill_rank, nothing_is_left, start_training
 
-pytestmark = pytest.mark.emulated
+pytestmark = [pytest.mark.emulated, pytest.mark.thorough]
 
 NUM_SAMPLES = 96
 JOB = """\
@@ -80,7 +80,6 @@ def test_split_model_trains_as_whole_ones_and_says_what_left_the_nodes(project: 
     assert flows["csd0", "host", "activations"] == 2 * NUM_SAMPLES * (8 * 10 * 10 * 4 + 4)
 
 
-@pytest.mark.thorough
 def test_verify_compares_the_split_model_with_the_whole_one(project: Path) -> None:
     verified = csdctl(project, "verify", *SPLIT, "--json")
     assert verified.returncode == 0, verified.stderr
@@ -89,7 +88,6 @@ def test_verify_compares_the_split_model_with_the_whole_one(project: Path) -> No
     assert found["inversion"]["num_held_out"] == NUM_SAMPLES // 6
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arguments", "reason", "remedy"),
     [
@@ -118,7 +116,6 @@ def test_what_cannot_be_split_is_refused(
     assert "Traceback" not in said
 
 
-@pytest.mark.thorough
 def test_split_run_survives_a_lost_node_and_resumes(project: Path) -> None:
     process, run = start_training(project, "long.yaml", *SPLIT, "--max-steps", "1000000", until="EpochEnd")
     kill_rank("csd1")(project, run)

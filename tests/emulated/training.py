@@ -13,16 +13,20 @@ from tests.patience import eventually, files_written
 
 T = TypeVar("T")
 
-STEPS = 240
-SHORT_RUN = ("--batch-size", "8", "--max-steps", str(STEPS), "--skip-doctor", "--collective", "star")
+SHORT_RUN = ("--batch-size", "8", "--max-steps", "240", "--skip-doctor", "--collective", "star")
 
 
 def start_training(
     demo: Path, *arguments: str, until: str = "Progress"
 ) -> tuple[subprocess.Popen[str], Path]:
+    """Start a short `csdctl train`, as `start_run` does."""
+    return start_run(demo, *SHORT_RUN, *arguments, until=until)
+
+
+def start_run(demo: Path, *arguments: str, until: str = "Progress") -> tuple[subprocess.Popen[str], Path]:
     """Start `csdctl train`; return the process and its run directory after the first event `until`."""
     before = set((demo / ".csdctl" / "runs").glob("*"))
-    process = _train(demo, *SHORT_RUN, *arguments)
+    process = _train(demo, *arguments)
 
     def new_run() -> Path | None:
         found = set((demo / ".csdctl" / "runs").glob("*")) - before
