@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from csdctl.emulation.cgroups import open_cgroup
+
 REQUIRE_ALL = "CSDCTL_TESTS_REQUIRE_ALL"
 SYSTEM_PATH = "/usr/sbin:/sbin:/usr/local/sbin"
 NOT_RUN = "not run: needs "
@@ -97,6 +99,10 @@ def _find_lack_of_lab() -> str:
     return _find_lack_of_namespaces() or _lacks_packages(*LAB_PACKAGES)()
 
 
+def _find_lack_of_firewall() -> str:
+    return _find_lack_of_namespaces() or _lacks_packages("iproute2", "nftables")()
+
+
 @functools.cache
 def _find_lack_of_mounts() -> str:
     if os.geteuid() != 0:
@@ -104,6 +110,15 @@ def _find_lack_of_mounts() -> str:
     trial = ["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
     done = subprocess.run(trial, check=False, capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
+
+
+@functools.cache
+def _find_lack_of_cpu_cgroups() -> str:
+    group = open_cgroup(f"csdctl-tests-{os.getpid()}", 0.5)
+    if group is None:
+        return "no control group with a CPU limit can be created"
+    group.close()
+    return ""
 
 
 def _find_lack_of_root() -> str:
@@ -146,5 +161,12 @@ NEEDS = {
     "ordinary user": Need(_find_lack_of_ordinary_user, (), "run `make test` as an ordinary user", False),
     "chromium": Need(_lacks_packages("chromium"), ("chromium",)),
     "tmux": Need(_lacks_packages("tmux"), ("tmux",)),
+    "firewall": Need(_find_lack_of_firewall, ("iproute2", "nftables"), AS_ROOT),
+    "cpu cgroups": Need(
+        _find_lack_of_cpu_cgroups,
+        (),
+        "run `make test` where control groups are writable",
+        False,
+    ),
     "ssh": Need(_lacks_packages("openssh-client"), ("openssh-client",)),
 }

@@ -34,6 +34,7 @@ from tests.emulated.training import (
     start_training,
     wait_until_regrouped,
 )
+from tests.patience import communicate
 
 pytestmark = pytest.mark.emulated
 
@@ -204,7 +205,7 @@ def test_run_continues_bit_identically_each_time_mpi_or_the_hosts_rank_breaks(
     wait_until_regrouped(process, run, 3)
     assert events_of(run, "NodeLost") == []
     kill_host_rank(demo, run)
-    output, _ = process.communicate(timeout=200)
+    output, _ = communicate(process, demo)
     assert process.returncode == 0, output
     assert "Traceback" not in output
     assert nothing_is_left(demo, run)
@@ -218,7 +219,7 @@ def test_run_continues_bit_identically_each_time_mpi_or_the_hosts_rank_breaks(
 def test_run_continues_without_a_killed_rank(demo: Path) -> None:
     process, run = start_training(demo)
     kill_rank("csd1")(demo, run)
-    output, _ = process.communicate(timeout=200)
+    output, _ = communicate(process, demo)
     assert process.returncode == 0, output
     assert "csd1 is lost" in output
     assert "private samples are not read" in output
@@ -237,7 +238,7 @@ def test_run_continues_without_a_killed_rank(demo: Path) -> None:
 def test_run_that_lost_too_many_nodes_ends_and_says_how_it_is_resumed(demo: Path) -> None:
     process, run = start_training(demo, "--min-nodes", str(NUM_NODES))
     kill_rank("csd1")(demo, run)
-    output, _ = process.communicate(timeout=100)
+    output, _ = communicate(process, demo)
     assert process.returncode == 1, output
     assert "csd1" in output
     assert f"--resume {run.name}" in output
@@ -252,7 +253,7 @@ def test_run_that_is_stopped_and_then_killed_resumes_bit_identically(demo: Path,
     """Ctrl-C ends it; resumed, csdctl is killed; resumed again, it has the weights of an undisturbed run."""
     process, run = start_training(demo, "--no-rebalance")
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=100)
+    output, _ = communicate(process, demo)
     assert process.returncode == 130, output
     assert f"csdctl train --resume {run.name}" in output
     assert "Traceback" not in output
@@ -264,7 +265,7 @@ def test_run_that_is_stopped_and_then_killed_resumes_bit_identically(demo: Path,
 
     process = resume_training(demo, run, "--no-rebalance", "--resume", "latest")
     process.kill()
-    process.communicate(timeout=100)
+    communicate(process, demo)
     assert nothing_is_left(demo, run)
     seen = max(event["step"] for event in events_of(run, "Progress"))
     done = csdctl(demo, "train", *SHORT_RUN[2:], "--no-rebalance", "--resume", run.name)
