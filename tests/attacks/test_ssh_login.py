@@ -101,7 +101,7 @@ KEXINIT_HEAD = (1500).to_bytes(4, "big") + bytes([10, 20])
 def test_server_that_never_gets_to_the_point_is_left(tmp_path: Path, talk: Talk, said: str) -> None:
     deadline_s = 1 if "within 1 s" in said else scaled(20)
     with raw_server(talk) as port, pytest.raises(UnreachableError, match=said) as caught:
-        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], deadline_s)
+        connect(Node("evil", "127.0.0.1", port), [tmp_path / "known_hosts"], connect_deadline_s=deadline_s)
     assert len(str(caught.value)) < MAX_MESSAGE_CHARS
 
 
